@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import UsageError
-from kvsearch.models.architecture import describe, warn_beyond
+from kvsearch.models.architecture import describe, require_same_rotary, warn_beyond
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.runtime import PlanCache, Program
@@ -130,5 +130,7 @@ def answer(
         else:
             ids, encoded = formatted.encode(context, [QuestionText(prompt) for prompt in prompts])
             questions = [question.ids for question in encoded]
+        later = max(question.shape[1] for question in questions) + max_new_tokens - 1
+        require_same_rotary(loaded.model, [ids.shape[1]], later)  # before it is read
         held = CompressedContext.read(loaded, plan, ids, chunk=chunk)
     return [held.reply(formatted, question, max_new_tokens) for question in questions]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import NonFiniteError
+from kvsearch.models.architecture import require_same_rotary
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.decode.replies import NO_LOGITS, checked
 from kvsearch.runtime.program import require_room
@@ -45,11 +46,15 @@ def score(
         EnvironmentFault: the device has too little memory for the contexts.
     """
     leads = [torch.tensor(context[: compressible(context)]) for context in contexts]
-    require_room(model, {"the plan": program}, [len(lead) for lead in leads])
+    lengths = [len(lead) for lead in leads]
+    longest = max(len(text) for several in continuations for text in several)
+    ends = max(len(context) - len(lead) for context, lead in zip(contexts, leads, strict=True))
+    require_same_rotary(model, lengths, ends + longest - 1)
+    require_room(model, {"the plan": program}, lengths)
     cache = PlanCache(model, program)
     first, mask = read_prompts(model, [cache], leads)
     checked(first)
-    held = held_entries(model, cache, [len(lead) for lead in leads])
+    held = held_entries(model, cache, lengths)
     followers: list[dict[tuple[int, ...], list[int]]] = [{} for _ in contexts]  # continuations by what is fed
     for follower, context, lead, texts in zip(followers, contexts, leads, continuations, strict=True):
         for index, text in enumerate(texts):

@@ -21,6 +21,7 @@ from kvsearch.core.items import Progress, counted
 from kvsearch.core.resources import version
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Place, Sample
+from kvsearch.models.architecture import beyond_switch, require_same_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -71,9 +72,12 @@ def run_encoded(
     parted = has_windows(loaded.model) and protocol == QUESTION_AGNOSTIC
     if has_windows(loaded.model) and any(prompt.turns for task in tasks for prompt in task.prompts):
         raise IncompatibleError("turns differ in length, so a model with sliding windows cannot take them in a batch")
+    for task in tasks:
+        _require_same_rotary(loaded, task, protocol)
 
-    def follows(reading: Reading) -> tuple[int, ...]:
-        return tuple(len(question.ids) for question in reading.questions) if parted else ()
+    def follows(reading: Reading) -> tuple[bool, tuple[int, ...]]:
+        asked = tuple(len(question.ids) for question in reading.questions) if parted else ()
+        return beyond_switch(loaded.model, len(reading.ids)), asked
 
     work = [
         (number, part)
@@ -103,6 +107,18 @@ def run_encoded(
             for reading, question in questions_of(part)
         ]
     return results
+
+
+def _require_same_rotary(loaded: LoadedModel, task: TaskPrompts, protocol: Protocol) -> None:
+    """Refuse a task, before any of it is asked, where a reply may pass the length at which rotary factors change."""
+    asked = [(reading, question) for reading in readings(task.prompts, protocol) for question in reading.questions]
+    for reading, question in asked:
+        later = len(reading.following(question)) + question.query.max_new_tokens - 1
+        try:
+            require_same_rotary(loaded.model, [len(reading.ids)], later)
+        except IncompatibleError as error:
+            sample = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
+            raise IncompatibleError(f"{sample}: {error} (--max-length cuts contexts)") from error
 
 
 class _Answering:

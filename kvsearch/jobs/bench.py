@@ -164,7 +164,7 @@ def _load(
             loaded = random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)
     from kvsearch.benchmark.capacity import require_memory
     from kvsearch.benchmark.speed import Workload, program_at
-    from kvsearch.models.architecture import describe
+    from kvsearch.models.architecture import describe, require_same_rotary
     from kvsearch.runtime import Program
 
     programs = {name: Program.from_plan(loaded.model, plan) for name, plan in plans.items()}
@@ -182,5 +182,7 @@ def _load(
     limit = describe(loaded.model).max_positions
     if limit and tokens > limit:
         raise IncompatibleError(f"{loaded.name} takes {limit} tokens, not {tokens}: lower --length or --new-tokens")
+    for length in options.length:
+        require_same_rotary(loaded.model, [length], options.new_tokens)
     largest = Workload(max(options.batch), max(options.length), options.new_tokens, options.rounds)
     return loaded, programs, require_memory(loaded.model, programs, largest, device_of(options.device))

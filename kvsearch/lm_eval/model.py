@@ -22,6 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError, UsageError
 from kvsearch.core.items import Progress, counted, grouped
 from kvsearch.evaluation.likelihood import compressible, score
+from kvsearch.models.architecture import beyond_switch, require_same_rotary
 from kvsearch.models.foreign import CheckpointError, naming_text
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
@@ -289,7 +290,11 @@ class PlannedLM(LM):  # type: ignore[misc]
     def _batches(self, texts: Sequence[HarnessText], kinds: Sequence[Hashable]) -> Iterator[list[int]]:
         """Put texts of one kind and of similar length together, by their numbers, the longest first."""
         longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
-        together = list(batches(longest_first, self.batch, lambda number: kinds[number]))
+
+        def alike(number: int) -> Hashable:
+            return kinds[number], beyond_switch(self.loaded.model, len(texts[number].ids))
+
+        together = list(batches(longest_first, self.batch, alike))
         return counted(together, len(together), self.progress)
 
     def _replies(
@@ -305,12 +310,14 @@ class PlannedLM(LM):  # type: ignore[misc]
 
         ids = [torch.tensor(prompt.ids) for prompt, _ in batch]
         stop = stop_tokens(self.loaded)
+        limits = [generation.max_new_tokens for _, generation in batch]
+        require_same_rotary(self.loaded.model, [len(prompt) for prompt in ids], max(limits) - 1)  # before they are read
         joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self._note_held(prompt, len(prompt.ids), entries)
         if asked.sampling is not None:
             joint.replies.draws = Draws(asked.sampling, [asked.sampling.seed_of(*document) for document in places])
-        replies = joint.replies.reply([generation.max_new_tokens for _, generation in batch])
+        replies = joint.replies.reply(limits)
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +153,7 @@ def require_plain_rotary(model: nn.Module, what: str) -> None:
     config = text_config(model)
     parameters = getattr(config, "rope_parameters", None) or {}
     kind = parameters.get(FULL, parameters).get("rope_type", "default")
-    if family_of(config) not in UNROTATED or kind in ("dynamic", "longrope"):
+    if family_of(config) not in UNROTATED or rotary_switch(model) is not None:
         raise IncompatibleError(
             f"{what} turns queries back to position 0, which is not verified for {config.model_type} with {kind} "
             f"rotary embedding: use another policy; verified families: {', '.join(UNROTATED)}"
@@ -181,12 +182,132 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     return {index: module for index, module in found.items() if module is not None}
 
 
+def rotary_module(model: nn.Module) -> Any:
+    """Return the module that makes the cosines and sines of all layers; None where a model has none of its own."""
+    return getattr(decoder(model), "rotary_emb", None)
+
+
+@dataclass(frozen=True)
+class RotarySwitch:
+    """Where the rotary factors of a model change with the length of a sequence: beyond `length` tokens.
+
+    transformers rotates what comes in one forward pass by the factors of the highest position in it. Keys that are
+    cached keep those that they were read with, so that queries of another length do not fit them.
+    """
+
+    length: int
+    settles: bool  # beyond it factors are the same for every length (LongRoPE); else each has its own (dynamic NTK)
+
+    @property
+    def kind(self) -> str:
+        return "LongRoPE" if self.settles else "dynamic NTK"
+
+
+def rotary_switch(model: nn.Module) -> RotarySwitch | None:
+    """Return where the rotary factors of some layers change with the length of a sequence; None: nowhere."""
+    rotary = rotary_module(model)
+    kinds = getattr(rotary, "rope_type", None)
+    given = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
+    switches = []
+    for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
+        if kind == "longrope":
+            parameters = given if layer is None else given[layer]
+            switches.append(RotarySwitch(int(parameters["original_max_position_embeddings"]), True))
+        elif "dynamic" in str(kind):
+            switches.append(RotarySwitch(int(rotary.original_max_seq_len), False))
+    return min(switches, key=lambda switch: switch.length, default=None)
+
+
+def require_same_rotary(model: nn.Module, read: Sequence[int] | Tensor, later: int = 0) -> None:
+    """Refuse a batch of sequences whose rotary factors would change while it is in a cache.
+
+    Args:
+        model: the model.
+        read: [B] tokens of each sequence, padding not counted, that are read in the first forward pass.
+        later: the most tokens that the model reads of them after that.
+
+    Raises:
+        IncompatibleError: a sequence passes the length from which the model has other factors (see `RotarySwitch`), or
+            sequences on both sides of it share the batch.
+    """
+    switch = rotary_switch(model)
+    if switch is None:
+        return
+    lengths = [int(length) for length in read]
+    shortest = min(lengths)
+    longest = max(lengths)
+    most = longest + later
+    if most <= switch.length or (switch.settles and shortest > switch.length):
+        return
+    problem = (
+        f"{type(model).__name__} has other rotary factors beyond {switch.length:,} tokens ({switch.kind}), and cached "
+        "keys keep those that they were read with"
+    )
+    if not switch.settles or longest <= switch.length:
+        beyond = f", or begin with more than {switch.length:,}" if switch.settles else ""
+        raise IncompatibleError(
+            f"{problem}: a sequence that begins with {longest:,} may have {switch.length:,}, and this one may come to "
+            f"{most:,}; shorten prompt or reply by {most - switch.length:,}{beyond}"
+        )
+    raise IncompatibleError(
+        f"{problem}: sequences of {shortest:,} and of {longest:,} tokens cannot share a batch; ask them apart "
+        "(a batch of 1)"
+    )
+
+
+def same_rotary_until(model: nn.Module, tokens: int) -> int:
+    """Return how long a sequence may become whose first `tokens` are read at once; 0: the model names no limit.
+
+    That is what the model has positions for, and no more than its rotary factors stay the same for.
+    """
+    switch = rotary_switch(model)
+    positions = describe(model).max_positions
+    if switch is None or (switch.settles and tokens > switch.length):
+        return positions
+    return min(positions or switch.length, switch.length)
+
+
+def beyond_switch(model: nn.Module, tokens: int) -> bool:
+    """Tell whether a sequence of so many tokens has other rotary factors than short ones: no batch may have both."""
+    switch = rotary_switch(model)
+    return switch is not None and tokens > switch.length
+
+
+@contextmanager
+def rotated_as(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Let every part of a sequence be rotated by the factors of its `tokens`, as if it were read at once.
+
+    A position is added to those that the model's rotary embedding is asked for, and its table is dropped again.
+    """
+    if not beyond_switch(model, tokens):
+        yield
+        return
+
+    def ask_for_last(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        states, positions = (*args, *(given.pop(name) for name in ("x", "position_ids") if name in given))[:2]
+        last = torch.full_like(positions[..., :1], tokens - 1)
+        return (states, torch.cat([positions, last], -1), *args[2:]), given
+
+    def drop_last(_: nn.Module, __: Any, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        cos, sin = tables
+        return cos[..., :-1, :], sin[..., :-1, :]
+
+    rotary = rotary_module(model)
+    handles = [rotary.register_forward_pre_hook(ask_for_last, with_kwargs=True)]
+    handles.append(rotary.register_forward_hook(drop_last))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class RotaryTables:
     """Cosines and sines of a full-attention layer, by the rotary embedding of its model; some layers do not rotate."""
 
     def __init__(self, model: nn.Module, layer: int) -> None:
         rotates = getattr(attention_modules(model)[layer], "use_rope", True)
-        self.module: Any = getattr(decoder(model), "rotary_emb", None) if rotates else None
+        self.module: Any = rotary_module(model) if rotates else None
 
     @torch.no_grad()
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:

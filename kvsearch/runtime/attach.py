@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from inspect import ismethod, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvsearch.core.errors import UsageError
-from kvsearch.models.architecture import warn_beyond
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import (
+    beyond_switch,
+    decoder,
+    family_of,
+    require_same_rotary,
+    rotary_switch,
+    text_config,
+    warn_beyond,
+)
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.plan.saved import AUTO, load_plan
 from kvsearch.runtime.attention import NAME, NO_DRAFTS_TAKEN_BACK
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.steps import CompiledModel, stepping
-from kvsearch.runtime.observe import reread
+from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.observe import PromptLayer, reread
 from kvsearch.runtime.program import Program, require_room
 from kvsearch.runtime.shared_prefill import prefill_all
 from kvsearch.runtime.stock import CACHE, CACHES, cache_of
@@ -24,40 +39,74 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
 
 
+USE_PLANNED = (
+    "the model is attached to a plan, and this call of it brings another cache, so the plan would not run: call "
+    "planned.generate(...), or planned(...) for a forward pass, of `with attach(model, plan) as planned:`; the full "
+    "cache runs outside of it"
+)
+# families whose code in transformers reads a sequence anew when it passes `original_max_position_embeddings`, whether
+# its rotary factors change there or not; a cache without a token is dropped for longer prompts, too
+READ_ANEW = ("phi3", "phi4_multimodal", "phimoe")
+NEW_TOKENS = 20  # that `generate` makes if nobody says how many
+
+_planned_call: ContextVar[bool] = ContextVar("planned_call", default=False)  # whether one is on its way in this thread
+
+
 class PlannedModel:
-    """A model together with a plan: `generate` runs with a fresh `PlanCache` each time.
+    """A model together with a plan: `generate` runs with a fresh `PlanCache` each time, and so does a call of it.
 
     Use it as a context manager; leaving it gives the model its attention implementation back. What else is asked of it
-    is asked of the model, so that it can stand in the model's place: `transformers.pipeline(model=planned, ...)`.
+    is asked of the model, so that it can stand in the model's place: `transformers.pipeline(model=planned, ...)`; where
+    the model would return itself (`to`, `eval`, `half`), this is returned. Within the context the model itself refuses
+    calls with another cache, such as `model.generate` makes.
     """
 
     def __init__(
         self, model: Any, program: Program, *, exact: bool = False, graphs: bool = True, compiled: bool = False
     ) -> None:
-        self.model = model
-        self.program = program
-        self.exact = exact
-        self.graphs = graphs
-        self.compiled = CompiledModel(model) if compiled else None
-        self.cache: PlanCache | None = None
-        self._before: list[str] = []
+        own = vars(self)
+        own["model"] = model
+        own["program"] = program
+        own["exact"] = exact
+        own["graphs"] = graphs
+        own["compiled"] = CompiledModel(model) if compiled else None
+        own["cache"] = None
+        own["_before"] = []  # what leaving gives back
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of Python's own protocols: copies
             raise AttributeError(name)
-        return getattr(self.model, name)
+        found = getattr(self.model, name)
+        return self._returning_itself(found) if ismethod(found) else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            object.__setattr__(self, name, value)
+        else:  # as `generation_config`
+            setattr(self.model, name, value)
+
+    def _returning_itself(self, method: Any) -> Any:
+        @wraps(method)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            output = method(*args, **kwargs)
+            return self if output is self.model else output
+
+        return asked
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:  # pipelines look up what the class of a model can do
         return type(self.model)
 
     def __enter__(self) -> PlannedModel:
-        self._before.append(self.model.config._attn_implementation)
+        before = self.model.config._attn_implementation
         self.model.set_attn_implementation(NAME)
+        self._before.append((before, decoder(self.model).register_forward_pre_hook(_require_planned, with_kwargs=True)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.model.set_attn_implementation(self._before.pop())
+        before, guard = self._before.pop()
+        guard.remove()
+        self.model.set_attn_implementation(before)
 
     def new_cache(self, prompt_length: int | None = None) -> PlanCache:
         """Return an empty cache for one conversation (or one batch of them)."""
@@ -71,52 +120,88 @@ class PlannedModel:
 
         Raises:
             UsageError: outside the context.
+            IncompatibleError: prompts with different rotary factors, see `require_same_rotary`.
             EnvironmentFault: the device has too little memory for what is kept.
         """
         self._require_attached()
         cache = self.new_cache()
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        require_same_rotary(self.model, mask.sum(-1))
         require_room(self.model, {"the plan": self.program}, [input_ids.shape[1]] * len(input_ids), chunk)
-        prefill_all(self.model, [cache], input_ids, mask, chunk)
+        with _planned():
+            prefill_all(self.model, [cache], input_ids, mask, chunk)
         return cache
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass of the model under the plan; arguments and result are those of the model.
+
+        Without a cache a new one is filled, and returned with the output; given back, it goes on from there. The prompt
+        is evicted once its pass is over, so its logits are those of the full cache: a perplexity that is taken in the
+        pass that fills the cache, or of single passes over whole texts, is blind to eviction. With `use_cache=False`
+        the model keeps nothing, as ever.
+
+        Raises:
+            UsageError: outside the context, or with a cache of another kind.
+            IncompatibleError: the sequences have different rotary factors, see `require_same_rotary`.
+            EnvironmentFault: the device has too little memory for what is kept of the prompt.
+        """
+        self._require_attached()
+        inner = self.model.get_base_model() if is_wrapper(self.model) else self.model
+        kwargs |= zip(signature(inner.forward).parameters, args, strict=False)
+        cache = cache_of(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
+        if cache is None and kwargs.get("use_cache") is False:
+            with _planned():
+                return self.model(**kwargs)
+        self._take(cache)
+        prompt = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
+        if prompt is not None:
+            columns = self.cache.get_seq_length() + prompt.shape[1]
+            self._begin(prompt, columns, kwargs.get("attention_mask"))
+        with _planned():
+            output = self.model(**{CACHE: self.cache}, **{**kwargs, "use_cache": True})
+        if prompt is not None:
+            self._require_read(columns)
+        self.cache.check_scores()
+        return output
 
     def generate(self, input_ids: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run `model.generate` under the plan; arguments and result are those of transformers.
 
         The cache used stays in `self.cache`. Pass it back as `past_key_values` to continue a conversation. On CUDA,
-        greedy and sampled decode steps are captured in graphs and replayed, see `kvsearch.runtime.decode.steps`.
+        greedy and sampled decode steps are captured in graphs and replayed, see `kvsearch.runtime.decode.steps`. What a
+        checkpoint says of caches (`use_cache`, `cache_implementation`) are defaults, in whose place the plan stands.
 
         Raises:
             UsageError: outside the context, or with a cache option the plan cannot honour.
+            IncompatibleError: the rotary factors of the model would change on the way, see `require_same_rotary`, or
+                its code does without the cache that it is given.
             EnvironmentFault: the device has too little memory for what is kept of the prompt.
         """
         self._require_attached()
-        config = generation_config or self.model.generation_config
-        self._refuse_options(config, kwargs)
-        kwargs.pop("cache_implementation", None)
-        if config.cache_implementation is not None:
-            generation_config = config = deepcopy(config)
-            config.cache_implementation = None  # transformers takes a cache or the name of one
+        generation_config = self._without_cache_options(generation_config, kwargs)
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)
-        cache = cache_of(kwargs)
+        self._take(cache_of(kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
-        self.cache = self.new_cache() if cache is None else cache
-        prompt = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-        if prompt is not None and not self.cache.get_seq_length():
-            chunk = kwargs.get("prefill_chunk_size") or config.prefill_chunk_size
-            require_room(self.model, {"the plan": self.program}, [prompt.shape[1]] * prompt.shape[0], chunk)
+        asked = Asked(kwargs, generation_config, self.model.generation_config)
+        prompt = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         if prompt is not None:
+            mask = kwargs.get("attention_mask")
+            columns = max(prompt.shape[1], 0 if mask is None else mask.shape[-1])
+            later = asked.new_tokens(prompt.shape[1]) - 1
+            self._begin(prompt, columns, mask, later, asked("prefill_chunk_size"))
+            self._require_kept(columns, later)
             self.cache.expect(prompt.shape[1])
-        if input_ids is not None and not self.cache.get_seq_length():
-            planned = self.cache.planned
-            needs = (need for layer in planned.values() for need in layer.needs())
-            for index, found in reread(self.model, needs, input_ids, kwargs.get("attention_mask")).items():
-                if index in planned:
-                    planned[index].rereads = found
-        tokens = kwargs.get("max_new_tokens") or config.max_new_tokens
-        with stepping(self.model, self.cache, tokens, self.graphs, self.compiled) as model:
+        keeping = _keeping(self.model)
+        tokens = asked("max_new_tokens")
+        with _planned(), stepping(keeping, self.cache, tokens, self.graphs, self.compiled) as model:
             output = model.generate(input_ids, generation_config, *args, **{CACHE: self.cache}, **kwargs)
+        sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
+        if sequences is not None and prompt is not None:
+            # of embeddings alone, the output has no tokens; beams may have read more than they return
+            before = 0 if input_ids is not None else prompt.shape[1]
+            self._require_read(before + sequences.shape[1] - 1)
         self.cache.check_scores()
         warn_beyond(self.model, self.cache.get_seq_length())
         return output
@@ -125,19 +210,200 @@ class PlannedModel:
         if self.model.config._attn_implementation != NAME:
             raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
 
-    def _refuse_options(self, config: Any, kwargs: dict[str, Any]) -> None:
-        asked = kwargs.get("cache_implementation") or config.cache_implementation
-        if asked not in (None, "dynamic"):
-            raise UsageError(f"cache_implementation={asked!r} and a plan exclude each other: drop the option")
-        if (config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]) is False:
-            raise UsageError("use_cache=False and a plan exclude each other: drop the option")
-        cache = cache_of(kwargs)
+    def _take(self, cache: Any) -> None:
+        """Take the cache for a call: the one that is given, or a new one."""
         if cache is not None and not isinstance(cache, PlanCache):
             raise UsageError(f"a plan needs its own cache, not a {type(cache).__name__}: use new_cache() or none")
+        self.cache = self.new_cache() if cache is None else cache
+
+    def _without_cache_options(self, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the caller's generation configuration without what a checkpoint says of caches; refuse his own wishes.
+
+        Such options are taken out of `kwargs`, too.
+        """
+        defaults = self.model.generation_config
+        for name, allowed in (("cache_implementation", (None, "dynamic")), ("use_cache", (None, True))):
+            wish = kwargs.pop(name, None)
+            if wish is None and config is not None and getattr(config, name) != getattr(defaults, name):
+                wish = getattr(config, name)
+            if wish not in allowed:
+                raise UsageError(f"{name}={wish!r} and a plan exclude each other: drop the option")
         drafting = kwargs.get("prompt_lookup_num_tokens") or kwargs.get("assistant_model")
-        drafting = drafting or getattr(config, "prompt_lookup_num_tokens", None)
+        drafting = drafting or getattr(config or defaults, "prompt_lookup_num_tokens", None)
         if drafting and self.program.decode is not None:
             raise UsageError(NO_DRAFTS_TAKEN_BACK)
+        if config is None and not is_wrapper(self.model):
+            return None  # that of the model, see `_keeping`
+        return _without_cache(config or defaults)
+
+    def _begin(
+        self, prompt: Tensor, columns: int, mask: Tensor | None, later: int = 0, chunk: int | None = None
+    ) -> None:
+        """Refuse what could not be held to its end, and read the prompt again for those policies that want it.
+
+        `prompt` is [B, T] token ids or [B, T, D] embeddings; with what was read, `columns` are there, of which `mask`
+        tells padding, and at most so many `later` ones are read.
+        """
+        cache = self.cache
+        seen = cache.get_seq_length()
+        self._require_same_rotary(prompt.shape[0], columns, mask, later, chunk)
+        if seen:
+            return
+        require_room(self.model, {"the plan": self.program}, [prompt.shape[1]] * prompt.shape[0], chunk)
+        if prompt.dim() == 2:
+            planned = cache.planned
+            needs = (need for layer in planned.values() for need in layer.needs())
+            with _planned():
+                again = reread(self.model, needs, prompt, mask)
+            for index in again.keys() & planned.keys():
+                planned[index].rereads = again[index]
+
+    def _require_same_rotary(
+        self, batch: int, columns: int, mask: Tensor | None, later: int, chunk: int | None
+    ) -> None:
+        """Refuse sequences to whose last tokens the keys of their first ones would not fit; see `_begin`."""
+        if rotary_switch(self.model) is None:
+            return
+        real = torch.ones(batch, columns) if mask is None or mask.dim() != 2 else mask
+        seen = self.cache.get_seq_length()
+        read = real[:, : seen or columns].sum(-1)
+        longest = int(real.sum(-1).max())
+        require_same_rotary(self.model, read, longest - int(read.max()) + later)
+        if not seen and chunk is not None and chunk < columns and beyond_switch(self.model, longest):
+            raise IncompatibleError(
+                f"prefill_chunk_size={chunk}: {type(self.model).__name__} would rotate the first tokens of {longest:,} "
+                "as those of a short sequence: read the prompt at once, or with planned.read(ids, chunk=...)"
+            )
+
+    def _require_kept(self, columns: int, later: int) -> None:
+        """Refuse a sequence that transformers' code for the model reads anew on the way; see `READ_ANEW`."""
+        config = text_config(self.model)
+        limit = getattr(config, "original_max_position_embeddings", None)
+        read = self.cache.get_seq_length() or columns
+        if family_of(config) not in READ_ANEW or not limit or columns + later <= limit:
+            return
+        if is_wrapper(self.model) and not self.cache.get_seq_length():
+            raise IncompatibleError(
+                f"transformers' code for {config.model_type} drops an empty cache beyond {limit:,} tokens, and in a "
+                f"{type(self.model).__name__} that is not seen: put the adapter into the weights (merge_and_unload())"
+            )
+        if read <= limit:
+            raise IncompatibleError(
+                f"transformers' code for {config.model_type} drops the cache when a sequence passes {limit:,} tokens, "
+                f"padding counted, and this one may come to {columns + later:,}: ask for {columns + later - limit:,} "
+                f"less, or begin with more than {limit:,}"
+            )
+
+    def _require_read(self, tokens: int) -> None:
+        """Refuse what was computed if the cache has not read so many tokens of it: the plan did not run."""
+        read = min((layer.seen for layer in self.cache.planned.values()), default=tokens)
+        if read < tokens:
+            raise IncompatibleError(
+                f"{type(self.model).__name__} did without the cache that it was given, which has read {read:,} of "
+                f"{tokens:,} tokens: the plan did not run (models drop caches in training with gradient checkpointing)"
+            )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of `generate` by what they are taken from: its arguments, the caller's configuration, the model's."""
+
+    arguments: Mapping[str, Any]
+    config: Any
+    defaults: Any
+
+    def __call__(self, name: str) -> Any:
+        """Return an option as `generate` will take it; None: nobody has given it."""
+        values = (self.arguments.get(name), getattr(self.config, name, None), getattr(self.defaults, name, None))
+        return next((value for value in values if value is not None), None)
+
+    def new_tokens(self, columns: int) -> int:
+        """Return the most tokens that `generate` makes of a prompt of so many columns."""
+        tokens = self("max_new_tokens")
+        if tokens is None:
+            length = self("max_length")
+            tokens = NEW_TOKENS if length is None else length - columns
+        return max(int(tokens), 1)
+
+
+@contextmanager
+def _planned() -> Iterator[None]:
+    """Let the model be called with other caches for a while: by reference passes, or models that draft."""
+    token = _planned_call.set(True)
+    try:
+        yield
+    finally:
+        _planned_call.reset(token)
+
+
+def _require_planned(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a call of an attached model, seen where its layers are, that brings another cache than kvsearch's."""
+    cache = kwargs.get(CACHE)
+    if isinstance(cache, PlanCache) or _planned_call.get():
+        return
+    layers = getattr(cache_of(kwargs), "layers", ())
+    if not any(isinstance(layer, EvictingLayer | PromptLayer) for layer in layers):
+        raise UsageError(USE_PLANNED)
+
+
+def _without_cache(config: Any) -> Any:
+    """Return a generation configuration without what it says of caches, in whose place a plan stands."""
+    if config.cache_implementation is None and config.use_cache is not False:
+        return config
+    config = deepcopy(config)
+    config.cache_implementation = None  # transformers takes a cache or the name of one
+    config.use_cache = True
+    return config
+
+
+@lru_cache(maxsize=32)
+def _keeping_class(kind: Any) -> type[Any]:
+    """Return a subclass of a model's class that keeps a `PlanCache` where its code would do without."""
+
+    @wraps(kind.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = kind.prepare_inputs_for_generation(self, *args, **kwargs)
+        cache = cache_of(kwargs)
+        if isinstance(cache, PlanCache) and cache_of(inputs) is not cache:
+            if read := cache.get_seq_length():
+                raise IncompatibleError(
+                    f"{kind.__name__} drops the cache that it is given after {read:,} tokens and reads all anew, so "
+                    "the plan would not run: stop before, or begin with a longer prompt"
+                )
+            inputs[CACHE] = cache  # nothing was read: it takes the prompt as any other would
+        return inputs
+
+    def generation_config(self: Any) -> Any:
+        own = vars(self).get("generation_config")
+        return _without_cache(kind.__getattr__(self, "generation_config") if own is None else own)
+
+    def set_generation_config(self: Any, config: Any) -> None:
+        vars(self)["generation_config"] = config
+
+    members = {
+        "prepare_inputs_for_generation": prepare_inputs_for_generation,
+        "generation_config": property(generation_config, set_generation_config),
+        "__module__": kind.__module__,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def is_wrapper(model: Any) -> bool:
+    """Tell whether it is the code of another model that generates."""
+    return hasattr(model, "get_base_model")
+
+
+def _keeping(model: Any) -> Any:
+    """Return a view of a model, with its very state, whose `generate` keeps the cache of a plan.
+
+    A wrapper that leaves `generate` to the model within (peft) is returned as it is.
+    """
+    if is_wrapper(model):
+        return model
+    kind: Any = type(model)
+    view = object.__new__(_keeping_class(kind))
+    object.__setattr__(view, "__dict__", model.__dict__)
+    return view
 
 
 def attach(

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import RotaryTables, require_plain_rotary, text_config
+from kvsearch.models.architecture import RotaryTables, require_plain_rotary, rotary_switch, text_config
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.policies import Policy
 from kvsearch.policies.checks import require_finite
@@ -66,6 +66,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         layers = stock_layers(model)
         config = text_config(model)
         sharing = None if program.allocation is None else Sharing(program.allocation, program)
+        switch = rotary_switch(model)
         self.read_mask = ReadMask()
         for index in program.layers:
             if type(layers[index]) is not DynamicLayer:
@@ -79,6 +80,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 self.read_mask,
                 sharing=sharing,
                 prompt_length=prompt_length,
+                rotary_limit=None if switch is None else switch.length,
                 exact=exact,
             )
         Cache.__init__(self, layers=layers)
@@ -118,7 +120,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         cache.mask = tensors.get("mask")
         cache.rest = header.rest or ""
         if cache.mask is not None and not bool(cache.mask.all()):
-            cache.read_mask.real = cache.mask.bool()
+            cache.read_mask.begin(cache.mask.bool(), cache.mask.sum(-1).tolist())
         return cache
 
     def save(
@@ -145,6 +147,25 @@ class PlanCache(Cache):  # type: ignore[misc]
         if self.program.plan is None:
             raise UsageError("a cache can be saved if it was made of a Plan, which says how to go on: this one was not")
         return write_cache(path, self.program.plan, self.layers, self.read_mask, (tokens, mask), overwrite, rest)
+
+    def __copy__(self) -> PlanCache:
+        return self._with(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanCache:
+        memo[id(self)] = copied = self._with({})
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
+
+    def _with(self, state: dict[str, Any]) -> PlanCache:
+        made: PlanCache = type(self).__new__(type(self))
+        made.__dict__.update(state)
+        return made
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise UsageError(
+            "a PlanCache cannot be pickled, as its layers belong to a model: cache.save(path) writes it to a file, "
+            "PlanCache.load(path, model) reads it again"
+        )
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Yield keys, values and the window of every layer, as stock caches do; UsageError where entries are gone."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvsearch.core.errors import KvsearchError, UsageError
+from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import require_continuation
 from kvsearch.policies.base import Needs, Observation, Rereading
@@ -42,7 +42,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     `prefill` is applied right after the layer's dense attention over the prompt, which ends when `prompt_length` tokens
     have been seen (default: with the first forward pass); `decode` after every token that follows. None: nothing is
     evicted in that phase. With `sharing`, budgets come from there. `implementation` tells which attention the model
-    runs now, `read_mask` what masks say of the tokens that were read; all layers of a cache share it.
+    runs now, `read_mask` what masks say of the tokens that were read; all layers of a cache share it. `rotary_limit` is
+    the length at which the rotary factors of the model change (None: nowhere): no sequence may pass it here.
     """
 
     is_sliding = False
@@ -60,6 +61,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         *,
         sharing: Sharing | None = None,
         prompt_length: int | None = None,
+        rotary_limit: int | None = None,
         exact: bool = False,
     ) -> None:
         super().__init__()
@@ -71,6 +73,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.read_mask = read_mask
         self.sharing = sharing
         self.prompt_length = prompt_length
+        self.rotary_limit = rotary_limit
         self.exact = exact
         self._clear()
 
@@ -162,9 +165,20 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             require_attention("PlanCache", self.implementation())
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
+            self._require_same_rotary(key_states.shape[-2])
             self.seen += key_states.shape[-2]
         tag(key_states, self)
         return key_states, value_states
+
+    def _require_same_rotary(self, tokens: int) -> None:
+        """Refuse tokens to which the keys that are held would not fit; whoever knows what comes refuses it before."""
+        limit = self.rotary_limit
+        read = self.seen - self.read_mask.padding  # of the longest sequence
+        if limit is not None and 0 < read <= limit < read + tokens:
+            raise IncompatibleError(
+                f"the model has other rotary factors beyond {limit:,} tokens, and the keys of the {read:,} that are "
+                f"cached do not fit {tokens:,} more: go on to {limit:,}, or read a prompt of more than that at once"
+            )
 
     def get_seq_length(self) -> int:
         """Return the true length of the sequence, evicted entries included: positions and masks depend on it."""
@@ -260,6 +274,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
         `attend` then changes tensors in place, binds none, and neither waits for the device nor decides anything.
         """
+        self._require_same_rotary(1)
         self.evicted.prepare_step()
         self.ahead = positions
 

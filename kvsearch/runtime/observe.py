@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import IncompatibleError, present
-from kvsearch.models.architecture import RotaryTables, describe, require_continuation
+from kvsearch.models.architecture import (
+    RotaryTables,
+    describe,
+    require_continuation,
+    require_same_rotary,
+    same_rotary_until,
+)
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs, Rereading
 from kvsearch.runtime.attention import Output, causal_mask, dense_attention, gated_attention, require_attention, tag
@@ -189,6 +195,7 @@ class DensePass(Generic[Noted]):
         self.mask = mask
         real = torch.ones_like(prompts) if mask is None else mask
         self.lengths: Tensor = real.sum(-1)
+        require_same_rotary(model, self.lengths)
         positions = (real.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             output = self._forward(prompts, mask, positions, logits_to_keep=1)
@@ -217,6 +224,7 @@ class DensePass(Generic[Noted]):
         where `gates` has it, too, they see the others through these, see `gated_attention`, and the output has
         gradients.
         """
+        require_same_rotary(self.model, self.lengths, tokens.shape[1])
         before = [layer_state(layer) for layer in self.cache.layers]
         try:
             for row, entries in (keep or {}).items():
@@ -292,11 +300,11 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
 def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading) -> dict[int, Tensor]:
     """Return what the entries of a prompt [1, T] get when it is read again, by layer [1, Hkv, T]."""
     length = ids.shape[1]
-    limit = describe(passed.model).max_positions
+    limit = same_rotary_until(passed.model, length)
     chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk
     if chunk < min(how.chunk, LEAST_CHUNK):
         raise IncompatibleError(
-            f"a prompt of {length} tokens leaves no room to read it again after itself: the model takes {limit}; "
+            f"a prompt of {length} tokens leaves no room to read it again after itself: it may come to {limit}; "
             "shorten it, or use another policy than kvzip"
         )
     best: dict[int, Tensor] = {}

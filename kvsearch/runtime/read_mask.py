@@ -28,12 +28,14 @@ class ReadMask:
 
     def _clear(self) -> None:
         self.begun = False
+        self.padding = 0  # columns before the longest sequence
         self.real: Tensor | None = None  # [B, n] bool: no padding; columns from n on are tokens; None: all are
         self._current: tuple[int, Visible] | None = None
 
     def begin(self, valid: Tensor, lengths: Sequence[int]) -> None:
         """Take note of a prompt: `valid` [B, T] bool is False for padding, `lengths` [B] are the tokens of each."""
         self.begun = True
+        self.padding = valid.shape[1] - max(lengths)
         self.real = None if min(lengths) == valid.shape[1] else valid.clone()
 
     def read(self, mask: Tensor | None, batch: int, seen: int, count: int) -> Visible:

@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -20,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import NonFiniteError, UsageError
 from kvsearch.core.items import grouped
-from kvsearch.models.architecture import RotaryTables, check_length, describe
+from kvsearch.models.architecture import RotaryTables, check_length, describe, require_same_rotary, rotated_as
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
@@ -148,6 +149,8 @@ def read_prompts(
     Returns:
         Logits of the last position, [B, 1, V], and the mask of the prompts [B, T], 0 where shorter ones are padded.
     """
+    lengths = [len(prompt) for prompt in prompts]
+    require_same_rotary(model, lengths)
     ids, mask = left_padded(prompts, model.device)
     if model.device.type == "cpu":
         return prefill_all(model, caches, ids, mask, chunk), mask
@@ -163,7 +166,7 @@ def read_prompts(
             raise
         parts.append(own)
     for same in zip(*parts, strict=True):
-        joined(same, mask, [len(prompt) for prompt in prompts])
+        joined(same, mask, lengths)
     return torch.cat(logits), mask
 
 
@@ -196,9 +199,10 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     shared = cache_class(model, Cache)(layers=layers)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     size = chunk or ids.shape[1]
-    for first in range(0, ids.shape[1], size):
-        part = slice(first, first + size)
-        with torch.no_grad():
+    whole = nullcontext() if chunk is None else rotated_as(model, int(positions.max()) + 1)
+    with torch.no_grad(), whole:
+        for first in range(0, ids.shape[1], size):
+            part = slice(first, first + size)
             output = model(
                 input_ids=ids[:, part],
                 attention_mask=mask[:, : part.stop],

@@ -20,6 +20,7 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split
+from kvsearch.models.architecture import beyond_switch
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import has_windows, stop_tokens
@@ -96,7 +97,7 @@ class PlanRuns:
 
         with running(self.model):
             contexts = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in self.samples)
-            for batch in batches(contexts, self.batch, lambda context: self.samples[context[0]].task.task.name):
+            for batch in batches(contexts, self.batch, self._alike):
                 self._splitting.run(batch, len(programs), len(programs), list, measure)
         return values
 
@@ -104,6 +105,11 @@ class PlanRuns:
         """There is nothing to give back."""
 
     # --- contexts -------------------------------------------------------------------------------------------------
+
+    def _alike(self, context: Context) -> tuple[str, bool]:
+        """Return what contexts that are read as one batch have in common."""
+        sample = self.samples[context[0]]
+        return sample.task.task.name, beyond_switch(self.model, len(sample.prompt))
 
     def _read(self, programs: Mapping[str, Program], contexts: Sequence[Context]) -> Iterator[JointReplies]:
         """Read the prompts of some contexts under all programs."""

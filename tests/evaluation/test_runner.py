@@ -255,3 +255,23 @@ def test_a_batch_that_does_not_fit_spares_the_next_ones_the_attempt(monkeypatch:
     assert len(told) == 1
     assert tried == [4, 2, 2, 2, 2, 3]
     assert [one.reply for one in parts] == [one.reply for one in whole]
+
+
+def test_replies_that_may_pass_a_change_of_rotary_factors_are_refused_before_any_is_made() -> None:
+    """Sequences of both sides share no batch, in which the short ones would have the factors of the long ones."""
+    rope = {
+        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0,
+        "original_max_position_embeddings": 80, "factor": 8.0,
+    }  # fmt: skip
+    model = tiny.loaded(rope_parameters=rope)
+    methods = {"full": full_cache(model.model), "third": third(model.model)}
+    sides = encode_tasks(model, [tiny.listed((60, 2), (100, 2))], 2)
+    together, alone = (
+        {PLACE(sample): (sample.context_tokens, sample.reply, sample.entries) for sample in samples}
+        for samples in (run_encoded(model, methods, sides, QUESTION_AWARE, size) for size in (4, 1))
+    )
+    assert together == alone
+    assert {tokens > 80 for tokens, _, _ in alone.values()} == {False, True}
+    crossing = encode_tasks(model, [tiny.listed((60, 1), (87, 1))], 2)
+    with pytest.raises(IncompatibleError, match=r"example 1, question 0: .* beyond 80 tokens .*--max-length"):
+        run_encoded(model, methods, crossing, QUESTION_AGNOSTIC, 4)

@@ -62,15 +62,13 @@ def test_generating_outside_the_context(model: Any) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized"])
-def test_other_cache_implementations(model: Any, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_cache_implementations(model: Any, implementation: str) -> None:
     ids, _ = prompts(1, 10)
     expected = f"cache_implementation={implementation!r} and a plan exclude each other"
     config = GenerationConfig(cache_implementation=implementation)
     with attach(model, keep_everything(model)) as planned:
         refusal(UsageError, expected, lambda: planned.generate(ids, cache_implementation=implementation))
         refusal(UsageError, expected, lambda: planned.generate(ids, generation_config=config))
-        monkeypatch.setattr(model.generation_config, "cache_implementation", implementation)
-        refusal(UsageError, expected, lambda: planned.generate(ids))
 
 
 def test_no_cache_at_all(model: Any) -> None:

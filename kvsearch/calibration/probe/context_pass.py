@@ -23,7 +23,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.sign_flips import compute_chances
-from kvsearch.models.architecture import describe
+from kvsearch.models.architecture import same_rotary_until
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
@@ -61,8 +61,9 @@ class QuestionBuilder:
             )
         self.targets = ("reconstruction",) if silent == len(prompts) else targets
         self.repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT)
-        limit = describe(loaded.model).max_positions
-        longest = max(prompt.length for prompt in prompts)
+        limits = {prompt.length: same_rotary_until(loaded.model, prompt.length) for prompt in prompts}
+        longest = max(limits, key=lambda length: length - limits[length])  # the one with the least room
+        limit = limits[longest]
         room = limit - longest - self.repeat.shape[1] if limit else CHUNK
         if room < LEAST_CHUNK and "reconstruction" in self.targets:
             other = "" if silent else ", or --targets answers"

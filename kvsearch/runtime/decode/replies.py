@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import NonFiniteError, UsageError, present, warn_once
-from kvsearch.models.architecture import describe
+from kvsearch.models.architecture import describe, require_same_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
@@ -95,7 +95,7 @@ class Replies:
         if not any(map(len, questions)):
             return self.reply(max_new_tokens)
         mark = self._mark()
-        ids, seen, positions = self._following(questions)
+        ids, seen, positions = self._following(questions, max(max_new_tokens) - 1)
         held = self._peak()
         logits = self._forward(self.model, ids, seen, positions)
         held.step(np.array([len(question) for question in questions]))
@@ -136,6 +136,7 @@ class Replies:
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Continue the prompts themselves, once; their last logits give the first token."""
         logits = present(self.logits, "a cache whose last logits are not known was to go on by itself")
+        require_same_rotary(self.model, self.lengths[:, 0], max(max_new_tokens) - 1)
         logits = logits.repeat(len(self.mask) // len(logits), 1, 1)
         prompts = self._prompt_rows
         return self._generate(prompts, logits, self.mask, self.lengths - 1, max_new_tokens, self._peak())
@@ -154,8 +155,12 @@ class Replies:
             self._compressed = self.cache.mark()
         return self._compressed
 
-    def _following(self, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens that follow the prompts, [B, n], the mask of all until then, and their positions."""
+    def _following(self, tokens: Sequence[Tensor], later: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens that follow the prompts, [B, n], the mask of all until then, and their positions.
+
+        So many `later` ones follow them.
+        """
+        require_same_rotary(self.model, self.lengths[:, 0], max(map(len, tokens)) + later)
         if has_windows(self.model) and len({len(row) for row in tokens}) > 1:
             raise UsageError(
                 "questions of different lengths cannot share a batch on a model with sliding windows or running states"

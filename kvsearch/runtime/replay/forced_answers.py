@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.core.items import Progress, counted
+from kvsearch.models.architecture import beyond_switch
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
 from kvsearch.plan.schema import Protocol
@@ -136,7 +137,8 @@ def parted_replies(
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
     def alike(one: ForcedQuestions) -> object:
-        return one.ended, one.stop, tuple(map(len, one.questions)) if apart else len(one.questions[0]) > 0
+        questions = tuple(map(len, one.questions)) if apart else len(one.questions[0]) > 0
+        return one.ended, one.stop, questions, beyond_switch(loaded.model, len(one.prompt))
 
     whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
     together = [list(batches(part, TOGETHER, lambda one: alike(one[1]))) for part in whole]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.core.errors import UsageError
-from kvsearch.models.architecture import check_length
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import check_length, require_same_rotary
 from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
@@ -84,9 +84,14 @@ class BankSample:
 
 
 def check_samples(model: Any, samples: Sequence[BankSample]) -> None:
-    """Raise IncompatibleError if a prompt and what follows it are too long for the model."""
+    """Raise IncompatibleError if a prompt and what follows it are too long for the model, or for its rotary factors."""
     for sample in samples:
         check_length(model, len(sample.prompt) + len(sample.following))
+        later = max(len(sample.following), len(sample.asked) + sample.limit - 1)
+        try:
+            require_same_rotary(model, [len(sample.prompt)], later)
+        except IncompatibleError as error:
+            raise IncompatibleError(f"{sample.place}: {error} (--max-length cuts contexts)") from error
 
 
 def require_answers(samples: Sequence[BankSample]) -> None:
