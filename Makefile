@@ -2,6 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
+# Where it is set, every process of the tests would compile torch and transformers anew, which takes 20 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test quick ci lint docs fuzz crash races interop wheel bench train clean
 
 setup:

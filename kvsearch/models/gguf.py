@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import AbstractContextManager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,3 +55,8 @@ def make_ordinary(model: Any) -> None:
             delattr(model, mark)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+
+
+def without_progress() -> AbstractContextManager[object]:
+    """Keep the progress bar of the conversion off the screen: unlike others of transformers it has no switch."""
+    return redirect_stderr(io.StringIO())

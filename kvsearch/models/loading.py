@@ -7,9 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
@@ -24,7 +24,7 @@ from kvsearch.core.parsing import describe_fault, read_json
 from kvsearch.core.printed import cut
 from kvsearch.core.resources import resource, version
 from kvsearch.models.foreign import CheckedTokenizer, embedding_rows, require_contract
-from kvsearch.models.gguf import check_gguf, is_gguf, loading_arguments, make_ordinary
+from kvsearch.models.gguf import check_gguf, is_gguf, loading_arguments, make_ordinary, without_progress
 from kvsearch.models.memory import (
     accelerator,
     best_device,
@@ -180,7 +180,10 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     if file is not None:
         source, common["gguf_file"] = str(file.parent), file.name
         how = loading_arguments(file)
-    checkpoint = partial(_part_of, name, source, options)
+
+    def checkpoint(part: str) -> AbstractContextManager[None]:
+        return _part_of(name, source, options, part if file is None else "its file (is it whole?)")
+
     with checkpoint(f"its {CONFIG}"):
         config = AutoConfig.from_pretrained(source, **common)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
@@ -196,7 +199,7 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         )  # fmt: skip
         if path is not None and not isinstance(json.loads(Path(path).read_bytes()), dict):
             raise ValueError("it must be an object")
-    with checkpoint("its weights or code"):
+    with checkpoint("its weights or code"), nullcontext() if file is None else without_progress():
         if weights:
             place = options.device_map or options.device
             if options.device_map is None and options.device == "auto":
