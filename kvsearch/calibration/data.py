@@ -22,7 +22,7 @@ from kvsearch.core.parsing import describe_validation_error, parse_json
 from kvsearch.core.resources import resource
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.origin import ContextSet, context_hash
-from kvsearch.tasks.fields import Filled, Name, NotEmpty, is_blank
+from kvsearch.tasks.fields import Filled, NotEmpty, is_blank, trimmed
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.rows import located_rows
 from kvsearch.tasks.splits import group_by_text
@@ -39,7 +39,7 @@ class Pair(Record):
     """
 
     question: Filled
-    answer: Name
+    answer: Filled
     prefix: str = ""
     max_new_tokens: int = Field(default=0, ge=0)
     kind: Filled | None = None
@@ -205,7 +205,10 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error
     contexts = tuple(
-        Context(_read_text(folder / str(item.text_file)) if item.text is None else item.text, item.questions)
+        Context(
+            _read_text(folder / str(item.text_file)) if item.text is None else item.text,
+            tuple(pair.model_copy(update={"answer": trimmed(pair.answer)}) for pair in item.questions),
+        )
         for item in parsed.contexts
     )
     return CalibrationData(parsed.name, parsed.prompt, contexts, content_hash(parsed.prompt, contexts))

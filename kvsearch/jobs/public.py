@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import wraps
 from pathlib import Path
 from time import perf_counter
@@ -76,7 +76,8 @@ def run_job(
             checked = checked.model_copy(update={"workers": None})
         locks.callback(checked.close)
         began = perf_counter()
-        with blaming(str(getattr(checked, "model", ""))):
+        model = getattr(checked, "model", None)
+        with blaming(str(model)) if model else nullcontext():
             result = function(checked, reporter or Silent())
         if isinstance(result, Forecast):
             result.start = perf_counter() - began

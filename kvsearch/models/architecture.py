@@ -202,6 +202,10 @@ class RotarySwitch:
     def kind(self) -> str:
         return "LongRoPE" if self.settles else "dynamic NTK"
 
+    def parts(self, read: int, final: int) -> bool:
+        """Tell whether the first `read` tokens of a sequence of `final` ones have other factors than its last."""
+        return final > self.length and not (self.settles and read > self.length)
+
 
 def rotary_switch(model: nn.Module) -> RotarySwitch | None:
     """Return where the rotary factors of some layers change with the length of a sequence; None: nowhere."""

@@ -82,12 +82,10 @@ class CheckedTokenizer:
     """
 
     def __init__(self, tokenizer: Any, name: str, rows: int | None) -> None:
-        self.bare = tokenizer
-        self._name = name
-        self._rows = rows
+        vars(self).update(bare=tokenizer, _name=name, _rows=rows)
 
-    def __call__(self, text: str | Sequence[str], **options: Any) -> Any:
-        encoded = self._called(self.bare, text, **options)
+    def __call__(self, text: str | Sequence[str], *pair: Any, **options: Any) -> Any:
+        encoded = self._called(self.bare, text, *pair, **options)
         try:
             ids = encoded["input_ids"]
         except (KeyError, TypeError) as error:
@@ -103,7 +101,10 @@ class CheckedTokenizer:
         return type(self.bare)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.bare, name)
+        return getattr(vars(self)["bare"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.bare, name, value)
 
     def __len__(self) -> int:
         return len(self.bare)
@@ -111,17 +112,17 @@ class CheckedTokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         return CheckedTokenizer, (self.bare, self._name, self._rows)
 
-    def decode(self, ids: Any, **options: Any) -> str:
+    def decode(self, ids: Any, *how: Any, **options: Any) -> str:
         """Return the text of token ids."""
-        text = self._called(self.bare.decode, ids, **options)
+        text = self._called(self.bare.decode, ids, *how, **options)
         if not isinstance(text, str):
             raise self._fault(f"decodes token ids to {type(text).__name__}, not to text")
         return text
 
-    def apply_chat_template(self, messages: Sequence[Any], **options: Any) -> Any:
+    def apply_chat_template(self, messages: Sequence[Any], *how: Any, **options: Any) -> Any:
         """Return messages in the chat template."""
         try:
-            made = self.bare.apply_chat_template(messages, **options)
+            made = self.bare.apply_chat_template(messages, *how, **options)
         except (Exception, SystemExit) as error:
             if isinstance(error, SAID) or is_out_of_memory(error):
                 raise

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import re
-from contextlib import AbstractContextManager, redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Tell whether a model is a file in the GGUF format, by its name."""
-    return Path(source).suffix == SUFFIX
+    """Tell whether a model is a GGUF file here, by its name."""
+    path = Path(source)
+    return path.suffix.lower() == SUFFIX and path.is_file()
 
 
 def check_gguf(path: Path) -> None:
@@ -57,6 +59,14 @@ def make_ordinary(model: Any) -> None:
         del model.config.quantization_config
 
 
-def without_progress() -> AbstractContextManager[object]:
+@contextmanager
+def without_progress() -> Iterator[None]:
     """Keep the progress bar of the conversion off the screen: unlike others of transformers it has no switch."""
-    return redirect_stderr(io.StringIO())
+    from transformers import modeling_gguf_pytorch_utils as conversion
+
+    shown = conversion.tqdm
+    conversion.tqdm = partial(shown, disable=True)
+    try:
+        yield
+    finally:
+        conversion.tqdm = shown

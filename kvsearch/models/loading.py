@@ -314,7 +314,7 @@ def find_source(name: str, options: LoadOptions) -> str:
         if not real.is_here:
             raise EnvironmentFault(f"model {name!r} was not fetched yet: {real.advice}")
         name, path = str(real.path), real.path
-    if is_gguf(path) and path.is_file():
+    if is_gguf(path):
         check_gguf(path)
         return name
     if path.exists():

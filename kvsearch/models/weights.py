@@ -92,7 +92,8 @@ def require_gradients(model: Any, instead: str) -> None:
     for kind, module in kinds.items():
         try:
             rows = torch.randn(PROBES, module.in_features, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-            rows = rows.to(next(chain(module.parameters(), module.buffers())).device).requires_grad_()
+            held = (tensor.device for tensor in chain(module.parameters(), module.buffers()))
+            rows = rows.to(next(held, rows.device)).requires_grad_()
             with warnings.catch_warnings():  # kernels without a derivative may say so, and go on
                 warnings.simplefilter("ignore")
                 [slope] = torch.autograd.grad(module(rows).float().square().sum(), rows, allow_unused=True)

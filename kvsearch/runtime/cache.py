@@ -80,7 +80,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 self.read_mask,
                 sharing=sharing,
                 prompt_length=prompt_length,
-                rotary_limit=None if switch is None else switch.length,
+                rotary_switch=switch,
                 exact=exact,
             )
         Cache.__init__(self, layers=layers)
@@ -129,7 +129,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         tokens: Tensor | None = None,
         mask: Tensor | None = None,
         overwrite: bool = False,
-        rest: str = "",
+        rest: str | None = None,
     ) -> int:
         """Write what is held now to a file, in one step, and return its size in bytes; `load` makes the cache of it.
 
@@ -138,7 +138,8 @@ class PlanCache(Cache):  # type: ignore[misc]
             tokens: ids [B, T] of all that was read, padding included, to be kept with it.
             mask: [B, T], 0 where these are padding; None: as they were read.
             overwrite: replace a file that is there.
-            rest: the text behind the tokens, which shares a token with what follows: see `PromptFormat.open_context`.
+            rest: the text behind the tokens, which shares a token with what follows: see `PromptFormat.open_context`;
+                None: as it was loaded.
 
         Raises:
             UsageError: the prompt is not complete, the cache was made of no `Plan`, `path` exists or cannot be written.
@@ -146,6 +147,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         """
         if self.program.plan is None:
             raise UsageError("a cache can be saved if it was made of a Plan, which says how to go on: this one was not")
+        rest = self.rest if rest is None else rest
         return write_cache(path, self.program.plan, self.layers, self.read_mask, (tokens, mask), overwrite, rest)
 
     def __copy__(self) -> PlanCache:

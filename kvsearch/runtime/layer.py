@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.kernels.dispatch import needs_gradients
-from kvsearch.models.architecture import require_continuation
+from kvsearch.models.architecture import RotarySwitch, require_continuation
 from kvsearch.policies.base import Needs, Observation, Rereading
 from kvsearch.policies.checks import DeferredCheck, lengths_of
 from kvsearch.runtime.attention import (
@@ -42,8 +42,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     `prefill` is applied right after the layer's dense attention over the prompt, which ends when `prompt_length` tokens
     have been seen (default: with the first forward pass); `decode` after every token that follows. None: nothing is
     evicted in that phase. With `sharing`, budgets come from there. `implementation` tells which attention the model
-    runs now, `read_mask` what masks say of the tokens that were read; all layers of a cache share it. `rotary_limit` is
-    the length at which the rotary factors of the model change (None: nowhere): no sequence may pass it here.
+    runs now, `read_mask` what masks say of the tokens that were read; all layers of a cache share it. `rotary_switch`
+    is where the rotary factors of the model change (None: nowhere): no sequence may have both here.
     """
 
     is_sliding = False
@@ -61,7 +61,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         *,
         sharing: Sharing | None = None,
         prompt_length: int | None = None,
-        rotary_limit: int | None = None,
+        rotary_switch: RotarySwitch | None = None,
         exact: bool = False,
     ) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.read_mask = read_mask
         self.sharing = sharing
         self.prompt_length = prompt_length
-        self.rotary_limit = rotary_limit
+        self.rotary_switch = rotary_switch
         self.exact = exact
         self._clear()
 
@@ -172,12 +172,16 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _require_same_rotary(self, tokens: int) -> None:
         """Refuse tokens to which the keys that are held would not fit; whoever knows what comes refuses it before."""
-        limit = self.rotary_limit
+        switch = self.rotary_switch
+        if switch is None:
+            return
         read = self.seen - self.read_mask.padding  # of the longest sequence
-        if limit is not None and 0 < read <= limit < read + tokens:
+        if read and switch.parts(read, read + tokens):
+            otherwise = f"go on to {switch.length:,}" if read < switch.length else "read the prompt anew"
+            longer = ", or read a prompt of more than that at once" if switch.settles else ""
             raise IncompatibleError(
-                f"the model has other rotary factors beyond {limit:,} tokens, and the keys of the {read:,} that are "
-                f"cached do not fit {tokens:,} more: go on to {limit:,}, or read a prompt of more than that at once"
+                f"the model has other rotary factors beyond {switch.length:,} tokens ({switch.kind}), and the keys of "
+                f"the {read:,} that are cached do not fit {tokens:,} more: {otherwise}{longer}"
             )
 
     def get_seq_length(self) -> int:

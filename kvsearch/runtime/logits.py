@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from kvsearch.core.arrays import Ints
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import output_projection, output_weight
-from kvsearch.models.weights import state_of
+from kvsearch.models.weights import is_plain, state_of
 from kvsearch.policies.base import Norm
 from kvsearch.policies.scoring import chunk_bytes, projected_norms, softmax
 
 FEW = 32  # entries whose norms are two small products
 
-_factors: WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Tensor]] = WeakKeyDictionary()
+# what was made of a projection, by its attention layer, for as long as its weights stay
+_Made = WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Tensor]]
+_factors: _Made = WeakKeyDictionary()
+_weights: _Made = WeakKeyDictionary()  # of projections that are quantised or have adapters: made by applying them
 
 
 HeadRows = tuple[tuple[int, Tensor], ...] | None  # kv heads with their segments [n] int64; None: whole layers in order
@@ -52,18 +55,28 @@ class OutputProjection:
 
     def factors(self) -> Tensor:
         """Return W W^T per query head, [Hkv, G, Dv, Dv] fp32; made once for as long as the weights stay."""
+        return self._made_once(_factors, self._made_factors)
+
+    def _made_once(self, made: _Made, make: Callable[[], Tensor]) -> Tensor:
+        """Return what was made of the projection before, as long as its weights are the same."""
         if torch.compiler.is_compiling():  # which knows no addresses
-            return self._made_factors()
+            return make()
         state = state_of(output_projection(self.module))
-        if (found := _factors.get(self.module)) is None or found[0] != state:
-            _factors[self.module] = found = (state, self._made_factors())
-        return found[1]
+        if (last := made.get(self.module)) is None or last[0] != state:
+            made[self.module] = last = (state, make())
+        return last[1]
 
     def _weight(self) -> Tensor:
+        """Return W_O per query head, [Hq, Dv, d_model] fp32."""
+        if is_plain(output_projection(self.module)):
+            return self._made_weight()
+        return self._made_once(_weights, lambda: self._made_weight().to(self.dtype)).float()
+
+    def _made_weight(self) -> Tensor:
         return output_weight(self.module, self.query_heads, self.dtype)
 
     def _made_factors(self) -> Tensor:
-        by_head = self._weight()
+        by_head = self._made_weight()
         products = by_head @ by_head.transpose(-1, -2)
         return products.view(-1, self.group, *products.shape[1:])
 

@@ -107,6 +107,9 @@ def test_what_is_refused(tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatc
     (tmp_path / "other.gguf").write_bytes(b"PK\x03\x04")
     with pytest.raises(IncompatibleError, match="no GGUF file, though its name says so: fetch it again"):
         load(str(tmp_path / "other.gguf"))
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(IncompatibleError, match=r"has no config\.json, so it is not the directory of"):
+        load(str(tmp_path / "folder.gguf"))
     part = Path(shutil.copy(tiny[0], tmp_path / "large-00002-of-00003.gguf"))
     with pytest.raises(IncompatibleError, match=r"is part 2 of 3, .* join them with `llama-gguf-split --merge`"):
         load(str(part))

@@ -213,6 +213,13 @@ def test_loops_of_ones_own(make: Callable[[], Any], tmp_path: Path) -> None:
             model(ids[:, 40:], past_key_values=chunks)
         with pytest.raises(IncompatibleError, match=BEYOND):
             planned(ids[:, 64:65], past_key_values=cache)
+        whole = planned.new_cache()
+        model(ids[:, :65], past_key_values=whole)
+        if make is dynamic_llama:  # every length has factors of its own
+            with pytest.raises(IncompatibleError, match=r"do not fit 1 more: read the prompt anew$"):
+                model(ids[:, 65:], past_key_values=whole)
+        else:
+            model(ids[:, 65:], past_key_values=whole)
 
 
 def test_loops_of_kvsearch() -> None:

@@ -384,3 +384,14 @@ def test_a_checked_tokenizer_is_the_tokenizer_otherwise() -> None:
     assert again.eos_token_id == loaded.tokenizer.eos_token_id
     assert again(["the fox", "a"])["input_ids"] == tiny.tokenizer()(["the fox", "a"])["input_ids"]
     assert again("the fox", return_tensors="pt")["input_ids"].shape[0] == 1
+
+
+def test_a_tokenizer_is_changed_as_ever() -> None:
+    loaded = tiny.loaded()
+    checked = loaded.tokenizer
+    checked.chat_template = tiny.CHAT_TEMPLATE
+    assert checked.bare.chat_template == tiny.CHAT_TEMPLATE
+    assert pickle.loads(pickle.dumps(checked)).chat_template == tiny.CHAT_TEMPLATE
+    assert "recall the fox" in checked.apply_chat_template([{"role": "user", "content": "the fox"}], tokenize=False)
+    ids = checked("the fox")["input_ids"]
+    assert checked.decode(ids, True) == checked.bare.decode(ids, skip_special_tokens=True)

@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsearch
+from kvsearch.calibration.prompts import data_of_tasks, prompts_of
+from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.loading import LoadedModel
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import counter, encode
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat, QuestionText
@@ -114,6 +117,22 @@ def test_chat_templates(kind: str, template: str, context: str, asked: list[str]
         assert [*ids[0].tolist(), *own[0].tolist()] == made(rendered, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_calibration_forces_the_tokens_that_an_evaluation_scores(kind: str) -> None:
+    made = tokenizer(kind)
+    model = build("llama", vocab_size=len(made))
+    loaded = LoadedModel("tiny", model, made, fingerprint(model, "tiny"))
+    task = TextTask("t", TEXT * 20, 24)
+    scored = encode(made, task, task.examples(3, 0, counter(made))).prompts
+    forced = prompts_of(loaded, data_of_tasks(loaded, [task], 3, 0))
+    assert len(forced) == len(scored) == 3
+    for calibrated, prompt in zip(forced, scored, strict=True):
+        [question] = prompt.questions
+        [after] = calibrated.continuations
+        assert calibrated.ids[0].tolist() == prompt.context.tolist()
+        assert after.tokens[0].tolist() == [*question.ids.tolist(), *question.right.tolist()]
+
+
 @pytest.mark.parametrize("kind", ["bytes, Llama 3", "SentencePiece, Llama 2", "Unigram"])
 def test_replies_from_a_file_are_those_to_the_whole_text(kind: str, tmp_path: Path) -> None:
     made = tokenizer(kind)
@@ -125,6 +144,8 @@ def test_replies_from_a_file_are_those_to_the_whole_text(kind: str, tmp_path: Pa
     asked: dict[str, Any] = {"tokenizer": made, "prompt": prompt, "max_new_tokens": 6}
     [direct] = kvsearch.generate(model, plan=plan, context=context, **asked)
     kvsearch.compress(model, tokenizer=made, plan=plan, context=context, output=file)
+    cache = kvsearch.PlanCache.load(file, model)
+    cache.save(file, cache.tokens, overwrite=True)  # what is not among its tokens stays with them
     [kept] = kvsearch.generate(model, cache=file, **asked)
     assert (kept.text, kept.context_tokens) == (direct.text, direct.context_tokens)
     whole = made(f"{context}\n\nQuestion: {prompt}\nAnswer:", return_tensors="pt").input_ids

@@ -241,7 +241,7 @@ def left_padded(rows: Sequence[Tensor], device: Any, pad: int = 0) -> tuple[Tens
 def stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[int]:
     """Return the end-of-sequence tokens of the model's generation configuration and of the tokenizer.
 
-    Stop strings of the configuration that are a token are ends, too; of others a warning says that they are none.
+    Stop strings of the configuration that are special tokens are ends, too; a warning names others, which are none.
     The token that ends a turn in the chat template of a `form` is one, too; a warning says so if nothing else does.
     """
     config = loaded.model.generation_config
@@ -251,10 +251,10 @@ def stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[in
     strings = getattr(config, "stop_strings", None) or ()
     for text in [strings] if isinstance(strings, str) else strings:
         match loaded.tokenizer(text, add_special_tokens=False)["input_ids"]:
-            case [token]:
+            case [token] if token in loaded.tokenizer.all_special_ids:
                 stop.add(token)
-            case _:
-                warn_once(f"the generation config has the stop string {text!r}, which is no token: replies go on there")
+            case _:  # other tokens may have the string in them
+                warn_once(f"the generation config has the stop string {text!r}, no special token: replies go on there")
     turn = None if form is None else form.end_of_turn
     if turn is not None and turn not in stop:
         warn_once(
