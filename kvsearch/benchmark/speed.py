@@ -376,4 +376,4 @@ def read_modules(model: Any) -> list[nn.Module]:
     """
     output = model.get_output_embeddings()
     left_out = [] if output is None else list(model.get_input_embeddings().modules())
-    return [module for module in model.modules() if not any(module is one for one in left_out)]
+    return [module for module in model.modules() if not any(module is part for part in left_out)]

@@ -36,7 +36,7 @@ class Count:
         self._before: int | None = None  # what was done when this began: what is kept is found again in no time
         self._started = self._since = clock()
         self._end: float | None = None  # when all of this part is done, by the speed at its last step
-        self._told: float | None = None  # the end that was shown
+        self._shown_end: float | None = None  # the end that was shown
         self._slower = False
 
     def __call__(self, done: int, total: int) -> None:
@@ -44,7 +44,7 @@ class Count:
         if self._before is None or done < self.done:  # another part begins
             self._before = done
             self._since = self.clock()
-            self._end = self._told = None
+            self._end = self._shown_end = None
         new = done - self._before
         is_news = done > self.done  # what is told again says nothing of the speed
         self.done = done
@@ -68,15 +68,15 @@ class Count:
         if self._end is None:
             return ""
         now = self.clock()
-        if self._told is None or self._end <= self._told:
-            self._told = self._end
+        if self._shown_end is None or self._end <= self._shown_end:
+            self._shown_end = self._end
             self._slower = False
-        elif self._end - self._told > SLACK * (self._end - now):
-            self._told = self._end
+        elif self._end - self._shown_end > SLACK * (self._end - now):
+            self._shown_end = self._end
             self._slower = True
-        if self._told < now:
+        if self._shown_end < now:
             return LONGER
-        return f"about {clock_words(self._told - now)} left" + (f", {SLOWER}" if self._slower else "")
+        return f"about {clock_words(self._shown_end - now)} left" + (f", {SLOWER}" if self._slower else "")
 
     def words(self) -> str:
         """Return how far it is, with the time left where that can be told."""

@@ -24,13 +24,13 @@ class StandardOutput:
     def write(self, text: str) -> int:
         if text == "":  # as libraries do to find out what kind of stream it is, and forget the error
             return 0
-        written: int = self._told(lambda: self._stream.write(text))
+        written: int = self._guarded(lambda: self._stream.write(text))
         return written
 
     def flush(self) -> None:
-        self._told(self._stream.flush)
+        self._guarded(self._stream.flush)
 
-    def _told(self, function: Callable[[], Any]) -> Any:
+    def _guarded(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except OSError as error:
@@ -42,7 +42,7 @@ class StandardOutput:
 class StandardError(StandardOutput):
     """Standard error: who does not read what is said of the work does not end it, or change its exit code."""
 
-    def _told(self, function: Callable[[], Any]) -> Any:
+    def _guarded(self, function: Callable[[], Any]) -> Any:
         with suppress(OSError):
             return function()
         return 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsearch.core.errors import NonFiniteError
 from kvsearch.models.architecture import require_same_rotary
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.decode.replies import NO_LOGITS, checked
+from kvsearch.runtime.decode.replies import NO_LOGITS, check_logits
 from kvsearch.runtime.program import require_room
 from kvsearch.runtime.shared_prefill import held_entries, read_prompts
 from kvsearch.runtime.stock import CACHE
@@ -53,7 +53,7 @@ def score(
     require_room(model, {"the plan": program}, lengths)
     cache = PlanCache(model, program)
     first, mask = read_prompts(model, [cache], leads)
-    checked(first)
+    check_logits(first)
     held = held_entries(model, cache, lengths)
     followers: list[dict[tuple[int, ...], list[int]]] = [{} for _ in contexts]  # continuations by what is fed
     for follower, context, lead, texts in zip(followers, contexts, leads, continuations, strict=True):

@@ -76,8 +76,8 @@ def run_encoded(
         _require_same_rotary(loaded, task, protocol)
 
     def follows(reading: Reading) -> tuple[bool, tuple[int, ...]]:
-        asked = tuple(len(question.ids) for question in reading.questions) if parted else ()
-        return beyond_switch(loaded.model, len(reading.ids)), asked
+        lengths = tuple(len(question.ids) for question in reading.questions) if parted else ()
+        return beyond_switch(loaded.model, len(reading.ids)), lengths
 
     work = [
         (number, part)
@@ -111,14 +111,11 @@ def run_encoded(
 
 def _require_same_rotary(loaded: LoadedModel, task: TaskPrompts, protocol: Protocol) -> None:
     """Refuse a task, before any of it is asked, where a reply may pass the length at which rotary factors change."""
-    asked = [(reading, question) for reading in readings(task.prompts, protocol) for question in reading.questions]
-    for reading, question in asked:
+    pairs = [(reading, question) for reading in readings(task.prompts, protocol) for question in reading.questions]
+    for reading, question in pairs:
         later = len(reading.following(question)) + question.query.max_new_tokens - 1
-        try:
-            require_same_rotary(loaded.model, [len(reading.ids)], later)
-        except IncompatibleError as error:
-            sample = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
-            raise IncompatibleError(f"{sample}: {error} (--max-length cuts contexts)") from error
+        sample = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
+        require_same_rotary(loaded.model, [len(reading.ids)], later, sample)
 
 
 class _Answering:
@@ -359,8 +356,10 @@ def metric_of(task: Task) -> str:
 def tokenizer_hash(tokenizer: Any) -> str:
     """SHA-256 of what a tokenizer does: its vocabulary and rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules: Any = sorted(tokenizer.get_vocab().items())
-    if backend is not None:  # truncation and padding are those of the last call, and every call sets them anew
+    rules: Any
+    if backend is None:
+        rules = sorted(tokenizer.get_vocab().items())
+    else:  # truncation and padding are those of the last call, and every call sets them anew
         rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     known = {
         "class": tokenizer.__class__.__name__, "rules": rules,

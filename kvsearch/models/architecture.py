@@ -72,25 +72,34 @@ def text_config(model: nn.Module) -> Any:
 
 def name_of(model: Any) -> str:
     """Return what a model's configuration calls it, or else its class."""
-    return getattr(model.config, "_name_or_path", "") or _class_of(model)
+    return getattr(model.config, "_name_or_path", "") or class_of(model)
 
 
-def _class_of(model: Any) -> str:
-    """Return the name of a model's class, of which PEFT's that may be around it is none."""
-    bare = model.get_base_model() if hasattr(type(model), "get_base_model") else model
-    return type(bare).__name__
+def is_wrapper(model: Any) -> bool:
+    """Tell whether a model is PEFT's wrapper, whose generate() is that of the model within."""
+    return hasattr(model, "get_base_model")
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model within PEFT's wrapper, or the model itself where it has none around it."""
+    return model.get_base_model() if is_wrapper(model) else model
+
+
+def class_of(model: Any) -> str:
+    """Return the name of a model's class, for messages; that of the model within where PEFT's wrapper is around it."""
+    return type(unwrapped(model)).__name__
 
 
 def describe(model: nn.Module) -> Architecture:
     """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it."""
     config = text_config(model)
     if problem := unsupported(model):
-        raise IncompatibleError(f"{_class_of(model)} is not supported: {problem} (docs/models.md lists what is)")
+        raise IncompatibleError(f"{class_of(model)} is not supported: {problem} (docs/models.md lists what is)")
     heads = config.num_attention_heads
     kinds = layer_kinds(config)
     full = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     if not full:
-        raise IncompatibleError(f"{_class_of(model)} has no full-attention layer: there is nothing to evict")
+        raise IncompatibleError(f"{class_of(model)} has no full-attention layer: there is nothing to evict")
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
@@ -167,7 +176,7 @@ def decoder(model: nn.Module) -> nn.Module:
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) == count and _attention_of(layers) is not None:
             return module
-    raise IncompatibleError(f"{_class_of(model)}: no decoder with layers of attention found")
+    raise IncompatibleError(f"{class_of(model)}: no decoder with layers of attention found")
 
 
 def _attention_of(layers: Iterable[nn.Module]) -> nn.Module | None:
@@ -211,24 +220,25 @@ def rotary_switch(model: nn.Module) -> RotarySwitch | None:
     """Return where the rotary factors of some layers change with the length of a sequence; None: nowhere."""
     rotary = rotary_module(model)
     kinds = getattr(rotary, "rope_type", None)
-    given = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
+    parameters_by_layer = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
     switches = []
     for layer, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
         if kind == "longrope":
-            parameters = given if layer is None else given[layer]
+            parameters = parameters_by_layer if layer is None else parameters_by_layer[layer]
             switches.append(RotarySwitch(int(parameters["original_max_position_embeddings"]), True))
         elif "dynamic" in str(kind):
             switches.append(RotarySwitch(int(rotary.original_max_seq_len), False))
     return min(switches, key=lambda switch: switch.length, default=None)
 
 
-def require_same_rotary(model: nn.Module, read: Sequence[int] | Tensor, later: int = 0) -> None:
+def require_same_rotary(model: nn.Module, read: Sequence[int] | Tensor, later: int = 0, place: str = "") -> None:
     """Refuse a batch of sequences whose rotary factors would change while it is in a cache.
 
     Args:
         model: the model.
         read: [B] tokens of each sequence, padding not counted, that are read in the first forward pass.
         later: the most tokens that the model reads of them after that.
+        place: where the sequences come from in a set of tasks, for the message, which then names --max-length, too.
 
     Raises:
         IncompatibleError: a sequence passes the length from which the model has other factors (see `RotarySwitch`), or
@@ -240,29 +250,30 @@ def require_same_rotary(model: nn.Module, read: Sequence[int] | Tensor, later: i
     lengths = [int(length) for length in read]
     shortest = min(lengths)
     longest = max(lengths)
-    most = longest + later
-    if most <= switch.length or (switch.settles and shortest > switch.length):
+    final_length = longest + later
+    if final_length <= switch.length or (switch.settles and shortest > switch.length):
         return
+    where, advice = (f"{place}: ", " (--max-length cuts contexts)") if place else ("", "")
     problem = (
-        f"{type(model).__name__} has other rotary factors beyond {switch.length:,} tokens ({switch.kind}), and cached "
-        "keys keep those that they were read with"
+        f"{where}{class_of(model)} has other rotary factors beyond {switch.length:,} tokens ({switch.kind}), and "
+        "cached keys keep those that they were read with"
     )
     if not switch.settles or longest <= switch.length:
         beyond = f", or begin with more than {switch.length:,}" if switch.settles else ""
         raise IncompatibleError(
             f"{problem}: a sequence that begins with {longest:,} may have {switch.length:,}, and this one may come to "
-            f"{most:,}; shorten prompt or reply by {most - switch.length:,}{beyond}"
+            f"{final_length:,}; shorten prompt or reply by {final_length - switch.length:,}{beyond}{advice}"
         )
     raise IncompatibleError(
         f"{problem}: sequences of {shortest:,} and of {longest:,} tokens cannot share a batch; ask them apart "
-        "(a batch of 1)"
+        f"(a batch of 1){advice}"
     )
 
 
 def same_rotary_until(model: nn.Module, tokens: int) -> int:
-    """Return how long a sequence may become whose first `tokens` are read at once; 0: the model names no limit.
+    """Return the length up to which a sequence keeps the rotary factors of its first `tokens`.
 
-    That is what the model has positions for, and no more than its rotary factors stay the same for.
+    It is no more than the model has positions for; 0: the model names no limit.
     """
     switch = rotary_switch(model)
     positions = describe(model).max_positions
@@ -279,9 +290,10 @@ def beyond_switch(model: nn.Module, tokens: int) -> bool:
 
 @contextmanager
 def rotated_as(model: nn.Module, tokens: int) -> Iterator[None]:
-    """Let every part of a sequence be rotated by the factors of its `tokens`, as if it were read at once.
+    """Rotate every part of a sequence by the factors of its whole length, `tokens`, as if it were read at once.
 
-    A position is added to those that the model's rotary embedding is asked for, and its table is dropped again.
+    Adds the last position to every call of the rotary embedding, which picks its factors by the largest one, and
+    removes that row of cosines and sines.
     """
     if not beyond_switch(model, tokens):
         yield

@@ -46,9 +46,11 @@ def blaming(name: str) -> Iterator[None]:
 def blamed(error: BaseException) -> str | None:
     """Return the place in transformers, or in code of a checkpoint, that is to blame for an exception; None: it is not.
 
-    Code of a checkpoint is where it has raised the exception itself, or code that is neither its own nor ours has for
-    it, such as torch. So is transformers, unless it was called by what kvsearch puts into a model: an attention
-    function or a cache that misbehave show there, too.
+    To blame is what the traceback ends in, frames of other packages not counted, if it is one of these:
+
+    - The last frame is the checkpoint's code, or torch called from it.
+    - The last frame is transformers, or torch called from it, and no kvsearch frame lies between: an attention
+      function or a cache of kvsearch that misbehaves inside a model shows in transformers, too.
     """
     if isinstance(error, SAID) or is_out_of_memory(error):
         return None
@@ -210,10 +212,12 @@ def require_contract(model: Any, name: str, weights: bool = True) -> None:
 
 
 def _require_arguments(model: Any, name: str) -> None:
+    from kvsearch.models.cache_name import CACHE
+
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    if missing := [given for given in (*_CALLED_WITH, _cache_name()) if given not in parameters]:
+    if missing := [given for given in (*_CALLED_WITH, CACHE) if given not in parameters]:
         raise CheckpointError(
             f"model {name!r} cannot be run: forward() of {type(model).__name__} does not take {', '.join(missing)}"
         )
@@ -235,25 +239,21 @@ def _read_one_token(model: Any, name: str) -> None:
     import torch
     from transformers import DynamicCache
 
+    from kvsearch.models.cache_name import CACHE
+
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.no_grad():
         read = model(
             input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=ids, logits_to_keep=1,
-            **{_cache_name(): cache},
+            **{CACHE: cache},
         )  # fmt: skip
     logits = getattr(read, "logits", None)
     cannot = f"model {name!r} cannot be run: forward() of {type(model).__name__}"
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape:
         raise CheckpointError(f"{cannot} gives no logits for a token")
     if cache.get_seq_length() != 1:
-        raise CheckpointError(f"{cannot} puts nothing into the cache that it is given as {_cache_name()}=")
-
-
-def _cache_name() -> str:
-    from transformers.generation.utils import ALL_CACHE_NAMES
-
-    return str(ALL_CACHE_NAMES[0])  # as in kvsearch.runtime.stock
+        raise CheckpointError(f"{cannot} puts nothing into the cache that it is given as {CACHE}=")
 
 
 def _is_of_library(model: Any) -> bool:

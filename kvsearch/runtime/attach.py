@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import (
     beyond_switch,
+    class_of,
     decoder,
     family_of,
+    is_wrapper,
     require_same_rotary,
     rotary_switch,
     text_config,
+    unwrapped,
     warn_beyond,
 )
 from kvsearch.models.memory import refuse_offloaded
@@ -76,8 +79,8 @@ class PlannedModel:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of Python's own protocols: copies
             raise AttributeError(name)
-        found = getattr(self.model, name)
-        return self._returning_itself(found) if ismethod(found) else found
+        attribute = getattr(self.model, name)
+        return self._returning_itself(attribute) if ismethod(attribute) else attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
@@ -87,11 +90,11 @@ class PlannedModel:
 
     def _returning_itself(self, method: Any) -> Any:
         @wraps(method)
-        def asked(*args: Any, **kwargs: Any) -> Any:
+        def call_method(*args: Any, **kwargs: Any) -> Any:
             output = method(*args, **kwargs)
             return self if output is self.model else output
 
-        return asked
+        return call_method
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:  # pipelines look up what the class of a model can do
@@ -146,8 +149,7 @@ class PlannedModel:
             EnvironmentFault: the device has too little memory for what is kept of the prompt.
         """
         self._require_attached()
-        inner = self.model.get_base_model() if is_wrapper(self.model) else self.model
-        kwargs |= zip(signature(inner.forward).parameters, args, strict=False)
+        kwargs |= zip(signature(unwrapped(self.model).forward).parameters, args, strict=False)
         cache = cache_of(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
         if cache is None and kwargs.get("use_cache") is False:
@@ -184,17 +186,17 @@ class PlannedModel:
             input_ids = kwargs.pop("inputs", None)
         self._take(cache_of(kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
-        asked = Asked(kwargs, generation_config, self.model.generation_config)
+        settings = GenerateSettings(kwargs, generation_config, self.model.generation_config)
         prompt = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         if prompt is not None:
             mask = kwargs.get("attention_mask")
             columns = max(prompt.shape[1], 0 if mask is None else mask.shape[-1])
-            later = asked.new_tokens(prompt.shape[1]) - 1
-            self._begin(prompt, columns, mask, later, asked("prefill_chunk_size"))
+            later = settings.new_tokens(prompt.shape[1]) - 1
+            self._begin(prompt, columns, mask, later, settings("prefill_chunk_size"))
             self._require_kept(columns, later)
             self.cache.expect(prompt.shape[1])
         keeping = _keeping(self.model)
-        tokens = asked("max_new_tokens")
+        tokens = settings("max_new_tokens")
         with _planned(), stepping(keeping, self.cache, tokens, self.graphs, self.compiled) as model:
             output = model.generate(input_ids, generation_config, *args, **{CACHE: self.cache}, **kwargs)
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
@@ -271,7 +273,7 @@ class PlannedModel:
         require_same_rotary(self.model, read, longest - int(read.max()) + later)
         if not seen and chunk is not None and chunk < columns and beyond_switch(self.model, longest):
             raise IncompatibleError(
-                f"prefill_chunk_size={chunk}: {type(self.model).__name__} would rotate the first tokens of {longest:,} "
+                f"prefill_chunk_size={chunk}: {class_of(self.model)} would rotate the first tokens of {longest:,} "
                 "as those of a short sequence: read the prompt at once, or with planned.read(ids, chunk=...)"
             )
 
@@ -299,13 +301,13 @@ class PlannedModel:
         read = min((layer.seen for layer in self.cache.planned.values()), default=tokens)
         if read < tokens:
             raise IncompatibleError(
-                f"{type(self.model).__name__} did without the cache that it was given, which has read {read:,} of "
+                f"{class_of(self.model)} did without the cache that it was given, which has read {read:,} of "
                 f"{tokens:,} tokens: the plan did not run (models drop caches in training with gradient checkpointing)"
             )
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerateSettings:
     """Options of `generate` by what they are taken from: its arguments, the caller's configuration, the model's."""
 
     arguments: Mapping[str, Any]
@@ -388,15 +390,10 @@ def _keeping_class(kind: Any) -> type[Any]:
     return type(kind.__name__, (kind,), members)
 
 
-def is_wrapper(model: Any) -> bool:
-    """Tell whether it is the code of another model that generates."""
-    return hasattr(model, "get_base_model")
-
-
 def _keeping(model: Any) -> Any:
     """Return a view of a model, with its very state, whose `generate` keeps the cache of a plan.
 
-    A wrapper that leaves `generate` to the model within (peft) is returned as it is.
+    PEFT's wrapper is returned as it is.
     """
     if is_wrapper(model):
         return model
@@ -421,7 +418,7 @@ def attach(
     With `graphs`, decode steps are captured on CUDA where that is possible; with `compile`, they are compiled as one
     graph of operations first, on every device. Where that is not possible, the reason is said once.
     """
-    refuse_offloaded(model, type(model).__name__)
+    refuse_offloaded(model, class_of(model))
     if plan is None:
         plan = load_plan(AUTO, model)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)

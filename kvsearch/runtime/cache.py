@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import RotaryTables, require_plain_rotary, rotary_switch, text_config
+from kvsearch.models.architecture import RotaryTables, class_of, require_plain_rotary, rotary_switch, text_config
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.policies import Policy
 from kvsearch.policies.checks import require_finite
@@ -60,7 +60,7 @@ class PlanCache(Cache):  # type: ignore[misc]
     def __init__(
         self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
     ) -> None:
-        refuse_offloaded(model, type(model).__name__)
+        refuse_offloaded(model, class_of(model))
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
         layers = stock_layers(model)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, warn_once
-from kvsearch.models.architecture import FULL, attention_modules, describe
+from kvsearch.models.architecture import FULL, attention_modules, class_of, describe
 from kvsearch.models.memory import FP32, MemoryNeeds, free_bytes, free_memory, reading_needs
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import Policy, create_policy
@@ -188,7 +188,7 @@ def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
     named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
     for name in sorted(named) if normalises_keys(model) else ():
         warn_once(
-            f"{type(model).__name__} normalises its keys, so their norms are nearly equal and say little about what "
+            f"{class_of(model)} normalises its keys, so their norms are nearly equal and say little about what "
             f"matters: policy {name} ranks by them, another policy will likely keep more",
             stacklevel=3,
         )

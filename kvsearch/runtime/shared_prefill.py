@@ -27,7 +27,7 @@ from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
-from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, checked, left_padded
+from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, check_logits, left_padded
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.observe import PromptLayer, Rereads, reread
 from kvsearch.runtime.program import Program, prompt_bytes, require_room
@@ -78,7 +78,7 @@ def compressed(
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits, mask = read_prompts(model, list(caches.values()), prompts)
-        checked(logits)
+        check_logits(logits)
         entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
         seconds = perf_counter() - started
@@ -110,7 +110,7 @@ def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], stop: set[int]
     check_length(model, max(lengths))
     require_room(model, {"the plan": cache.program}, lengths, chunk)
     logits, mask = read_prompts(model, [cache], prompts, chunk)
-    checked(logits)
+    check_logits(logits)
     return Replies(model, cache, prompts, mask, logits, stop)
 
 

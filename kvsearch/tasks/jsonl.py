@@ -123,6 +123,7 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
             problems.append(str(row))
             continue
         row = _without_gaps(row)
+        turn_place = place
         try:
             if "text" in row and "question" not in row:
                 problems.append(f"{place}: {PLAIN_TEXT}")
@@ -131,12 +132,11 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
             else:
                 turns = []
                 for turn, content in enumerate(_rows_of_turns(row, place), 1):
-                    here = f"{place}, turn {turn}"
+                    turn_place = f"{place}, turn {turn}"
                     turns.append(JsonlRow.model_validate(content))
                 lines.append((turns, True))
         except ValidationError as error:
-            where = here if TURNS in row else place
-            problems += [f"{where}: {problem}" for problem in problems_of(error, [*JsonlRow.model_fields, TURNS])]
+            problems += [f"{turn_place}: {problem}" for problem in problems_of(error, [*JsonlRow.model_fields, TURNS])]
         except UsageError as error:
             problems.append(str(error))
     return lines, problems

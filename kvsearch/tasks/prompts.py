@@ -307,9 +307,9 @@ def count_ending(tokenizer: Any) -> int:
     return len(whole) - len(bare) - next(starts, len(whole) - len(bare))
 
 
-def _count_shared(some: Sequence[int], others: Sequence[int]) -> int:
+def _count_shared(first: Sequence[int], second: Sequence[int]) -> int:
     """Count the tokens that two texts begin with in common."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _takes_blank(character: str) -> bool:

@@ -14,6 +14,7 @@ from kvsearch.models.architecture import (
     decoder,
     describe,
     output_weight,
+    require_same_rotary,
     text_config,
     unrotate,
 )
@@ -145,3 +146,28 @@ def test_text_models_inside_multimodal_ones() -> None:
     assert text_config(model).num_hidden_layers == 4
     assert describe(model).full_layers == (1, 3)
     assert len(attention_modules(model)) == 4
+
+
+def test_messages_name_the_model_within_a_wrapper_and_the_place() -> None:
+    class PeftModelForCausalLM(nn.Module):  # as PEFT puts around a model
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.base_model, self.config = model, model.config
+
+        def get_base_model(self) -> Any:
+            return self.base_model
+
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = PeftModelForCausalLM(build("llama", rope_parameters=rope))
+    require_same_rotary(model, [512], 0, "task one")
+    with pytest.raises(IncompatibleError, match=r"^LlamaForCausalLM has other rotary .* shorten prompt or reply by 1$"):
+        require_same_rotary(model, [510], 3)
+    with pytest.raises(IncompatibleError, match=r"^task one: LlamaForCausalLM .* by 1 \(--max-length cuts contexts\)$"):
+        require_same_rotary(model, [510], 3, "task one")
+    longrope = {
+        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64, "factor": 8.0,
+    }  # fmt: skip
+    model = build("llama", rope_parameters=longrope)
+    with pytest.raises(IncompatibleError, match=r"^task one: .* \(a batch of 1\) \(--max-length cuts contexts\)$"):
+        require_same_rotary(model, [10, 65], 0, "task one")

@@ -196,7 +196,7 @@ def _following_config() -> Iterator[None]:
 
 def _warn_of_unfollowed(model: Any) -> None:
     config = getattr(model, "generation_config", None)
-    asked = {name: getattr(config, name, None) for name in UNFOLLOWED}
-    listed = [f"{name} {value}" for name, value in asked.items() if value not in (None, UNFOLLOWED[name], 0)]
+    configured = {name: getattr(config, name, None) for name in UNFOLLOWED}
+    listed = [f"{name} {value}" for name, value in configured.items() if value not in (None, UNFOLLOWED[name], 0)]
     if listed:
         warn_once(f"the checkpoint's generation config has {', '.join(listed)}: replies here do not follow that")

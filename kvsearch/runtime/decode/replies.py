@@ -179,7 +179,7 @@ class Replies:
     ) -> list[list[int]]:
         """Make replies to whole `prompts`, at whose ends `logits` [B, n, V] and `positions` [B, 1] are."""
         choose = NextTokens(self.model, prompts, max_new_tokens, self.draws)
-        ids = choose(checked(logits))
+        ids = choose(last_logits(logits))
         replies = [GrowingReply(limit, self.stop, self.finished) for limit in max_new_tokens]
         with stepping(self.model, self.cache, max(max_new_tokens), kept=self._steps) as model:
             while True:
@@ -194,7 +194,7 @@ class Replies:
                     return [reply.tokens for reply in replies]
                 seen = torch.cat([seen, torch.ones_like(ids)], 1)
                 positions = positions + 1
-                ids = choose(checked(self._forward(model, ids, seen, positions)))
+                ids = choose(last_logits(self._forward(model, ids, seen, positions)))
                 held.step(np.ones(len(replies), dtype=np.int64))
 
     def _peak(self) -> PeakEntries:
@@ -212,13 +212,17 @@ class Replies:
         return logits
 
 
-def checked(logits: Tensor) -> Tensor:
-    """Return the last [B, V] of logits [B, n, V]; NonFiniteError if some of them are no numbers."""
-    last = logits[:, -1]
-    finite = last.isfinite().all(-1)
+def check_logits(logits: Tensor) -> None:
+    """Raise NonFiniteError if some of the last of logits [B, n, V] are no numbers."""
+    finite = logits[:, -1].isfinite().all(-1)
     if not bool(finite.all()):
         raise NonFiniteError(NO_LOGITS, int((~finite).nonzero()[0]))
-    return last
+
+
+def last_logits(logits: Tensor) -> Tensor:
+    """Return the last [B, V] of logits [B, n, V]; errors as for `check_logits`."""
+    check_logits(logits)
+    return logits[:, -1]
 
 
 def has_windows(model: Any) -> bool:

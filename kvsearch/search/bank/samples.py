@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import check_length, require_same_rotary
 from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.decode.replies import Finished
@@ -88,10 +88,7 @@ def check_samples(model: Any, samples: Sequence[BankSample]) -> None:
     for sample in samples:
         check_length(model, len(sample.prompt) + len(sample.following))
         later = max(len(sample.following), len(sample.asked) + sample.limit - 1)
-        try:
-            require_same_rotary(model, [len(sample.prompt)], later)
-        except IncompatibleError as error:
-            raise IncompatibleError(f"{sample.place}: {error} (--max-length cuts contexts)") from error
+        require_same_rotary(model, [len(sample.prompt)], later, sample.place)
 
 
 def require_answers(samples: Sequence[BankSample]) -> None:
