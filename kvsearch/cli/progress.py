@@ -49,7 +49,7 @@ class Count:
         is_news = done > self.done  # what is told again says nothing of the speed
         self.done = done
         self.total = total
-        if is_news and new >= SOON * (total - self._before):
+        if is_news and new > 0 and new >= SOON * (total - self._before):  # of what was kept nothing is new
             now = self.clock()
             self._end = now + (now - self._since) * (total - done) / new
 

@@ -59,8 +59,10 @@ def comparison(
     blocks = blocks_of(samples, ready, subject, named)
     asked = [SimpleNamespace(name=task, metric="exact", traced=False) for task in tasks]
     pairs = zip(asked, covered, strict=True)
-    encoded: Any = [SimpleNamespace(task=one, coverage=of, prompts=(), distinct=of.contexts) for one, of in pairs]
-    model: Any = SimpleNamespace(name="m")
+    encoded: Any = [
+        SimpleNamespace(task=one, coverage=of, prompts=(), distinct=of.contexts, sampling=None) for one, of in pairs
+    ]
+    model: Any = SimpleNamespace(name="m", model=None)
     found = Evaluation(model, ready, subject, encoded, Split(()), samples=samples)
     known = {"averages": named, "blocks": blocks, "contexts": None, "seen": {}, "decode_entries": {}}
     return EvaluationResult.of(as_if(found, **known, environment={}, most_tokens=None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def compared(scores: Mapping[str, Sequence[float]], part: int) -> Evaluation:
     ready = tuple(ReadyMethod(name, Program(None), {}) for name in scores)
     blocks = blocks_of(samples, ready, "full", {MACRO: ("t",)})
     names = {name: name for name in scores}
-    nobody: Any = None
+    nobody: Any = SimpleNamespace(model=None)
     found = Evaluation(nobody, ready, "full", [], Split(()), names=names, samples=samples)
     return as_if(found, blocks=blocks, contexts=None, seen={}, decode_entries={})
 
