@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.tasks.fields import Filled, NotEmpty, is_blank, trimmed
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
-from kvsearch.tasks.rows import located_rows
+from kvsearch.tasks.rows import is_plain, located_rows
 from kvsearch.tasks.splits import group_by_text
 
 DEFAULT, OF_BUNDLED = "data/calibration/texts.json", "data/calibration/bundled.json"
@@ -227,19 +228,18 @@ def _parts(path: str | Path) -> list[Path]:
 
 def _document(path: Path, text: str) -> Any:
     """Return the JSON of a calibration file; None of plain text, which may begin with a bracket, too."""
-    begins = text.lstrip()[:1]
-    if begins not in ("{", "[") and path.suffix != ".json":
+    if is_plain(text, str(path)):
         return None
     try:
         return parse_json(text, str(path))
     except UsageError as error:
-        if path.suffix == ".txt" or (begins == "[" and path.suffix != ".json"):
-            return None
-        first = next(iter(located_rows(text, str(path))), ("", error))[1]
-        if isinstance(first, dict):
+        has_rows = False
+        with suppress(UsageError):  # of damaged JSON the place is told, below
+            has_rows = isinstance(next(iter(located_rows(text, str(path))), ("", error))[1], dict)
+        if has_rows:
             raise UsageError(
                 f"{path} has rows, and a calibration file is one object with name and contexts: give it as "
-                f"--tasks jsonl:{path}"
+                f"--tasks jsonl:{path}, or ppl:{path} where they are texts"
             ) from error
         raise
 

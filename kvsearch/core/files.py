@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import stat
 import zlib
@@ -17,7 +18,7 @@ from importlib import import_module
 from io import BufferedReader, BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
 from kvsearch.core.limits import MOST_DATA
@@ -73,8 +74,12 @@ def opened(path: str | Path) -> Iterator[BufferedReader]:
 
 # --- content: compressed or not, text in any encoding that says what it is --------------------------------------------
 
-# modules of Python by how what they unpack begins
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}
+# How files of a format begin, as patterns that no text fits: letters alone are not enough, as in "PAR1: a beginning".
+PARQUET: Final = rb"PAR1\x15"  # its first page, or what it says of none, begins so in Thrift's compact protocol
+_GZIP: Final = rb"\x1f\x8b"
+_BZIP2: Final = rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"  # the first block, or the end where there is none
+_XZ: Final = rb"\xfd7zXZ\0"
+_COMPRESSED = {_GZIP: "gzip", _BZIP2: "bz2", _XZ: "lzma"}  # modules of Python by what they unpack
 _MARKS = (  # byte order marks; that of UTF-16 begins one of UTF-32
     (b"\xef\xbb\xbf", "utf-8-sig"),
     (b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"),
@@ -83,25 +88,24 @@ _MARKS = (  # byte order marks; that of UTF-16 begins one of UTF-32
 _UNPACK = "unpack it first"
 _PLAIN = "save it as plain text"
 _KINDS = {
-    b"%PDF-": ("a PDF", "give its text, as `pdftotext` writes it"),
-    b"PK\x03\x04": ("a zip archive, as .docx, .xlsx and .epub files are", f"unpack it, or {_PLAIN}"),
-    b"\xd0\xcf\x11\xe0": ("an old Office document", _PLAIN),
-    b"{\\rtf": ("a document in rich text (RTF)", _PLAIN),
-    b"\x1f\x8b": ("compressed by gzip", _UNPACK),
-    b"BZh": ("compressed by bzip2", _UNPACK),
-    b"\xfd7zXZ\0": ("compressed by xz", _UNPACK),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", f"{_UNPACK}, with `zstd -d`"),
-    b"\x04\x22\x4d\x18": ("compressed by lz4", f"{_UNPACK}, with `lz4 -d`"),
-    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
-    b"Rar!\x1a": ("a RAR archive", _UNPACK),
-    b"PAR1": ("a Parquet file, a table", "write its text to a file"),
-    b"ARROW1": ("an Arrow file, a table", "write it as Parquet or JSON Lines"),
-    b"SQLite format 3\0": ("an SQLite database", "write its rows as JSON Lines"),
-    b"\x93NUMPY": ("an array of NumPy", "give text"),
-    b"\x89PNG": ("a picture (PNG)", "give text"),
-    b"GIF87a": ("a picture (GIF)", "give text"),
-    b"GIF89a": ("a picture (GIF)", "give text"),
-    b"\xff\xd8\xff": ("a picture (JPEG)", "give text"),
+    rb"%PDF-\d": ("a PDF", "give its text, as `pdftotext` writes it"),
+    rb"PK\x03\x04": ("a zip archive, as .docx, .xlsx and .epub files are", f"unpack it, or {_PLAIN}"),
+    rb"\xd0\xcf\x11\xe0": ("an old Office document", _PLAIN),
+    rb"\{\\rtf\d": ("a document in rich text (RTF)", _PLAIN),
+    _GZIP: ("compressed by gzip", _UNPACK),
+    _BZIP2: ("compressed by bzip2", _UNPACK),
+    _XZ: ("compressed by xz", _UNPACK),
+    rb"\x28\xb5\x2f\xfd": ("compressed by zstd", f"{_UNPACK}, with `zstd -d`"),
+    rb"\x04\x22\x4d\x18": ("compressed by lz4", f"{_UNPACK}, with `lz4 -d`"),
+    rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
+    rb"Rar!\x1a": ("a RAR archive", _UNPACK),
+    PARQUET: ("a Parquet file, a table", "write its text to a file"),
+    rb"ARROW1\0": ("an Arrow file, a table", "write it as Parquet or JSON Lines"),
+    rb"SQLite format 3\0": ("an SQLite database", "write its rows as JSON Lines"),
+    rb"\x93NUMPY": ("an array of NumPy", "give text"),
+    rb"\x89PNG": ("a picture (PNG)", "give text"),
+    rb"GIF8[79]a.{6}\0": ("a picture (GIF)", "give text"),  # behind its size: pixels are as wide as high
+    rb"\xff\xd8\xff": ("a picture (JPEG)", "give text"),
 }  # what is no text, by how it begins, and what to do
 _CONVERT = "iconv -f {} -t utf-8 FILE > NEW"
 
@@ -120,7 +124,7 @@ def read_unpacked(path: str | Path, most: int = MOST_DATA) -> bytes:
     """
     data = read_bytes(path, most)
     try:
-        library = next((import_module(name) for begin, name in _COMPRESSED.items() if data.startswith(begin)), None)
+        library = next((import_module(name) for form, name in _COMPRESSED.items() if is_of_form(data, form)), None)
     except ImportError:  # Python was built without it: what reads the data says what it is
         library = None
     if library is None:
@@ -137,6 +141,11 @@ def read_unpacked(path: str | Path, most: int = MOST_DATA) -> bytes:
     return unpacked
 
 
+def is_of_form(data: bytes, form: bytes) -> bool:
+    """Tell whether data begins as files of a format do, given as a pattern such as `PARQUET`."""
+    return re.match(form, data, re.DOTALL) is not None
+
+
 def decoded(data: bytes, name: str) -> str:
     """Return text as it is in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, which is no part of it.
 
@@ -145,7 +154,7 @@ def decoded(data: bytes, name: str) -> str:
     Raises:
         UsageError: it is in another encoding, or no text; says at which byte, or what it is, and what to do.
     """
-    kind = next((kind for begin, kind in _KINDS.items() if data.startswith(begin)), None)
+    kind = next((kind for form, kind in _KINDS.items() if is_of_form(data, form)), None)
     if kind is not None:
         raise UsageError(f"{name} is {kind[0]}: {kind[1]}")
     encoding = next((encoding for mark, encoding in _MARKS if data.startswith(mark)), "utf-8")

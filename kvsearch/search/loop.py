@@ -151,13 +151,13 @@ class Search:
     def _run_stage(self, stage: SearchStage, best: Candidate) -> Candidate:
         """Return the best of the stage and of `best`, with which it begins."""
         optimiser = self._optimiser(stage, best)
-        values = [best.value] if math.isfinite(best.value) else []  # of all that the stage tries
+        measured = [best.value] if math.isfinite(best.value) else []  # in all generations of the stage
         for generation in range(self.settings.generations):
-            if optimiser.finished is not None or (generation >= FLAT_GENERATIONS and is_flat(values)):
+            if optimiser.finished is not None or (generation >= FLAT_GENERATIONS and is_flat(measured)):
                 break
-            found, told = self._run_generation(stage, generation, optimiser)
-            values += told
-            best = min(best, found, key=VALUE)
+            candidate, values = self._run_generation(stage, generation, optimiser)
+            measured += values
+            best = min(best, candidate, key=VALUE)
         if self.settings.parity:  # the paper's procedure has no use for the mean
             return best
         where = f"{stage.name}, mean"
@@ -169,21 +169,22 @@ class Search:
     def _run_generation(
         self, stage: SearchStage, generation: int, optimiser: Optimiser
     ) -> tuple[Candidate, list[float]]:
-        """Ask, measure, tell; return the best candidate, and what was told."""
+        """Ask, measure, tell; return the best candidate, and the values of all that did not fail."""
         where = f"{stage.name}, generation {generation}"
         points = optimiser.ask()
         line = self.log.begin(self.name + where)
         tables = [stage.space.budgets(point) for point in points]
         values = self._measure(tables, line, [where] * len(tables), stage.rows)
         worst = worst_of(values)  # for candidates that failed
-        told = [value if math.isfinite(value) else worst for value in values]
+        penalised = [value if math.isfinite(value) else worst for value in values]
+        measured = [value for value in values if math.isfinite(value)]
         projected = [stage.space.project(point) for point in points]
-        optimiser.tell(projected, told)
-        self.log.tell(self.name + stage.name, generation, projected, told)
-        first = int(np.argmin(told))
+        optimiser.tell(projected, penalised, measured)
+        self.log.tell(self.name + stage.name, generation, projected, penalised)
+        first = int(np.argmin(penalised))
         best = Candidate(tables[first], values[first], where)
         self.watcher.generation(stage.name, generation, values, self.outcome.pool[0])
-        return best, told
+        return best, measured
 
     def _optimiser(self, stage: SearchStage, start: Candidate) -> Optimiser:
         space = stage.space

@@ -71,7 +71,8 @@ class Optimiser(ABC):
         self._injected: list[Vector] = []
         self._best: tuple[float, float] | None = None  # value, distance from the start
         self._best_point = self.start
-        self._extremes = [problem.value] if math.isfinite(problem.value) else []  # least and largest value so far
+        self._extremes = [problem.value] if math.isfinite(problem.value) else []  # least and largest measured so far
+        self._has_failed = False  # a candidate of the last generation
 
     def inject(self, points: Sequence[Vector]) -> None:
         """Add points, each [d] within the bounds, to the first generation: they come before the optimiser's own.
@@ -86,12 +87,14 @@ class Optimiser(ABC):
         self._injected = []
         return [point.copy() for point in points]
 
-    def tell(self, points: Sequence[Vector], values: Sequence[float]) -> None:
+    def tell(self, points: Sequence[Vector], values: Sequence[float], measured: Sequence[float] | None = None) -> None:
         """Say how good the points of the generation are that was asked for.
 
         Args:
             points: where they really were, each [d] within the bounds, in the order asked: `Space.project` of them.
             values: their values, finite, smaller is better.
+            measured: those of the values that are no penalty for a failed candidate, which says nothing of how much
+                points differ; None: all.
         """
         inside = [np.clip(point, self.lower, self.upper) for point in points]  # computed points may miss a bound
         for point, value in zip(inside, values, strict=True):
@@ -99,14 +102,20 @@ class Optimiser(ABC):
             if self._best is None or rank < self._best:
                 self._best = rank
                 self._best_point = point.copy()
-        known = [*self._extremes, *values]
-        self._extremes = [min(known), max(known)]
+        if known := [*self._extremes, *(values if measured is None else measured)]:
+            self._extremes = [min(known), max(known)]
+        self._has_failed = measured is not None and len(measured) < len(values)
         self._tell(inside, list(values))
 
     @property
     def _nothing_told_apart(self) -> bool:
-        """Whether all values so far, that of the start included, are the same."""
+        """Whether all values measured so far, that of the start included, are the same."""
         return is_flat(self._extremes)
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether the last generation, too, has told nothing apart, not even what can be measured from what fails."""
+        return self._nothing_told_apart and not self._has_failed
 
     def _widened(self, step: float) -> float:
         """Return a step for the next generation after one that told nothing apart: wider, as far as the box goes."""
@@ -157,7 +166,7 @@ class CMA(Optimiser):
       besides it, and a good one draws the mean towards it.
     - While all values are the same, no direction is better: the mean stays where it is, and the step doubles (Hansen
       2016, "The CMA Evolution Strategy: A Tutorial", appendix B.3, "Flat fitness"). A metric of few questions is flat
-      for small steps.
+      for small steps. A generation in which candidates failed is learned from, so that steps do not grow into failures.
 
     It needs two dimensions or more. The population is 4 + floor(3 ln d) by default: 6, 8, 10, 12, 14 points for 2, 4,
     8, 16, 32 dimensions.
@@ -195,7 +204,7 @@ class CMA(Optimiser):
         return [np.clip(point, self.lower, self.upper) for point in self._strategy.ask()]
 
     def _tell(self, points: list[Vector], values: list[float]) -> None:
-        if not self._nothing_told_apart:
+        if not self._is_flat:
             self._strategy.tell(points, values)
             return
         self._strategy.sigma = self._widened(self._strategy.sigma)
@@ -255,9 +264,12 @@ class Golden(Optimiser):
         self._shrink(left, right)
 
     def _tell_bounds(self, lowest: float, highest: float) -> None:
-        """Go on beside the better bound if it is better than the inner points, which are equal; else as ever."""
+        """Go on beside the better bound if it is better than the inner points; else as ever.
+
+        Inner points are equal, or one has failed.
+        """
         left, right = (value for value in self._values if value is not None)
-        if min(lowest, highest) >= left or self._nothing_told_apart:
+        if min(lowest, highest) >= min(left, right) or self._nothing_told_apart:
             self._shrink(left, right)
             return
         if lowest <= highest:
@@ -337,7 +349,7 @@ class Mixed(Optimiser):
         if self._by_choice:
             self._next = (self._next + self._asked_choices) % len(self._choices)
             self._untried = len(self._choices) if is_better else max(self._untried - self._asked_choices, 0)
-        elif self._nothing_told_apart:
+        elif self._is_flat:
             self._step = self._widened(self._step)
         else:
             self._step *= GROW if is_better else SHRINK

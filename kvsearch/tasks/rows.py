@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
-from kvsearch.core.files import decoded, read_unpacked
+from kvsearch.core.files import PARQUET, decoded, is_of_form, read_unpacked
 from kvsearch.core.limits import MOST_DATA
 from kvsearch.core.parsing import describe_fault, list_problems, parse_json, problems_of, short_key
 
@@ -129,10 +129,10 @@ def usable(rows: Sequence[Checked], fault: Callable[[Checked], str | None], wher
 
 # --- one reader of rows, by what is in a file -------------------------------------------------------------------------
 
-PARQUET: Final = b"PAR1"
 FORMS: Final = "JSON Lines (an object per line), a JSON array of objects, CSV with a header, or Parquet"
 SUFFIXES: Final = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".csv", ".tsv")  # looked for in a folder
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_TABLE_SUFFIXES = (".csv", ".tsv")
 _PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
 _LINE_END = re.compile("\r\n|\r|\n")  # JSON text may hold Unicode's other separators
 _COLUMN = re.compile(r"[\w .:/-]{0,40}")  # a name in the header of a table; prose has longer ones, and other signs
@@ -179,31 +179,40 @@ def read_located(path: str | Path) -> list[Located]:
         EnvironmentFault: the file cannot be read.
     """
     data = read_unpacked(path)
-    if data.startswith(PARQUET):
+    if is_of_form(data, PARQUET):
         return _numbered(_parquet_rows(data, str(path)))
     return located_rows(decoded(data, str(path)), str(path))
 
 
 def rows_or_text(path: str | Path) -> list[Row] | str:
-    """Return the rows of a file of rows with texts, or the text of another one; errors as `read_file`.
-
-    A file of JSON has rows; one of CSV, which other text may look like, if it has a column "text".
-    """
+    """Return the rows of a file of rows with texts, or the text of a plain one; errors as `read_file`."""
     data = read_unpacked(path)
-    if data.startswith(PARQUET):
+    if is_of_form(data, PARQUET):
         return _parquet_rows(data, str(path))
     text = decoded(data, str(path))
-    name = Path(path).name.lower()
-    for suffix in _PACKED_SUFFIXES:
-        name = name.removesuffix(suffix)
-    header = _header(text)
-    if name.endswith(_JSON_SUFFIXES) or _is_json(text) or (header is not None and "text" in header[0]):
-        return _whole(located_rows(text, str(path)), str(path))
-    return text
+    return text if is_plain(text, str(path)) else _whole(located_rows(text, str(path)), str(path))
+
+
+def is_plain(text: str, name: str) -> bool:
+    """Tell whether the text of a file is prose or the like, and neither JSON nor a table of CSV with texts.
+
+    A name of JSON or CSV says what a file is meant to be, whatever is wrong in it. Under any other name it is JSON if
+    it, or its first line, is read as that, with objects, and a table if a column is "text" and all rows have as many
+    cells, two or more.
+    """
+    if _is_named(name, _JSON_SUFFIXES + _TABLE_SUFFIXES) or _is_json(text):
+        return False
+    header = _header(text, name)
+    if header is not None and "text" in header[0]:
+        with suppress(UsageError):
+            return not _cells(text, *header, name)
+    return True
 
 
 def located_rows(text: str, name: str) -> list[Located]:
     """Return the rows of JSON Lines, of a JSON array or object, or of CSV, with their places.
+
+    A table of one column, or with unusual names of columns, is known by the `name` of its file: .csv or .tsv.
 
     Raises:
         UsageError: nothing in it is a row.
@@ -211,7 +220,7 @@ def located_rows(text: str, name: str) -> list[Located]:
     head = text.lstrip()[:1]
     if head == "[":
         return _numbered(cast("list[object]", parse_json(text, name)))
-    if head != "{" and (header := _header(text)) is not None:
+    if head != "{" and (header := _header(text, name)) is not None:
         return _numbered(_cells(text, *header, name))
     rows: list[Located] = []
     for number, line in enumerate(_LINE_END.split(text), 1):
@@ -259,17 +268,32 @@ def _is_json(text: str) -> bool:
     return False
 
 
-def _header(text: str) -> tuple[list[str], str] | None:
-    """Return the columns of CSV, stripped, and the sign between them; None if text does not begin as a table does."""
+def _is_named(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Tell whether the name of a file, compressed or not, ends with one of the suffixes, in any case."""
+    name = name.lower()
+    for suffix in _PACKED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name.endswith(suffixes)
+
+
+def _header(text: str, name: str) -> tuple[list[str], str] | None:
+    """Return the columns of CSV, stripped, and the sign between them; None if text does not begin as a table does.
+
+    Raises:
+        UsageError: the file has the name of a table, and columns that cannot be told apart.
+    """
     line = _LINE_END.split(text.lstrip("\r\n"), maxsplit=1)[0]
     if len(line) > _LONGEST_HEADER:
         return None
-    sign = max("\t;,", key=line.count)
+    sign = max(",;\t" if _is_named(name, (".csv",)) else "\t;,", key=line.count)  # the first where there is none
     columns = [column.strip() for column in next(csv.reader([line], delimiter=sign), [])]
     names = [column for column in columns if column]  # that of an index that pandas has written has no name
-    if len(names) < 2 or len({*names}) < len(names) or not all(map(_COLUMN.fullmatch, names)):
-        return None
-    return columns, sign
+    is_unique = len({*names}) == len(names)
+    if _is_named(name, _TABLE_SUFFIXES) and names:
+        if not is_unique:
+            raise UsageError(f"{name} has a column twice in its header, line 1: give every column a name of its own")
+        return columns, sign
+    return (columns, sign) if is_unique and len(names) > 1 and all(map(_COLUMN.fullmatch, names)) else None
 
 
 def _cells(text: str, columns: Sequence[str], sign: str, name: str) -> list[Row]:

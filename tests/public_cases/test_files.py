@@ -67,6 +67,10 @@ def test_text_is_the_same_in_every_encoding_that_says_what_it_is(pack: Any, enco
         (b"\x28\xb5\x2f\xfd\x04\0", "is compressed by zstd: unpack it first, with `zstd -d`"),
         (b"PAR1\x15\0", "Parquet"),
         (b"SQLite format 3\0", "is an SQLite database"),
+        (b"ARROW1\0\0\xff\xff", "is an Arrow file"),
+        (b"GIF89a\x01\0\x01\0\x80\0\0\xff\xff", "is a picture (GIF)"),
+        (b"{\\rtf1\\ansi Text}", "is a document in rich text"),
+        (bz2.compress(b"text" * 99)[:-9], "is compressed by bz2 and cannot be unpacked"),
         (b"\x89PNG\r\n\x1a\n\0", "is a picture (PNG)"),
         (b"\x1f\x8bjunk", "is compressed by gzip and cannot be unpacked"),
         (gzip.compress(b"text" * 99, mtime=0)[:-9], "is compressed by gzip and cannot be unpacked"),
@@ -83,6 +87,29 @@ def test_what_is_no_text_is_named_in_one_line(data: bytes, words: str, tmp_path:
         assert words in str(caught.value)
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value), number
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["BZhou said hello.", "BZh9 is what bzip2 begins with.", "PAR1: the introduction, which ends with PAR1", "PAR1",
+     "ARROW1 was a rocket.", "GIF89a has 256 colours.", "Rar!", "SQLite format 3 is a format.", "{\\rtfm} they said."],
+)  # fmt: skip
+def test_letters_that_a_format_begins_with_are_text(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "notes.txt", text)
+    assert given_text(f"@{path}") == TextTask.load(path).text == text
+    assert load_calibration_data(path, bare=True).contexts[0].text == text
+
+
+def test_an_empty_text_may_be_compressed(tmp_path: Path) -> None:
+    for pack in (gzip.compress, bz2.compress, lzma.compress):
+        assert read_text(write(tmp_path / "notes", pack(b""))) == ""
+
+
+def test_tables_without_rows_are_parquet(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"text": ["one"]})
+    for rows, compression in ((frame, "zstd"), (frame[:0], None), (frame[:0], "snappy")):
+        path = write(tmp_path / "rows", rows.to_parquet(index=False, compression=compression))
+        assert read_file(path) == rows.to_dict("records")
 
 
 def test_what_is_unpacked_has_a_limit(tmp_path: Path) -> None:
@@ -213,8 +240,71 @@ def test_what_holds_no_rows_is_told_once(content: str, words: str, tmp_path: Pat
 
 
 def test_prose_with_commas_is_text(tmp_path: Path) -> None:
-    for text in ("Well, then\nShe left, and he, too, went.", "[Intro] Once", "{ not json", "text\nmore"):
-        assert TextTask.load(write(tmp_path / "prose.txt", text)).text == text
+    for text in (
+        "Well, then\nShe left, and he, too, went.",
+        "[Intro] Once",
+        "{ not json",
+        "text\nmore",
+        "text, he said",
+        "text, he said\nand left.\n\nThen, at last, he came.",
+        "{name} was there, and left.\nSo, [x].",
+        "[1, 2]\nText",
+    ):
+        for name in ("prose.txt", "notes.md", "prose"):
+            path = write(tmp_path / name, text)
+            assert TextTask.load(path).text == text
+            assert load_calibration_data(path, bare=True).contexts[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", 'text\n"He said, ""well"", and left."\n\nSo did she\n'),
+        ("ROWS.CSV", 'text\r\n"He said, ""well"", and left."\r\nSo did she\r\n'),
+        ("rows.tsv", 'text\nHe said, "well", and left.\nSo did she\n'),
+        ("rows.csv", 'who (name);text\na;"He said, ""well"", and left."\nb;So did she\n'),
+        ("rows", 'id,text\n1,"He said, ""well"", and left."\n2,So did she\n'),
+        ("rows.txt", '[{"text": "He said, \\"well\\", and left."}, {"text": "So did she"}]'),
+    ],
+)
+def test_a_table_of_texts_is_no_prose(name: str, content: str, tmp_path: Path) -> None:
+    text = 'He said, "well", and left.\n\nSo did she'
+    assert TextTask.load(write(tmp_path / name, content)).text == text
+    packed = write(tmp_path / f"{name}.gz", gzip.compress(content.encode()))
+    assert TextTask.load(packed).text == text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.csv", "text\nHe said, well.\n", "begins as CSV does, and is none: "),
+        ("rows.tsv", "text\ttext\na\tb\n", "has a column twice in its header, line 1"),
+        ("rows.csv", "quote\na\n", "has rows without a text"),
+        ("rows.csv", "text\n", "is empty"),
+        ("rows.jsonl", "{name} was there.", "is not valid JSON"),
+        ("rows.json.gz", "{name} was there.", "is not valid JSON"),
+    ],
+)
+def test_a_name_of_rows_is_kept_to(name: str, content: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        TextTask.load(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("mine.jsonl", "{name} was there.", "is not valid JSON at line 1 column 2"),
+        ("mine.json", '{\n"name": "x"\n"contexts": []}', "is not valid JSON at line 3 column 1"),
+        ("mine.json", '{"name": "x", "contexts": [\n{"text": "a"}\n{"text": "b"}]}', "is not valid JSON at line 3"),
+        ("mine.csv", "text\n", "is not valid JSON at line 1"),
+        ("mine.csv", "text\nOnce\n", "has rows, .* or ppl:"),
+        ("mine", "id,text\n1,Once\n", "has rows, .* or ppl:"),
+    ],
+)
+def test_what_is_no_calibration_file_is_not_taken_for_text(name: str, content: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        load_calibration_data(write(tmp_path / name, content), bare=True)
+    assert "\n" not in str(caught.value)
 
 
 # --- fields that are filled in by hand --------------------------------------------------------------------------------

@@ -193,6 +193,49 @@ class TestFailures:
             assert all(a > worst if math.isnan(b) else a == b for a, b in zip(known, values, strict=True))
         assert all(one.table[0, 0] <= 22 for one in outcome.pool)
 
+    @pytest.mark.parametrize("changes", [{"group_size": 3}, {"space": "layers"}, {"group_size": 1}])
+    def test_a_failure_makes_no_difference_between_plans(self, changes: dict[str, Any], tmp_path: Path) -> None:
+        """One candidate fails, and the flat stages end as they do without it, in steps that double; so after a cut."""
+        clean = Silent()
+        run(tmp_path / "clean", Measure(lambda *_: 0.25), generations=10, watcher=clean, **changes)
+        with TrialLog(tmp_path / "clean") as ledger:
+            (name, *_) = [stage for stage, _, _ in clean.generations if stage != "start"]
+            flat = generations_of(ledger, name)
+        first = Measure(lambda *_: 0.25)
+        run(tmp_path / "first", first, 3, generations=10, **changes)
+        bad = first.candidates[-1].tobytes()  # the first that is no start plan
+
+        def loss(table: Ints, sample: int) -> float:
+            return math.nan if table.tobytes() == bad else 0.25
+
+        watcher = Silent()
+        outcome = run(tmp_path / "l", Measure(loss), generations=10, watcher=watcher, **changes)
+        assert any(math.isnan(value) for _, _, values in watcher.generations for value in values)
+        assert outcome.flat
+        counts = [[stage for stage, _, _ in one.generations] for one in (clean, watcher)]
+        assert counts[0] == counts[1]
+        with TrialLog(tmp_path / "l") as ledger:
+            lines = generations_of(ledger, name)
+        assert len(lines) == len(flat) == loop.FLAT_GENERATIONS
+        if len(lines[0].points) > 2:
+            assert np.std(lines[-1].points, axis=0).max() > 1.5 * np.std(lines[1].points, axis=0).max()
+        else:
+            assert [len(line.points) for line in lines] == [len(line.points) for line in flat]  # both bounds
+        whole = (tmp_path / "l").read_bytes().splitlines(keepends=True)
+        for kept in range(3, len(whole), 5):
+            (tmp_path / "cut").write_bytes(b"".join(whole[:kept]))
+            assert told(run(tmp_path / "cut", Measure(loss), generations=10, **changes)) == told(outcome)
+            assert timeless(tmp_path / "cut") == timeless(tmp_path / "l")
+
+    def test_steps_do_not_grow_into_failures(self, tmp_path: Path) -> None:
+        """Of wider steps more than half would fail here, which ends a run."""
+
+        def loss(table: Ints, sample: int) -> float:
+            return math.nan if table[0, 0] > 18 else 0.25
+
+        outcome = run(tmp_path / "l", Measure(loss), generations=10, space="layers")
+        assert outcome.flat
+
     def test_more_than_half_of_a_generation_ends_it_and_resume_goes_on(self, tmp_path: Path) -> None:
         expected = run(tmp_path / "whole")
         starts = {table.tobytes() for table in starts_of(frame_of()).values()}
@@ -256,7 +299,8 @@ class Scripted:
     def ask(self) -> list[Vector]:
         return [np.array(point) for point in self.points]
 
-    def tell(self, points: Sequence[Vector], values: list[float]) -> None:
+    def tell(self, points: Sequence[Vector], values: list[float], measured: Sequence[float]) -> None:
+        assert list(measured) == values
         self.log.append((points, values))
 
 

@@ -108,7 +108,7 @@ def test_a_folder_with_the_archive(tmp_path: Path) -> None:
         ("a.json", "[{}, 3]", "a.json row 2 is not an object"),
         ("a.json", "[{}", "a.json is not valid JSON"),
         ("a.jsonl", b'{"a": "\xff"}', "is not UTF-8 text: byte 7"),
-        ("a.jsonl", b"PAR1 no parquet", "a.jsonl is no readable Parquet file: "),
+        ("a.jsonl", b"PAR1\x15 no parquet", "a.jsonl is no readable Parquet file: "),
         ("a.parquet", "no parquet", "a.parquet has no rows"),
     ],
 )

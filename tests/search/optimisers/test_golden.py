@@ -16,6 +16,16 @@ from tests.examples import at_most
 from tests.search.contract import OptimiserContract, create_optimiser
 
 
+def test_a_failed_inner_point_does_not_stand_for_what_bounds_have_to_beat() -> None:
+    """The other inner point is better than both bounds, so the bracket closes around it."""
+    optimiser = create_optimiser("golden", [1.0], [0.0], [10.0], 0)
+    optimiser.tell(optimiser.ask(), [9.0, 1.0], measured=[1.0])
+    np.testing.assert_equal(optimiser.ask(), [[0.0], [10.0]])
+    optimiser.tell([np.array([0.0]), np.array([10.0])], [2.0, 3.0])
+    (point,) = optimiser.ask()
+    assert point[0] > 10 * (math.sqrt(5) - 1) / 2
+
+
 class TestGolden(OptimiserContract):
     name = "golden"
     dimension = 1
