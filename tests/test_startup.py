@@ -78,7 +78,7 @@ REFUSED = {
     "calibrate bundled -o new --data none.json": "there is no file none.json",
     "evaluate bundled --plan none.json": "there is no file none.json",
     "evaluate bundled --methods uniform --budgets 64 --tasks rular": "unknown task 'rular'",
-    "evaluate bundled --methods uniform --budgets 64 --tasks jsonl:list.jsonl": "row 1 is not an object: a row has named",
+    "evaluate bundled --methods uniform --budgets 64 --tasks jsonl:list.jsonl": "row 1 is not an object: a row has",
     "evolve bundled --budget 48 -o new --start none.json": "there is no file none.json",
     "evolve bundled --budget 48 -o new --tasks rular": "unknown task 'rular'",
     "plan uniform bundled --policy snapkv:windw=8 --budget 64 -o new": "did you mean 'window'?",

@@ -416,8 +416,15 @@ def attach(
     Without a plan it is the one that lies beside the model: `load_plan("auto", model)`.
 
     With `graphs`, decode steps are captured on CUDA where that is possible; with `compile`, they are compiled as one
-    graph of operations first, on every device. Where that is not possible, the reason is said once.
+    graph of operations first, on every device. Where that is not possible, the reason is said once. A model that
+    `torch.compile` has wrapped is attached without its wrapper.
+
+    Raises:
+        UsageError: it is no model of transformers, such as one that `DataParallel` has wrapped.
     """
+    model = getattr(model, "_orig_mod", model)
+    if not hasattr(model, "config"):
+        raise UsageError(f"a {type(model).__name__} is no model of transformers: give the one that it wraps")
     refuse_offloaded(model, class_of(model))
     if plan is None:
         plan = load_plan(AUTO, model)

@@ -110,11 +110,13 @@ class PromptFormat:
         Raises:
             EmptyTextError: the context has no token.
         """
-        context = self._strip_context(context)
+        first = questions[:1] if turns else questions
+        for text in first or [QuestionText("")]:
+            self._require_rendered(context, text.question)
+        context = self._strip_context(context, ends=not any(text.question for text in first))
         alone = self._encode_prompt(context)
         if not alone:
             raise EmptyTextError("a context is empty once it is tokenised")
-        first = questions[:1] if turns else questions
         far, near = self._split_far(context, alone)
         encode = self._encode_after if far else self._encode_prompt
         pairs = [self._encode_pair(encode, near, text) for text in first]
@@ -134,10 +136,12 @@ class PromptFormat:
         Raises:
             EmptyTextError: the context has no token.
         """
+        self._require_rendered(text, "a")
         text = self._strip_context(text)
         alone = self.context(text)[0].tolist()
         opening = "\n\n" if self.chat else self.plain.partition(PLACE)[0]
-        shared = _count_shared(alone, self._encode_prompt(text + opening))
+        asked = self._encode_prompt(f"{text}{opening}a") if opening else alone  # a letter, as questions begin with one
+        shared = _count_shared(alone, asked)
         for rest in range(1 + _LONGEST_REST if 0 < shared < len(alone) else 1):
             if self._encode_prompt(text[: len(text) - rest]) == alone[:shared]:
                 return _row(alone[:shared]), text[len(text) - rest :]
@@ -200,18 +204,18 @@ class PromptFormat:
 
     @cached_property
     def _wrapped(self) -> tuple[str, str]:
-        rendered = self._rendered("user", add_generation_prompt=True)
-        head, found, tail = rendered.partition(_MARK)
-        if not found:
-            raise IncompatibleError("the tokenizer's chat template drops the user's message")
-        return head, tail
+        parts = self._rendered("user", add_generation_prompt=True).split(_MARK)
+        if len(parts) != 2:
+            does = "drops the user's message" if len(parts) < 2 else "repeats the user's message"
+            raise IncompatibleError(f"the tokenizer's chat template {does}, or does not take text for its content")
+        return parts[0], parts[1]
 
     @cached_property
     def _next_turn(self) -> str:
         """What stands between a reply and the question that follows it."""
         roles = ("user", "assistant", "user")
         parts = self._rendered(*roles).split(_MARK)
-        if len(parts) <= len(roles):
+        if len(parts) != len(roles) + 1:
             raise IncompatibleError("the tokenizer's chat template drops earlier messages: no turn can follow another")
         return parts[2]
 
@@ -228,14 +232,30 @@ class PromptFormat:
         head, _, tail = self._rendered("user", content=f" {_MARK} ", add_generation_prompt=True).partition(_MARK)
         return head == self._wrapped[0], tail == self._wrapped[1]
 
-    def _strip_context(self, text: str) -> str:
-        return text.lstrip() if self.chat and self._trims[0] else text
+    def _strip_context(self, text: str, *, ends: bool = False) -> str:
+        """Return a context as the template leaves it; no question follows one that `ends` a message."""
+        if not self.chat:
+            return text
+        text = text.lstrip() if self._trims[0] else text
+        return text.rstrip() if ends and self._trims[1] else text
+
+    def _require_rendered(self, context: str, question: str) -> None:
+        """Refuse a chat template that makes another text of a message than the message, but for blanks at its ends."""
+        if not self.chat:
+            return
+        message = f"{context}\n\n{question}" if question else context
+        text = self._strip_context(context, ends=not question) + self._question_text(question)
+        if self._rendered("user", content=message, add_generation_prompt=True) != self._head + text:
+            raise IncompatibleError(
+                "the tokenizer's chat template changes the text of a message, so a context cannot be read before its "
+                "question: repair the template, or remove it to have prompts without one"
+            )
 
     def _question_text(self, text: str, prefix: str = "", follows: bool = False) -> str:
         """Return everything between a context, or a reply, and the reply to the question."""
         if not self.chat:
             return self.plain.replace(PLACE, text) + prefix
-        before = self._next_turn if follows else "\n\n"
+        before = self._next_turn if follows else "\n\n" if text else ""
         return before + (text.rstrip() if self._trims[1] else text) + self._wrapped[1] + prefix
 
     def _gap(self, question: str, prefix: str, answer: str) -> str:

@@ -391,3 +391,15 @@ def test_a_cache_is_not_pickled(model: Any, planned: Any, tmp_path: Path) -> Non
     more[:, :30] = prompts(30)
     copies = [generated(planned, more, 4, past_key_values=copied) for copied in (copy.deepcopy(cache), cache)]
     assert copies[0] == copies[1]
+
+
+def test_wrappers_of_torch() -> None:
+    model = llama()
+    ids = prompts(40)
+    with attach(model, holding(model)) as planned:
+        expected = generated(planned, ids, 4)
+    with attach(torch.compile(model), holding(model)) as planned:
+        assert generated(planned, ids, 4) == expected
+        assert planned(ids).logits.shape[:2] == ids.shape
+    with pytest.raises(UsageError, match="a DataParallel is no model of transformers: give the one that it wraps"):
+        attach(torch.nn.DataParallel(model), holding(model))

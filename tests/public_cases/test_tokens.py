@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import kvsearch
 from kvsearch.calibration.prompts import data_of_tasks, prompts_of
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.tasks.base import Example, Query
@@ -20,7 +21,7 @@ from kvsearch.tasks.encode import counter, encode
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat, QuestionText
 from kvsearch.tasks.text import TextTask
 from tests.families import build
-from tests.public_cases.tokenizers_in_use import KINDS, TEXT
+from tests.public_cases.tokenizers_in_use import KINDS, TEXT, byte_level
 from tests.tiny import Listed
 
 TEMPLATES = {
@@ -155,15 +156,51 @@ def test_replies_from_a_file_are_those_to_the_whole_text(kind: str, tmp_path: Pa
     assert full.text == made.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_context_that_is_kept_is_asked_as_one_that_is_known(kind: str) -> None:
+@pytest.mark.parametrize("template", [None, *TEMPLATES])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes in Python"])
+def test_a_context_that_is_kept_is_asked_as_one_that_is_known(kind: str, template: str | None) -> None:
     """`compress` does not know what will be asked."""
-    for context in ("The code of the red door is 4711.", "The code!", "Costs rose from 120 to", "会议于上午九点"):
-        form = PromptFormat(tokenizer(kind))
+    made = KINDS[kind]()
+    made.chat_template = None if template is None else TEMPLATES[template]
+    form = PromptFormat(made)
+    contexts = ["The code of the red door is 4711.", "The code!", "Costs rose from 120 to", "会议于上午九点"]
+    for context in [*contexts, "Notes.  ", "Notes\n", "Notes.\n\n"]:
         ids, [(question, _)] = form.encode(context, [QuestionText("who was there?")])
         kept, rest = form.open_context(context)
         assert kept.tolist() == ids.tolist()
         assert form.question("who was there?", rest=rest).tolist() == question.tolist()
+
+
+CHANGES = {
+    "twice": "{% for m in messages %}U:{{ m.content }} again: {{ m.content }}E{% endfor %}A:",
+    "replaces": "{% for m in messages %}U:{{ m.content.replace('\n\n', '\n') }}E{% endfor %}A:",
+    "escapes": "{% for m in messages %}U:{{ m.content | e }}E{% endfor %}A:",
+    "quotes": "{% for m in messages %}U:{{ m.content | tojson }}E{% endfor %}A:",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_templates_that_change_a_message_are_refused(change: str) -> None:
+    made = byte_level()
+    made.chat_template = CHANGES[change]
+    form = PromptFormat(made)
+    for encode_context in (lambda text: form.encode(text, [QuestionText("who?")]), form.open_context):
+        with pytest.raises(
+            IncompatibleError, match=r"template (repeats the user's message|changes the text of a mess)"
+        ):
+            encode_context('He said "yes" & left.')
+
+
+def test_a_prompt_alone_is_the_whole_message() -> None:
+    made = byte_level()
+    made.chat_template = TEMPLATES["plain"]
+    for text in ("Who was there?", "Who was there? "):
+        ids, [(question, _)] = PromptFormat(made, "{question}").encode(text, [QuestionText("")])
+        whole = made.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        joined = [*ids[0].tolist(), *question[0].tolist()]
+        assert joined == made(whole, add_special_tokens=False)["input_ids"]
 
 
 def test_line_breaks_that_join_a_full_stop_go_with_the_question() -> None:
