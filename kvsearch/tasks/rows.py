@@ -232,10 +232,21 @@ def located_rows(text: str, name: str) -> list[Located]:
                 rows.append((place, error))
     # not a complaint for each line of what is something else
     if len(rows) > (head == "{") and all(isinstance(row, UsageError) for _, row in rows):
-        with suppress(UsageError):  # one object, over several lines
-            return _numbered([parse_json(text, name)])
-        raise UsageError(f"{name} has no rows: {rows[0][1]}; give {FORMS}")
+        try:  # one object, over several lines
+            rows = _numbered([parse_json(text, name)])
+        except UsageError:
+            raise UsageError(f"{name} has no rows: {rows[0][1]}; give {FORMS}") from None
+    _refuse_tables([row for _, row in rows], name)
     return rows
+
+
+def _refuse_tables(rows: Sequence[Row | UsageError], name: str) -> None:
+    """Refuse one object that holds tables, by split or by column, in place of rows."""
+    if len(rows) != 1 or not isinstance(rows[0], dict) or not rows[0]:
+        return
+    if all(isinstance(value, list | dict) for value in rows[0].values()):
+        keys = ", ".join(map(repr, list(rows[0])[:3]))
+        raise UsageError(f"{name} is one object of {keys}, each a list or an object: give the rows alone, as {FORMS}")
 
 
 def _numbered(rows: Sequence[object]) -> list[Located]:

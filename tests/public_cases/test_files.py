@@ -378,3 +378,11 @@ def test_a_cell_has_one_answer_or_a_list(tmp_path: Path) -> None:
     assert load('["a", " b"]') == load("['a', 'b']") == load('["a","b"]') == ("a", "b")
     with pytest.raises(UsageError, match=r"row 1: answers: begins with \[ and is no list"):
         load("['a' 'b']")  # as NumPy writes it, which Python would read as one text
+
+
+@pytest.mark.parametrize("content", [{"data": ROWS}, {"train": ROWS, "test": ROWS}, {"context": {"0": "a"}}])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_object_of_tables_is_named_as_one(content: dict[str, Any], indent: int | None, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is one object of '\w+'.*: give the rows alone") as caught:
+        JsonlTask.load(write(tmp_path / "mine.json", json.dumps(content, indent=indent)))
+    assert "\n" not in str(caught.value)
