@@ -190,7 +190,7 @@ class PromptFormat:
             parts = self._rendered(*roles).split(_MARK)
         except Exception:  # noqa: BLE001 - a template raises what it likes: one that takes no reply shows no end of it
             return None
-        special = {*self.tokenizer.all_special_ids, *getattr(self.tokenizer, "added_tokens_decoder", ())}
+        special = added_tokens(self.tokenizer)
         for token in self._encode_bare(parts[-1]) if len(parts) > len(roles) else ():
             if token in special:
                 return token
@@ -317,6 +317,11 @@ class PromptFormat:
             if is_known and whole[: len(before)] == before:
                 return whole[len(before) :]
         return self._encode_bare(text)
+
+
+def added_tokens(tokenizer: Any) -> set[int]:
+    """Return the ids of special and other added tokens: texts that no other token has in it."""
+    return {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
 
 
 def count_ending(tokenizer: Any) -> int:

@@ -200,7 +200,7 @@ def test_stop_tokens_of_every_place() -> None:
         assert stop_tokens(loaded, PromptFormat(tokenizer)) == {2, end}
     model.generation_config.eos_token_id = [2, 7]
     model.generation_config.stop_strings = [TURN, "and so on"]
-    with pytest.warns(KvsearchWarning, match="the stop string 'and so on', which is no token"):
+    with pytest.warns(KvsearchWarning, match="the stop string 'and so on', no added token"):
         assert stop_tokens(loaded) == {2, 7, end}
 
 

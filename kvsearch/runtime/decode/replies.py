@@ -21,7 +21,7 @@ from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
 from kvsearch.runtime.decode.steps import DecodeSteps, stepping
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
-from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.tasks.prompts import PromptFormat, added_tokens
 
 NO_LOGITS = "the model emits NaN or infinite logits: check its dtype and weights"
 Finished = Callable[[list[int]], bool]
@@ -245,7 +245,7 @@ def left_padded(rows: Sequence[Tensor], device: Any, pad: int = 0) -> tuple[Tens
 def stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[int]:
     """Return the end-of-sequence tokens of the model's generation configuration and of the tokenizer.
 
-    Stop strings of the configuration that are special tokens are ends, too; a warning names others, which are none.
+    Stop strings of the configuration that are added tokens are ends, too; a warning names others, which are none.
     The token that ends a turn in the chat template of a `form` is one, too; a warning says so if nothing else does.
     """
     config = loaded.model.generation_config
@@ -255,10 +255,10 @@ def stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[in
     strings = getattr(config, "stop_strings", None) or ()
     for text in [strings] if isinstance(strings, str) else strings:
         match loaded.tokenizer(text, add_special_tokens=False)["input_ids"]:
-            case [token] if token in loaded.tokenizer.all_special_ids:
+            case [token] if token in added_tokens(loaded.tokenizer):
                 stop.add(token)
             case _:  # other tokens may have the string in them
-                warn_once(f"the generation config has the stop string {text!r}, no special token: replies go on there")
+                warn_once(f"the generation config has the stop string {text!r}, no added token: replies go on there")
     turn = None if form is None else form.end_of_turn
     if turn is not None and turn not in stop:
         warn_once(
