@@ -46,7 +46,7 @@ def loading_arguments(path: Path) -> dict[str, Any]:
     """Return the arguments with which transformers loads the model of a file with dense weights."""
     import transformers
 
-    config = getattr(transformers, "GgufConfig", None)  # of 5.20; before, weights were always made dense
+    config = getattr(transformers, "GgufConfig", None)  # releases without it always make weights dense
     return {"quantization_config": config(gguf_file=path.name, dequantize=True)} if config is not None else {}
 
 

@@ -114,9 +114,7 @@ class PromptFormat:
         for text in first or [QuestionText("")]:
             self._require_rendered(context, text.question)
         context = self._strip_context(context, ends=not any(text.question for text in first))
-        alone = self._encode_prompt(context)
-        if not alone:
-            raise EmptyTextError("a context is empty once it is tokenised")
+        alone = self.context(context)[0].tolist()
         far, near = self._split_far(context, alone)
         encode = self._encode_after if far else self._encode_prompt
         pairs = [self._encode_pair(encode, near, text) for text in first]
