@@ -6,6 +6,9 @@ beside its report, such as the ledger; any other file stands for itself.
 
 from __future__ import annotations
 
+import lzma
+import tarfile
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -35,7 +38,7 @@ from kvsearch.report.paper_table import Reproduced
 from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
 from kvsearch.report.table import Table, markdown
-from kvsearch.results.base import Result, read_content, telling_damage
+from kvsearch.results.base import Result, damaged, read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
@@ -48,11 +51,12 @@ from kvsearch.runs.run import CONTEXTS_FORMAT, read_contexts
 WHOLE_RUN = "run.json"
 CACHE = ".kv"  # the usual suffix of a compressed cache
 CACHE_MARK = b"kvsearch.cache"  # in its header
+PACKED = ".tar.xz"  # of the directory of a finished run
 BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
 KNOWN = (
     "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
-    "selection, search, run or reproduction, a folder of these, the files in them, a compressed cache (.kv), and what "
-    "evaluate, bench and others print with --json"
+    "selection, search, run or reproduction, such a directory packed as .tar.xz, a folder of these, the files in them, "
+    "a compressed cache (.kv), and what evaluate, bench and others print with --json"
 )
 UNFINISHED = "this run is not finished: give its command again to go on"
 
@@ -226,6 +230,8 @@ def open_path(path: Path) -> Opened:
         return replace(_directory(path.parent), path=path)
     if path.suffix in (".yaml", ".yml"):
         return _yaml(path)
+    if path.name.endswith(PACKED):
+        return _packed(path)
     if path.suffix == ".json":
         return _json(path)
     if is_cache(path):
@@ -281,6 +287,19 @@ def _directory(path: Path) -> Opened:
     if runs:
         return Opened(path, "runs", runs)
     raise _unknown(path)
+
+
+def _packed(path: Path) -> Opened:
+    """Open the directory of a run that was packed into one file, with all that is in it."""
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            with opened(path) as file, tarfile.open(fileobj=file, mode="r:xz") as archive:
+                archive.extractall(place, filter="data")
+        except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+            raise damaged(path, str(error)) from error
+        if read_config(Path(place)) is None:
+            raise _unknown(path)
+        return replace(_directory(Path(place)), path=path)
 
 
 def _runs_table(runs: Sequence[Path]) -> Table:

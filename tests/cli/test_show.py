@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,25 @@ def test_an_evaluation_is_shown_as_it_was_printed(run: Run, evaluated: tuple[Pat
     assert ", split report)" in printed
     code, out, _ = run("show", directory, "--json")
     assert json.loads(out) == json.loads((directory / "report.json").read_text())
+
+
+def test_a_packed_evaluation_is_shown_like_its_directory(run: Run, evaluated: tuple[Path, str], tmp_path: Path) -> None:
+    packed = tmp_path / "run.tar.xz"
+    with tarfile.open(packed, "w:xz") as archive:
+        for name in ("config.json", "report.json", "samples.csv"):
+            archive.add(evaluated[0] / name, name)
+    code, out, talk = run("show", packed)
+    assert (code, talk) == (0, "")
+    assert out == run("show", evaluated[0])[1]
+    packed.write_bytes(packed.read_bytes()[:1000])
+    code, _, talk = run("show", packed)
+    assert code == 2
+    assert "is damaged (Compressed file ended before the end-of-stream marker was reached): restore it" in talk
+    with tarfile.open(packed, "w:xz") as archive:
+        archive.add(evaluated[0] / "samples.csv", "samples.csv")
+    code, _, talk = run("show", packed)
+    assert code == 2
+    assert f"{packed} is nothing that kvsearch can show" in talk
 
 
 def test_an_evaluation_that_is_not_finished(run: Run, evaluated: tuple[Path, str], tmp_path: Path) -> None:
