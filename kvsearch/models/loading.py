@@ -24,6 +24,7 @@ from kvsearch.core.parsing import describe_fault, read_json
 from kvsearch.core.printed import cut
 from kvsearch.core.resources import resource, version
 from kvsearch.models.foreign import CheckedTokenizer, embedding_rows, require_contract
+from kvsearch.models.gguf import SUFFIX as GGUF
 from kvsearch.models.gguf import check_gguf, is_gguf, loading_arguments, make_ordinary, without_progress
 from kvsearch.models.memory import (
     accelerator,
@@ -44,6 +45,7 @@ Made = TypeVar("Made")
 Work = Callable[["LoadedModel", Given], Made]  # what is made of one of many items; workers must be able to import it
 
 BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
+NAMES = (*BUNDLED, *REAL_MODELS)
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # that PyTorch may bring; there are others
 NO_FLOAT64 = ("mps",)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -306,7 +308,7 @@ def find_source(name: str, options: LoadOptions) -> str:
 
     Raises:
         UsageError: there is no such model here, nor on the hub unless that is not to be asked.
-        IncompatibleError: a directory without a configuration.
+        IncompatibleError: a directory without a configuration, a GGUF file that cannot be one.
         EnvironmentFault: the hub does not answer.
     """
     if name in BUNDLED:
@@ -324,7 +326,9 @@ def find_source(name: str, options: LoadOptions) -> str:
         if not (path / CONFIG).is_file():
             raise IncompatibleError(f"{name!r} has no {CONFIG}, so it is not the directory of a Hugging Face model")
         return name
-    near = "" if "/" in name else did_you_mean(name, [*BUNDLED, *REAL_MODELS], 0.8)
+    if path.suffix.lower() == GGUF:
+        raise UsageError(f"there is no file {name}: check the path")
+    near = "" if "/" in name else did_you_mean(name, NAMES, 0.8)
     if near or not HUB_ID.fullmatch(name):
         raise UsageError(f"there is no model {name!r}{near or ': check the path of its directory'}")
     from huggingface_hub import constants, model_info, try_to_load_from_cache
