@@ -33,7 +33,11 @@ def test_its_card_says_what_it_is(tmp_path: Path) -> None:
     path = folder(tmp_path, make_plan()) / "README.md"
     text = path.read_text()
     data = yaml.safe_load(text.split("---\n")[1])
-    assert data == {"base_model": "toy", "library_name": "kvsearch", "tags": ["kvsearch", "kv-cache", "kv-cache-compression"]}
+    assert data == {
+        "base_model": "toy",
+        "library_name": "kvsearch",
+        "tags": ["kvsearch", "kv-cache", "kv-cache-compression"],
+    }
     assert ModelCard.load(path).data.to_dict() == data  # as the hub reads it
     assert "Keeps 8 entries per kv head on average, 32 in 4 heads, for prompts of 40 tokens; budgets follow" in text
 
