@@ -34,7 +34,9 @@ def folder_card(plan: Plan, scores: PlanScores | None) -> bytes:
     command = _command("evaluate", plan.model.name, "--plan", "FOLDER", "--tasks", "jsonl:YOUR.jsonl")
     body = fill_template("README.md", **_facts(plan, scores), name=_short_name(plan.model), command=command)
     card, data = _parse_card(body.decode())
-    data.library_name, data.base_model, data.tags = "kvsearch", hub_id(plan.model), list(TAGS)
+    data.library_name = "kvsearch"
+    data.base_model = hub_id(plan.model)
+    data.tags = list(TAGS)
     _add_scores(data, plan, scores)
     return str(card).encode()
 
@@ -53,7 +55,8 @@ def model_card(plan: Plan, path: str, inputs: Inputs) -> bytes:
             licence=None if real is None else real.licence,
         )  # fmt: skip
         card, data = _parse_card(about.decode())
-        data.library_name, data.pipeline_tag = "transformers", TASK
+        data.library_name = "transformers"
+        data.pipeline_tag = TASK
         data.base_model = hub_id(source) or hub_id(plan.model)
     else:
         card, data = _parse_card(inputs.card)
