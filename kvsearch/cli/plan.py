@@ -54,12 +54,16 @@ def run_export(options: ExportOptions, console: Console) -> None:
     if console.as_json:
         losses = [{"what": what, "entries": entries} for what, entries in found.losses.items()]
         files = [str(options.output / name) for name in found.files]
-        summary = {"target": options.to, "files": files, "losses": losses, "total": found.total, "usage": usage}
+        saved = None if found.model is None else found.model.name
+        summary = {
+            "target": options.to, "files": files, "model": saved, "losses": losses, "total": found.total, "usage": usage
+        }  # fmt: skip
         console.print_json(summary)
         return
     verb = "would write" if console.dry_run else "wrote"
     lost = "nothing is lost" if not found.losses else f"{counted(len(found.losses), 'thing')} lost"
-    console.say(f"{verb} {options.output} for {options.to}: {lost}")
+    saved = "" if found.model is None else f", and {found.model.name} itself in {found.model.fingerprint.dtype}"
+    console.say(f"{verb} {options.output} for {options.to}{saved}: {lost}")
     for line in usage:
         console.say(f"  {line}")
 

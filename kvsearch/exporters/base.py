@@ -10,18 +10,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError, given
-from kvsearch.models.architecture import Architecture
 from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.schema import STATIC
+from kvsearch.runs.estimates import Estimate
+
+if TYPE_CHECKING:
+    from kvsearch.models.architecture import Architecture
+    from kvsearch.models.loading import LoadedModel
 
 WEIGHTS = "model.safetensors"
+CARD = "README.md"
 SINGLE = ""  # the name of the one file of a target that is no folder
 
 
@@ -34,7 +39,8 @@ class Exported:
 
     The file called `SINGLE` is written at the path itself, others into the folder at that path. In lines of `usage`,
     {path} stands for it. `total` counts the entries of the plan. `at` is the prompt length at which the files are read
-    back, None: that of the plan. `updated` are files that may be there and are replaced.
+    back, None: that of the plan. `updated` are files that may be there and are replaced. `model` is saved in the folder
+    first, where that has none.
     """
 
     files: Mapping[str, bytes]
@@ -43,6 +49,7 @@ class Exported:
     total: int = 0
     at: int | None = None
     updated: tuple[str, ...] = ()
+    model: LoadedModel | None = None
 
     def describe(self) -> list[str]:
         """Return a line for every loss, with entries and percent where they were counted."""
@@ -105,18 +112,42 @@ class Budgets:
 
 
 @dataclass(frozen=True)
+class PlanScores:
+    """What a run measured of a plan on questions that it did not choose by.
+
+    Args:
+        text: all of it, in Markdown.
+        metrics: means in [0, 1] with their intervals, by what they are of.
+        metric: the name of the metric that scores the tasks, "score" where they have several.
+        tasks: the names of the tasks.
+        datasets: the ids of those that are public datasets of the hub.
+        questions: how many were asked.
+    """
+
+    text: str
+    metrics: Mapping[str, Estimate]
+    metric: str
+    tasks: Sequence[str]
+    datasets: Sequence[str]
+    questions: int
+
+
+@dataclass(frozen=True)
 class Inputs:
     """What a target is told besides a plan or profile.
 
-    A prompt length in tokens, the model and its shape where the target needs them, what is known of the plan's
-    `scores`, in Markdown, and the content of the `config.json` that a plan is put beside.
+    A prompt length in tokens, the model and its shape where the target needs them, and what was measured of the plan.
+    Of the folder that a plan is put into: the content of its `config.json` and its card, if it has one, and the model
+    that is saved there first, None: it is there.
     """
 
     length: int | None = None
     architecture: Architecture | None = None
     model: Any = None  # of transformers
-    scores: str | None = None
+    scores: PlanScores | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    card: str | None = None
+    unsaved: LoadedModel | None = None
 
     @property
     def known_architecture(self) -> Architecture:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from hashlib import sha256
-from typing import Any
+from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from kvsearch.core.printed import command_line, markdown_text
-from kvsearch.exporters.base import Exported, Inputs, PlanExporter
+from kvsearch.exporters.base import CARD, Exported, Inputs, PlanExporter
+from kvsearch.exporters.card import fill_template, folder_card, model_card
 from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Plan, canonical_json
-from kvsearch.plan.origin import USES
 from kvsearch.plan.saved import (
     BESIDE,
     FOLDER_PLAN,
@@ -35,50 +32,31 @@ class Folder(PlanExporter):
         files = {
             FOLDER_PLAN: canonical_json(plan),
             **weights,
-            "README.md": card(plan, inputs.scores),
-            "generate.py": _fill("generate.py", model=repr(plan.model.name)),
+            CARD: folder_card(plan, inputs.scores),
+            "generate.py": fill_template("generate.py", model=repr(plan.model.name)),
         }
         usage = ("python {path}/generate.py --help", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
         return Exported(files, usage, total=plan.total)
 
 
 class ModelFolder(Folder):
-    """A plan and its weights in the folder of its model, whose `config.json` names it by its size."""
+    """A plan, its weights and a card in the folder of its model, whose `config.json` names it by its size."""
 
     def export(self, plan: Plan, inputs: Inputs) -> Exported:
-        """Make what lies beside the model; UsageError if the weights of a fitted ranking are not here."""
+        """Make what lies beside the model.
+
+        Raises:
+            UsageError: the weights of a fitted ranking are not here, or the folder's card cannot be read.
+        """
         listed = dict(check_listing(inputs.config.get(MODEL_KEY), "the model"))
         size = size_of(plan)
         path = f"{BESIDE}/plan-{size}.json" if listed else f"{BESIDE}/{FOLDER_PLAN}"
-        path = listed[size]["file"] if size in listed else path
+        path = f"{BESIDE}/{Path(listed[size]['file']).name}" if size in listed else path
         places = with_weights(plan.policies, path)
         weights = {f"{BESIDE}/{place.name}": known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
         content = canonical_json(plan)
         listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
-        files = {path: content, **weights, CONFIG: config.encode()}
+        files = {path: content, **weights, CARD: model_card(plan, path, inputs), CONFIG: config.encode()}
         usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
-        return Exported(files, usage, total=plan.total, updated=(*weights, CONFIG))
-
-
-def card(plan: Plan, scores: str | None = None) -> bytes:
-    """Return a card in Markdown, with the front matter of the hub; `scores` are in Markdown, too."""
-    model = plan.model
-    size = f"{plan.total / plan.heads:.4g} entries per kv head on average, {plan.total:,} in {plan.heads} heads"
-    evaluate = ["kvsearch", "evaluate", model.name, "--plan", "FOLDER", "--tasks", "jsonl:YOUR.jsonl"]
-    return _fill(
-        "README.md", plan=plan, model=model, origin=plan.provenance, uses=USES, size=size,
-        base_model=json.dumps(model.name), scores=scores, command=command_line(evaluate),
-    )  # fmt: skip
-
-
-def _fill(name: str, **values: Any) -> bytes:
-    environment = Environment(
-        loader=PackageLoader("kvsearch.exporters"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        autoescape=False,
-        keep_trailing_newline=True,
-    )
-    environment.filters["md"] = lambda text: markdown_text(str(text))
-    return environment.get_template(f"{name}.jinja").render(values).encode()
+        return Exported(files, usage, total=plan.total, updated=(*weights, CARD, CONFIG), model=inputs.unsaved)

@@ -11,14 +11,13 @@ from safetensors.numpy import save
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.printed import markdown_text
-from kvsearch.exporters.base import WEIGHTS, Exported, Inputs, ProfileExporter
+from kvsearch.exporters.base import CARD, WEIGHTS, Exported, Inputs, ProfileExporter
 from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.registry import policy_of
 
-CARD = "README.md"
 STATISTICS = "statistics.safetensors"
 
 

@@ -33,9 +33,7 @@ Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Listed, 
 class BenchOptions(Loading):
     """What is measured, and on which prompts."""
 
-    model: str | None = option(
-        None, MODEL, help="A hub id, a local directory, `bundled` or `bundled-redundant`; none with --shape."
-    )
+    model: str | None = option(None, MODEL, help=f"{MODEL.help.removesuffix('.')}; none with --shape.")
     shape: str | None = option(
         None, "In place of a model: random weights in the shape of llama-3.1-8b, llama-3.1-70b or qwen3-8b, bfloat16."
     )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsearch.calibration.steps import profile_file
 from kvsearch.config.options import RULE, JobOptions, option
-from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.files import atomic_write
+from kvsearch.core.errors import IncompatibleError, UsageError, given
+from kvsearch.core.files import atomic_write, read_text, require_directory
 from kvsearch.core.parsing import read_json
 from kvsearch.exporters import exporter_of
 from kvsearch.jobs.groups import BUDGET, Loading
 from kvsearch.jobs.plan import PlanOptions, Sized, size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
+from kvsearch.models.gguf import SUFFIX
 from kvsearch.models.loading import CONFIG as MODEL_CONFIG
+from kvsearch.models.real import REAL_MODELS
 from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE
 from kvsearch.results.validation import harmful
@@ -32,6 +34,7 @@ from kvsearch.strategies.names import UNIFORM
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exported, Inputs
+    from kvsearch.models.loading import LoadedModel
 
 TOOLS_PANEL = "Other tools"
 PANEL = "PolyKV"
@@ -86,7 +89,11 @@ class ExportOptions(PlanOptions, Sized, Loading):
         False, "Write it even if the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False
     )
     model: str | None = option(
-        None, "The model, for targets that need its query heads or weights.", panel=TOOLS_PANEL, recorded=False
+        None,
+        "The model, for targets that need its query heads or weights; what --to model saves in a new folder.",
+        panel=TOOLS_PANEL,
+        shown="of --to model: that of the plan, if it is a GGUF file",
+        recorded=False,
     )
 
     @property
@@ -106,20 +113,39 @@ class ExportOptions(PlanOptions, Sized, Loading):
         """Return what the target is told besides a plan or profile of this `model`, which is loaded where it needs it.
 
         Raises:
-            UsageError: there is no such target.
+            UsageError: there is no such target, or no folder of a model to put a plan into.
             IncompatibleError: `--model` is another one.
         """
-        from kvsearch.exporters.base import Inputs
+        from kvsearch.exporters.base import CARD, Inputs
         from kvsearch.models.architecture import describe
+        from kvsearch.models.saving import saved_config
 
         if self.to == "model":
-            model.require(self.load(str(self.output), reporter).fingerprint, "what is exported")
-            return Inputs(self.length, config=read_json(self.output / MODEL_CONFIG))
+            require_directory(self.output)
+            is_new = not (self.output / MODEL_CONFIG).is_file()
+            loaded = self.load(self.saved_model(model) if is_new else str(self.output), reporter)
+            model.require(loaded.fingerprint, "what is exported")
+            config = saved_config(loaded.model) if is_new else read_json(self.output / MODEL_CONFIG)
+            card = read_text(self.output / CARD) if (self.output / CARD).exists() else None
+            return Inputs(self.length, config=config, card=card, unsaved=loaded if is_new else None)
         if self.model is None or not exporter_of(self.to).needs_model:
             return Inputs(self.length)
         loaded = self.load(self.model, reporter)
         model.require(loaded.fingerprint, "what is exported")
         return Inputs(self.length, describe(loaded.model), loaded.model)
+
+    def saved_model(self, model: ModelFingerprint) -> str:
+        """Return the name of the model to save beside the plan: `--model`, or that of the plan if it is a GGUF file.
+
+        Raises:
+            UsageError: neither is given.
+        """
+        of_file = model.name in REAL_MODELS or model.name.lower().endswith(SUFFIX)
+        return given(
+            self.model or (model.name if of_file else None),
+            f"{self.output} is no folder of a model ({MODEL_CONFIG} is not there): give that of the model, or a new "
+            "one and --model, and the model is saved there, too",
+        )
 
     def for_target(self, reporter: Reporter) -> Exported:
         """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
@@ -146,7 +172,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             assert isinstance(exporter, PlanExporter)
             plan = load_plan(path) if of_plan else self.compute(reporter)
             inputs = self.inputs(plan.model, reporter)
-            if self.to == "folder":
+            if self.to in ("folder", "model"):
                 from kvsearch.report.artifacts import run_scores
 
                 inputs = replace(inputs, scores=run_scores(self.folder, plan))
@@ -271,13 +297,25 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
     if SINGLE in found.files:
         atomic_write(path, found.files[SINGLE], overwrite=force)
         return
-    with locked(path):
+    with locked(path), _saved(found.model, path) as saved:
         sealed = tuple(name for name in found.files if name not in found.updated)
-        taken = [name for name in sealed if (path / name).exists()]
+        new = {file.name: file for file in saved if file.name not in found.files}
+        taken = [name for name in (*sealed, *new) if (path / name).exists()]
         if taken and not force:
             raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
         unfinish(path, sealed)
+        for name, file in new.items():
+            file.replace(path / name)
         for name, data in found.files.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path / name, data)
         finish(path, sealed)
+
+
+def _saved(model: LoadedModel | None, folder: Path) -> AbstractContextManager[list[Path]]:
+    """Return the files of a model, to be moved into `folder`; none where there is no model. Errors as `saved_files`."""
+    if model is None:
+        return nullcontext([])
+    from kvsearch.models.saving import saved_files
+
+    return saved_files(model, folder)

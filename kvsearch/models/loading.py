@@ -24,6 +24,7 @@ from kvsearch.core.parsing import describe_fault, read_json
 from kvsearch.core.printed import cut
 from kvsearch.core.resources import resource, version
 from kvsearch.models.foreign import CheckedTokenizer, embedding_rows, require_contract
+from kvsearch.models.gguf import SUFFIX as GGUF
 from kvsearch.models.gguf import check_gguf, is_gguf, loading_arguments, make_ordinary, without_progress
 from kvsearch.models.memory import (
     accelerator,
@@ -44,13 +45,14 @@ Made = TypeVar("Made")
 Work = Callable[["LoadedModel", Given], Made]  # what is made of one of many items; workers must be able to import it
 
 BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
+NAMES = (*BUNDLED, *REAL_MODELS)
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # that PyTorch may bring; there are others
 NO_FLOAT64 = ("mps",)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"  # of what PEFT saves: an adapter without its model
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
 
 
@@ -189,6 +191,8 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
         if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:  # they would be made one by one
             raise IncompatibleError(f"model {name!r} has {layers} layers: 1 to {MOST_LAYERS} can be served")
+    if file is not None:  # a parse of the file takes seconds
+        how["config"] = config
     with checkpoint("its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
     with checkpoint(f"its {GENERATION_CONFIG_NAME}"):  # transformers would go on without one that it cannot read
@@ -304,7 +308,7 @@ def find_source(name: str, options: LoadOptions) -> str:
 
     Raises:
         UsageError: there is no such model here, nor on the hub unless that is not to be asked.
-        IncompatibleError: a directory without a configuration.
+        IncompatibleError: a directory without a configuration, a GGUF file that cannot be one.
         EnvironmentFault: the hub does not answer.
     """
     if name in BUNDLED:
@@ -322,8 +326,10 @@ def find_source(name: str, options: LoadOptions) -> str:
         if not (path / CONFIG).is_file():
             raise IncompatibleError(f"{name!r} has no {CONFIG}, so it is not the directory of a Hugging Face model")
         return name
-    near = "" if "/" in name else did_you_mean(name, [*BUNDLED, *REAL_MODELS], 0.8)
-    if near or not _HUB_ID.fullmatch(name):
+    if path.suffix.lower() == GGUF:
+        raise UsageError(f"there is no file {name}: check the path")
+    near = "" if "/" in name else did_you_mean(name, NAMES, 0.8)
+    if near or not HUB_ID.fullmatch(name):
         raise UsageError(f"there is no model {name!r}{near or ': check the path of its directory'}")
     from huggingface_hub import constants, model_info, try_to_load_from_cache
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError

@@ -91,6 +91,11 @@ def plan_beside(model: Any, size: str | float | None = None) -> Path:
     entry = listed[wanted]
     revision = getattr(config, "_commit_hash", None)
     folder = Path(name) if Path(name).is_dir() else _downloaded(name, [f"{BESIDE}/*"], revision=revision)
+    return find_listed(folder, entry)
+
+
+def find_listed(folder: Path, entry: dict[str, str]) -> Path:
+    """Return the file of a plan in the folder of its model; UsageError if it is not the one that is listed."""
     path = folder / BESIDE / Path(entry["file"]).name
     if not path.is_file() or hashlib.sha256(read_bytes(path)).hexdigest() != entry["sha256"]:
         raise UsageError(f"{path} is not the plan that the config.json beside it names: copy both, or export it again")

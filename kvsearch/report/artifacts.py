@@ -22,6 +22,7 @@ from kvsearch.core.files import opened, read_text
 from kvsearch.core.parsing import read_json
 from kvsearch.core.printed import command_line
 from kvsearch.evaluation.reply_store import read_replies
+from kvsearch.exporters.base import PlanScores
 from kvsearch.papers.tables import STAGES, TABLES
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.origin import USES
@@ -33,7 +34,7 @@ from kvsearch.report import charts, evaluation, scores, search, selections
 from kvsearch.report.charts import profile_figures
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, Part
-from kvsearch.report.numbers import counted
+from kvsearch.report.numbers import bounds, counted
 from kvsearch.report.paper_table import Reproduced
 from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
@@ -44,9 +45,21 @@ from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.results.validation import ValidationResult
-from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, SUMS, RunConfig, read_config
+from kvsearch.runs.identity import (
+    CONFIG,
+    CONTEXTS,
+    LEDGER,
+    METRICS,
+    REPORT,
+    SELECTION,
+    SUMS,
+    RunConfig,
+    read_config,
+)
 from kvsearch.runs.identity import SCHEMA as RUN
 from kvsearch.runs.run import CONTEXTS_FORMAT, read_contexts
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.catalog import public_datasets
 
 WHOLE_RUN = "run.json"
 CACHE = ".kv"  # the usual suffix of a compressed cache
@@ -253,8 +266,8 @@ def is_cache(path: Path) -> bool:
     return head[8:].startswith(b'{"__metadata__"') and CACHE_MARK in head
 
 
-def run_scores(place: Path, plan: Plan) -> str | None:
-    """Return what the run in a directory says that a plan scores, in Markdown; None if it wrote no such plan.
+def run_scores(place: Path, plan: Plan) -> PlanScores | None:
+    """Return what the run in a directory measured of a plan; None if it wrote no such plan.
 
     Raises:
         UsageError: a file of the run is damaged.
@@ -263,9 +276,31 @@ def run_scores(place: Path, plan: Plan) -> str | None:
     content = open_path(place / WHOLE_RUN).content if (place / WHOLE_RUN).exists() else None
     for choice in content.choices if isinstance(content, RunResult) else ():
         if load_plan(place / str(choice.plan)) == plan:
-            table = markdown(selections.report_table(choice))
-            return "\n".join([*(f"{line}\n" for line in selections.sentences(choice)), table])
+            with telling_damage(place / WHOLE_RUN):
+                return _plan_scores(choice, read_config(place))
     return None
+
+
+def _plan_scores(choice: SelectionResult, config: RunConfig | None) -> PlanScores:
+    """Return what the report of a choice says, and what was asked by the configuration of its run."""
+    report = choice.report
+    chosen = choice.chosen
+    text = [*(f"{line}\n" for line in selections.sentences(choice)), markdown(selections.report_table(choice))]
+    named = {"score": report.scores[chosen.written], "score of the full cache": report.scores[FULL]}
+    if chosen.winner:
+        named[f"score of {chosen.best}, the best baseline"] = report.scores[chosen.best]
+    named["full cache minus plan"] = choice.loss
+    scorers: Mapping[str, str] = {} if config is None else config.content.get(METRICS, {})
+    options = {} if config is None else config.options
+    spec = options.get("tasks")
+    return PlanScores(
+        text="\n".join(text),
+        metrics={f"{name}, percent {bounds(found, '.1f')}": found for name, found in named.items()},
+        metric=next(iter(scorers.values())) if len(set(scorers.values())) == 1 else "score",
+        tasks=tuple(scorers) or ("questions",),
+        datasets=public_datasets(spec) if spec is not None and options.get("data") is None else (),
+        questions=report.asked.questions,
+    )
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

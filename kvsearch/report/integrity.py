@@ -17,7 +17,15 @@ from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.profile import split_tensors
-from kvsearch.plan.saved import PROFILE, WEIGHTS, checked_weights, weights_file
+from kvsearch.plan.saved import (
+    MODEL_KEY,
+    PROFILE,
+    WEIGHTS,
+    check_listing,
+    checked_weights,
+    find_listed,
+    weights_file,
+)
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
 from kvsearch.report.artifacts import is_cache, open_path
@@ -34,6 +42,7 @@ SCHEMA: Final = "kvsearch.verification/1"
 CHANGED = f"it was changed since it was finished: its SHA-256 is not that of {SUMS}"
 RESTORE = "restore it, or write it again with the command that wrote it"
 ANEW = "restore it, or start anew with another --output or --force"
+MODEL = "configuration of a model with plans"
 WITHOUT_SCHEMA = (BEST, LOSSES)
 READ = (".json", ".yaml", ".yml", ".safetensors")  # what can be told from the file itself
 MARK = b"kvsearch"  # what our files have
@@ -141,7 +150,8 @@ def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
     what = "a file"
     problem = ""
     try:
-        what = _describe(path)
+        if digest is None or _is_ours(path):  # else it was exported, in the form of another tool
+            what = _describe(path)
     except KvsearchError as error:
         problem = " ".join(str(error).split()).removeprefix(f"{path}, ").removeprefix(f"{path} ")
     sealed = digest is not None and sha256_of_file(path) == digest
@@ -149,7 +159,7 @@ def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
         problem = CHANGED
     if problem:
         return Artefact(path, what, "damaged", problem, ANEW if path.name in (CONFIG, LEDGER) else RESTORE)
-    if path.name == CONFIG and digest is None:
+    if path.name == CONFIG and what in NOUNS.values() and digest is None:
         return Artefact(path, what, "unfinished", "its command has not ended", "repeat it to go on: config.json has it")
     return Artefact(path, what, sealed=sealed)
 
@@ -158,9 +168,14 @@ def _describe(path: Path) -> str:
     """Return what a file is; UsageError if it does not hold what it should."""
     if path.name == CONFIG:
         config = read_config(path.parent)
-        if config is None:
+        if config is not None:
+            return NOUNS[config.job]
+        content = read_json(path)
+        if not isinstance(content, dict) or MODEL_KEY not in content:
             raise UsageError(f"{path} is no configuration of a run")
-        return NOUNS[config.job]
+        for entry in check_listing(content[MODEL_KEY], path.parent).values():
+            find_listed(path.parent, entry)
+        return MODEL
     if path.name == LEDGER:
         config = read_config(path.parent)
         parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse

@@ -64,6 +64,7 @@ class Entry:
 
     `source` says where its texts come from, `needs` what file a user must bring (empty: none), with the option
     `required`. `split` is the default one of `splits`. `reads` maps options to the parameters of `make` that they set.
+    `hub` is the id of the dataset that its rows are, where it is a public one.
     """
 
     spec: str
@@ -76,6 +77,7 @@ class Entry:
     required: str | None = None
     split: str = ALL
     splits: tuple[str, ...] = (*SPLITS, ALL)
+    hub: str | None = None
 
     @property
     def kind(self) -> str:
@@ -155,7 +157,8 @@ def _ruler(name: str) -> Entry:
 def _dataset(spec: str, task: type[DatasetTask[Any]], name: str, *options: str) -> Entry:
     about = task.specs[name]
     reads = _ROWS | {option: option for option in options}
-    return Entry(spec, about.category, about.metric, f"{about.rows.hub}, or --data", partial(task, name), reads)
+    hub = about.rows.hub
+    return Entry(spec, about.category, about.metric, f"{hub}, or --data", partial(task, name), reads, hub=hub)
 
 
 def _entries() -> Iterator[Entry]:
@@ -230,6 +233,12 @@ def _split(spec: str) -> list[str]:
         else:
             specs.append(piece)
     return specs
+
+
+def public_datasets(spec: str) -> tuple[str, ...]:
+    """Return the ids on the hub of the datasets that a spec names, each once; UsageError as `describe_tasks`."""
+    named = (one for one in _split(spec) if one.partition(":")[0] not in OF_FILES and not one.startswith(DRAWN))
+    return tuple(dict.fromkeys(entry.hub for one in named for entry in _find_kind(one) if entry.hub is not None))
 
 
 def _find_kind(spec: str) -> list[Entry]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 
 from kvsearch.jobs.run import RunOptions, planned_size
 from kvsearch.plan import Size, load_plan
@@ -91,6 +92,18 @@ def test_the_card_of_a_plan_has_what_it_scores(finished: tuple[Path, str], tmp_p
     assert invoke("export", plan, "--to", "folder", "-o", tmp_path / "deploy")[0] == 0
     found = json.loads((directory / "run.json").read_bytes())["sizes"]["40"]
     assert found["reported"].partition(":")[0] in (tmp_path / "deploy" / "README.md").read_text()
+    card = ModelCard.load(tmp_path / "deploy" / "README.md")
+    assert card.data.get("base_model") is None  # a bundled model is none of the hub
+    score, full, *_, loss = card.data.eval_results
+    assert (score.dataset_name, score.dataset_split, score.metric_type) == ("mine", "report", "exact")
+    assert (
+        score.metric_value
+        == 100 * found["report"]["scores"][found["chosen"]["winner"] or found["chosen"]["best"]]["mean"]
+    )
+    assert full.metric_value == 100 * found["report"]["scores"]["full"]["mean"]
+    assert loss.metric_name.startswith("full cache minus plan, percent [")
+    assert score.metric_args == {"plan": "40", "questions": 8, "contexts": 4}  # too few for an interval
+    assert str(directory) not in card.content
     alone = tmp_path / "alone.json"
     alone.write_bytes(plan.read_bytes())
     assert invoke("export", alone, "--to", "folder", "-o", tmp_path / "bare")[0] == 0

@@ -15,10 +15,13 @@ from typer.testing import CliRunner
 import kvsearch
 from kvsearch.cli import app
 from kvsearch.cli.console import Console
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, InternalError, UsageError
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("data/*/README.md")])
+OF_AGENTS = ROOT / "AGENTS.md"
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", OF_AGENTS, *ROOT.glob("docs/*.md"), *ROOT.glob("data/*/README.md")]
+)
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LEAST = 60  # commands: fewer mean that they are not found
 
@@ -59,6 +62,19 @@ def test_a_command_is_read(page: str, line: str, monkeypatch: pytest.MonkeyPatch
         assert "config.json" in str(result.exception)  # of a run that is not here
         return
     assert result.exit_code == 0, result.exception or result.output
+
+
+def test_targets_and_scripts_that_agents_are_told_of_are_there() -> None:
+    text = OF_AGENTS.read_text(encoding="utf-8")
+    made = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    asked = re.findall(r"^make (\w+)", text, re.MULTILINE)
+    assert len(asked) > 3
+    assert set(asked) <= made
+    named = re.findall(r"`((?:kvsearch|scripts|tests|docs)/[\w./]*)`", text)
+    assert len(named) > 3
+    assert [place for place in named if not (ROOT / place).exists()] == []
+    codes = {error.exit_code for error in (EnvironmentFault, IncompatibleError, InternalError, UsageError)}
+    assert all(re.search(rf"[:;] {code} ", text) for code in (0, *codes))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 import kvsearch
@@ -28,8 +30,15 @@ def folder(tmp_path: Path, plan: Plan) -> Path:
 
 
 def test_its_card_says_what_it_is(tmp_path: Path) -> None:
-    text = (folder(tmp_path, make_plan()) / "README.md").read_text()
-    assert text.startswith('---\nlibrary_name: kvsearch\nbase_model: "toy"\n')
+    path = folder(tmp_path, make_plan()) / "README.md"
+    text = path.read_text()
+    data = yaml.safe_load(text.split("---\n")[1])
+    assert data == {
+        "base_model": "toy",
+        "library_name": "kvsearch",
+        "tags": ["kvsearch", "kv-cache", "kv-cache-compression"],
+    }
+    assert ModelCard.load(path).data.to_dict() == data  # as the hub reads it
     assert "Keeps 8 entries per kv head on average, 32 in 4 heads, for prompts of 40 tokens; budgets follow" in text
 
 

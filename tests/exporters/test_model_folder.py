@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, pipeline
 
 import kvsearch
@@ -16,7 +17,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import MODEL_KEY, save_plan
-from tests.cli.conftest import invoke
+from tests.cli.conftest import done, invoke
 from tests.tiny import loaded, plan_for
 
 SMALL, LARGE = 8, 16  # entries of every head, of 40: 0.8 and 0.6 are evicted
@@ -84,6 +85,35 @@ def test_several_plans_by_size(folder: Path, tmp_path: Path) -> None:
         assert kvsearch.load_plan("auto", model, size=size) == kvsearch.load_plan(tmp_path / f"{name}.json")
     with pytest.raises(UsageError, match=r"unknown size '0\.5'"):
         kvsearch.load_plan("auto", model, size=0.5)
+
+
+def test_the_card_of_the_model_has_a_section_for_every_plan(folder: Path) -> None:
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# Ours\n")
+    assert export(folder, "small")[0] == export(folder, "large")[0] == 0
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.license, card.data.tags) == ("mit", ["kvsearch", "kv-cache", "kv-cache-compression"])
+    heads = [line for line in card.text.splitlines() if line.startswith(("# ", "## "))]
+    assert heads == ["# Ours", "## KV-cache plan 0.8", "## KV-cache plan 0.6"]
+    assert "--plan FOLDER/kvsearch/plan-0.6.json" in card.text
+    done("verify", folder)
+    (folder / "README.md").write_text("---\n[1\n---\n")
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    code, _, error = export(folder, "large", "--force")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "the front matter of the README.md beside the model cannot be read" in error
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    (folder / "kvsearch" / "plan.json").write_bytes(b"{}")
+    assert "plan.json is not the plan that the config.json beside it names" in invoke("verify", folder)[1]
+
+
+def test_no_place_outside_the_folder_is_written(folder: Path) -> None:
+    export(folder, "small")
+    config = json.loads((folder / "config.json").read_text())
+    config[MODEL_KEY]["0.8"]["file"] = "../../stolen.json"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert export(folder, "small", "--force")[0] == 0
+    assert not (folder.parents[1] / "stolen.json").exists()
+    assert (folder / "kvsearch" / "stolen.json").exists()
 
 
 def test_two_plans_of_one_size(folder: Path, tmp_path: Path) -> None:

@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import kvsearch
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.models import gguf
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.models.real import HOME, REAL_MODELS
+from kvsearch.plan.saved import MODEL_KEY
+from tests.cli.conftest import done, invoke
 from tests.families import build
 from tests.public_cases.tokenizers_in_use import TEXT, byte_level
 
 SMOLLM2 = REAL_MODELS["smollm2"]
 real = pytest.mark.skipif(not SMOLLM2.is_here, reason=f"SmolLM2 was not fetched: {SMOLLM2.advice}")
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %} recall"
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -53,6 +59,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
     writer.add_token_merges([" ".join(pair) for pair in rules["merges"]])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_chat_template(TEMPLATE)
     for name, tensor in model.state_dict().items():
         weight = tensor.numpy()
         parts = name.removeprefix("model.").removesuffix(".weight").split(".", 2)
@@ -98,6 +105,155 @@ def test_a_file_is_the_model_that_was_written(tiny: tuple[Path, Any, Any], tmp_p
     assert reply.entries < reply.full_entries
 
 
+def plan_of(source: object, path: Path) -> Path:
+    """A plan file of twelve entries a head."""
+    done("plan", "uniform", source, "--policy", "snapkv:window=4", "--budget", 12, "-o", path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(
+    tiny: tuple[Path, Any, Any], tmp_path: Path, dtype: str
+) -> None:
+    source, plan, folder = tiny[0], plan_of(tiny[0], tmp_path / "plan.json"), tmp_path / "new" / "folder"
+    words = ("export", plan, "--to", "model", "-o", folder, "--dtype", dtype)
+    done(*words, "--dry-run")
+    assert not folder.parent.exists()
+    _, talk = done(*words)
+    assert f"wrote {folder} for model, and {source} itself in {dtype}: nothing is lost" in talk
+    assert [file.name for file in folder.glob(".*")] == []
+    loaded = load(str(source), LoadOptions(dtype=dtype))
+    with torch.no_grad():
+        ids = tiny[2](TEXT[:200], return_tensors="pt").input_ids
+        stock = AutoModelForCausalLM.from_pretrained(folder)
+        again = load(str(folder))
+        assert stock.dtype == again.model.dtype == getattr(torch, dtype)
+        assert torch.equal(stock(ids).logits, loaded.model(ids).logits)
+        assert torch.equal(again.model(ids).logits, loaded.model(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(TEXT)["input_ids"] == tiny[2](TEXT)["input_ids"]
+    assert tokenizer.chat_template == TEMPLATE
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == tiny[2].eos_token_id
+    assert kvsearch.load_plan("auto", stock) == kvsearch.load_plan(plan)
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    loaded.model.save_pretrained(tmp_path / "stock")
+    assert config.keys() - {MODEL_KEY} == json.loads((tmp_path / "stock" / "config.json").read_text()).keys()
+    with kvsearch.attach(stock) as planned:
+        planned.generate(ids, max_new_tokens=2, do_sample=False)
+        assert planned.cache.entries().max() <= 12 + 2
+    done("verify", folder)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers", "pipeline_tag": "text-generation",
+        "tags": ["kvsearch", "kv-cache", "kv-cache-compression"],
+    }  # fmt: skip
+    assert f"The weights are those of tiny.gguf, in {dtype}." in card.text
+    assert "Keeps 12 entries per kv head on average, 96 in 8 heads" in card.text
+
+
+@pytest.mark.slow
+def test_where_no_folder_of_a_model_can_be_made(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    plan, folder = plan_of(tiny[0], tmp_path / "plan.json"), tmp_path / "folder"
+    export = ("export", plan, "--to", "model", "-o")
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("mine")
+    code, _, talk = invoke(*export, folder)
+    assert (code, talk.count("\n")) == (2, 1)
+    assert "tokenizer.json exists: choose another folder, or --force to replace it" in talk
+    code, _, talk = invoke(*export, tiny[0])
+    assert (code, talk.count("\n")) == (2, 1)
+    assert "is a file: give a directory to write to" in talk
+    other = json.loads(plan.read_text())
+    other["model"]["name"] = "a/folder"
+    plan.write_text(json.dumps(other))
+    code, _, talk = invoke(*export, tmp_path / "new")
+    assert (code, talk.count("\n")) == (2, 1)
+    assert "give that of the model, or a new one and --model, and the model is saved there, too" in talk
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "plan.json"]
+    assert [file.name for file in folder.iterdir()] == ["tokenizer.json"]
+    done(*export, tmp_path / "new", "--model", tiny[0])
+    other["model"]["weights_sha256"] = "0" * 64
+    plan.write_text(json.dumps(other))
+    code, _, talk = invoke(*export, tmp_path / "newer", "--model", tiny[0])
+    assert (code, talk.count("\n")) == (4, 1)
+    assert not (tmp_path / "newer").exists()
+
+
+def test_a_full_disk_leaves_no_part_of_a_model(
+    tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tiny[0], tmp_path / "plan.json")
+
+    def fail(self: Any, folder: str) -> None:
+        (Path(folder) / "model.safetensors").write_bytes(b"part")
+        raise SafetensorError('IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })')
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", fail)
+    code, _, talk = invoke("export", plan, "--to", "model", "-o", tmp_path / "folder")
+    assert (code, talk.count("\n")) == (3, 1)
+    assert "No space left on device" in talk
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_every_command_takes_a_file(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    source, data = tiny[0], tmp_path / "texts.jsonl"
+    asked = [{"context": f"{n} {TEXT[:120]}", "question": "who?", "answers": ["a"]} for n in range(8)]
+    data.write_text("\n".join(map(json.dumps, asked)))
+    tasks = ("--tasks", f"jsonl:{data}")
+    few = (*tasks, "--samples", 2)
+    plan = plan_of(source, tmp_path / "plan.json")
+    done("calibrate", source, "--policy", "streaming", "--normalization", "effect", *tasks, "--questions", 2,
+         "--answer-tokens", 2, "--no-check", "-o", tmp_path / "cal")  # fmt: skip
+    done("export", tmp_path / "cal", "--ratio", 0.5, "--to", "folder", "-o", tmp_path / "deploy")
+    done("export", tmp_path / "cal", "--ratio", 0.5, "--to", "model", "-o", tmp_path / "model")
+    done("evaluate", source, "--plan", plan, *few, "-o", tmp_path / "scores")
+    done("headroom", source, "--ratio", 0.5, *few, "-o", tmp_path / "headroom")
+    done("compress", source, "--plan", plan, "--context", TEXT[:200], "-o", tmp_path / "context.kv")
+    done("generate", source, "--cache", tmp_path / "context.kv", "--prompt", "who?", "--max-new-tokens", 1)
+    done("verify", tmp_path)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_model_that_transformers_has_loaded_is_attached(
+    tiny: tuple[Path, Any, Any], tmp_path: Path, dense: bool
+) -> None:
+    plan = kvsearch.load_plan(plan_of(tiny[0], tmp_path / "plan.json"))
+    how = gguf.loading_arguments(tiny[0]) if dense else {}
+    model = AutoModelForCausalLM.from_pretrained(tiny[0].parent, gguf_file=tiny[0].name, **how).eval()
+    ids = tiny[2](TEXT[:200], return_tensors="pt").input_ids
+    with kvsearch.attach(model, plan) as planned:
+        planned.generate(ids, max_new_tokens=2, do_sample=False)
+        assert planned.cache.entries().max() <= 12 + 2
+
+
+@pytest.mark.parametrize("command", ["run", "calibrate", "headroom", "evaluate", "plan uniform", "generate"])
+def test_a_file_that_was_cut_short_is_one_line_and_leaves_nothing(
+    command: str, tiny: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    whole = tiny[0].read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
+    output = ("-o", tmp_path / "out")
+    more: dict[str, tuple[object, ...]] = {
+        "run": ("--budget", 12, "--tasks", "ruler:niah_single_2", *output),
+        "calibrate": ("--policy", "streaming", *output),
+        "headroom": ("--ratio", 0.5, *output),
+        "evaluate": ("--methods", "streaming", "--budgets", 12, *output),
+        "plan uniform": ("--policy", "streaming", "--budget", 12, *output),
+        "generate": ("--prompt", "who?"),
+    }
+    code, out, talk = invoke(*command.split(), tmp_path / "cut.gguf", *more[command])
+    assert (code, out, talk.count("\n")) == (4, "", 1), talk
+    assert "cut.gguf' cannot be loaded: its file (is it whole?): " in talk
+    assert [file.name for file in tmp_path.iterdir()] == ["cut.gguf"]
+    code, _, talk = invoke(*command.split(), tmp_path / "away.gguf", *more[command])
+    assert (code, talk.count("\n")) == (2, 1)
+    assert f"there is no file {tmp_path / 'away.gguf'}: check the path" in talk
+
+
 def test_what_is_refused(tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tiny[0].read_bytes()
     for size in (100, len(whole) // 3, len(whole) - 4000):
@@ -124,6 +280,22 @@ def test_a_real_model_that_was_not_fetched(tmp_path: Path, monkeypatch: pytest.M
         load("smollm2")
     with pytest.raises(UsageError, match="did you mean 'smollm2'"):
         load("smolm2")
+
+
+@real
+@pytest.mark.nightly
+def test_the_real_model_as_an_ordinary_folder(tmp_path: Path) -> None:
+    plan, folder = plan_of("smollm2", tmp_path / "plan.json"), tmp_path / "folder"
+    done("export", plan, "--to", "model", "-o", folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    loaded = load("smollm2")
+    assert tokenizer.chat_template == loaded.tokenizer.chat_template
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, loaded.model(ids).logits)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert "They are under Apache-2.0." in card.text
 
 
 @real

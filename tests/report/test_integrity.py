@@ -15,8 +15,10 @@ from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.reply_store import FILES, open_run
 from kvsearch.evaluation.samples import write_samples
+from kvsearch.exporters.base import Exported
+from kvsearch.jobs.export import write_files
 from kvsearch.plan import save_plan
-from kvsearch.report.integrity import Verification
+from kvsearch.report.integrity import CHANGED, Verification
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.run import finish, unfinish, write_json
@@ -152,6 +154,19 @@ def test_weights_are_those_of_their_name(tmp_path: Path) -> None:
     assert states(Verification([path])) == {path.name: "whole"}
     flipped(path, len(data) - 1)
     assert "has other weights than its name says" in problem(tmp_path, path.name)
+
+
+def test_files_in_the_form_of_another_tool_are_known_by_their_checksums(tmp_path: Path) -> None:
+    files = {"config.json": b'{"input_dim": 8}', "model.safetensors": save({"weight": np.zeros(2)})}
+    write_files(Exported(files, ()), tmp_path / "made", force=False)
+    assert [(one.state, one.what) for one in Verification([tmp_path / "made"]).artefacts] == [
+        ("whole", "checksums of 2 files"), ("whole", "a file"), ("whole", "a file"),
+    ]  # fmt: skip
+    flipped(tmp_path / "made" / "config.json", 3)
+    assert problem(tmp_path / "made", "config.json") == CHANGED
+    shutil.rmtree(tmp_path / "made")
+    (tmp_path / "config.json").write_text('{"schema": "kvsearch.run/0"}')
+    assert problem(tmp_path, "config.json").startswith("is no configuration of a run")
 
 
 def test_files_of_others_are_left_alone(run: Path, tmp_path: Path) -> None:

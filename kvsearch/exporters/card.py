@@ -1,0 +1,160 @@
+"""The card of a plan: README.md with front matter of the hub, which huggingface_hub writes and reads."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from kvsearch.core.errors import UsageError
+from kvsearch.core.parsing import describe_fault
+from kvsearch.core.printed import command_line, markdown_text
+from kvsearch.exporters.base import CARD, Inputs, PlanScores
+from kvsearch.models.gguf import SUFFIX
+from kvsearch.models.loading import BUNDLED, HUB_ID
+from kvsearch.models.real import REAL_MODELS
+from kvsearch.plan import ModelFingerprint, Plan
+from kvsearch.plan.origin import USES
+from kvsearch.plan.saved import size_of
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard, ModelCardData
+
+TAGS = ("kvsearch", "kv-cache", "kv-cache-compression")
+TASK = "text-generation"
+PLAN = "plan"  # the size of the plan that a metric of the front matter is of, among its arguments
+
+
+def folder_card(plan: Plan, scores: PlanScores | None) -> bytes:
+    """Return the card of a folder that holds a plan and no model."""
+    command = _command("evaluate", plan.model.name, "--plan", "FOLDER", "--tasks", "jsonl:YOUR.jsonl")
+    body = fill_template("README.md", **_facts(plan, scores), name=_short_name(plan.model), command=command)
+    card, data = _parse_card(body.decode())
+    data.library_name = "kvsearch"
+    data.base_model = hub_id(plan.model)
+    data.tags = list(TAGS)
+    _add_scores(data, plan, scores)
+    return str(card).encode()
+
+
+def model_card(plan: Plan, path: str, inputs: Inputs) -> bytes:
+    """Return the card of a model's folder, with a section about the plan at `path` in it; a card that is there goes on.
+
+    Raises:
+        UsageError: the front matter of the card that is there cannot be read.
+    """
+    if inputs.card is None:
+        source = plan.model if inputs.unsaved is None else inputs.unsaved.fingerprint
+        real = REAL_MODELS.get(source.name)
+        about = fill_template(
+            "model.md", name=_short_name(source), dtype=None if inputs.unsaved is None else source.dtype,
+            licence=None if real is None else real.licence,
+        )  # fmt: skip
+        card, data = _parse_card(about.decode())
+        data.library_name = "transformers"
+        data.pipeline_tag = TASK
+        data.base_model = hub_id(source) or hub_id(plan.model)
+    else:
+        card, data = _parse_card(inputs.card)
+    data.tags = _joined(data.tags, TAGS)
+    _add_scores(data, plan, inputs.scores)
+    size = size_of(plan)
+    command = _command("generate", "FOLDER", "--plan", f"FOLDER/{path}", "--context", "@FILE", "--prompt", "...")
+    section = fill_template("plan.md", **_facts(plan, inputs.scores), size=size, command=command).decode()
+    begin, *_, end = section.splitlines()
+    there = re.compile(rf"{re.escape(begin)}\n.*?{re.escape(end)}\n?", re.DOTALL)
+    card.text, replaced = there.subn(lambda _: section, card.text)
+    if not replaced:
+        card.text = f"{card.text.rstrip()}\n\n{section}"
+    return str(card).encode()
+
+
+def hub_id(model: ModelFingerprint) -> str | None:
+    """Return the id of a model on the hub; None of one that is somebody's folder or file, or bundled."""
+    if (real := REAL_MODELS.get(model.name)) is not None:
+        return real.hub
+    is_ours = model.name in BUNDLED or model.name.lower().endswith(SUFFIX)
+    is_id = HUB_ID.fullmatch(model.name) and (model.revision is not None or not Path(model.name).exists())
+    return model.name if is_id and not is_ours else None
+
+
+def fill_template(file: str, **values: Any) -> bytes:
+    """Return the text of a template of this package with the values in their places."""
+    environment = Environment(
+        loader=PackageLoader("kvsearch.exporters"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        autoescape=False,
+        keep_trailing_newline=True,
+    )
+    environment.filters["md"] = lambda text: markdown_text(str(text))
+    return environment.get_template(f"{file}.jinja").render(values).encode()
+
+
+def _facts(plan: Plan, scores: PlanScores | None) -> dict[str, Any]:
+    """Return what a card says of a plan."""
+    size = f"{plan.total / plan.heads:.4g} entries per kv head on average, {plan.total:,} in {plan.heads} heads"
+    text = None if scores is None else scores.text
+    return {"plan": plan, "model": plan.model, "origin": plan.provenance, "uses": USES, "keeps": size, "scores": text}
+
+
+def _short_name(model: ModelFingerprint) -> str:
+    """Return what a model is called without the place where it lies."""
+    return hub_id(model) or Path(model.name).name
+
+
+def _command(*words: str) -> str:
+    return command_line(["kvsearch", *words])
+
+
+def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> None:
+    """Add what was measured of a plan to front matter, in percent, in place of what it has of a plan of this size."""
+    from huggingface_hub import EvalResult
+
+    if scores is None:
+        return
+    size = size_of(plan)
+    results = [one for one in data.eval_results or () if one.metric_args is None or one.metric_args.get(PLAN) != size]
+    for name, found in scores.metrics.items():
+        arguments: dict[str, Any] = {PLAN: size, "questions": scores.questions, "contexts": found.contexts}
+        if not math.isnan(found.low):
+            arguments["interval_95"] = [round(100 * end, 2) for end in (found.low, found.high)]
+        results.append(
+            EvalResult(
+                task_type=TASK, dataset_type=[*scores.datasets, *scores.tasks][0], dataset_split="report",
+                dataset_name=", ".join(scores.tasks), metric_type=scores.metric, metric_name=name,
+                metric_value=round(100 * found.mean, 2), metric_args=arguments,
+            )
+        )  # fmt: skip
+    data.model_name = data.get("model_name") or _short_name(plan.model)
+    data.eval_results = results
+    data.datasets = _joined(data.datasets, scores.datasets) or None
+
+
+def _joined(there: str | list[str] | None, more: Sequence[str]) -> list[str]:
+    """Return a list of front matter, which may be one text alone, with more, each once."""
+    return list(dict.fromkeys([*([there] if isinstance(there, str) else there or ()), *more]))
+
+
+def _parse_card(text: str) -> tuple[ModelCard, ModelCardData]:
+    """Return a card by its text, and its front matter; UsageError where that cannot be read."""
+    from huggingface_hub import ModelCard, ModelCardData
+    from yaml import YAMLError
+
+    try:
+        card = ModelCard(text if text.lstrip().startswith("---") else f"---\n{{}}\n---\n\n{text}")
+        data = card.data
+        assert isinstance(data, ModelCardData)
+        if not all(isinstance(result.metric_args, dict | None) for result in data.eval_results or ()):
+            raise ValueError("arguments of a metric must be an object")
+        data.tags, data.datasets = (_joined(there, ()) or None for there in (data.tags, data.datasets))
+    except (ValueError, TypeError, AttributeError, LookupError, YAMLError) as error:
+        raise UsageError(
+            f"the front matter of the {CARD} beside the model cannot be read ({describe_fault(error)}): mend it, or "
+            "move the file away"
+        ) from error
+    return card, data
