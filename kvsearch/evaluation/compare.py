@@ -345,7 +345,7 @@ class Evaluation:
         return self.blocks[0].overall.scores[self.names[name]]
 
     def nats(self, name: str) -> dict[str, TextLoss]:
-        """Return the losses of all plans with differences to one, over all tasks; none unless all are teacher-forced."""
+        """Return the losses of all plans, with differences to one; none unless all tasks are teacher-forced."""
         losses = summarize(self.samples, self.names[name], self.contexts)[-1].nats
         return {other: losses[label] for other, label in self.names.items() if label in losses}
 
@@ -431,9 +431,7 @@ class Evaluation:
             full = fmean(loss[1] for loss in losses if loss is not None)
             words = f"{task}: the full cache has a perplexity of {math.exp(full):.4g}, {full:.4f} nats per token"
             if set(self.metrics.values()) != {FORCED}:  # else no score is shown
-                words += (
-                    f"; in averages its score is 100 less a point for every {MOST_LOST / 100:g} nats more, at least 0"
-                )
+                words += f"; its score in averages is 100 less a point for every {MOST_LOST / 100:g} nats more, or 0"
             yield words
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:

@@ -73,21 +73,28 @@ def _drawn(on_text: bool) -> str:
 def selection_figures(result: SelectionResult | SelectionsResult) -> Iterator[Figure]:
     """Yield score against entries over all sizes, with what was written marked."""
     found = result.choices
-    series = [level(FULL, found[0].report.scores[FULL])]
+    on_text = bool(found[0].report.nats)
+    unit = 1 if on_text else 100
+    series = [level(FULL, _at(found[0], FULL)[1], unit)]
     kinds = {method.name: method.kind for one in found for method in one.chosen.methods}
     for name, kind in kinds.items():
         if points := [_at(one, name) for one in found if name in one.report.scores]:
-            series.append(replace(measured(name, points, kind), low=None, high=None))
-    series += [measured(one.chosen.written, [_at(one, one.chosen.written)], "written") for one in found]
+            series.append(replace(measured(name, points, kind, unit), low=None, high=None))
+    series += [measured(one.chosen.written, [_at(one, one.chosen.written)], "written", unit) for one in found]
     full = max(one.report.held[FULL].entries for one in found)
-    body = LineChart("entries kept, and their share of the full cache", SCORE, tuple(series), log_x=True, full=full)
+    body = LineChart(
+        "entries kept, and their share of the full cache", NATS if on_text else SCORE, tuple(series), log_x=True,
+        full=full, form="{:.4f}" if on_text else "{:.1f}",
+    )  # fmt: skip
     first = found[0]
     how = f"{first.protocol}, {first.chosen.phases}, {asked(first.report.asked)} that nothing was chosen by"
-    yield Figure("report", "Score against entries kept", f"{how}; bars are 95% intervals", body, leads=True)
+    title = f"{_drawn(on_text)} against entries kept"
+    yield Figure("report", title, f"{how}; bars are 95% intervals", body, leads=True)
 
 
 def _at(one: SelectionResult, name: str) -> Point:
-    return one.report.held[name].entries, one.report.scores[name]
+    report = one.report
+    return report.held[name].entries, report.nats[name].excess if report.nats else report.scores[name]
 
 
 def speed_figures(view: SpeedView) -> Iterator[Figure]:

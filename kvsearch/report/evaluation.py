@@ -109,8 +109,7 @@ def nats_table(result: EvaluationResult, *, by_task: bool = True) -> Table:
     rows = [row for row in _columns(result, by_task=by_task) if row.is_in(result.full.nats)]
     full = [Cell(FULL)]
     for row in rows:
-        loss = row.of(result.full.nats).loss
-        full += [Cell(nats(loss), value=loss.mean), Cell("")]
+        full += [Cell.nats(row.of(result.full.nats).loss), Cell("")]
     groups = [("", [full])]
     for block in result.blocks:
         lines = [[Cell(method.name)] for method in block.methods]
@@ -119,9 +118,7 @@ def nats_table(result: EvaluationResult, *, by_task: bool = True) -> Table:
             texts = [f"{one.excess.mean:.4f}" for one in losses]
             best = min(texts, key=float) if len(set(texts)) > 1 else None
             for line, one, text in zip(lines, losses, texts, strict=True):
-                line.append(Cell(nats(one.excess), text == best, one.excess.mean))
-                own = one.difference is None  # it is the subject
-                line.append(Cell("") if own else Cell(nats(one.difference, "+"), value=one.difference.mean))
+                line += [Cell.nats(one.excess, best=text == best), Cell.nats(one.difference, "+")]
         groups.append((block.heading, lines))
     header = ["method"]
     for name in _header(result, rows)[1:]:
@@ -232,11 +229,11 @@ def csv_rows(result: EvaluationResult) -> str:
                 if row.is_in(found.nats):
                     losses = row.of(found.nats)
                     score = [getattr(losses.loss, end) for end in INTERVAL]
-                    for subject, lead in {result.subject: losses.difference, FULL: losses.excess}.items():
-                        if lead is not None:
-                            compared = [getattr(lead, end) for end in INTERVAL]
-                            named = (size, name, row.name, "nats", row.questions)
-                            lines.append([*named, *score, subject, *compared, "", "", "", *asked])
+                    for subject, more in {result.subject: losses.difference, FULL: losses.excess}.items():
+                        if more is not None:
+                            compared = [getattr(more, end) for end in INTERVAL]
+                            what = (size, name, row.name, "nats", row.questions)
+                            lines.append([*what, *score, subject, *compared, "", "", "", *asked])
     return csv_text(lines)
 
 

@@ -37,8 +37,8 @@ Differences = dict[str, dict[str, Difference]]
 Found = TypeVar("Found")
 LossField = Annotated[LayerLoss, PlainSerializer(lambda loss: {**asdict(loss), "ratio": loss.ratio})]
 TracesField = Annotated[dict[str, TraceLength], Field(exclude_if=lambda traces: not traces)]  # by task
-TextLosses = dict[str, dict[str, TextLoss]]  # by section and row, of rows whose tasks are all teacher-forced
-NatsField = Annotated[TextLosses, Field(exclude_if=lambda nats: not nats)]
+# by section and row, of rows whose tasks are all teacher-forced
+NatsField = Annotated[dict[str, dict[str, TextLoss]], Field(exclude_if=lambda nats: not nats)]
 SizeField = Annotated[Size, PlainSerializer(lambda size: size.as_json())]
 
 
@@ -272,9 +272,9 @@ def _scores(block: SizeBlock, label: str) -> Scores:
     return _by_section(block, lambda row: row.scores[label])
 
 
-def _nats(block: SizeBlock, label: str) -> TextLosses:
+def _nats(block: SizeBlock, label: str) -> NatsField:
     """Return the losses of a method; those of the full cache without a subject, which each size has its own of."""
-    found: TextLosses = {}
+    found: NatsField = {}
     for row in block.rows:
         if label in row.nats:
             losses = row.nats[label]

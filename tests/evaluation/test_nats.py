@@ -29,7 +29,7 @@ FULL = [2.0, 3.0, 4.0, 5.0, 6.0]
 EXCESS = {  # of five windows; one predicts better than the full cache, others lose more than scores count
     "full": [0.0] * 5, "h2o@8": [0.1, 0.2, 0.3, 0.4, 0.5], "cake@8": [-0.1, 0.0, 0.4, 0.4, 1.3],
 }  # fmt: skip
-# By hand, with t(4) = 2.7764: of h2o sd = sqrt(.025) = .1581, of cake - h2o (-.2, -.2, .1, 0, .8) sd = sqrt(.17) = .4123
+# By hand, with t(4) = 2.7764: variances are .025 of h2o and .17 of cake - h2o, which is -.2, -.2, .1, 0, .8
 REACH = 2.7764 * math.sqrt(0.025 / 5)
 REACH_OF_DIFFERENCE = 2.7764 * math.sqrt(0.17 / 5)
 
@@ -117,8 +117,8 @@ def test_a_text_is_shown_in_nats_and_never_in_percent() -> None:
         assert "percent" not in text
         assert "0.3000" in text
     assert headline(result) == (
-        "least loss above the full cache: 8 entries per kv head: h2o 0.3000 [0.1037, 0.4963] nats per token; full cache "
-        "itself 4.0000 [2.0368, 5.9632]"
+        "least loss above the full cache: 8 entries per kv head: h2o 0.3000 [0.1037, 0.4963] nats per token; full "
+        "cache itself 4.0000 [2.0368, 5.9632]"
     )
 
 
@@ -127,7 +127,7 @@ def test_beside_questions_a_text_has_a_table_of_its_own() -> None:
     assert scores.header == ["method", MACRO, "qa", "c"]
     assert nats.header[:3] == ["method", "story", "story - h2o"]
     assert differences.header == ["method", MACRO, "c", "tasks"]
-    told = "story: the full cache has a perplexity of 54.6, 4.0000 nats per token; in averages its score is 100 less"
+    told = "story: the full cache has a perplexity of 54.6, 4.0000 nats per token; its score in averages is 100 less"
     assert any(note.startswith(told) for note in scores.notes)
 
 
