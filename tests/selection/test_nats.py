@@ -9,7 +9,7 @@ import pytest
 
 from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile, Size
+from kvsearch.plan import Size
 from kvsearch.report.charts import selection_figures
 from kvsearch.report.selections import (
     decision,
@@ -28,7 +28,7 @@ from kvsearch.tasks.text import TextTask
 from tests import tiny
 from tests.evaluation.results import rendered
 from tests.selection.test_comparison import LIKELY
-from tests.selection.test_select import model, profile  # noqa: F401 - fixtures
+from tests.signals.profiles import make_signals, signal_metadata
 
 TEXT = " ".join(tiny.document(6000).words[1:])
 
@@ -83,7 +83,8 @@ def test_the_smallest_budget_is_said_in_nats() -> None:
 
 
 @pytest.mark.slow
-def test_a_selection_on_text_never_speaks_of_percent(model: LoadedModel, profile: Profile) -> None:  # noqa: F811
+def test_a_selection_on_text_never_speaks_of_percent(model: LoadedModel) -> None:
+    profile = make_signals(signal_metadata(model.fingerprint, budgets=(8, 16, 32), length=60))
     splits = [Split([TextTask("t", TEXT, 60, part)], samples=10, seed=3, batch=8) for part in ("select", "report")]
     job = prepare_selection(model, profile, Size(budget=12), *splits, explored=(("none",), ("entropy",)))
     found = job.run()
