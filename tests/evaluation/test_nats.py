@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +17,9 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of, summarize
 from kvsearch.report.charts import score_figures
 from kvsearch.report.evaluation import csv_rows, headline, nats_table, tables
-from kvsearch.report.table import latex, markdown
-from kvsearch.results.evaluation import EvaluationResult
+from kvsearch.report.scores import headroom_parts, progress_table
+from kvsearch.report.table import Table, latex, markdown
+from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.estimates import TextLoss
 from kvsearch.tasks.base import Coverage
 from kvsearch.tasks.metrics.likelihood import FORCED, likelihood, loss_words
@@ -175,3 +177,21 @@ def test_a_chart_of_text_is_in_nats() -> None:
     assert sorted(h2o.y) == [pytest.approx(0.15), pytest.approx(0.3)]
     assert min(h2o.low) == pytest.approx(0.15 - REACH / 2, abs=1e-4)
     assert figure.title.startswith("Loss above the full cache against entries kept")
+
+
+def test_headroom_on_text_is_in_nats() -> None:
+    rows = tuple(summarize([*texts(), *texts("log")], "full"))
+    result = HeadroomResult(model="m", ratio=0.8, methods=("full", "h2o@8"), rows=rows, asked=())
+    [table] = headroom_parts(HeadroomResult.model_validate(json.loads(json.dumps(result.model_dump(mode="json")))))
+    assert isinstance(table, Table)
+    assert table.title.startswith("m: nats per token above the full cache, lower is better, with 80% evicted")
+    assert [cell.text for cell in table.rows[-1]] == ["average", "10", "0.0000", "0.3000"]
+    asked = HeadroomResult(model="m", ratio=0.8, methods=("full",), rows=tuple(summarize(answers(), "full")), asked=())
+    assert [type(part) for part in headroom_parts(asked)] == [Table, str]
+
+
+def test_a_run_that_is_not_finished_has_losses_so_far() -> None:
+    table = progress_table(texts()[:7])
+    assert table.header == ["method", "story", "mean nats above full so far"]
+    assert [row[2].text for row in table.rows] == ["0.0000", "0.1500"]
+    assert progress_table([*texts(), *answers()]).header[-1] == "mean score so far"
