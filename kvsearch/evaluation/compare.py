@@ -26,7 +26,7 @@ from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import USES, ContextRecord, ContextSet, Use
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.runs.estimates import Difference, Estimate, doubt_of
+from kvsearch.runs.estimates import Difference, Estimate, TextLoss, doubt_of
 from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
 from kvsearch.runtime.decode.next_tokens import generation_words
@@ -344,6 +344,11 @@ class Evaluation:
         """Return the mean of a plan over all tasks with its 95% interval."""
         return self.blocks[0].overall.scores[self.names[name]]
 
+    def nats(self, name: str) -> dict[str, TextLoss]:
+        """Return the losses of all plans, with differences to one; none unless all tasks are teacher-forced."""
+        losses = summarize(self.samples, self.names[name], self.contexts)[-1].nats
+        return {other: losses[label] for other, label in self.names.items() if label in losses}
+
     def gain(self, name: str, others: Sequence[str]) -> Difference:
         """Return what a plan scores above the mean of others, paired by question, with its 95% interval."""
         weights: dict[str, float] = {self.names[name]: 1.0}
@@ -424,10 +429,10 @@ class Evaluation:
         for task in [task for task, metric in self.metrics.items() if metric == FORCED]:
             losses = [read_losses(sample.reply) for sample in self.samples if sample.task == task]
             full = fmean(loss[1] for loss in losses if loss is not None)
-            yield (
-                f"{task}: the full cache has a perplexity of {math.exp(full):.4g}, {full:.4f} nats per token; a point "
-                f"less than 100 is {MOST_LOST / 100:g} nats more"
-            )
+            words = f"{task}: the full cache has a perplexity of {math.exp(full):.4g}, {full:.4f} nats per token"
+            if set(self.metrics.values()) != {FORCED}:  # else no score is shown
+                words += f"; its score in averages is 100 less a point for every {MOST_LOST / 100:g} nats more, or 0"
+            yield words
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
         if covered.shortfall is not None:

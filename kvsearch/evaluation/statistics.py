@@ -13,18 +13,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import InternalError
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.plan import Size
-from kvsearch.runs.estimates import Difference, Estimate
+from kvsearch.runs.estimates import Difference, Estimate, TextLoss
 from kvsearch.strategies.names import FULL
+from kvsearch.tasks.metrics.likelihood import read_losses
 
 if TYPE_CHECKING:
     from kvsearch.strategies.compared import ReadyMethod
@@ -49,7 +51,7 @@ class Row:
     Of a task whose questions are of several categories, those of the category count there.
 
     Scores are per method, differences those of the subject to each other method. Means give every task the same weight;
-    wins, ties and losses are sums over its questions.
+    wins, ties and losses are sums over its questions. `nats` are per method, too, where all tasks are teacher-forced.
     """
 
     task: str
@@ -57,14 +59,19 @@ class Row:
     questions: int
     scores: dict[str, Estimate]
     differences: dict[str, Difference]
+    nats: Annotated[dict[str, TextLoss], Field(exclude_if=lambda nats: not nats)] = field(default_factory=dict)
 
 
 class TaskScores(NamedTuple):
-    """What the questions of one task scored: of every method, an array [questions] in the same order."""
+    """What the questions of one task scored: of every method, an array [questions] in the same order.
+
+    `losses` are those of teacher-forced answers by method, and of the full cache beside each, [2, questions].
+    """
 
     categories: tuple[str, ...]  # [questions]
     contexts: Ints  # [questions]: which context each belongs to
     by_method: dict[str, Floats]
+    losses: dict[str, Floats]  # nats per token; empty of tasks that are replied to
 
     def of(self, category: str) -> TaskScores:
         """Return what the questions of one category scored."""
@@ -73,11 +80,18 @@ class TaskScores(NamedTuple):
             return self
         _, contexts = np.unique(self.contexts[mine], return_inverse=True)
         found = {method: scores[mine] for method, scores in self.by_method.items()}
-        return TaskScores((category,) * len(contexts), contexts, found)
+        losses = {method: values[:, mine] for method, values in self.losses.items()}
+        return TaskScores((category,) * len(contexts), contexts, found, losses)
 
     def sums_of(self, scores: Floats) -> ContextSums:
         """Return what scores [questions] add up to in each context, and how many questions it has."""
         return np.bincount(self.contexts, scores).astype(np.float64), np.bincount(self.contexts)
+
+    def means_of(self, values: Floats) -> Floats:
+        """Return the mean of values [questions] over the questions of each context, [contexts]."""
+        sums, questions = self.sums_of(values)
+        means: Floats = sums / questions
+        return means
 
     def by_context(self) -> tuple[dict[str, Floats], Ints]:
         """Return sums over the questions of each context, by method, and how many questions it has; all [contexts]."""
@@ -118,13 +132,17 @@ def interval_of(tasks: Sequence[ContextSums], ends: tuple[float, float]) -> tupl
     return np.maximum(middle - reach, ends[0]), np.minimum(middle + reach, ends[1])
 
 
-def student_estimate(values: Floats) -> Estimate:
-    """Return the mean of values [contexts] with its interval by Student's t alone, which needs no ends of a scale."""
-    count = len(values)
-    mean = float(values.mean())
+def student_estimate(*tasks: Floats) -> Estimate:
+    """Return the mean over tasks of the means of values [contexts], with its interval by Student's t alone.
+
+    It needs no ends of a scale, so a task with one context, which says nothing of its variance, leaves no interval.
+    """
+    count = sum(map(len, tasks))
+    mean = float(np.mean([values.mean() for values in tasks]))
     reach = math.nan
-    if count >= LEAST_CONTEXTS:
-        reach = student_quantile(count - 1) * float(values.std(ddof=1)) / math.sqrt(count)
+    if count >= LEAST_CONTEXTS and min(map(len, tasks)) > 1:
+        error = math.sqrt(sum(float(values.var(ddof=1)) / len(values) for values in tasks)) / len(tasks)
+        reach = student_quantile(count - len(tasks)) * error
     return Estimate(mean, mean - reach, mean + reach, contexts=count)
 
 
@@ -190,7 +208,19 @@ def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> 
     if len(mine) != len(questions) * len(by_method) or any(np.isnan(found).any() for found in by_method.values()):
         raise InternalError(f"task {task}: the methods did not answer the same questions once each")
     places = np.array([numbers[named[key]] for key, _ in questions])
-    return TaskScores(tuple(categories.values()), places, by_method)
+    return TaskScores(tuple(categories.values()), places, by_method, _losses(mine, questions))
+
+
+def _losses(samples: Sequence[Sample], questions: Mapping[tuple[str, int], int]) -> dict[str, Floats]:
+    """Return what stands in place of the replies to one task, see `TaskScores.losses`."""
+    by_method: dict[str, Floats] = {}
+    for sample in samples:
+        losses = read_losses(sample.reply)
+        if losses is None:
+            return {}
+        found = by_method.setdefault(sample.method, np.empty((2, len(questions))))
+        found[:, questions[sample.key, sample.question]] = losses
+    return by_method
 
 
 def _row(label: str, kind: Kind, tasks: Sequence[TaskScores], subject: str) -> Row:
@@ -201,7 +231,28 @@ def _row(label: str, kind: Kind, tasks: Sequence[TaskScores], subject: str) -> R
         for method in (methods if subject in methods else ())
         if method != subject
     }
-    return Row(label, kind, sum(len(task.contexts) for task in tasks), scores, differences)
+    nats = _text_losses(tasks, subject) if all(task.losses for task in tasks) else {}
+    return Row(label, kind, sum(len(task.contexts) for task in tasks), scores, differences, nats)
+
+
+def _text_losses(tasks: Sequence[TaskScores], subject: str) -> dict[str, TextLoss]:
+    """Return the losses of every method on tasks that are all teacher-forced."""
+
+    def excess(task: TaskScores, method: str) -> Floats:
+        loss, full = task.losses[method]
+        return task.means_of(loss - full)
+
+    found = {}
+    for method in tasks[0].losses:
+        difference = None
+        if method != subject and subject in tasks[0].losses:
+            difference = student_estimate(*(excess(task, method) - excess(task, subject) for task in tasks))
+        found[method] = TextLoss(
+            student_estimate(*(task.means_of(task.losses[method][0]) for task in tasks)),
+            student_estimate(*(excess(task, method) for task in tasks)),
+            difference,
+        )
+    return found
 
 
 def _estimate(tasks: Sequence[TaskScores], scores: Sequence[Floats], ends: tuple[float, float]) -> Estimate:
@@ -248,8 +299,8 @@ class TraceLength:
             }
             mine = [replace(one, score=float(one.reply_tokens)) for one in samples if one.task == name]
             cut = Counter(one.method for one in mine if one.reply_tokens >= most[one.key, one.question])
-            sums, questions = _scores(mine, name, contexts).by_context()
-            means = {method: tokens / questions for method, tokens in sums.items()}
+            lengths = _scores(mine, name, contexts)
+            means = {method: lengths.means_of(tokens) for method, tokens in lengths.by_method.items()}
             for method, mean in means.items():
                 longer = None if method == FULL else student_estimate(mean - means[FULL])
                 found.setdefault(method, {})[name] = cls(student_estimate(mean), longer, cut[method])

@@ -139,7 +139,10 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         SIZE,
         panel=SIZES_PANEL,
     )
-    within: float = option(1.0, "--smallest: points of 100 that may be lost.", panel=SIZES_PANEL, gt=0, lt=100)
+    within: float = option(
+        1.0, "--smallest: points of 100 that may be lost; of text each is 0.0025 nats per token.", panel=SIZES_PANEL,
+        gt=0, lt=100,
+    )  # fmt: skip
     policies: Names = option(
         ("snapkv", "keydiff", "expected_attention", "cake"),
         "Built-in policies to measure budgets for.",
@@ -342,7 +345,8 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
         opened.write(REPORT, result.as_json())
         opened.finish()
     if tried:
-        reporter.say(smallest_words(tried, stages.longest, options.within, selections[0].loss))
+        on_text = bool(selections[0].report.nats)
+        reporter.say(smallest_words(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
     if opened.state == "finished":
         reporter.say(FINISHED)
     return result

@@ -17,7 +17,7 @@ from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_cove
 from kvsearch.jobs.validate import OnSignals
 from kvsearch.plan import Size, canonical_json, phases_of, save_plan
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import ahead_words, selection_result
+from kvsearch.report.selections import report_ahead_words, selection_result
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
@@ -132,7 +132,7 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
             save_plan(found.plan, output, overwrite=True)  # it has its evidence beside it
             run.finish()
             were_finished &= run.state == "finished"
-        if ahead := ahead_words(found.report.ahead, len(found.report.scores) - 2):
+        if ahead := report_ahead_words(found.report):
             reporter.warn(ahead)
         reporter.say(f"wrote {output} and {place / SELECTION}")
         results.append(selection_result(found, plan=str(output)))

@@ -18,7 +18,7 @@ from kvsearch.report.figures import Figure, HeatMap, LineChart, Role, Series, ce
 from kvsearch.report.numbers import asked, asked_words
 from kvsearch.report.paper_table import MeasuredCell, Reproduced
 from kvsearch.report.profile import RATIO, TITLES, caption, eviction_losses, shown_measures
-from kvsearch.results.evaluation import EvaluationResult
+from kvsearch.results.evaluation import EvaluationResult, FullScores
 from kvsearch.results.search import SearchResult, Trace
 from kvsearch.results.selection import SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Estimate
@@ -26,6 +26,7 @@ from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL
 
 SCORE = "score, %"
+NATS = "nats per token above the full cache, lower is better"
 HELD = "entries kept, all layers and kv heads"
 WIDE = 20.0  # from this largest over smallest value on, a scale is logarithmic
 Point = tuple[float, Estimate]
@@ -33,48 +34,67 @@ NUMBER = re.compile(r"\d[\d,]*(\.\d+)?")  # in a name, such as 1,024 tokens
 
 
 def score_figures(result: EvaluationResult) -> Iterator[Figure]:
-    """Yield scores against entries, mean over all tasks."""
+    """Yield scores against entries, mean over all tasks; of text the loss above the full cache."""
     row = result.overall
+    on_text = result.on_text
+
+    def value(found: FullScores) -> Estimate:
+        return row.of(found.nats).excess if on_text else row.of(found.scores)
+
     points: dict[str, list[Point]] = {}
     for block in result.blocks:
         for method in block.methods:
-            points.setdefault(method.name, []).append((method.held.entries, row.of(method.scores)))
-    lines = [measured(name, found) for name, found in points.items()]
-    body = LineChart(HELD, SCORE, (level(FULL, row.of(result.full.scores)), *lines), log_x=True)
+            points.setdefault(method.name, []).append((method.held.entries, value(method)))
+    unit = 1 if on_text else 100
+    lines = [measured(name, found, unit=unit) for name, found in points.items()]
+    full = level(FULL, value(result.full), unit)
+    body = LineChart(HELD, NATS if on_text else SCORE, (full, *lines), log_x=True)
     caption = f"{result.protocol}, {result.phases}, {asked_words(result.tasks)}; 95% intervals"
-    yield Figure("scores", f"Score against entries kept: {row.name}", caption, body, leads=True)
+    title = f"{_drawn(on_text)} against entries kept: {row.name}"
+    yield Figure("scores", title, caption, body, leads=True)
 
 
-def measured(name: str, found: Iterable[Point], role: Role = "") -> Series:
-    """Return a line of scores in percent with their intervals, by what they are drawn over."""
+def measured(name: str, found: Iterable[Point], role: Role = "", unit: float = 100) -> Series:
+    """Return a line of scores in percent with their intervals, by what they are drawn over; of others times `unit`."""
     points = sorted(found, key=lambda one: one[0])
-    y, low, high = (tuple(100 * getattr(score, end) for _, score in points) for end in ("mean", "low", "high"))
+    y, low, high = (tuple(unit * getattr(score, end) for _, score in points) for end in ("mean", "low", "high"))
     return Series(name, tuple(x for x, _ in points), y, low, high, role=role)
 
 
-def level(name: str, score: Estimate) -> Series:
-    """Return a horizontal line at a score in percent."""
-    return Series(name, (), (100 * score.mean,), (100 * score.low,), (100 * score.high,), "level", "muted")
+def level(name: str, score: Estimate, unit: float = 100) -> Series:
+    """Return a horizontal line at a score in percent, or at another value times `unit`."""
+    return Series(name, (), (unit * score.mean,), (unit * score.low,), (unit * score.high,), "level", "muted")
+
+
+def _drawn(on_text: bool) -> str:
+    return "Loss above the full cache" if on_text else "Score"
 
 
 def selection_figures(result: SelectionResult | SelectionsResult) -> Iterator[Figure]:
     """Yield score against entries over all sizes, with what was written marked."""
     found = result.choices
-    series = [level(FULL, found[0].report.scores[FULL])]
+    on_text = bool(found[0].report.nats)
+    unit = 1 if on_text else 100
+    series = [level(FULL, _at(found[0], FULL)[1], unit)]
     kinds = {method.name: method.kind for one in found for method in one.chosen.methods}
     for name, kind in kinds.items():
         if points := [_at(one, name) for one in found if name in one.report.scores]:
-            series.append(replace(measured(name, points, kind), low=None, high=None))
-    series += [measured(one.chosen.written, [_at(one, one.chosen.written)], "written") for one in found]
+            series.append(replace(measured(name, points, kind, unit), low=None, high=None))
+    series += [measured(one.chosen.written, [_at(one, one.chosen.written)], "written", unit) for one in found]
     full = max(one.report.held[FULL].entries for one in found)
-    body = LineChart("entries kept, and their share of the full cache", SCORE, tuple(series), log_x=True, full=full)
+    body = LineChart(
+        "entries kept, and their share of the full cache", NATS if on_text else SCORE, tuple(series), log_x=True,
+        full=full, form="{:.4f}" if on_text else "{:.1f}",
+    )  # fmt: skip
     first = found[0]
     how = f"{first.protocol}, {first.chosen.phases}, {asked(first.report.asked)} that nothing was chosen by"
-    yield Figure("report", "Score against entries kept", f"{how}; bars are 95% intervals", body, leads=True)
+    title = f"{_drawn(on_text)} against entries kept"
+    yield Figure("report", title, f"{how}; bars are 95% intervals", body, leads=True)
 
 
 def _at(one: SelectionResult, name: str) -> Point:
-    return one.report.held[name].entries, one.report.scores[name]
+    report = one.report
+    return report.held[name].entries, report.nats[name].excess if report.nats else report.scores[name]
 
 
 def speed_figures(view: SpeedView) -> Iterator[Figure]:

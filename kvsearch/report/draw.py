@@ -230,6 +230,10 @@ def _plans(picture: Picture, body: LineChart) -> None:
     sides = {one.name: LOOKS[one.role][2] * (4 if is_alone else 1) for one in body.series if one.role in LOOKS}
     points = []
     rings = []
+
+    def named(name: str, y: float) -> str:
+        return f"{name}  {body.form.format(y)}"
+
     for one in body.series:
         if one.style == "level":
             _series(axes, one, 0)
@@ -261,13 +265,13 @@ def _plans(picture: Picture, body: LineChart) -> None:
             edge = side * EDGE + (x if is_alone else 0)
             axes.plot([x, edge - side * GAP], [y, height], color=MUTED, linewidth=0.5, zorder=1, scaley=False)
             axes.text(
-                edge, height, f"{name}  {y:.1f}", va="center", ha="left" if side > 0 else "right", fontsize=8,
+                edge, height, named(name, y), va="center", ha="left" if side > 0 else "right", fontsize=8,
                 color=colour, fontweight="bold" if colour == INK else "normal",
             )  # fmt: skip
     for x, y, name in rings:
         if x > 2 * EDGE:  # beyond the smallest size
             axes.annotate(
-                f"{name}  {y:.1f}", (x, y), (0, 8), textcoords="offset points", fontsize=8, ha="center", va="bottom",
+                named(name, y), (x, y), (0, 8), textcoords="offset points", fontsize=8, ha="center", va="bottom",
                 fontweight="bold", bbox={"facecolor": PLATE, "edgecolor": "none", "pad": 1},
             )  # fmt: skip
 

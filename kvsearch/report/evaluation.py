@@ -20,7 +20,7 @@ from kvsearch.evaluation.statistics import LEAST_CONTEXTS
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
-from kvsearch.report.numbers import asked_words, bounds, interval, outcomes, percent
+from kvsearch.report.numbers import asked_words, bounds, interval, nats, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
@@ -36,14 +36,17 @@ CSV_HEADER = (
 
 
 def tables(result: EvaluationResult, *, on_screen: bool = False) -> list[Table]:
-    """Return scores by task, differences and what is held.
+    """Return scores by task, differences and what is held; of text the excess loss in place of both.
 
     On a screen scores have intervals, too, as differences always have; many tasks are shown by their categories.
     """
     by_task = not on_screen or len(result.tasks) <= FEW
+    losses = [nats_table(result, by_task=by_task)] if result.full.nats else []
+    if result.on_text:
+        return [*losses, held_table(result)]
     scores = score_table(result, by_task=by_task, intervals=on_screen)
     traces = [trace_table(result)] if result.full.traces else []
-    return [scores, *traces, difference_table(result), held_table(result)]
+    return [scores, *losses, *traces, difference_table(result), held_table(result)]
 
 
 def write_tables(result: EvaluationResult, path: Path, overwrite: bool = True) -> None:
@@ -75,7 +78,7 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
 
     The best of each block, the full cache aside, is marked where not all tie.
     """
-    rows = _columns(result, by_task=by_task)
+    rows = _scored(result, by_task=by_task)
 
     def cell(score: Estimate, best: str | None = None) -> Cell:
         text = percent(score.mean)
@@ -93,14 +96,40 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
                 line.append(cell(score, best))
         groups.append((block.heading, lines))
     few = ", ".join(row.name for row in rows if intervals and math.isnan(row.of(result.full.scores).low))
-    notes = [*([f"fewer than {LEAST_CONTEXTS} contexts: no interval ({few})"] if few else []), *result.notes]
-    if result.blocks[0].size is None:
-        notes.insert(0, "all methods but full hold as many entries as the plan")
-        if result.blocks[0].method("uniform") is not None:
-            notes.insert(0, f"uniform: the policy of {result.subject} with even budgets")
+    short = [f"fewer than {LEAST_CONTEXTS} contexts: no interval ({few})"] if few else []
     title = f"{result.model}: score in percent{', 95% interval' if intervals else ''} ({_how(result)})"
-    above = () if result.different is None else (result.different,)
-    return Table(title, _header(result, rows), groups, tuple(notes), above)
+    return Table(title, _header(result, rows), groups, _notes(result, *short), _above(result))
+
+
+def nats_table(result: EvaluationResult, *, by_task: bool = True) -> Table:
+    """Return the excess losses on text with their differences to the subject, the own loss of the full cache.
+
+    The least of each block is marked where not all tie.
+    """
+    rows = [row for row in _columns(result, by_task=by_task) if row.is_in(result.full.nats)]
+    full = [Cell(FULL)]
+    for row in rows:
+        full += [Cell.nats(row.of(result.full.nats).loss), Cell("")]
+    groups = [("", [full])]
+    for block in result.blocks:
+        lines = [[Cell(method.name)] for method in block.methods]
+        for row in rows:
+            losses = [row.of(method.nats) for method in block.methods]
+            texts = [f"{one.excess.mean:.4f}" for one in losses]
+            best = min(texts, key=float) if len(set(texts)) > 1 else None
+            for line, one, text in zip(lines, losses, texts, strict=True):
+                line += [Cell.nats(one.excess, best=text == best), Cell.nats(one.difference, "+")]
+        groups.append((block.heading, lines))
+    header = ["method"]
+    for name in _header(result, rows)[1:]:
+        header += [name, f"{name} - {result.subject}"]
+    title = (
+        f"{result.model}: loss above the full cache in nats per token, lower is better (of {FULL}: its own), "
+        f"95% interval ({_how(result)})"
+    )
+    if not result.on_text:
+        return Table(title, header, groups)
+    return Table(title, header, groups, _notes(result), _above(result))
 
 
 def trace_table(result: EvaluationResult) -> Table:
@@ -122,7 +151,7 @@ def trace_table(result: EvaluationResult) -> Table:
 
 def difference_table(result: EvaluationResult) -> Table:
     """Return every method minus the subject, in percent, with 95% interval and questions won / tied / lost."""
-    rows = _columns(result, by_task=False)  # columns are wide
+    rows = _scored(result, by_task=False)  # columns are wide
     groups = []
     for block in result.blocks:
         lines = []
@@ -177,7 +206,7 @@ def grouped_lines(result: EvaluationResult, line: Callable[[str, FullScores], li
 def csv_rows(result: EvaluationResult) -> str:
     """Return a row per size, method and column; scores in [0, 1], differences to the subject at the same size.
 
-    Tokens of replies are rows, too, with differences to the full cache.
+    Tokens of replies and losses on text in nats per token are rows, too, with differences to the full cache.
     """
     lines: list[Sequence[object]] = [CSV_HEADER]
     for block in result.blocks:
@@ -196,6 +225,15 @@ def csv_rows(result: EvaluationResult) -> str:
                 score = [getattr(length.tokens, end) for end in INTERVAL]
                 compared = [getattr(length.longer, end, "") for end in INTERVAL]
                 lines.append([size, name, task, "tokens", "", *score, FULL, *compared, "", "", "", *asked])
+            for row in result.rows:
+                if row.is_in(found.nats):
+                    losses = row.of(found.nats)
+                    score = [getattr(losses.loss, end) for end in INTERVAL]
+                    for subject, more in {result.subject: losses.difference, FULL: losses.excess}.items():
+                        if more is not None:
+                            compared = [getattr(more, end) for end in INTERVAL]
+                            what = (size, name, row.name, "nats", row.questions)
+                            lines.append([*what, *score, subject, *compared, "", "", "", *asked])
     return csv_text(lines)
 
 
@@ -248,6 +286,20 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
+def _notes(result: EvaluationResult, *own: str) -> tuple[str, ...]:
+    """Return what stands below the first table, with notes of its own."""
+    plans = list[str]()
+    if result.blocks[0].size is None:
+        if result.blocks[0].method("uniform") is not None:
+            plans.append(f"uniform: the policy of {result.subject} with even budgets")
+        plans.append("all methods but full hold as many entries as the plan")
+    return (*plans, *own, *result.notes)
+
+
+def _above(result: EvaluationResult) -> tuple[str, ...]:
+    return () if result.different is None else (result.different,)
+
+
 def _how(result: EvaluationResult) -> str:
     drawn = result.sampling
     how = ""
@@ -277,6 +329,11 @@ def _columns(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:
     return sorted(chosen, key=lambda row: row.kind != "average")  # which a narrow screen then has beside the names
 
 
+def _scored(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:
+    """Return the columns of percent: those that are not of text alone."""
+    return [row for row in _columns(result, by_task=by_task) if not row.is_in(result.full.nats)]
+
+
 def _header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str]:
     """Return the headings of columns; averages over the same tasks share one."""
     header = ["method"]
@@ -290,11 +347,14 @@ def _header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str]:
 
 
 def headline(result: EvaluationResult) -> str:
-    """Say which method scores highest at each size."""
-    best = []
-    for block in result.blocks:
-        method = max(block.methods, key=lambda method: result.overall.of(method.scores).mean)
-        score = result.overall.of(method.scores)
-        best.append(f"{f'{block.heading}: ' if block.size else ''}{method.name} {interval(score, '.1f')}")
-    full = result.overall.of(result.full.scores)
-    return f"highest scores: {'; '.join(best)}; full cache {interval(full, '.1f')}"
+    """Say which method scores highest at each size, or has the least excess loss on text."""
+    row = result.overall
+    at_size = {f"{block.heading}: " if block.size else "": block.methods for block in result.blocks}
+    if result.on_text:
+        least = {size: min(methods, key=lambda one: row.of(one.nats).excess.mean) for size, methods in at_size.items()}
+        best = "; ".join(f"{size}{one.name} {nats(row.of(one.nats).excess)}" for size, one in least.items())
+        full = nats(row.of(result.full.nats).loss)
+        return f"least loss above the full cache: {best} nats per token; full cache itself {full}"
+    most = {size: max(methods, key=lambda one: row.of(one.scores).mean) for size, methods in at_size.items()}
+    best = "; ".join(f"{size}{one.name} {interval(row.of(one.scores), '.1f')}" for size, one in most.items())
+    return f"highest scores: {best}; full cache {interval(row.of(result.full.scores), '.1f')}"

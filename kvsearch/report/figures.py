@@ -49,6 +49,8 @@ class Series:
 class LineChart:
     """Series over two axes, of which `x` and `y` are the labels with their units; one with `log` is logarithmic.
 
+    `form` says how a value of `y` is written beside a plan.
+
     With `full`, the entries of the full cache, it shows plans by their roles: x are entries up to these, every
     candidate and baseline is named, and what was written is marked.
     """
@@ -59,6 +61,7 @@ class LineChart:
     log_x: bool = False
     log_y: bool = False
     full: float | None = None
+    form: str = "{:.1f}"
 
     def table(self) -> Iterator[Cells]:
         """Yield the header, then a row per point; a level has no x."""

@@ -34,6 +34,11 @@ def interval(found: Estimate, form: str = ".2f", unit: float = 100, noun: str = 
     return f"{unit * found.mean:{form}}{noun} {bounds(found, form, unit)}"
 
 
+def nats(found: Estimate, sign: str = "") -> str:
+    """Write a loss in nats per token with its interval; `sign` "+" is for a difference."""
+    return interval(found, f"{sign}.4f", unit=1)
+
+
 def outcomes(found: Difference) -> str:
     """Write how many questions were won, tied and lost."""
     return f"{found.wins} / {found.ties} / {found.losses}"

@@ -26,8 +26,7 @@ from kvsearch.policies.registry import BUILT_IN, describe_policy
 from kvsearch.report.artifacts import Opened
 from kvsearch.report.draw import COLOURS, GRID, INK, MUTED, PLATE, SETTINGS, WIDTH, draw
 from kvsearch.report.figures import Figure
-from kvsearch.report.numbers import interval
-from kvsearch.report.selections import ahead_words
+from kvsearch.report.selections import report_ahead_words, score_facts
 from kvsearch.report.table import Table, csv
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.results.selection import SelectionResult, SelectionsResult
@@ -233,8 +232,8 @@ def _template() -> Template:
         loader=FunctionLoader(_text), autoescape=True, undefined=StrictUndefined, finalize=finalize, trim_blocks=True
     )
     environment.globals.update(
-        interval=interval, ahead_words=ahead_words, methods=METHODS, policies=BUILT_IN, describe=describe_policy,
-        draw=draw_svg, link=data_link, csv=csv,
+        ahead_words=report_ahead_words, score_facts=score_facts, methods=METHODS, policies=BUILT_IN,
+        describe=describe_policy, draw=draw_svg, link=data_link, csv=csv,
     )  # fmt: skip
     return environment.get_template("page.html")
 

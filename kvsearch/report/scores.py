@@ -13,6 +13,7 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.results.validation import ValidationResult
 from kvsearch.selection.verdicts import AtBudget
+from kvsearch.tasks.metrics.likelihood import read_losses
 
 HEADROOM = {
     "best tried": "what scores highest on a context of all that was tried, so it can be kept; more may be possible",
@@ -26,30 +27,43 @@ WORDS = ("signal", "kind", "phases", "verdict", "forward minus")
 
 def headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
     """Yield the table of scores, shares of the full cache's score, and what was tried."""
-    title = f"{result.model}: score with {100 * result.ratio:g}% evicted, {asked_words(result.asked)}"
+    on_text = bool(result.rows[-1].nats)  # and so are all others
+    what = "nats per token above the full cache, lower is better," if on_text else "score"
+    title = f"{result.model}: {what} with {100 * result.ratio:g}% evicted, {asked_words(result.asked)}"
     lines = []
     for row in result.rows:
         label = f"{row.task} (mean)" if row.kind == "category" else row.task
-        scores = (Cell.number(row.scores[name].mean, ".2f") for name in result.methods)
+        scores = [Cell.number(row.scores[name].mean, ".2f") for name in result.methods]
+        if on_text:
+            scores = [Cell.number(row.nats[name].excess.mean, ".4f") for name in result.methods]
         lines.append([label, str(row.questions), *scores])
     yield Table.plain(title, ["task", "questions", *result.methods], lines)
-    listed = "; ".join(f"{method} {share:.2f}" for method, share in result.shares.items())
-    yield f"share of the full-cache score: {listed}"
+    if not on_text:
+        listed = "; ".join(f"{method} {share:.2f}" for method, share in result.shares.items())
+        yield f"share of the full-cache score: {listed}"
     yield from (f"{name}: {words}" for name, words in HEADROOM.items() if name in result.methods)
 
 
 def progress_table(samples: Collection[Sample]) -> Table:
-    """Return how many questions every method has answered so far, by task, and what it scores on the mean."""
+    """Return how many questions every method has answered so far, by task, and what it scores or loses on the mean."""
+    losses = {sample.place: read_losses(sample.reply) for sample in samples}
+    on_text = None not in losses.values()
     tasks = list(dict.fromkeys(sample.task for sample in samples))
     rows = []
     for method in dict.fromkeys(sample.method for sample in samples):
         answered = [sample for sample in samples if sample.method == method]
         counts = Counter(sample.task for sample in answered)
         score = fmean(sample.score for sample in answered)
-        rows.append([method, *(counts[task] for task in tasks), Cell(percent(score), value=score)])
+        mean = Cell(percent(score), value=score)
+        if on_text:
+            above = [loss - full for loss, full in filter(None, (losses[sample.place] for sample in answered))]
+            mean = Cell.number(fmean(above), ".4f")
+        rows.append([method, *(counts[task] for task in tasks), mean])
     replies = f"{len(samples)} {'reply' if len(samples) == 1 else 'replies'}"
     title = f"{replies} so far: questions answered, by task"
-    return Table.plain(title, ["method", *tasks, "mean score so far"], rows)
+    return Table.plain(
+        title, ["method", *tasks, "mean nats above full so far" if on_text else "mean score so far"], rows
+    )
 
 
 def harness_lines(results: dict[str, Any]) -> Iterator[str]:

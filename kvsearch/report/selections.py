@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, outcomes, percent
+from kvsearch.core.arrays import TIE
+from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, nats, outcomes, percent
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.selection import LEAST_CONTEXTS, MethodResult, PhaseResult, Rule, Selection, TriedBudget
+from kvsearch.selection.selection import (
+    LEAST_CONTEXTS,
+    MethodResult,
+    PhaseResult,
+    Reported,
+    Rule,
+    Selection,
+    TriedBudget,
+)
 from kvsearch.strategies.names import FULL
+from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 SHOWN = 16  # rows of the table of a race
 DECODE_ONLY = (
@@ -73,17 +83,32 @@ def lower_words(result: PhaseResult) -> str:
     return f"; it scores less on {' and '.join(result.lower)}" if result.lower else ""
 
 
-def ahead_words(ahead: Mapping[str, Difference], others: int) -> str:
-    """Say how many of the `others` of a report score higher than what was written, and whether that may be chance."""
+def report_ahead_words(report: Reported) -> str:
+    """Say of a report what `ahead_words` says."""
+    others = len(report.scores) - 2
+    if not report.nats:
+        return ahead_words(report.ahead, others)
+    plans = {name: loss.difference for name, loss in report.nats.items() if name != FULL and loss.difference}
+    lower = {name: plans[name] for name in sorted(plans, key=lambda name: plans[name].mean) if plans[name].mean < -TIE}
+    return ahead_words(lower, others, on_text=True)
+
+
+def ahead_words(ahead: Mapping[str, Estimate], others: int, *, on_text: bool = False) -> str:
+    """Say how many of the `others` of a report are better than what was written, and whether that may be chance.
+
+    `ahead` are the differences of these, the largest first: in scores, or in losses if `on_text`, where less is better.
+    """
     if not ahead:
         return ""
     name, lead = next(iter(ahead.items()))
-    surely = sum(found.low > 0 for found in ahead.values())
+    surely = sum(found.low > 0 or found.high < 0 for found in ahead.values())
     chance = "within chance" if surely == 0 else f"{surely} of them beyond chance"
     if math.isnan(lead.low):
         chance = "on too few contexts to say more"
-    most = interval(lead, "+.1f", noun=" points")
-    return f"{len(ahead)} of {counted(others, 'other')} in the report score higher, {chance}: {name} by {most}"
+    better, most = "score higher", interval(lead, "+.1f", noun=" points")
+    if on_text:
+        better, most = "lose less", f"{nats(lead, '+')} nats per token"
+    return f"{len(ahead)} of {counted(others, 'other')} in the report {better}, {chance}: {name} by {most}"
 
 
 def headline(result: SelectionResult | SelectionsResult) -> str:
@@ -91,16 +116,32 @@ def headline(result: SelectionResult | SelectionsResult) -> str:
     plans = []
     for choice in result.choices:
         name = choice.chosen.written
-        score = percent(choice.report.scores[name].mean, 1)
-        plans.append(f"{name} at {100 * choice.kept_share:.2g}% of the cache (score {score})")
-    full = result.choices[-1].report.scores[FULL]
-    return f"Deploy {' or '.join(plans)}; the full cache scores {percent(full.mean, 1)}"
+        score = f"score {percent(choice.report.scores[name].mean, 1)}"
+        if choice.report.nats:
+            score = f"{choice.report.nats[name].excess.mean:.4f} nats per token above the full cache"
+        plans.append(f"{name} at {100 * choice.kept_share:.2g}% of the cache ({score})")
+    report = result.choices[-1].report
+    full = f"the full cache scores {percent(report.scores[FULL].mean, 1)}"
+    if report.nats:
+        full = f"the full cache itself has {report.nats[FULL].loss.mean:.4f} nats per token"
+    return f"Deploy {' or '.join(plans)}; {full}"
 
 
 def report_words(selection: Selection) -> str:
-    """Say what the plan scores on the report split beside what it is compared with, in one sentence."""
+    """Say what the plan scores on the report split beside what it is compared with, in one sentence.
+
+    On text that is what each loses above the full cache.
+    """
     report = selection.report
     chosen = selection.chosen
+    if report.nats:
+        best_loss = report.nats[chosen.best]
+        parts = [f"{chosen.written} {nats(report.nats[chosen.written].excess)} nats per token above the full cache"]
+        if best_loss.difference is not None:
+            parts.append(f"{chosen.best}, the best baseline, {nats(best_loss.excess)}")
+            parts.append(f"{chosen.best} minus {chosen.written} {nats(best_loss.difference, '+')}")
+        parts.append(f"full cache itself {nats(report.nats[FULL].loss)}; lower is better")
+        return f"report split, {asked(report.asked)}: {'; '.join(parts)}"
     written, best, full = (report.scores[name] for name in (chosen.written, chosen.best, FULL))
     parts = [f"{chosen.written} {percent(written.mean, 1)} {bounds(written, '.1f')}"]
     if chosen.winner:
@@ -135,18 +176,25 @@ def _race_table(selection: SelectionResult) -> Table:
     result = selection.chosen
     rows = []
     for method in result.methods[:SHOWN]:
+        score = Cell.mean(method.score)
         lead, chance = lead_cells(method.lead, method.chance)
         if method.lead is not None:
-            points = interval(method.lead, "+.2f", noun=" points")
-            lead = lead._replace(text=f"{points} {outcomes(method.lead)}")
+            difference = interval(method.lead, "+.2f", noun=" points")
+            if method.nats is not None and method.nats.difference is not None:
+                difference = nats(method.nats.difference, "+")
+                lead = lead._replace(value=method.nats.difference.mean)
+            lead = lead._replace(text=f"{difference} {outcomes(method.lead)}")
+        if method.nats is not None:
+            score = Cell.nats(method.nats.excess)
         contexts = Cell.number(method.contexts, ".0f")
         name = Cell(method.name, method.name == result.written)
-        rows.append([name, Cell(method.kind), contexts, Cell.mean(method.score), lead, chance])
+        rows.append([name, Cell(method.kind), contexts, score, lead, chance])
     left = len(result.methods) - SHOWN
     notes = [selection.decision]
     if left > 0:
         notes.append(f"{left} more")
-    header = ["choice", "kind", "contexts", "score", f"minus {result.best} (won / tied / lost)", "chance"]
+    compared = f"minus {result.best} (won / tied / lost)"
+    header = ["choice", "kind", "contexts", _column(selection.report), compared, "chance"]
     where = f"{selection.size.words}, {selection.protocol}, phases: {result.phases}"
     title = f"choice: {asked(result.asked)} of {result.available} ({where})"
     return Table(title, header, [("", rows)], tuple(notes))
@@ -163,16 +211,37 @@ def report_table(selection: SelectionResult) -> Table:
     roles = {
         name: ", ".join(role for whose, role in told if whose == name) or kinds.get(name, "") for name in report.scores
     }
+    scores = {name: Cell.mean(score) for name, score in best_first(report.scores)}
+    if report.nats:
+        least_first = sorted(report.nats.items(), key=lambda one: (one[0] != FULL, one[1].excess.mean, one[0]))
+        scores = {name: Cell.nats(loss.excess) for name, loss in least_first}
     rows = [
         [
-            Cell(name, name == chosen.written), Cell(roles[name]), Cell.mean(score),
+            Cell(name, name == chosen.written), Cell(roles[name]), score,
             Cell.number(report.held[name].entries, ".0f"), Cell.number(report.held[name].most, ".0f"),
         ]
-        for name, score in best_first(report.scores)
+        for name, score in scores.items()
     ]  # fmt: skip
-    header = ["report", "what it is", "score", "entries", "most entries"]
+    header = ["report", "what it is", _column(report), "entries", "most entries"]
     title = f"report split: {asked(report.asked)}, phases: {chosen.phases}"
     return Table(title, header, [("", rows)], (selection.reported, *selection.notes))
+
+
+def score_facts(report: Reported, name: str) -> Iterator[tuple[str, str]]:
+    """Yield what a plan scores in a report, what the full cache does, and what the best candidate leads by, named."""
+    if report.nats:
+        yield "nats above full", nats(report.nats[name].excess)
+        yield "full cache itself", nats(report.nats[FULL].loss)
+        return
+    yield "score", interval(report.scores[name], ".1f")
+    yield "full cache", interval(report.scores[FULL], ".1f")
+    if report.lead:
+        yield "best candidate's lead", interval(report.lead, "+.1f")
+
+
+def _column(report: Reported) -> str:
+    """Return the heading of what methods are compared by."""
+    return "nats above full" if report.nats else "score"
 
 
 def best_first(scores: Mapping[str, Estimate]) -> list[tuple[str, Estimate]]:
@@ -184,9 +253,12 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
     """Say what a candidate leads by, at the least, and the chance of that; its level where several races share one."""
     assert method.lead is not None
     assert method.chance is not None
-    least = "" if result.bound is None else f", at least {100 * result.bound:+.2f} with {percent(result.sure, 0)}%"
     shared = f", where {result.level:.2g} or less counts" if result.level < min(Rule.level, 1 - result.sure) else ""
-    return f"{100 * method.lead.mean:+.2f} points{least} (chance {chance_of(method.chance)}{shared})"
+    least = "" if result.bound is None else f", at least {100 * result.bound:+.2f} with {percent(result.sure, 0)}%"
+    lead = f"{100 * method.lead.mean:+.2f} points{least}"
+    if method.nats is not None and method.nats.difference is not None:
+        lead = f"{nats(method.nats.difference, '+')} nats per token, lower is better"
+    return f"{lead} (chance {chance_of(method.chance)}{shared})"
 
 
 def run_parts(content: RunResult) -> Iterator[str | Table]:
@@ -196,22 +268,34 @@ def run_parts(content: RunResult) -> Iterator[str | Table]:
     for one in content.choices:
         yield from tables(one)
     if content.tried:
+        on_text = bool(content.choices[0].report.nats)
         rows = [
-            [step.budget, step.name, percent(step.loss), "other contexts" if step.confirmed else "one half"]
+            [step.budget, step.name, _lost(step.loss, on_text), "other contexts" if step.confirmed else "one half"]
             for step in content.tried
         ]
-        columns = ["budget", "best", "points lost", "asked"]
+        columns = ["budget", "best", "nats lost" if on_text else "points lost", "asked"]
         yield Table.plain("budgets that were tried", columns, rows, words=("best", "asked"))
 
 
-def smallest_words(tried: Sequence[TriedBudget], longest: int, within: float, loss: Difference) -> str:
+def _lost(loss: float, on_text: bool) -> str:
+    """Write what is lost of a score in points, or in nats per token: those of text are counted from 0 to MOST_LOST."""
+    return f"{MOST_LOST * loss:.4f}" if on_text else f"{100 * loss:.2f}"
+
+
+def smallest_words(
+    tried: Sequence[TriedBudget], longest: int, within: float, loss: Difference, *, on_text: bool = False
+) -> str:
     """Say which budget is the smallest that loses at most `within` points, how that was found, and what is in doubt.
 
-    `longest` are the tokens of the longest context, `loss` is what the plan loses on the report split.
+    `longest` are the tokens of the longest context, `loss` is what the plan loses on the report split. If `on_text`
+    all is said in nats per token.
     """
     last = tried[-1]
     judged = sum(step.confirmed for step in tried)
-    steps = ", ".join(f"{step.budget}: {100 * step.loss:+.1f}" for step in tried)
+    unit, form, most = 100.0, "+.1f", f"{within:g} points"
+    if on_text:
+        unit, form, most = MOST_LOST, "+.4f", f"{within * MOST_LOST / 100:g} nats per token"
+    steps = ", ".join(f"{step.budget}: {unit * step.loss:{form}}" for step in tried)
     asked = "questions that the budget was not found by"
     if judged > 1:
         asked = f"questions that {judged} budgets were judged by, this the first to hold"
@@ -222,13 +306,13 @@ def smallest_words(tried: Sequence[TriedBudget], longest: int, within: float, lo
         verdict = "contradicts that: keep more"
     return (
         f"{last.budget} entries per kv head, {percent(last.budget / longest, 0)}% of {longest} tokens, are the fewest "
-        f"of those tried at which the chosen plan loses at most {within:g} points: {100 * last.loss:+.1f} on {asked} "
-        f"(points lost by what was tried: {steps}); the report split {verdict}"
+        f"of those tried at which the chosen plan loses at most {most}: {unit * last.loss:{form}} on {asked} "
+        f"({most.partition(' ')[2]} lost by what was tried: {steps}); the report split {verdict}"
     )
 
 
 def sentences(one: SelectionResult) -> Iterator[str]:
     """Say what was chosen and why, then what it scores on the report split."""
-    ahead = ahead_words(one.report.ahead, len(one.report.scores) - 2)
+    ahead = report_ahead_words(one.report)
     yield f"{one.decision}{f'; {ahead}' if ahead else ''}"
     yield one.reported

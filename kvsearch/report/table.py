@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_target
 from kvsearch.core.printed import csv_text, markdown_text, visible
-from kvsearch.report.numbers import interval
+from kvsearch.report.numbers import interval, nats
 from kvsearch.runs.estimates import Estimate
 
 MARKDOWN = ".md"
@@ -45,6 +45,11 @@ class Cell(NamedTuple):
     def mean(cls, estimate: Estimate, form: str = ".2f") -> Cell:
         """Return a mean in percent with its interval."""
         return cls(interval(estimate, form), value=estimate.mean)
+
+    @classmethod
+    def nats(cls, loss: Estimate | None, sign: str = "", best: bool = False) -> Cell:
+        """Return a loss in nats per token with its interval, or a difference with `sign` "+"; nothing of None."""
+        return cls("") if loss is None else cls(nats(loss, sign), best, loss.mean)
 
 
 RowGroup = tuple[str, list[list[Cell]]]  # a common heading ("": none), and rows, of which the first cell is the name

@@ -20,7 +20,7 @@ from kvsearch.evaluation.statistics import MACRO, Kind, Row, TraceLength
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored
-from kvsearch.runs.estimates import Difference, Estimate, doubt_of
+from kvsearch.runs.estimates import Difference, Estimate, TextLoss, doubt_of
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Coverage, Sampling
 from kvsearch.tasks.longbench import AVERAGES
@@ -37,6 +37,8 @@ Differences = dict[str, dict[str, Difference]]
 Found = TypeVar("Found")
 LossField = Annotated[LayerLoss, PlainSerializer(lambda loss: {**asdict(loss), "ratio": loss.ratio})]
 TracesField = Annotated[dict[str, TraceLength], Field(exclude_if=lambda traces: not traces)]  # by task
+# by section and row, of rows whose tasks are all teacher-forced
+NatsField = Annotated[dict[str, dict[str, TextLoss]], Field(exclude_if=lambda nats: not nats)]
 SizeField = Annotated[Size, PlainSerializer(lambda size: size.as_json())]
 
 
@@ -51,6 +53,10 @@ class ScoreRow(NamedTuple):
         """Return the score or the difference of this row."""
         return sections[SECTIONS[self.kind]][self.name]
 
+    def is_in(self, sections: Mapping[str, Mapping[str, object]]) -> bool:
+        """Tell whether there is something of this row."""
+        return self.name in sections.get(SECTIONS[self.kind], {})
+
 
 class FullScores(Stored):
     """What the full cache scored."""
@@ -58,6 +64,7 @@ class FullScores(Stored):
     held: Footprint
     scores: Scores
     traces: TracesField = Field(default_factory=dict)
+    nats: NatsField = Field(default_factory=dict)
 
 
 class MethodScores(FullScores):
@@ -148,9 +155,11 @@ class EvaluationResult(Result):
     def of(cls, found: Evaluation, losses: Sequence[LayerLoss] | None = None) -> EvaluationResult:
         """Return what a comparison found, with the output losses of layers where they were measured."""
         tasks = [replace(task, metric=found.metrics[task.task]) for task in found.coverage]
+        block = found.blocks[0]
         full = FullScores(
-            held=found.held[FULL], scores=_scores(found.blocks[0], FULL), traces=found.traces.get(FULL, {})
-        )
+            held=found.held[FULL], scores=_scores(block, FULL), traces=found.traces.get(FULL, {}),
+            nats=_nats(block, FULL),
+        )  # fmt: skip
         return cls(
             model=found.loaded.name, **found.split.as_json(), subject=found.subject, phases=found.phases,
             environment=found.environment, most_tokens=found.most_tokens, tasks=tuple(tasks),
@@ -180,6 +189,11 @@ class EvaluationResult(Result):
     def overall(self) -> ScoreRow:
         """The mean over all tasks."""
         return {row.name: row for row in self.rows if row.kind == "average"}[MACRO]
+
+    @property
+    def on_text(self) -> bool:
+        """Whether all tasks are teacher-forced, so that losses say everything; never of files of older versions."""
+        return self.overall.is_in(self.full.nats)
 
     @property
     def doubt(self) -> str | None:
@@ -246,7 +260,7 @@ def _size(block: SizeBlock, found: Evaluation) -> SizeScores:
         method = MethodScores(
             name=name, label=label, definition=by_label[label].definition, phases=by_label[label].phases,
             held=found.held[label], scores=_scores(block, label), traces=found.traces.get(label, {}),
-            differences=differences,
+            nats=_nats(block, label), differences=differences,
             contexts=found.seen[name].as_json() if name in found.seen else None,
             tasks_won=None if differences is None else count_tasks_won(differences),
         )  # fmt: skip
@@ -256,6 +270,18 @@ def _size(block: SizeBlock, found: Evaluation) -> SizeScores:
 
 def _scores(block: SizeBlock, label: str) -> Scores:
     return _by_section(block, lambda row: row.scores[label])
+
+
+def _nats(block: SizeBlock, label: str) -> NatsField:
+    """Return the losses of a method; those of the full cache without a subject, which each size has its own of."""
+    found: NatsField = {}
+    for row in block.rows:
+        if label in row.nats:
+            losses = row.nats[label]
+            found.setdefault(SECTIONS[row.kind], {})[row.task] = (
+                replace(losses, difference=None) if label == FULL else losses
+            )
+    return found
 
 
 def _differences(block: SizeBlock, label: str) -> Differences | None:

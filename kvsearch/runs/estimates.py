@@ -43,3 +43,17 @@ class Difference(Estimate):
     wins: int
     ties: int
     losses: int
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """What a method loses on teacher-forced tokens, in nats per token: lower is better.
+
+    `loss` is its mean negative log-likelihood, `excess` how far that is above the full cache's, paired and without the
+    bounds that scores have. `difference` is the excess minus the subject's (None: it is the subject, or there is none).
+    All have 95% intervals by Student's t over contexts.
+    """
+
+    loss: Estimate
+    excess: Estimate
+    difference: Estimate | None

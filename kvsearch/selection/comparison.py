@@ -15,7 +15,7 @@ from kvsearch.core.arrays import TIE
 from kvsearch.core.items import grouped
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import contrast, estimate
+from kvsearch.evaluation.statistics import contrast, estimate, summarize
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
@@ -126,13 +126,15 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], contexts
     """Return what a candidate or baseline scored in the rounds that asked it, and what a candidate leads by there."""
     asked_in = [asked for asked in rounds if name in asked.names]
     samples = [sample for asked in asked_in for sample in asked.samples]
-    score = estimate([sample for sample in samples if sample.method == name], contexts)
+    row = summarize([sample for sample in samples if sample.method in {name, race.best}], race.best, contexts)[-1]
+    score = row.scores[name]
+    nats = row.nats.get(name)
     count = sum(sum(asked.distinct.values()) for asked in asked_in)
     if name not in race.wealths:
-        return MethodResult(name, "baseline", score, count)
+        return MethodResult(name, "baseline", score, count, nats=nats)
     lead = contrast(samples, {name: 1.0, race.best: -1.0}, contexts)
     chance = min(1.0, math.exp(-race.evidence(name)))
-    return MethodResult(name, "candidate", score, count, lead, chance)
+    return MethodResult(name, "candidate", score, count, lead, chance, nats)
 
 
 def lower_kinds(samples: Sequence[Sample], contexts: Contexts, written: str, best: str) -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from pydantic import Field
 
 from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import is_none
 from kvsearch.evaluation.samples import Footprint
 from kvsearch.plan import Plan
-from kvsearch.runs.estimates import Difference, Estimate
+from kvsearch.runs.estimates import Difference, Estimate, TextLoss
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
@@ -74,7 +77,8 @@ class MethodResult:
     """What a candidate or baseline scored on the contexts that it was asked about before it left.
 
     Of a candidate `lead` is what it scored there above the best baseline, and `chance` a bound of the probability that
-    any candidate leads so much by luck, whenever one looks.
+    any candidate leads so much by luck, whenever one looks. `nats` are its losses there, with the difference to
+    those of the best baseline, where all tasks are teacher-forced.
     """
 
     name: str
@@ -83,6 +87,7 @@ class MethodResult:
     contexts: int
     lead: Difference | None = None
     chance: float | None = None
+    nats: Annotated[TextLoss | None, Field(exclude_if=is_none)] = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,8 @@ class Reported:
     `ahead` are those that score higher than what was written, the full cache aside, with what they score above it.
     `gain` is of the winner over the best baseline, `share` what it recovers of the gap to the full cache; None without
     a winner, `share` also where the full cache is not above the best baseline. `lead` is of the foremost candidate over
-    the best baseline; None without one.
+    the best baseline; None without one. `nats` are losses by name with differences to what was written, where all tasks
+    are teacher-forced.
     """
 
     asked: QuestionCount
@@ -172,6 +178,7 @@ class Reported:
     ahead: dict[str, Difference]
     lead: Difference | None = None
     notes: tuple[str, ...] = ()
+    nats: Annotated[dict[str, TextLoss], Field(exclude_if=lambda nats: not nats)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

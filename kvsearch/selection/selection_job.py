@@ -129,6 +129,7 @@ class SelectionJob:
             ahead=report.ahead(chosen.written),
             lead=None if leader is None else report.gain(leader.name, [chosen.best]),
             notes=tuple(report.notes),
+            nats=report.nats(chosen.written),
         )
         return Selection(self, chosen, reported, report.gain(FULL, [chosen.written]), self._plan(chosen))
 

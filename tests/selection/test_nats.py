@@ -1,0 +1,117 @@
+"""What a selection on text alone says: nats per token, by hand and on a tiny model, and never percent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from kvsearch.evaluation.compare import Split
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Size
+from kvsearch.report.charts import selection_figures
+from kvsearch.report.selections import (
+    decision,
+    headline,
+    report_ahead_words,
+    score_facts,
+    selection_result,
+    smallest_words,
+    tables,
+)
+from kvsearch.results.selection import SelectionResult
+from kvsearch.runs.estimates import Difference, Estimate, TextLoss
+from kvsearch.selection.selection import MethodResult, QuestionCount, Reported, TriedBudget
+from kvsearch.selection.selection_job import prepare_selection
+from kvsearch.tasks.text import TextTask
+from tests import tiny
+from tests.evaluation.results import rendered
+from tests.selection.test_comparison import LIKELY
+from tests.signals.profiles import make_signals, signal_metadata
+
+TEXT = " ".join(tiny.document(6000).words[1:])
+
+
+def nats(excess: float, difference: float | None, reach: float = 0.01) -> TextLoss:
+    def about(mean: float) -> Estimate:
+        return Estimate(mean, mean - reach, mean + reach, contexts=10)
+
+    return TextLoss(about(3 + excess), about(excess), None if difference is None else about(difference))
+
+
+LOSSES = {
+    "full": nats(0.0, -0.05), "a": nats(0.05, None), "b": nats(0.12, 0.07), "c": nats(0.045, -0.005),
+    "d": nats(0.03, -0.02),
+}  # fmt: skip
+SCORES = {name: Estimate(1.0, 1.0, 1.0) for name in LOSSES}
+REPORT = Reported(QuestionCount(10, 10, 9, 9), SCORES, {}, None, None, {}, nats=LOSSES)
+
+
+def test_the_lead_of_a_candidate_is_its_difference_in_nats() -> None:
+    ahead = replace(LIKELY.methods[0], nats=nats(0.05, -0.07))
+    base = MethodResult("b", "baseline", SCORES["b"], 10, nats=nats(0.12, None))
+    words = decision(replace(LIKELY, methods=(ahead, base)))
+    lead = "-0.0700 [-0.0800, -0.0600] nats per token, lower is better (chance 0.033"
+    assert words.startswith(f"a is likely better than b, the best of 1 baseline: {lead}")
+    assert "points" not in words
+
+
+def test_those_that_lose_less_are_named_the_best_first() -> None:
+    assert report_ahead_words(REPORT) == (
+        "2 of 3 others in the report lose less, 1 of them beyond chance: d by -0.0200 [-0.0300, -0.0100] nats per token"
+    )
+    assert report_ahead_words(replace(REPORT, nats={name: LOSSES[name] for name in ("full", "a", "b")})) == ""
+    percent = replace(REPORT, nats={}, ahead={"d": Difference(0.2, 0.1, 0.3, 1, 0, 0)})
+    assert report_ahead_words(percent).endswith("1 of them beyond chance: d by +20.0 points [+10.0, +30.0]")
+
+
+def test_a_card_has_losses_or_scores() -> None:
+    assert dict(score_facts(REPORT, "a")) == {
+        "nats above full": "0.0500 [0.0400, 0.0600]", "full cache itself": "3.0000 [2.9900, 3.0100]",
+    }  # fmt: skip
+    assert dict(score_facts(replace(REPORT, nats={}), "a"))["score"] == "100.0 [100.0, 100.0]"
+
+
+def test_the_smallest_budget_is_said_in_nats() -> None:
+    """A point of 100 is a hundredth of the quarter of a nat that a score reaches over."""
+    tried = (TriedBudget(40, "a", 0.04, confirmed=False), TriedBudget(20, "a", 0.012, confirmed=True))
+    words = smallest_words(tried, 200, 2, Difference(0.0, 0.0, 0.01, 0, 0, 0), on_text=True)
+    assert "loses at most 0.005 nats per token: +0.0030 on" in words
+    assert "(nats per token lost by what was tried: 40: +0.0100, 20: +0.0030)" in words
+    assert "point" not in words
+
+
+@pytest.mark.slow
+def test_a_selection_on_text_never_speaks_of_percent(model: LoadedModel) -> None:
+    profile = make_signals(signal_metadata(model.fingerprint, budgets=(8, 16, 32), length=60))
+    splits = [Split([TextTask("t", TEXT, 60, part)], samples=10, seed=3, batch=8) for part in ("select", "report")]
+    job = prepare_selection(model, profile, Size(budget=12), *splits, explored=(("none",), ("entropy",)))
+    found = job.run()
+    result = selection_result(found)
+    again = SelectionResult.model_validate(json.loads(json.dumps(result.as_json())))
+    written, best = result.chosen.written, result.chosen.best
+    assert again.report.nats == result.report.nats
+    losses = result.report.nats
+    assert set(losses) == set(result.report.scores)
+    assert losses["full"].excess.mean == 0.0
+    if written != best:
+        expected = losses[best].excess.mean - losses[written].excess.mean
+        assert losses[best].difference.mean == pytest.approx(expected)
+    best_in_race = result.chosen.method(best).nats
+    for method in result.chosen.methods:
+        if method.contexts == result.chosen.asked.contexts and method.name != best:
+            expected = method.nats.excess.mean - best_in_race.excess.mean
+            assert method.nats.difference.mean == pytest.approx(expected)
+    race, report = tables(again)
+    assert race.header[3] == report.header[2] == "nats above full"
+    rows = {row[0].text: row[2].value for row in report.rows}
+    assert rows == {name: loss.excess.mean for name, loss in losses.items()}
+    assert list(rows.values())[1:] == sorted(list(rows.values())[1:])
+    texts = (result.decision, result.reported, headline(again), rendered([race, report]))
+    assert all("points" not in text and "score" not in text and "% of the gap" not in text for text in texts)
+    assert f"{written} {losses[written].excess.mean:.4f}" in result.reported
+    assert "nats per token above the full cache" in headline(again)
+    [figure] = selection_figures(again)
+    assert figure.body.y == "nats per token above the full cache, lower is better"
+    assert figure.body.series[0].y == (0.0,)
