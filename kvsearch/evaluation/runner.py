@@ -286,7 +286,8 @@ def _replied(
         # a context without a question of that number repeats its first one, unheard
         questions = [reading.questions[asked if asked < len(reading.questions) else 0] for reading in batch]
         everyone = questions * len(joint.methods)
-        limits = [question.query.max_new_tokens for question in everyone]
+        heard = [asked < len(reading.questions) for reading in sequences]
+        limits = [one.query.max_new_tokens if is_heard else 1 for one, is_heard in zip(everyone, heard, strict=True)]
         if prompts.sampling is not None:
             numbers = zip(sequences, everyone, strict=True)
             seeds = [prompts.sampling.seed_of(task.name, one.prompt.key, own.number) for one, own in numbers]
@@ -308,7 +309,7 @@ def _replied(
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
         for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
-            if asked < len(batch[sequence].questions):
+            if heard[row]:
                 prompt = batch[sequence].prompt
                 question = questions[sequence]
                 whole = prompt.with_question(question)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -25,7 +25,7 @@ from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import PhaseProgram, Program
 from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
-from kvsearch.runtime.stock import cache_class, layer_state, stateful_layers, stock_layers, stock_nbytes
+from kvsearch.runtime.stock import cache_class, layer_fork, layer_state, stateful_layers, stock_layers, stock_nbytes
 from kvsearch.runtime.store.cache_file import fill_layers, read_cache, write_cache
 
 if TYPE_CHECKING:
@@ -257,6 +257,25 @@ class PlanCache(Cache):  # type: ignore[misc]
         """Have every sequence so many times, copies side by side."""
         super().batch_repeat_interleave(repeats)
         self.read_mask.rearrange(lambda real: real.repeat_interleave(repeats, 0))
+
+    def of_rows(self, rows: Sequence[int]) -> PlanCache:
+        """Return a cache of copies of sequences `rows`, which goes its own way; this one stays as it is.
+
+        Raises:
+            UsageError: the prompt is not complete.
+        """
+        index = torch.tensor(rows)
+        chosen = copy(self)
+        chosen.read_mask = copy(self.read_mask)
+        chosen.read_mask.rearrange(lambda real: real[index.to(real.device)])
+        chosen.layers = []
+        for layer in self.layers:
+            if isinstance(layer, EvictingLayer):
+                chosen.layers.append(layer.of_rows(rows, chosen.read_mask))
+            else:
+                chosen.layers.append(layer_fork(layer))
+                chosen.layers[-1].reorder_cache(index)
+        return chosen
 
     def _check_sliding(self, tokens: int) -> None:
         for index, layer in enumerate(self.layers):

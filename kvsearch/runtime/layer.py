@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -249,6 +250,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             raise UsageError("sequences cannot be rearranged in the middle of a prompt: finish it first")
         if self.holder is not None:
             self.holder = self.holder.select_rows(rows_of(self.holder.batch))
+
+    def of_rows(self, rows: Sequence[int], read_mask: ReadMask) -> EvictingLayer:
+        """Return a layer of copies of sequences `rows`, for a cache with this `read_mask`; this one stays as it is."""
+        chosen = copy(self)
+        chosen.holder = self.evicted.select_rows(rows)
+        chosen.read_mask = read_mask
+        return chosen
 
     def mark(self) -> Decoding | None:
         """Return what `rewind` goes back to, of which tokens that come change a copy; None: they are only added."""

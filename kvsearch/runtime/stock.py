@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -41,6 +41,13 @@ def layer_state(layer: Any) -> dict[str, Any]:
     A running state is copied, as it is written in place; keys and values are replaced when others come.
     """
     return deepcopy(vars(layer)) if stateful_layers([layer]) else dict(vars(layer))
+
+
+def layer_fork(layer: Any) -> Any:
+    """Return a stock layer that holds what this one holds now and goes its own way."""
+    made = copy(layer)
+    vars(made).update(layer_state(layer))
+    return made
 
 
 def join_states(states: Sequence[Any]) -> Any:

@@ -143,3 +143,22 @@ def test_what_is_not_followed_is_said() -> None:
     model = model_with(eos_token_id=None, num_beams=4, token_healing=True)
     with pytest.warns(KvsearchWarning, match="num_beams 4, token_healing True: replies here do not follow that"):
         assert replies(model, CONTEXTS, QUESTIONS, NEW) == PLAIN
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("name", ["guidance_scale", "several", "begin_suppress_tokens"])
+def test_rows_that_leave_a_batch_change_nothing_for_those_processed_with_them(name: str, drawn: bool) -> None:
+    """Prompts of one length share processors, some of which remember how many rows there were."""
+    model = model_with(eos_token_id=None, **OPTIONS[name])
+    contexts = [prompts(1, 30, seed=seed)[0][0] for seed in range(6)]
+
+    def said(rows: Sequence[int]) -> list[list[int]]:
+        held = read(model, PlanCache(model, full_cache(model)), [contexts[row] for row in rows], set())
+        held.finished = lambda reply: len(reply) >= 2 + reply[0] % 13
+        held.draws = Draws(Sampling(1.0), [100 + row for row in rows]) if drawn else None
+        return held.reply([20] * len(rows))
+
+    with running(model):
+        together = said(range(6))
+        assert len({len(reply) for reply in together}) >= 3
+        assert [said([row])[0] for row in range(6)] == together

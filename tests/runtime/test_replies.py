@@ -151,6 +151,91 @@ def test_a_batch_continues_as_its_prompts_do_alone(family: str, program: Callabl
     assert [len(reply) for reply in replies] == limits
 
 
+# --- rows whose replies have ended ------------------------------------------------------------------------------------
+
+
+def evicting(name: str, **params: Any) -> Callable[[Any], Program]:
+    """Nothing leaves the prompt; from then on each head holds so many entries, less than most prompts have."""
+
+    def program(model: Any) -> Program:
+        heads = len(describe(model).full_layers) * describe(model).kv_heads
+        return equal_uniform(model, create_policy(name, params), {"decode": lambda _: 26 * heads})
+
+    program.__name__ = f"evicting_{name}"
+    return program
+
+
+PROGRAMS = {
+    made.__name__: made
+    for made in (
+        full_cache, third, both_phases, evicting("h2o"), evicting("snapkv", window=4, kernel=3),
+        evicting("scissorhands", window=4, history=8, drop=3), evicting("cam"), evicting("keydiff"),
+        evicting("streaming"),
+    )
+}  # fmt: skip
+MANY, LIMITS = rows((23, 40, 31, 23, 52, 28), 30), [3, 17, 2, 9, 24, 1]
+LEAVING = [
+    *zip(("llama", "gemma2", "qwen3", "llama", "gemma2"), PROGRAMS, strict=False),
+    *(
+        pytest.param(family, name, marks=pytest.mark.nightly)
+        for family, name in [
+            *(("llama", name) for name in PROGRAMS),
+            *((family, name) for family in ("gemma3", *all_families.SPECIAL) for name in ("third", "both_phases")),
+        ]
+    ),
+]
+
+
+def held_by(cache: PlanCache) -> str:
+    """All that a cache holds, in words: positions of planned layers, tensors of the others."""
+    held: list[Any] = []
+    for index, layer in enumerate(cache.layers):
+        if index in cache.planned:
+            batch, heads = layer.evicted.entries().shape
+            held += [layer.evicted.kept_positions(row, head) for row in range(batch) for head in range(heads)]
+        else:
+            held += [getattr(layer, name, None) for name in ("conv_states", "recurrent_states")]
+            held += [getattr(layer, name)[..., -8:, :] for name in ("keys", "values") if hasattr(layer, name)]
+    return str([*held, cache.get_seq_length(), cache.read_mask.columns(cache.get_seq_length())])
+
+
+@pytest.mark.parametrize(("family", "program"), LEAVING)
+def test_rows_that_have_ended_leave_and_nothing_else_changes(family: str, program: str) -> None:
+    """Replies, what was held, and the cache after them are those of each row alone; questions can follow."""
+    model, same = build(family), family in all_families.SPECIAL or family.startswith("gemma")
+    questions = rows([1 if family == "jamba" else 4] * 6 if same else (3, 7, 5, 1, 4, 6), 50)
+    fed: list[int] = []
+    with running(model, NAME):
+        together = replies_of(model, PROGRAMS[program](model), MANY)
+        logits = together.force(questions, 1)
+        before = held_by(together.cache)
+        model.register_forward_pre_hook(lambda _, __, given: fed.append(len(given["input_ids"])), with_kwargs=True)
+        said, most = together.ask(questions, LIMITS), together.most
+        assert fed == [6, 6, 6, *[3] * 14, *[1] * 7]  # the questions, and every step
+        assert list(map(len, said)) == LIMITS
+        assert held_by(together.cache) == before
+        torch.testing.assert_close(together.force(questions, 1), logits)
+        together.ask(questions[::-1], LIMITS[::-1])
+        assert (together.ask(questions, LIMITS), together.most) == (said, most)
+        for row, context in enumerate(MANY):
+            alone = replies_of(model, PROGRAMS[program](model), [context])
+            assert alone.ask([questions[row]], [LIMITS[row]]) == [said[row]]
+            assert alone.most == [most[row]]
+
+
+def test_the_row_that_breaks_a_model_is_known_when_others_have_left() -> None:
+    model = build("llama")
+
+    def spoil(_: Any, __: Any, output: Any) -> None:
+        if len(output.logits) == 3:  # rows 1, 3 and 4 are left
+            output.logits[1] = torch.nan
+
+    model.register_forward_hook(spoil)
+    with running(model, NAME), pytest.raises(NonFiniteError) as caught:
+        replies_of(model, full_cache(model), MANY).reply(LIMITS)
+    assert caught.value.row == 3
+
+
 @pytest.mark.parametrize("program", [third, both_phases])
 def test_captured_steps_reply_as_others_do(program: Callable[[Any], Program]) -> None:
     """To two questions in turn, which no graph outlives, and as the prompts go on."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,12 @@ class Draws:
         self.sampling = sampling
         self._numbers = [np.random.default_rng(seed) for seed in seeds]
 
+    def of_rows(self, rows: Sequence[int]) -> Draws:
+        """Return what draws for `rows` of these, by the numbers that they would have had next."""
+        chosen = copy(self)
+        chosen._numbers = [self._numbers[row] for row in rows]
+        return chosen
+
     def __call__(self, scores: Tensor) -> Tensor:
         """Return a token [B, 1] of each row by processed logits [B, V], -inf for tokens that cannot come.
 
@@ -93,11 +100,27 @@ class Draws:
 
 @dataclass
 class _Alike:
-    """Rows of a batch with prompts and limits of one length, their token ids [n, T] so far, and their processors."""
+    """Rows of a batch with prompts and limits of one length, their token ids [n, T] so far, and their processors.
 
-    rows: Tensor
+    Processors may remember how many rows they had: one that has left the batch goes on here, without a meaning.
+    """
+
+    lines: Tensor  # [m] which of the n are left,
+    rows: Tensor  # [m] and which rows of the batch they are
     ids: Tensor
     process: Callable[[Tensor, Tensor], Tensor]
+
+    def of_rows(self, rows: Tensor) -> _Alike:
+        """Return the same in a batch of `rows` [B'] of this one."""
+        held, place = (self.rows[:, None] == rows).nonzero().unbind(1)
+        return replace(self, lines=self.lines[held], rows=place)
+
+    def put(self, values: Tensor) -> Tensor:
+        """Return what all of the batch have, [B, ...], for these rows, zeros for those that have left it, [n, ...]."""
+        values = values.to(self.ids.device)
+        whole = values.new_zeros(len(self.ids), *values.shape[1:])
+        whole[self.lines] = values[self.rows]
+        return whole
 
 
 class NextTokens:
@@ -129,22 +152,29 @@ class NextTokens:
             ids = torch.stack([prompts[row] for row in rows]).to(model.device)
             processors = logits_processors(model, ids, limits[rows[0]], sampling)
             if processors:
-                self._alike.append(_Alike(torch.tensor(rows, device=ids.device), ids, processors))
+                lines = torch.arange(len(rows), device=ids.device)
+                self._alike.append(_Alike(lines, torch.tensor(rows, device=ids.device), ids, processors))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with `rows` of those that are there, in that order."""
+        self._draws = None if self._draws is None else self._draws.of_rows(rows)
+        moved = [alike.of_rows(torch.tensor(rows, device=alike.rows.device)) for alike in self._alike]
+        self._alike = [alike for alike in moved if len(alike.rows)]
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the next tokens [B, 1] by logits [B, V]."""
         scores = self._processed(logits) if self._alike else logits
         tokens = scores.argmax(-1, keepdim=True) if self._draws is None else self._draws(scores)
         for alike in self._alike:
-            alike.ids = torch.cat([alike.ids, tokens.to(alike.ids.device)[alike.rows]], 1)
+            alike.ids = torch.cat([alike.ids, alike.put(tokens)], 1)
         return tokens
 
     def _processed(self, logits: Tensor) -> Tensor:
         scores = logits.to(torch.float32, copy=True)  # as `generate` does: processors may change what they are given
         with _following_config():
             for alike in self._alike:
-                rows = alike.rows.to(scores.device)
-                scores[rows] = alike.process(alike.ids, scores[rows].to(alike.ids.device)).to(scores.device)
+                processed = alike.process(alike.ids, alike.put(scores))[alike.lines]
+                scores[alike.rows.to(scores.device)] = processed.to(scores.device)
         return scores
 
 

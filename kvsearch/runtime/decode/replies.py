@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,7 @@ from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
 from kvsearch.tasks.prompts import PromptFormat, added_tokens
 
+LEFT = 0.5  # share of the rows of a batch that still reply, at which the others leave it
 NO_LOGITS = "the model emits NaN or infinite logits: check its dtype and weights"
 Finished = Callable[[list[int]], bool]
 
@@ -177,39 +180,62 @@ class Replies:
         max_new_tokens: Sequence[int],
         held: PeakEntries,
     ) -> list[list[int]]:
-        """Make replies to whole `prompts`, at whose ends `logits` [B, n, V] and `positions` [B, 1] are."""
+        """Make replies to whole `prompts`, at whose ends `logits` [B, n, V] and `positions` [B, 1] are.
+
+        Rows whose replies have ended leave, in a cache of copies of the others, once so many have that it pays.
+        """
         choose = NextTokens(self.model, prompts, max_new_tokens, self.draws)
         ids = choose(last_logits(logits))
         replies = [GrowingReply(limit, self.stop, self.finished) for limit in max_new_tokens]
-        with stepping(self.model, self.cache, max(max_new_tokens), kept=self._steps) as model:
+        rows = list(range(len(replies)))  # of the batch that is left
+        cache = self.cache
+        with stepping(self.model, cache, max(max_new_tokens), kept=self._steps) as model, _naming_rows(rows):
             while True:
-                tokens = ids[:, 0].tolist()
-                for row, reply in enumerate(replies):
-                    if not reply.ended:
-                        reply.take(tokens[row])
-                        if reply.ended:
-                            self.most[row] = int(held.most[row])
-                if all(reply.ended for reply in replies):
-                    self.cache.check_scores()
+                for place, (row, token) in enumerate(zip(rows, ids[:, 0].tolist(), strict=True)):
+                    if not replies[row].ended:
+                        replies[row].take(token)
+                        self.most[row] = int(held.most[place])
+                left = [place for place, row in enumerate(rows) if not replies[row].ended]
+                if not left:
+                    cache.check_scores()
                     return [reply.tokens for reply in replies]
+                if model is self.model and len(left) <= LEFT * len(rows):  # captured steps are of all rows
+                    cache.check_scores()
+                    cache = cache.of_rows(left)
+                    choose.keep_rows(left)
+                    held = held.of_rows(cache, left)
+                    ids, seen, positions = (tensor[left] for tensor in (ids, seen, positions))
+                    rows[:] = [rows[place] for place in left]
                 seen = torch.cat([seen, torch.ones_like(ids)], 1)
                 positions = positions + 1
-                ids = choose(last_logits(self._forward(model, ids, seen, positions)))
-                held.step(np.ones(len(replies), dtype=np.int64))
+                ids = choose(last_logits(self._forward(model, ids, seen, positions, cache=cache)))
+                held.step(np.ones(len(rows), dtype=np.int64))
 
     def _peak(self) -> PeakEntries:
         return PeakEntries(self.model, self.cache, self.lengths[:, 0])
 
-    def _forward(self, model: Any, ids: Tensor, mask: Tensor, positions: Tensor, rows: int = 1) -> Tensor:
+    def _forward(
+        self, model: Any, ids: Tensor, mask: Tensor, positions: Tensor, rows: int = 1, cache: PlanCache | None = None
+    ) -> Tensor:
         with torch.no_grad():
             logits: Tensor = model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
                 logits_to_keep=rows,
-                **{CACHE: self.cache},
+                **{CACHE: self.cache if cache is None else cache},
             ).logits
         return logits
+
+
+@contextmanager
+def _naming_rows(rows: Sequence[int]) -> Iterator[None]:
+    """Name the row of the whole batch that a NonFiniteError is of: `rows` are those that are left of it."""
+    try:
+        yield
+    except NonFiniteError as error:
+        error.row = rows[error.row]
+        raise
 
 
 def check_logits(logits: Tensor) -> None:
@@ -286,7 +312,7 @@ class PeakEntries:
     def __init__(self, model: Any, cache: PlanCache, lengths: Tensor) -> None:
         shape = describe(model)
         planned = [layer.holder for layer in cache.planned.values()]
-        self._deciding = [holder for holder in planned if isinstance(holder, Decoding)]
+        self._deciding = _deciding(cache)
         growing = [holder for holder in planned if holder is not None and not isinstance(holder, Decoding)]
         self._heads = len(self._deciding) * shape.kv_heads
         self._growing_heads = len(shape.full_layers) * shape.kv_heads - self._heads
@@ -299,6 +325,15 @@ class PeakEntries:
         )
         self._held = self._now(len(lengths))
         self.most: Ints = self._held.sum(axis=1) + self._grown
+
+    def of_rows(self, cache: PlanCache, rows: Sequence[int]) -> PeakEntries:
+        """Return the same of `rows` of the batch, which are those of `cache`."""
+        chosen = copy(self)
+        chosen._deciding = _deciding(cache)
+        chosen._grown, chosen._limits, chosen._held, chosen.most = (
+            numbers[rows] for numbers in (self._grown, self._limits, self._held, self.most)
+        )
+        return chosen
 
     def step(self, tokens: Ints) -> None:
         """Take note that so many tokens of each sequence, [B], came into the cache, padding not counted."""
@@ -314,6 +349,11 @@ class PeakEntries:
     def _now(self, batch: int) -> Ints:
         """Return the entries of the heads that evict while they decode, [B, heads]."""
         return _beside([holder.entries().numpy() for holder in self._deciding], batch)
+
+
+def _deciding(cache: PlanCache) -> list[Decoding]:
+    """Return what planned layers hold that evict while they decode."""
+    return [layer.holder for layer in cache.planned.values() if isinstance(layer.holder, Decoding)]
 
 
 def _beside(parts: list[Ints], batch: int) -> Ints:
