@@ -2,9 +2,11 @@
 
     python benchmarks/compare_kvpress.py
     python benchmarks/compare_kvpress.py --length 1024 --ratios 0.5 0.75 0.9
+    python benchmarks/compare_kvpress.py --model smollm2 --layers 6
 
 kvpress needs older versions of other packages, so it runs in an environment of its own, made once (that needs the
-network). Both sides load one small random Llama and one prompt. kvpress evicts by its ratio; then our runtime evicts
+network). Both sides load one Llama and one prompt: a small random model, or the first layers of a real one, which reads
+the story that is shipped. kvpress evicts by its ratio; then our runtime evicts
 with the very number of entries that kvpress kept in each head. Where the two differ, the named differences are switched
 off on our side one by one: each line shows the agreement with one fewer, and the last line must keep exactly what
 kvpress keeps. Exit status 1: something differs, in entries or in their number, and no named reason accounts for it.
@@ -16,7 +18,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from operator import itemgetter
@@ -29,11 +32,13 @@ from environments import KVPRESS, TOOLS, ensure_environment
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from kvsearch.models.cache_name import CACHE
+from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.policies import Observation, Policy, QueryStatistics, create_policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.h2o import H2O
@@ -42,6 +47,7 @@ from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
+from kvsearch.tasks.ruler.needles import read_haystack
 
 MATCHED: dict[str, Any] = {"window": 64, "kernel": 5, "pooling": "avg"}  # kvpress's settings of window attention
 TIED = 1e-5  # scores this close, relative to their size, tie: the two sides round differently
@@ -124,7 +130,7 @@ def kept_by(model: Any, prompt: Tensor, policy: Policy, budgets: Tensor) -> Tens
     layers, heads = map(range, budgets.shape)
     program = Program(prefill=PhaseProgram(dict.fromkeys(layers, policy), lambda _: budgets.numpy()))
     cache = PlanCache(model, program)
-    model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+    model(input_ids=prompt, logits_to_keep=1, **{CACHE: cache})
     kept = torch.zeros(*budgets.shape, prompt.shape[1], dtype=torch.bool)
     for layer, head in product(layers, heads):
         kept[layer, head, cache.kept_positions(layer, 0, head)] = True
@@ -168,11 +174,59 @@ def compare(console: Console, model: Any, prompt: Tensor, folder: Path, ratio: f
     return side.UNEXPLAINED not in reasons
 
 
+def random_model(length: int, seed: int) -> tuple[Any, dict[str, Tensor]]:
+    """A model with sharp attention, unequal values and a query mean that is not zero; a prompt and a text [1, T]."""
+    torch.manual_seed(seed)
+    kv_heads, head_dim = 4, 32
+    config = LlamaConfig(
+        vocab_size=2 * length, hidden_size=8 * head_dim, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=head_dim,
+        max_position_embeddings=2 * length + 1024, bos_token_id=1, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.model.embed_tokens.weight.normal_().add_(0.7 * torch.randn(config.hidden_size))
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.normal_(std=0.09)
+        layer.self_attn.v_proj.weight.normal_(std=0.06).mul_(torch.randn(kv_heads * head_dim, 1).exp())
+    # no token comes twice: the keys of two would have the same norm, and ties are broken by chance
+    return model, {name: torch.randperm(config.vocab_size)[None, :length].clone() for name in ("prompt", "text")}
+
+
+def first_layers(loaded: LoadedModel, layers: int, length: int) -> tuple[Any, dict[str, Tensor]]:
+    """The first layers of a Llama in float32, with the beginning of a story as prompt and the rest as text [1, T]."""
+    config = deepcopy(loaded.model.config)
+    config.num_hidden_layers = layers
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict({name: loaded.model.state_dict()[name] for name in model.state_dict()})
+    story = loaded.tokenizer(read_haystack(None), return_tensors="pt")["input_ids"]
+    return model, {"prompt": story[:, :length].clone(), "text": story[:, length : 2 * length].clone()}
+
+
+def compare_all(console: Console, python: Path, model: Any, tokens: dict[str, Tensor], ratios: Sequence[float]) -> bool:
+    """Print the versions of both sides and the table of every ratio; whether everything in them is explained."""
+    with tempfile.TemporaryDirectory() as name, torch.no_grad():
+        folder = Path(name)
+        model.save_pretrained(folder / "model")
+        save_file(tokens, folder / "tokens.safetensors")
+        side.run_in(python, folder, *ratios)
+        model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation=NAME).eval()
+        with safe_open(folder / "kvpress.safetensors", "pt") as file:
+            both = (file.metadata(), side.package_versions("kvsearch"))
+        for versions in both:
+            console.print(", ".join(f"{name} {number}" for name, number in sorted(versions.items())))
+        explained = [compare(console, model, tokens["prompt"], folder, ratio) for ratio in ratios]
+    console.print("Every difference is explained." if all(explained) else f"{side.UNEXPLAINED}: see the tables")
+    return all(explained)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a Llama in place of the random one, as kvsearch takes it")
+    parser.add_argument("--layers", type=int, default=6, help="of --model, from the first")
     parser.add_argument("--length", type=int, default=512, help="tokens of the prompt (more than 64)")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 0.8], help="shares of the prompt to evict")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the prompt")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights and their prompt")
     parser.add_argument("--environment", type=Path, default=KVPRESS, help="where kvpress is installed")
     parser.add_argument("--torch-index", help="package index with CPU builds of torch, for the installation")
     args = parser.parse_args()
@@ -181,20 +235,12 @@ def main() -> None:
     python = ensure_environment(args.environment, TOOLS[KVPRESS], args.torch_index)
     disable_progress_bar()
     torch.set_grad_enabled(False)
+    if args.model is None:
+        model, tokens = random_model(args.length, args.seed)
+    else:
+        model, tokens = first_layers(load(args.model, LoadOptions(dtype="float32")), args.layers, args.length)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    with tempfile.TemporaryDirectory() as name:
-        side.run_in(python, folder := Path(name), args.length, args.seed, *args.ratios)
-        model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation=NAME).eval()
-        prompt = load_file(folder / "tokens.safetensors")["prompt"]
-        with safe_open(folder / "kvpress.safetensors", "pt") as file:
-            both = (file.metadata(), side.package_versions("kvsearch"))
-        for versions in both:
-            console.print(", ".join(f"{name} {number}" for name, number in sorted(versions.items())))
-        explained = True
-        for ratio in args.ratios:
-            explained = compare(console, model, prompt, folder, ratio) and explained
-    console.print("Every difference is explained." if explained else f"{side.UNEXPLAINED}: see the tables")
-    raise SystemExit(not explained)
+    raise SystemExit(not compare_all(console, python, model, tokens, args.ratios))
 
 
 if __name__ == "__main__":

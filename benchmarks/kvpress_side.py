@@ -1,9 +1,9 @@
 """What kvpress keeps of a prompt: the part of compare_kvpress.py that runs in an environment of its own.
 
-    .venv-kvpress/bin/python benchmarks/kvpress_side.py FOLDER LENGTH SEED RATIO...
+    .venv-kvpress/bin/python benchmarks/kvpress_side.py FOLDER RATIO...
 
-Makes in FOLDER a checkpoint (`model`), `tokens.safetensors` (the prompt, and a text for query statistics) and
-`kvpress.safetensors`: for every press and ratio what it `kept` (bool) and its `scores` (float), both
+Reads from FOLDER a checkpoint (`model`) and `tokens.safetensors` (the prompt, and a text for query statistics), and
+writes `kvpress.safetensors`: for every press and ratio what it `kept` (bool) and its `scores` (float), both
 [layers, kv heads, tokens]; the metadata are the versions. The presses run as they are: what they keep is found by
 looking up the rows they return, or read from the mask of those that do not drop.
 """
@@ -20,7 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 8, 4, 32
 SINKS = 4  # tokens that ExpectedAttention leaves out of its query statistics
 EAGER = "ObservedAttention"  # the press that reads the attention the model computed
 TENS = "Knorm, full tens"  # the press whose prompt is cut to a multiple of ten
@@ -34,31 +33,6 @@ def run_in(python: Path, folder: Path, *arguments: float) -> None:
     subprocess.run([python, __file__, folder, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL, env=offline)
 
 
-def make_checkpoint(folder: Path, length: int, seed: int) -> tuple[Any, dict[str, Any]]:
-    """A model with sharp attention, unequal values and a query mean that is not zero; a prompt and a text [1, T]."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=2 * length, hidden_size=QUERY_HEADS * HEAD_DIM, intermediate_size=512, num_hidden_layers=LAYERS,
-        num_attention_heads=QUERY_HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
-        max_position_embeddings=2 * length + 1024, bos_token_id=1, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.model.embed_tokens.weight.normal_().add_(0.7 * torch.randn(config.hidden_size))
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.weight.normal_(std=0.09)
-        layer.self_attn.v_proj.weight.normal_(std=0.06).mul_(torch.randn(KV_HEADS * HEAD_DIM, 1).exp())
-    model.save_pretrained(folder / "model")
-    # no token comes twice: the keys of two would have the same norm, and ties are broken by chance
-    tokens = {name: torch.randperm(config.vocab_size)[None, :length].clone() for name in ("prompt", "text")}
-    save_file(tokens, folder / "tokens.safetensors")
-    return model, tokens
-
-
 def save_statistics(model: Any, text: Any, folder: Path) -> None:
     """Mean and covariance of the unrotated queries of a text, as ExpectedAttentionStatsPress reads them."""
     import torch
@@ -68,7 +42,8 @@ def save_statistics(model: Any, text: Any, folder: Path) -> None:
         model(input_ids=text, logits_to_keep=1)
     queries = torch.cat(captured)[:, :, SINKS:]  # [layers, heads, tokens, d]
     centred = queries - queries.mean(2, keepdim=True)
-    stats = ExpectedAttentionStats(LAYERS, QUERY_HEADS, HEAD_DIM, "random", "random", 1, text.shape[1], SINKS)
+    layers, heads, _, width = queries.shape
+    stats = ExpectedAttentionStats(layers, heads, width, "text", "model", 1, text.shape[1], SINKS)
     stats.query_mean.data = queries.mean(2)
     stats.query_cov.data = centred.transpose(-1, -2) @ centred / (queries.shape[2] - 1)
     stats.save_pretrained(folder)
@@ -141,8 +116,9 @@ def count_reason(press: str, kept: Any, ratio: float) -> str:
     cut, same = max(1, int(kept.shape[-1] * (1 - ratio))), bool((counts == counts[0, 0]).all())
     if press.startswith("PyramidKV") and abs(counts.double().mean() - share) <= 0.5:
         return "no pyramid: its last layer would fall below the window" if same else f"pyramid {counts[:, 0].tolist()}"
-    if press.startswith("AdaKV") and (counts.sum(1) == KV_HEADS * cut).all():
-        return f"{counts.min()} to {counts.max()}: the heads of a layer compete for {KV_HEADS} x {cut}"
+    heads = counts.shape[1]
+    if press.startswith("AdaKV") and (counts.sum(1) == heads * cut).all():
+        return f"{counts.min()} to {counts.max()}: the heads of a layer compete for {heads} x {cut}"
     if not same or counts[0, 0] != cut:
         return UNEXPLAINED
     return "" if cut == math.floor(share + 0.5) else f"{share:g} were asked for: int(n * (1 - ratio)) rounds down"
@@ -153,16 +129,18 @@ def package_versions(*more: str) -> dict[str, str]:
     return {"Python": platform.python_version()} | {name: version(name) for name in (*more, "transformers", "torch")}
 
 
-def main(folder: Path, length: int, seed: int, ratios: list[float]) -> None:
+def main(folder: Path, ratios: list[float]) -> None:
     import torch
-    from safetensors.torch import save_file
-    from transformers import DynamicCache
+    from safetensors.torch import load_file, save_file
+    from transformers import DynamicCache, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_grad_enabled(False)
-    model, tokens = make_checkpoint(folder, length, seed)
+    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    tokens = load_file(folder / "tokens.safetensors")
+    length, layers = tokens["prompt"].shape[1], range(model.config.num_hidden_layers)
     save_statistics(model, tokens["text"], folder / "statistics")
     found: dict[str, torch.Tensor] = {}
     for name, make in presses(str(folder / "statistics")).items():
@@ -173,10 +151,10 @@ def main(folder: Path, length: int, seed: int, ratios: list[float]) -> None:
             kept, scores = watch(press)
             with press(model):
                 model(input_ids=prompt, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
-            found[f"kept/{name}/{ratio}"] = torch.stack([kept[layer] for layer in range(LAYERS)])
-            found[f"scores/{name}/{ratio}"] = torch.stack([scores[layer] for layer in range(LAYERS)])
+            found[f"kept/{name}/{ratio}"] = torch.stack([kept[layer] for layer in layers])
+            found[f"scores/{name}/{ratio}"] = torch.stack([scores[layer] for layer in layers])
     save_file(found, folder / "kvpress.safetensors", package_versions("kvpress"))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), [float(ratio) for ratio in sys.argv[4:]])
+    main(Path(sys.argv[1]), [float(ratio) for ratio in sys.argv[2:]])

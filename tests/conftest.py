@@ -36,15 +36,36 @@ def loaded() -> Any:
     return load("bundled")
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """SmolLM2-135M-Instruct in float32, a `LoadedModel`, where it was fetched; it takes half a minute to load."""
+    from kvsearch.models.loading import LoadOptions, load
+    from kvsearch.models.real import REAL_MODELS
+
+    real = REAL_MODELS["smollm2"]
+    if not real.is_here:
+        pytest.skip(f"{real.name} is not here: {real.advice}")
+    return load(real.name, LoadOptions(dtype="float32"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what needs Ray, in one process, so that Ray is started once; shares begin with what takes minutes."""
     items.sort(key=_turn)
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    for number, file in enumerate(("tests/docs/test_gpu.py", "tests/docs/test_examples.py"), 1):
-        long = [item for item in items if item.nodeid.startswith(file)]
+    for number, is_long in enumerate((_is_of_gpu_or_real, _is_of_examples), 1):
+        long = [item for item in items if is_long(item)]
         others = [item for item in items if item not in long]
         begin = number * len(items) // workers + workers  # of the share of another worker, or shortly after it
         items[:] = [*others[:begin], *long, *others[begin:]]
+
+
+def _is_of_gpu_or_real(item: pytest.Item) -> bool:
+    """Whether it is of the page about GPUs, or runs on the real model, which one process should load for all."""
+    return item.nodeid.startswith("tests/docs/test_gpu.py") or "smollm2" in getattr(item, "fixturenames", ())
+
+
+def _is_of_examples(item: pytest.Item) -> bool:
+    return item.nodeid.startswith("tests/docs/test_examples.py")
 
 
 def _turn(item: pytest.Item) -> int:

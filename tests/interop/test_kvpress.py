@@ -19,6 +19,7 @@ from kvsearch.exporters.budget_tables import DuoAttentionGates
 from kvsearch.exporters.kvpress import KvpressLayers, KvpressLukv
 from kvsearch.exporters.kvzap import KvpressKvzap
 from kvsearch.exporters.statistics import KvpressEA
+from kvsearch.models.cache_name import CACHE
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.profile import ProfileMetadata
 from kvsearch.plan.rounding import largest_remainder
@@ -74,7 +75,7 @@ def theirs(directory: Path, tokens: list[int], usage: Sequence[str], path: Path)
 def ours(made: Any, plan: Plan, tokens: list[int]) -> list[list[list[int]]]:
     with running(made.model), torch.no_grad():
         cache = PlanCache(made.model, plan)
-        made.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        made.model(torch.tensor([tokens]), use_cache=True, **{CACHE: cache})
     return [
         [cache.kept_positions(layer, 0, head) for head in range(plan.model.kv_heads)]
         for layer in range(plan.model.layers)
@@ -132,7 +133,7 @@ def test_the_gates_choose_the_heads_that_keep_everything(model: tuple[Any, Path]
     ]
     spec = {"policy": {"name": "duo_attention", "params": {"sinks": 4, "window": 8}}}
     layers = [{**spec, "budget": budget} for budget in budgets]
-    plan = plan_for(made, budgets, prefill={"layers": layers}, length=LENGTH, floor=12)
+    plan = plan_for(made, budgets, prefill={"layers": layers}, scaling="fixed", length=LENGTH, floor=12)
     exported = DuoAttentionGates().export(plan, Inputs())
     assert not exported.losses
     for name, data in exported.files.items():

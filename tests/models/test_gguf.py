@@ -1,4 +1,4 @@
-"""GGUF files are models: a tiny one that is written here, the real one where it was fetched, and what is refused."""
+"""GGUF files are models: a tiny one that is written here, and what is refused; tests/real has a real one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ import kvsearch
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.models import gguf
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.models.real import HOME, REAL_MODELS
+from kvsearch.models.real import HOME
 from kvsearch.plan.saved import MODEL_KEY
 from tests.cli.conftest import done, invoke
 from tests.families import build
 from tests.public_cases.tokenizers_in_use import TEXT, byte_level
 
-SMOLLM2 = REAL_MODELS["smollm2"]
-real = pytest.mark.skipif(not SMOLLM2.is_here, reason=f"SmolLM2 was not fetched: {SMOLLM2.advice}")
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %} recall"
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -280,37 +278,3 @@ def test_a_real_model_that_was_not_fetched(tmp_path: Path, monkeypatch: pytest.M
         load("smollm2")
     with pytest.raises(UsageError, match="did you mean 'smollm2'"):
         load("smolm2")
-
-
-@real
-@pytest.mark.nightly
-def test_the_real_model_as_an_ordinary_folder(tmp_path: Path) -> None:
-    plan, folder = plan_of("smollm2", tmp_path / "plan.json"), tmp_path / "folder"
-    done("export", plan, "--to", "model", "-o", folder)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    loaded = load("smollm2")
-    assert tokenizer.chat_template == loaded.tokenizer.chat_template
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, loaded.model(ids).logits)
-    card = ModelCard.load(folder / "README.md")
-    assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert "They are under Apache-2.0." in card.text
-
-
-@real
-@pytest.mark.nightly
-def test_the_real_model_under_a_plan_that_keeps_everything(tmp_path: Path) -> None:
-    loaded = load("smollm2", LoadOptions(dtype="float32"))
-    model, tokenizer = loaded.model, loaded.tokenizer
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    stock = model.generate(ids, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    assert "Paris" in tokenizer.decode(stock.sequences[0])
-    plan = kvsearch.plans.uniform(
-        model, tokenizer=tokenizer.bare, policy="snapkv:window=2", budget=64, output=tmp_path / "p.json"
-    )
-    with kvsearch.attach(model, plan) as planned:
-        own = planned.generate(ids, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    assert own.sequences.tolist() == stock.sequences.tolist()
-    for ours, theirs in zip(own.logits, stock.logits, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
