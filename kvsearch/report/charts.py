@@ -26,7 +26,7 @@ from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL
 
 SCORE = "score, %"
-NATS = "nats per token above the full cache, lower is better"
+NATS = "excess nats per token, lower is better"
 HELD = "entries kept, all layers and kv heads"
 WIDE = 20.0  # from this largest over smallest value on, a scale is logarithmic
 Point = tuple[float, Estimate]

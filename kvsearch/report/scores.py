@@ -61,9 +61,8 @@ def progress_table(samples: Collection[Sample]) -> Table:
         rows.append([method, *(counts[task] for task in tasks), mean])
     replies = f"{len(samples)} {'reply' if len(samples) == 1 else 'replies'}"
     title = f"{replies} so far: questions answered, by task"
-    return Table.plain(
-        title, ["method", *tasks, "mean nats above full so far" if on_text else "mean score so far"], rows
-    )
+    what = "mean nats above full so far" if on_text else "mean score so far"
+    return Table.plain(title, ["method", *tasks, what], rows)
 
 
 def harness_lines(results: dict[str, Any]) -> Iterator[str]:

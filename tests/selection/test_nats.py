@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
+from kvsearch.report.artifacts import Opened
 from kvsearch.report.charts import selection_figures
+from kvsearch.report.page import groups_of, render
 from kvsearch.report.selections import (
     decision,
     headline,
@@ -112,6 +115,10 @@ def test_a_selection_on_text_never_speaks_of_percent(model: LoadedModel) -> None
     assert all("points" not in text and "score" not in text and "% of the gap" not in text for text in texts)
     assert f"{written} {losses[written].excess.mean:.4f}" in result.reported
     assert "nats per token above the full cache" in headline(again)
+    page = render(groups_of([Opened(Path("selection.json"), "selection", again)])).decode()
+    assert "Losses are in nats per token, lower is better" in page
+    assert f"<dt>nats above full</dt><dd>{losses[written].excess.mean:.4f}" in page
+    assert "Scores are of 100" not in page
     [figure] = selection_figures(again)
-    assert figure.body.y == "nats per token above the full cache, lower is better"
+    assert figure.body.y == "excess nats per token, lower is better"
     assert figure.body.series[0].y == (0.0,)
