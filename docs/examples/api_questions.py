@@ -21,7 +21,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,189 +48,188 @@ HOLDERS = (
     "pandas.api.typing.DataFrameGroupBy", "pandas.api.typing.Rolling", "pandas.plotting",
 )  # fmt: skip
 HARDLY_VARY = {"axis", "casting", "dtype", "order"}  # parameters whose defaults are known without the documentation
-CHARACTERS = 3600  # about 1,024 tokens of SmolLM2
+CHARACTERS = 4100  # about 1,024 tokens of SmolLM2
 TEXT_CHARACTERS = 500_000
+LEAST = 150  # characters of a function's documentation
+FULL = 0.9  # share of a context's characters that has to be filled
+MOST_COMMON = 1 / 25  # share of the questions that may have one answer, so that none is a good guess
 SEED = 0
 QUESTION = "What is the default value of the parameter `{parameter}` of `{function}`? Answer with the value alone."
 
 SECTION = re.compile(r"^([A-Z][A-Za-z ]+)\n-{3,} *$", re.MULTILINE)  # a title of numpydoc, and the line below it
-ENTRY = re.compile(
-    r"^(?=\S)", re.MULTILINE
-)  # where the entry of a parameter begins: all but its first line is indented
-NAMES = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*) *(?::|$)", re.MULTILINE)
-LITERAL = r"""'[^'\n]*'|"[^"\n]*"|\([-+\d., e]*\)|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?(?!\w)"""
-STATED = re.compile(rf"\b[Dd]efault(?:s|ed)?(?: value)?(?: is| to|:|=)*[ `]*({LITERAL})")
+ENTRY = re.compile(r"^(?=\S)", re.MULTILINE)  # all lines of a parameter's entry but the first are indented
+NAMES = re.compile(r"(\w+) *(?::|$)", re.MULTILINE)
+LITERAL = r"""'[^'\n]*'|"[^"\n]*"|\([-+\d., e]*\)|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?(?![\w*])"""
+STATED = re.compile(rf"\b[Dd]efault(?:s|ed)?(?: value)?(?:\s+is|\s+to|:|=)*[\s`]*(?:\w+=)?({LITERAL})")
 
 
 @dataclass(frozen=True)
 class Default:
-    """A default value that documentation states as the signature has it, and the ways to write it."""
+    """A default value that documentation states as the signature has it, in all the ways to write it."""
 
     parameter: str
-    value: Any
     spellings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The documentation of a function or class: its text, all its parameters' defaults, and those to ask for."""
+    """The documentation of a function or class, the names of its parameters, and defaults to ask for."""
 
     name: str
     text: str
-    parameters: dict[str, Any]
+    parameters: frozenset[str]
     stated: tuple[Default, ...]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="OUT_DIR", help="where both files are written")
-    parser.add_argument(
-        "--characters", type=int, default=CHARACTERS, metavar="N",
-        help="characters of a context, about 3.5 times its tokens [default: %(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--questions", type=int, default=4, metavar="N", help="questions about a context [default: %(default)s]"
-    )
-    parser.add_argument(
-        "--contexts", type=int, default=120, metavar="N", help="contexts, at most [default: %(default)s]"
-    )
+    for name, default, meaning in (
+        ("--characters", CHARACTERS, "characters of a context, about 3.5 times its tokens"),
+        ("--contexts", 120, "contexts, at most"),
+        ("--questions", 4, "questions about a context"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} [default: {default}]")
     options = parser.parse_args()
-    entries = read_documentation(HOLDERS)
-    rows, used = make_questions(entries, options.characters, options.questions, options.contexts)
-    text = "\n\n".join(entry.text for entry in entries if entry.name not in used)[:TEXT_CHARACTERS]
-    if not rows or not text:
-        sys.exit(
-            f"no context of {options.characters} characters can be made: install numpy, scipy, scikit-learn, pandas"
-        )
+    members = find_members(HOLDERS)
+    entries = [read_entry(name, member, options.characters // 3) for name, member in members.items()]
+    documented = [entry for entry in entries if entry is not None]
+    random.Random(SEED).shuffle(documented)
+    rows, used = make_questions(documented, options.characters, options.questions, options.contexts)
+    text = "\n\n".join(entry.text for entry in documented if entry.name not in used)[:TEXT_CHARACTERS]
+    if not rows:
+        sys.exit(f"no context of {options.characters} characters can be made of numpy, scipy, scikit-learn and pandas")
     options.folder.mkdir(parents=True, exist_ok=True)
-    with (options.folder / "questions.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (options.folder / "questions.jsonl").write_text(lines, encoding="utf-8")
     (options.folder / "documentation.txt").write_text(text, encoding="utf-8")
     contexts = len({row["context"] for row in rows})
     print(f"questions.jsonl: {len(rows)} questions about {contexts} contexts of {len(used)} functions and classes")
     print(f"documentation.txt: {len(text):,} characters about others")
 
 
-def read_documentation(holders: tuple[str, ...]) -> list[Entry]:
-    """Return what the packages document, in an order that is drawn; of functions of one name, the first is taken."""
-    entries: dict[str, Entry] = {}
+def find_members(holders: tuple[str, ...]) -> dict[str, Any]:
+    """Return public functions and classes by their dotted names; of those of one last name, the first."""
+    found: dict[str, Any] = {}
+    taken: set[str] = set()
     for holder_name in holders:
         try:
             holder = pkgutil.resolve_name(holder_name)
-        except (ImportError, AttributeError):  # not installed, or not in this version
-            print(f"{holder_name} is not there")
+        except (ImportError, AttributeError):
+            print(f"left out, as it is not in what is installed: {holder_name}")
             continue
-        for name, member in public_members(holder):
-            if name not in entries and (entry := read_entry(f"{holder_name}.{name}", member)):
-                entries[name] = entry
-    drawn = list(entries.values())
-    random.Random(SEED).shuffle(drawn)
-    return drawn
+        names = getattr(holder, "__all__", None) if inspect.ismodule(holder) else None
+        for name in sorted(set(names or dir(holder)) - taken):
+            try:
+                with warnings.catch_warnings(action="ignore"):  # of names that are deprecated
+                    member = getattr(holder, name)
+            except (ImportError, AttributeError):  # of names that are experimental
+                continue
+            if not name.startswith("_") and (inspect.isroutine(member) or inspect.isclass(member)):
+                found[f"{holder_name}.{name}"] = member
+                taken.add(name)
+    return found
 
 
-def public_members(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the functions and classes of a module, or the methods of a class, by name."""
-    names = getattr(holder, "__all__", None) if inspect.ismodule(holder) else None
-    for name in sorted(names or dir(holder)):
-        try:
-            with warnings.catch_warnings(action="ignore"):  # names that are deprecated
-                member = getattr(holder, name)
-        except (ImportError, AttributeError):  # names that are experimental
-            continue
-        if not name.startswith("_") and (inspect.isroutine(member) or inspect.isclass(member)):
-            yield name, member
+def read_entry(name: str, member: Any, characters: int) -> Entry | None:
+    """Return summary, parameters and returned values of a function; parameters beyond so many characters are cut.
 
-
-def read_entry(name: str, member: Any) -> Entry | None:
-    """Return the summary, parameters and returned values of a function; None where its documentation has no parameters."""
+    None where its documentation has no parameters.
+    """
     summary, *sections = SECTION.split(inspect.getdoc(member) or "")
     by_title = dict(zip(sections[::2], sections[1::2], strict=True))
-    if "Parameters" not in by_title:
-        return None
     try:
         signature = inspect.signature(member).parameters
     except (TypeError, ValueError):  # code that is not Python's
         signature = {}
-    parts = [name, summary.strip().split("\n\n")[0]]
-    for title in ("Parameters", "Returns"):
-        if title in by_title:
-            parts.append(f"{title}\n{'-' * len(title)}\n{by_title[title].strip()}")
-    defaults = {parameter: value.default for parameter, value in signature.items()}
-    return Entry(name, "\n\n".join(parts), defaults, tuple(stated_defaults(by_title["Parameters"], defaults)))
+    first_paragraph = summary.strip().split("\n\n")[0]
+    head = f"{name}\n\n{first_paragraph}\n\nParameters\n----------\n"
+    tail = f"\n\nReturns\n-------\n{by_title['Returns'].strip()}" if "Returns" in by_title else ""
+    room = characters - len(head) - len(tail)
+    parameters = []
+    for text in ENTRY.split(by_title.get("Parameters", "").strip()):
+        shown = text.split("\n\n")[0].rstrip() + "\n"  # its first paragraph
+        room -= len(shown)
+        if room < 0:
+            break
+        parameters.append(shown)
+    text = f"{head}{''.join(parameters).strip()}{tail}"
+    if not parameters or len(text) < LEAST:
+        return None
+    defaults = (read_default(text, signature) for text in parameters)
+    return Entry(name, text, frozenset(signature), tuple(default for default in defaults if default))
 
 
-def stated_defaults(section: str, defaults: dict[str, Any]) -> Iterator[Default]:
-    """Yield the defaults that a section of parameters states as the signature has them."""
-    for text in ENTRY.split(section):
-        names = NAMES.match(text)
-        if names is None or "," in names[1] or names[1] in HARDLY_VARY or names[1] not in defaults:
-            continue
-        value = defaults[names[1]]
-        found = STATED.search(text)
-        if found is None or not isinstance(value, str | int | float | tuple) or isinstance(value, bool):
-            continue
-        literal = ast.literal_eval(re.sub(r"\b0+(?=\d)", "", found[1]))
-        if literal == value:
-            yield Default(names[1], value, spellings_of(value, found[1]))
+def read_default(text: str, signature: Mapping[str, inspect.Parameter]) -> Default | None:
+    """Return the default that the entry of a parameter states; None unless it is the signature's and worth asking."""
+    name = NAMES.match(text)
+    stated = STATED.search(text)
+    if name is None or stated is None or name[1] not in signature or name[1] in HARDLY_VARY:
+        return None
+    value = signature[name[1]].default
+    try:
+        if type(value) not in (str, int, float, tuple) or ast.literal_eval(stated[1]) != value:
+            return None
+    except (ValueError, SyntaxError):
+        return None
+    spellings = spell(value, stated[1])
+    return Default(name[1], spellings) if len(spellings[0]) > 1 else None
 
 
-def spellings_of(value: Any, written: str) -> tuple[str, ...]:
+def spell(value: Any, stated: str) -> tuple[str, ...]:
     """Return the ways to write a value, the documentation's own first."""
     if isinstance(value, str):
         return (value,)
-    spellings = [written.rstrip("."), repr(value)]
+    spellings = [stated.rstrip("."), repr(value)]
     if isinstance(value, int | float):
-        spellings += [f"{value:g}", f"{value:.10f}".rstrip("0").rstrip(".") if abs(value) >= 1e-9 else repr(value)]
-    return tuple(dict.fromkeys(spellings))
+        spellings += [f"{value:g}", f"{value:.12f}".rstrip("0").rstrip(".")]
+    return tuple(spelling for spelling in dict.fromkeys(spellings) if ast.literal_eval(spelling) == value)
 
 
 def make_questions(
-    entries: list[Entry], characters: int, questions: int, contexts: int
+    entries: Sequence[Entry], characters: int, questions: int, contexts: int
 ) -> tuple[list[dict[str, Any]], set[str]]:
     """Return rows of questions about contexts of about so many characters, and the names of what is in a context."""
-    left = [entry for entry in entries if entry.stated and len(entry.text) <= characters / 2]
+    left = sorted(entries, key=lambda entry: not entry.stated)  # what can be asked about goes first
     rows: list[dict[str, Any]] = []
     used: set[str] = set()
     asked = Counter[str]()
-    most = max(questions * contexts // 30, 1)  # questions with one answer, so that no answer is a good guess
+    most = max(round(MOST_COMMON * questions * contexts), 1)
+    order = random.Random(SEED)
     for _ in range(contexts):
-        group: list[Entry] = []
-        room = characters
-        for entry in left:
-            if len(entry.text) + 2 <= room:
-                group.append(entry)
-                room -= len(entry.text) + 2
-        left = [entry for entry in left if entry not in group]
+        group = fill_context(left, characters, questions)
+        order.shuffle(group)
         context = "\n\n".join(entry.text for entry in group)
-        if room > characters / 10:
+        rest = [(entry, default) for entry, default in askable(group) if asked[default.spellings[0]] < most]
+        if len(context) < FULL * characters or not rest:
             break
-        new = 0
-        for entry, default in questions_of(group):
-            answer = default.spellings[0]
-            if new < questions and asked[answer] < most:
-                asked[answer] += 1
-                new += 1
-                rows.append(
-                    {
-                        "context": context,
-                        "question": QUESTION.format(parameter=default.parameter, function=entry.name),
-                        "answers": list(default.spellings),
-                        "max_new_tokens": 16,
-                    }
-                )
-        if new:
-            used.update(entry.name for entry in group)
+        left = [entry for entry in left if entry not in group]
+        used.update(entry.name for entry in group)
+        for entry, default in sorted(rest, key=lambda pair: asked[pair[1].spellings[0]])[:questions]:
+            asked[default.spellings[0]] += 1
+            question = QUESTION.format(parameter=default.parameter, function=entry.name)
+            rows.append({"context": context, "question": question, "answers": default.spellings, "max_new_tokens": 16})
     return rows, used
 
 
-def questions_of(group: list[Entry]) -> Iterator[tuple[Entry, Default]]:
-    """Yield what to ask about a context, one default of each function, then a second of each, and so on."""
-    for turn in range(max(len(entry.stated) for entry in group)):
+def fill_context(entries: Iterable[Entry], characters: int, questions: int) -> list[Entry]:
+    """Return the first entries that fit into so many characters; no more to ask about than there are questions."""
+    group: list[Entry] = []
+    for entry in entries:
+        room = characters - len(entry.text) - 2
+        if room >= 0 and not (entry.stated and len(list(askable([*group, entry]))) > 2 * questions):
+            group.append(entry)
+            characters = room
+    return group
+
+
+def askable(group: Sequence[Entry]) -> Iterator[tuple[Entry, Default]]:
+    """Yield defaults of parameters that one function of a group has alone: first one of each function, and so on."""
+    for turn in range(max((len(entry.stated) for entry in group), default=0)):
         for entry in group:
             if turn < len(entry.stated):
                 default = entry.stated[turn]
-                others = (other.parameters for other in group if other is not entry)
-                if all(default.parameter not in other for other in others):
+                if sum(default.parameter in other.parameters for other in group) == 1:
                     yield entry, default
 
 
