@@ -4,9 +4,9 @@
     python docs/examples/api_questions.py OUT_DIR --characters 7400  # of about 2,048
 
 OUT_DIR/questions.jsonl holds contexts, each the documentation of several functions and classes of numpy, scipy,
-scikit-learn and pandas, and questions about default values, for `--tasks jsonl:OUT_DIR/questions.jsonl`. An answer is what
-`inspect.signature` says, where the documentation says the same. OUT_DIR/documentation.txt is text about other functions,
-for `--tasks ppl:OUT_DIR/documentation.txt`. The same versions of the packages and options give the same files.
+scikit-learn and pandas, and questions about default values, for `--tasks jsonl:OUT_DIR/questions.jsonl`. Answers are
+those of `inspect.signature`, where the documentation says the same. OUT_DIR/documentation.txt is the documentation of
+other functions, for `--tasks ppl:OUT_DIR/documentation.txt`. The same versions of the packages give the same files.
 """
 
 from __future__ import annotations
@@ -54,9 +54,14 @@ LEAST = 150  # characters of a function's documentation
 FULL = 0.9  # share of a context's characters that has to be filled
 MOST_COMMON = 1 / 25  # share of the questions that may have one answer, so that none is a good guess
 SEED = 0
-QUESTION = "What is the default value of the parameter `{parameter}` of `{function}`? Answer with the value alone."
+QUESTION = "What is the default value of the parameter `{parameter}` of `{function}`?"
+PREFIX = "The default value of `{parameter}` is"  # without it, a small model repeats the question first
+QUOTES = ("", "`", "'", '"', "`'", '`"')  # a reply may have the value in these
+ENDS = ("", ".", ",")
+LONGEST = 24  # characters of an answer
 
 SECTION = re.compile(r"^([A-Z][A-Za-z ]+)\n-{3,} *$", re.MULTILINE)  # a title of numpydoc, and the line below it
+TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 ENTRY = re.compile(r"^(?=\S)", re.MULTILINE)  # all lines of a parameter's entry but the first are indented
 NAMES = re.compile(r"(\w+) *(?::|$)", re.MULTILINE)
 LITERAL = r"""'[^'\n]*'|"[^"\n]*"|\([-+\d., e]*\)|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?(?![\w*])"""
@@ -90,6 +95,10 @@ def main() -> None:
         ("--questions", 4, "questions about a context"),
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} [default: {default}]")
+    parser.add_argument(
+        "--swap-contexts", action="store_true",
+        help="ask every question about a context that does not have its answer: what is right then is guessed",
+    )  # fmt: skip
     options = parser.parse_args()
     members = find_members(HOLDERS)
     entries = [read_entry(name, member, options.characters // 3) for name, member in members.items()]
@@ -97,6 +106,8 @@ def main() -> None:
     random.Random(SEED).shuffle(documented)
     rows, used = make_questions(documented, options.characters, options.questions, options.contexts)
     text = "\n\n".join(entry.text for entry in documented if entry.name not in used)[:TEXT_CHARACTERS]
+    if options.swap_contexts:
+        rows = swap_contexts(rows)
     if not rows:
         sys.exit(f"no context of {options.characters} characters can be made of numpy, scipy, scikit-learn and pandas")
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -136,8 +147,10 @@ def read_entry(name: str, member: Any, characters: int) -> Entry | None:
 
     None where its documentation has no parameters.
     """
-    summary, *sections = SECTION.split(inspect.getdoc(member) or "")
+    documentation = TRAILING.sub("", inspect.getdoc(member) or "")
+    summary, *sections = SECTION.split(documentation)
     by_title = dict(zip(sections[::2], sections[1::2], strict=True))
+    signature: Mapping[str, inspect.Parameter]
     try:
         signature = inspect.signature(member).parameters
     except (TypeError, ValueError):  # code that is not Python's
@@ -173,7 +186,7 @@ def read_default(text: str, signature: Mapping[str, inspect.Parameter]) -> Defau
     except (ValueError, SyntaxError):
         return None
     spellings = spell(value, stated[1])
-    return Default(name[1], spellings) if len(spellings[0]) > 1 else None
+    return Default(name[1], spellings) if 1 < len(spellings[0]) <= LONGEST else None
 
 
 def spell(value: Any, stated: str) -> tuple[str, ...]:
@@ -207,9 +220,25 @@ def make_questions(
         used.update(entry.name for entry in group)
         for entry, default in sorted(rest, key=lambda pair: asked[pair[1].spellings[0]])[:questions]:
             asked[default.spellings[0]] += 1
-            question = QUESTION.format(parameter=default.parameter, function=entry.name)
-            rows.append({"context": context, "question": question, "answers": default.spellings, "max_new_tokens": 16})
+            names = {"parameter": default.parameter, "function": entry.name}
+            row = {"context": context, "question": QUESTION.format(**names), "prefix": PREFIX.format(**names)}
+            rows.append({**row, "answers": list(quote(default.spellings)), "metric": "exact", "max_new_tokens": 16})
     return rows, used
+
+
+def quote(spellings: Sequence[str]) -> Iterator[str]:
+    """Yield every way to begin a reply with a value; the metric `exact` compares whole words."""
+    for quotes in QUOTES:
+        for spelling in spellings:
+            for end in ENDS:
+                yield f"{quotes}{spelling}{quotes[::-1]}{end}"
+
+
+def swap_contexts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the questions about every context as questions about the next one."""
+    contexts = list(dict.fromkeys(row["context"] for row in rows))
+    following = dict(zip(contexts, [*contexts[1:], *contexts[:1]], strict=True))
+    return [{**row, "context": following[row["context"]]} for row in rows]
 
 
 def fill_context(entries: Iterable[Entry], characters: int, questions: int) -> list[Entry]:
