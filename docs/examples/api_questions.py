@@ -1,7 +1,7 @@
 """Make questions about real documents, offline: from the documentation of Python packages that are installed.
 
     python docs/examples/api_questions.py OUT_DIR                    # contexts of about 1,024 tokens
-    python docs/examples/api_questions.py OUT_DIR --characters 7400  # of about 2,048
+    python docs/examples/api_questions.py OUT_DIR --characters 8200  # of about 2,048
 
 OUT_DIR/questions.jsonl holds contexts, each the documentation of several functions and classes of numpy, scipy,
 scikit-learn and pandas, and questions about default values, for `--tasks jsonl:OUT_DIR/questions.jsonl`. Answers are
@@ -207,15 +207,20 @@ def make_questions(
     rows: list[dict[str, Any]] = []
     used: set[str] = set()
     asked = Counter[str]()
-    most = max(round(MOST_COMMON * questions * contexts), 1)
+    most = max(round(MOST_COMMON * questions * contexts), 3)
     order = random.Random(SEED)
-    for _ in range(contexts):
+    made = 0
+    while made < contexts and left:
         group = fill_context(left, characters, questions)
         order.shuffle(group)
         context = "\n\n".join(entry.text for entry in group)
-        rest = [(entry, default) for entry, default in askable(group) if asked[default.spellings[0]] < most]
-        if len(context) < FULL * characters or not rest:
+        if len(context) < FULL * characters:
             break
+        rest = [(entry, default) for entry, default in askable(group) if asked[default.spellings[0]] < most]
+        if not rest:
+            left = left[1:]
+            continue
+        made += 1
         left = [entry for entry in left if entry not in group]
         used.update(entry.name for entry in group)
         for entry, default in sorted(rest, key=lambda pair: asked[pair[1].spellings[0]])[:questions]:
@@ -242,11 +247,14 @@ def swap_contexts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def fill_context(entries: Iterable[Entry], characters: int, questions: int) -> list[Entry]:
-    """Return the first entries that fit into so many characters; no more to ask about than there are questions."""
+    """Return the first entries that fit into so many characters: some to ask about, and others that share nothing."""
     group: list[Entry] = []
     for entry in entries:
         room = characters - len(entry.text) - 2
-        if room >= 0 and not (entry.stated and len(list(askable([*group, entry]))) > 2 * questions):
+        if room < 0:
+            continue
+        before, after = (len(list(askable(entries))) for entries in (group, [*group, entry]))
+        if (before < questions and before < after) if entry.stated else before == after:
             group.append(entry)
             characters = room
     return group
