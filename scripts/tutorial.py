@@ -1,15 +1,17 @@
 """Run the commands of docs/tutorial.md, and write below them what they print.
 
     python scripts/tutorial.py            # docs/tutorial.md with the outputs of today
+    python scripts/tutorial.py smollm2    # those of the blocks ```console smollm2, on a model that was fetched
     python scripts/tutorial.py --check    # nothing is written; exit 1 where an output differs
 
 Commands are the lines of `console` blocks that begin with "$ "; they run one after the other in a directory of
 their own, and what they print to both streams follows them. The directory holds the files of the page: blocks such as
-```python questions.py. How long each command took is printed, not written.
+```python questions.py. Other scripts are those of the repository. How long each command took is printed, not written.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import io
@@ -22,9 +24,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
-BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "tutorial.md"
+BLOCK = re.compile(r"^```console ?(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMPT = "$ "
 FILE = re.compile(r"^```\w+ (\w+\.\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROGRESS = re.compile(r"^.*: (\d+ of \d+|\d+%) in \d+:\d\d\b.*\n", re.MULTILINE)
@@ -34,13 +38,15 @@ TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 Run = Callable[[list[str]], str]
 
 
-def rendered(page: str, run: Run) -> str:
-    """Return a page with the output of `run` below every command of its blocks."""
+def rendered(page: str, run: Run, model: str = "") -> str:
+    """Return a page with the output of `run` below every command of its blocks, or of those that name a `model`."""
 
     def block(found: re.Match[str]) -> str:
-        commands = [line for line in found.group(1).splitlines() if line.startswith(PROMPT)]
+        if found[1] != model:
+            return found[0]
+        commands = [line for line in found[2].splitlines() if line.startswith(PROMPT)]
         parts = [f"{command}\n{_shown(run(shlex.split(command.removeprefix(PROMPT))))}" for command in commands]
-        return "```console\n" + "\n".join(parts) + "```"
+        return found[0].partition("\n")[0] + "\n" + "\n".join(parts) + "```"
 
     return BLOCK.sub(block, page)
 
@@ -60,8 +66,9 @@ def run_here(words: list[str]) -> str:
 
     started = time.process_time()
     if words[0] == "python":
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(words[1], run_name="__main__")
+        script = Path(words[1]) if Path(words[1]).exists() else ROOT / words[1]
+        with contextlib.redirect_stdout(io.StringIO()) as printed, patch.object(sys, "argv", words[1:]):
+            runpy.run_path(str(script), run_name="__main__")
         output = printed.getvalue()
     else:
         result = CliRunner().invoke(app, words[1:])
@@ -88,10 +95,14 @@ def directory_of(page: str) -> Iterator[None]:
 
 def main() -> int:
     """Write the page, or tell whether it is that of today."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="", help="run the blocks that name this model, and no others")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 where an output differs")
+    options = parser.parse_args()
     there = PAGE.read_text()
     with directory_of(there):
-        here = rendered(there, run_here)
-    if "--check" not in sys.argv[1:]:
+        here = rendered(there, run_here, options.model)
+    if not options.check:
         PAGE.write_text(here)
     elif here != there:
         sys.stdout.writelines(difflib.unified_diff(there.splitlines(True), here.splitlines(True), "page", "today"))

@@ -22,7 +22,7 @@ OF_AGENTS = ROOT / "AGENTS.md"
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", OF_AGENTS, *ROOT.glob("docs/*.md"), *ROOT.glob("data/*/README.md")]
 )
-FENCE = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```[^`\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LEAST = 60  # commands: fewer mean that they are not found
 
 

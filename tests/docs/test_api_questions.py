@@ -1,0 +1,152 @@
+"""docs/examples/api_questions.py: answers are the signatures' and stand in the text, and both files are apart."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.jsonl import JsonlTask
+from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.text import TextTask
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+HOLDERS = ("numpy", "scipy.signal", "scipy.ndimage", "not_installed")
+CHARACTERS = 4100
+TITLE = re.compile(r"^((?:numpy|scipy)\.[\w.]+)\n\n", re.MULTILINE)
+NAMES = re.compile(r"`(.*?)`")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = importlib.import_module("api_questions")
+    monkeypatch.setattr(module, "HOLDERS", HOLDERS)
+    return module
+
+
+@pytest.fixture
+def make(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(name: str, *options: str) -> tuple[Path, list[dict[str, Any]]]:
+        folder = tmp_path / name
+        monkeypatch.setattr(sys, "argv", ["api_questions.py", str(folder), "--contexts", "5", *options])
+        script.main()
+        return folder, [json.loads(line) for line in (folder / "questions.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def default_of(question: str) -> tuple[str, Any]:
+    """Return the function of a question, and the default that its signature has."""
+    parameter, function = NAMES.findall(question)
+    return function, inspect.signature(pkgutil.resolve_name(function)).parameters[parameter].default
+
+
+def test_answers_are_defaults_and_files_are_apart(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, rows = make("first")
+    printed = capsys.readouterr().out
+    assert "not in what is installed: not_installed" in printed
+    assert "questions about 5 contexts" in printed
+    task = JsonlTask.load(folder / "questions.jsonl")
+    assert len(task.rows) == 5
+    titles = [TITLE.findall(example.context) for example in task.rows]
+    assert all(len(functions) >= 3 for functions in titles)
+    in_contexts = [function for functions in titles for function in functions]
+    assert len({*in_contexts}) == len(in_contexts)
+    assert all(0.9 * CHARACTERS <= len(example.context) <= CHARACTERS for example in task.rows)
+    assert all(2 <= len(example.queries) <= 4 for example in task.rows)
+    for row in rows:
+        function, default = default_of(row["question"])
+        answer = row["answers"][0]
+        assert answer == default or ast.literal_eval(answer) == default
+        assert re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", row["context"].split(function)[1])
+    text = TextTask.load(folder / "documentation.txt")
+    assert not {*TITLE.findall(text.text)} & {*in_contexts}
+    assert len(TITLE.findall(text.text)) > 50
+    again, _ = make("again")
+    for name in ("questions.jsonl", "documentation.txt"):
+        assert (folder / name).read_bytes() == (again / name).read_bytes()
+
+
+def test_swapped_contexts_do_not_have_the_answers(make: Any) -> None:
+    _, rows = make("asked")
+    _, swapped = make("swapped", "--swap-contexts")
+    assert [row["question"] for row in swapped] == [row["question"] for row in rows]
+    assert {row["context"] for row in swapped} == {row["context"] for row in rows}
+    assert not any(default_of(row["question"])[0] in TITLE.findall(row["context"]) for row in swapped)
+
+
+def test_contexts_that_cannot_be_filled(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^no context of 100 characters can be made of numpy, scipy"):
+        make("small", "--characters", "100")
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "spellings"),
+    [
+        ("p : float, default=1e-3\n    Tolerance.", 0.001, ("1e-3", "0.001")),
+        ("p : float\n    Tolerance. Default is 0.001.\n", 0.001, ("0.001",)),
+        ("p : float, optional\n    Step (default: 1.0).", 1.0, ("1.0", "1")),
+        ("p : int\n    Points (default is\n    N=512).", 512, ("512",)),
+        ("p : int\n    Degree. Defaults to ``16``", 16, ("16",)),
+        ("p : {'auto', 'full'}, default='auto'", "auto", ("auto",)),
+        ('p : str, default="auto"', "auto", ("auto",)),
+        ("p : tuple, default=(0, 1)", (0, 1), ("(0, 1)",)),
+        ("p : int, default: -1", -1, ("-1",)),
+        ("p : float, default=10 000", 10000.0, None),  # not what stands there
+        ("p : int, default: 2**30", 2**30, None),
+        ("p : int, default=12", 13, None),
+        ("p : int\n    About 12 of them.", 12, None),
+        ("p : int, default=5", 5, None),  # of one character, and easily guessed
+        ("p : bool, default=True", True, None),
+        ("p : int or None, default=None", None, None),
+        ("axis : int, default=-1", -1, None),
+        ("q : int, default=12", 12, None),  # not in the signature
+        ("p, q : int, default=12", 12, None),  # whose?
+    ],
+)
+def test_a_default_is_read(script: Any, text: str, value: Any, spellings: tuple[str, ...] | None) -> None:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = {name: inspect.Parameter(name, kind, default=value) for name in ("p", "axis")}
+    default = script.read_default(text, signature)
+    assert (default and default.spellings) == spellings
+
+
+@pytest.mark.parametrize(
+    ("spelled", "right", "wrong"),
+    [
+        (("1e-3", "0.001"), [" 1e-3.\n\nIt", " `0.001`, so", " 0.001"], [" 1e-30", " 0.0011", " 0.", " not 1e-3"]),
+        (("10",), [" 10", " `10` which"], [" 100", " 100.", " `100`", " 1", " '1'"]),
+        (("rbf",), [" `'rbf'`.", ' "rbf"', ' `"rbf"`, which'], [" `'rb'`", " rbfs", ""]),
+        (("(0, 1)",), [" (0, 1).", " `(0, 1)` which"], [" (0, 10)", " (0,"]),
+    ],
+)
+def test_replies_are_compared_as_words(
+    script: Any, spelled: tuple[str, ...], right: list[str], wrong: list[str]
+) -> None:
+    query = Query("?", tuple(script.quote(spelled)))
+    assert [METRICS["exact"](reply, query) for reply in right] == [1.0] * len(right)
+    assert [METRICS["exact"](reply, query) for reply in wrong] == [0.0] * len(wrong)
+
+
+def test_contexts_have_parameters_that_one_function_has_alone(script: Any) -> None:
+    def entry(name: str, *parameters: str, stated: bool = True) -> Any:
+        defaults = tuple(script.Default(parameter, ("12",)) for parameter in parameters if stated)
+        return script.Entry(name, f"{name} " + "x" * 18, frozenset(parameters), defaults)
+
+    f, g, h = entry("f", "p", "q"), entry("g", "p", "r"), entry("h", "s")
+    asked = [(of.name, default.parameter) for of, default in script.askable([f, g, h])]
+    assert asked == [("h", "s"), ("f", "q"), ("g", "r")]
+    also, other = entry("k", "q", stated=False), entry("l", "t", stated=False)
+    filled = script.fill_context([f, g, entry("i", "p"), h, also, other], 100, 3)
+    assert [entry.name for entry in filled] == ["f", "h", "l"]  # f, and g would leave as many as f alone
