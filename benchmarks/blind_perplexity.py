@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("model", help="a name, a directory or a GGUF file")
     parser.add_argument("--text", type=Path, help="a text file (default: numpy's docstrings)")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--length", type=int, default=512, help="tokens of a context")
     parser.add_argument("--ratio", type=float, default=0.9, help="share that is evicted")
     args = parser.parse_args()

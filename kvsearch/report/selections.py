@@ -105,9 +105,8 @@ def ahead_words(ahead: Mapping[str, Estimate], others: int, *, on_text: bool = F
     chance = "within chance" if surely == 0 else f"{surely} of them beyond chance"
     if math.isnan(lead.low):
         chance = "on too few contexts to say more"
-    better, most = "score higher", interval(lead, "+.1f", noun=" points")
-    if on_text:
-        better, most = "lose less", f"{nats(lead, '+')} nats per token"
+    better = "lose less" if on_text else "score higher"
+    most = f"{nats(lead, '+')} nats per token" if on_text else interval(lead, "+.1f", noun=" points")
     return f"{len(ahead)} of {counted(others, 'other')} in the report {better}, {chance}: {name} by {most}"
 
 
@@ -269,9 +268,10 @@ def run_parts(content: RunResult) -> Iterator[str | Table]:
         yield from tables(one)
     if content.tried:
         on_text = bool(content.choices[0].report.nats)
+        lost = [_lost(step.loss, on_text) if on_text else percent(step.loss) for step in content.tried]
         rows = [
-            [step.budget, step.name, _lost(step.loss, on_text), "other contexts" if step.confirmed else "one half"]
-            for step in content.tried
+            [step.budget, step.name, points, "other contexts" if step.confirmed else "one half"]
+            for step, points in zip(content.tried, lost, strict=True)
         ]
         columns = ["budget", "best", "nats lost" if on_text else "points lost", "asked"]
         yield Table.plain("budgets that were tried", columns, rows, words=("best", "asked"))
@@ -279,7 +279,7 @@ def run_parts(content: RunResult) -> Iterator[str | Table]:
 
 def _lost(loss: float, on_text: bool) -> str:
     """Write what is lost of a score in points, or in nats per token: those of text are counted from 0 to MOST_LOST."""
-    return f"{MOST_LOST * loss:.4f}" if on_text else f"{100 * loss:.2f}"
+    return f"{MOST_LOST * loss:+.4f}" if on_text else f"{100 * loss:+.1f}"
 
 
 def smallest_words(
@@ -292,10 +292,9 @@ def smallest_words(
     """
     last = tried[-1]
     judged = sum(step.confirmed for step in tried)
-    unit, form, most = 100.0, "+.1f", f"{within:g} points"
-    if on_text:
-        unit, form, most = MOST_LOST, "+.4f", f"{within * MOST_LOST / 100:g} nats per token"
-    steps = ", ".join(f"{step.budget}: {unit * step.loss:{form}}" for step in tried)
+    unit = "nats per token" if on_text else "points"
+    most = within * MOST_LOST / 100 if on_text else within
+    steps = ", ".join(f"{step.budget}: {_lost(step.loss, on_text)}" for step in tried)
     asked = "questions that the budget was not found by"
     if judged > 1:
         asked = f"questions that {judged} budgets were judged by, this the first to hold"
@@ -306,8 +305,8 @@ def smallest_words(
         verdict = "contradicts that: keep more"
     return (
         f"{last.budget} entries per kv head, {percent(last.budget / longest, 0)}% of {longest} tokens, are the fewest "
-        f"of those tried at which the chosen plan loses at most {most}: {unit * last.loss:{form}} on {asked} "
-        f"({most.partition(' ')[2]} lost by what was tried: {steps}); the report split {verdict}"
+        f"of those tried at which the chosen plan loses at most {most:g} {unit}: {_lost(last.loss, on_text)} on "
+        f"{asked} ({unit} lost by what was tried: {steps}); the report split {verdict}"
     )
 
 
