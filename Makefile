@@ -1,11 +1,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
+REAL_DEMO := runs/real-demo
 
 # Where it is set, every process of the tests would compile torch and transformers anew, which takes 20 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick ci lint docs fuzz crash races interop wheel bench train clean
+.PHONY: setup demo real-demo real test quick ci lint docs fuzz crash races interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -15,6 +16,21 @@ demo: setup
 	$(BIN)/kvsearch run bundled --recipe bundled -o $(DEMO)
 	$(BIN)/kvsearch show $(DEMO)/plan.json
 	$(BIN)/kvsearch generate bundled --plan $(DEMO)/plan.json --max-new-tokens 3
+
+# The same job on a chat model, SmolLM2-135M-Instruct, and on questions about documentation: ten minutes on two cores.
+real-demo: setup
+	$(BIN)/python scripts/real_models.py smollm2
+	$(BIN)/python docs/examples/api_questions.py $(REAL_DEMO)
+	$(BIN)/kvsearch headroom smollm2 --dtype bfloat16 --ratio 0.8 --tasks jsonl:$(REAL_DEMO)/questions.jsonl --samples 1
+	$(BIN)/kvsearch run smollm2 --dtype bfloat16 --recipe quick --tasks jsonl:$(REAL_DEMO)/questions.jsonl -o $(REAL_DEMO)/run
+	$(BIN)/kvsearch generate smollm2 --dtype bfloat16 --plan $(REAL_DEMO)/run/plan.json --context @llms.txt \
+		--prompt "What does kvsearch do?" --max-new-tokens 60
+
+# From nothing to the tables of docs/results.md: hours, in steps that go on where they were stopped.
+real: setup
+	$(BIN)/python scripts/real_models.py smollm2
+	$(BIN)/python docs/examples/api_questions.py runs/real/data
+	$(BIN)/python scripts/real_results.py
 
 # One worker more than there are cores: many tests wait for processes of their own.
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
