@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from typer.testing import CliRunner
 
+from kvsearch.cli import app
+from kvsearch.cli.console import Console
 from kvsearch.models.real import RealModel, Wheel
+from tests.docs.test_commands import read as read_options
 
 pytestmark = pytest.mark.slow
 
@@ -180,3 +187,52 @@ def test_figures_with_limits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_package_keeps_its_limits() -> None:
     subprocess.run([sys.executable, str(SCRIPT), "--check"], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/real_results.py."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("real_results")
+
+
+def test_steps_of_the_results_are_commands(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Console, "run", read_options)
+    monkeypatch.setattr(results, "gate_scores", lambda home: {"niah_single_2": 1.0, "niah_single_3": 0.4})
+    steps = results.find_steps(tmp_path, ["needles", "questions", "text"])
+    assert [step.arguments[0] for step in steps] == ["evaluate", *["run", "evaluate"] * 3]
+    for step in steps:
+        assert not step.is_finished
+        answer = CliRunner().invoke(app, step.command[1:])
+        assert answer.exit_code == 0, answer.exception or answer.output
+    asked = steps[1].arguments
+    assert asked[asked.index("--tasks") + 1] == "ruler:niah_single_2"  # the other did not pass
+
+
+def test_tables_of_results_that_were_not_measured_are_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "real_results.py"), "--tables", "--home", str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"there is no file {tmp_path / 'gate'}: check the path: measure it first\n"
+
+
+def test_tables_go_between_their_marks(results: ModuleType) -> None:
+    page = "a\n<!-- gate -->\n\nold\n\n<!-- end -->\nb\n<!-- text -->\n<!-- end -->\n"
+    filled = results.MARK.sub(lambda place: results.fill(place, {"gate": "new"}), page)
+    assert filled == "a\n<!-- gate -->\n\nnew\n\n<!-- end -->\nb\n<!-- text -->\n\n\n\n<!-- end -->\n"
+
+
+def test_replies_are_packed_to_the_same_bytes(results: ModuleType, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("config.json", "report.json", "samples.csv"):
+        (run / name).write_text(name)
+    results.pack(run, tmp_path / "first" / "run.tar.xz")
+    (run / "config.json").touch()
+    results.pack(run, tmp_path / "second" / "run.tar.xz")
+    first, second = ((tmp_path / place / "run.tar.xz").read_bytes() for place in ("first", "second"))
+    assert first == second
+    with tarfile.open(tmp_path / "first" / "run.tar.xz") as archive:
+        assert archive.extractfile("samples.csv").read() == b"samples.csv"
