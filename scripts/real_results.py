@@ -1,0 +1,431 @@
+"""Measure SmolLM2-135M-Instruct: every step from nothing to the tables of docs/results.md.
+
+    python scripts/real_results.py            # what is missing is measured, then the tables are written
+    python scripts/real_results.py --tables   # the tables alone, of what was measured
+    python scripts/real_results.py --steps    # the commands, with what each has cost so far
+
+A step is a command of kvsearch with a directory of its own in runs/real. It goes on where it was stopped, and is not
+repeated once it is finished. Three kinds of questions are asked: needles in essays, defaults that documentation states,
+and plain text, of which the rest is predicted. Needles are RULER's kinds of which the full cache keeps half or more, on
+contexts that nothing else uses. For each kind `kvsearch run` writes a plan per size, on contexts of its own; then
+plans, policies with even budgets and the allocations of papers answer the same questions about other contexts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import resource
+import shlex
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsearch.core.errors import KvsearchError, present
+from kvsearch.core.files import atomic_write
+from kvsearch.evaluation.reply_store import read_replies
+from kvsearch.evaluation.samples import Sample
+from kvsearch.evaluation.statistics import contrast, scores_by_task, student_estimate
+from kvsearch.report.artifacts import open_path
+from kvsearch.report.numbers import interval, percent
+from kvsearch.results.evaluation import EvaluationResult, MethodScores, SizeScores
+from kvsearch.runs.estimates import Estimate
+from kvsearch.runs.identity import LEDGER
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "results.md"
+ITEMS = ROOT / "docs" / "results"
+MODEL = "smollm2"
+LENGTH = 1024  # tokens of a context, of needles those of the prompt with its question and its longest reply
+NEEDLES = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+    "niah_multiquery", "niah_multivalue", "niah_turns",
+)  # fmt: skip
+COSTS = "costs.json"  # processor time of each step
+GATE = 0.45  # of the questions that the full cache has to answer: half, but for what 12 contexts are off by chance
+POLICIES = (
+    "snapkv", "h2o", "tova", "vatp", "cam", "d2o", "keydiff", "knorm", "expected_attention", "uniform:cake",
+    "criticalkv", "uniform:defensivekv", "kvzip", "streaming",
+)  # fmt: skip
+CONTROLS = ("streaming:sinks=0", "random")
+ALLOCATIONS = ("pyramid", "adakv", "adakv:expected_attention", "cake", "lava", "layer-defensivekv")
+MARK = re.compile(r"<!-- (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of kvsearch, with the directory in which it keeps what it measures."""
+
+    directory: Path
+    arguments: tuple[str, ...]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its result is there."""
+        return (self.directory / ("run.json" if self.arguments[0] == "run" else "report.json")).exists()
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the command."""
+        verb, *options = self.arguments
+        return ["kvsearch", verb, MODEL, "--dtype", "bfloat16", *options, "-o", str(self.directory)]
+
+    def run(self, costs: Path) -> None:
+        """Run it, unless it is finished, and add the processor time that it took to the file of costs."""
+        if self.is_finished:
+            return
+        print(f"$ {shlex.join(self.command)}", flush=True)
+        before = processor_seconds()
+        done = subprocess.run([sys.executable, "-m", *self.command], check=False)
+        spent = read_costs(costs)
+        name = str(self.directory)
+        atomic_write(costs, json.dumps({**spent, name: spent.get(name, 0) + processor_seconds() - before}).encode())
+        if done.returncode:
+            sys.exit(
+                f"this step ended with exit code {done.returncode}; what is finished is kept: give the command again"
+            )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of questions: its tasks, the sizes of plans, and how many contexts per task are used for what."""
+
+    name: str
+    tasks: str
+    budgets: tuple[int, ...]  # about 20 and 10% of a context
+    fit: int
+    measure: int
+    choose: int
+    report: int
+
+    def search(self, home: Path) -> Step:
+        """Return the search for a plan of every size."""
+        budgets = ",".join(map(str, self.budgets))
+        counts = ("--fit", str(self.fit), "--measure", str(self.measure), "--samples", str(self.choose))
+        fitted = ("--rankings", "query_bank", "--no-refine")
+        return Step(home / self.name / "run", ("run", *self._asked, "--budgets", budgets, *fitted, *counts))
+
+    def comparison(self, home: Path) -> Step:
+        """Return the comparison of these plans with methods of the field, on contexts that none of them saw."""
+        search = self.search(home).directory
+        plans = [word for budget in self.budgets for word in ("--plan", str(search / f"plan-{budget}.json"))]
+        methods = ",".join([*POLICIES, *CONTROLS, *ALLOCATIONS, f"lukv={search / 'curves'}"])
+        sizes = ("--methods", methods, "--budgets", ",".join(map(str, self.budgets)))
+        asked = (*self._asked, "--split", "report", "--samples", str(self.report))
+        return Step(home / self.name / "evaluation", ("evaluate", *asked, *sizes, *plans))
+
+    @property
+    def _asked(self) -> tuple[str, ...]:
+        return ("--tasks", self.tasks, *(() if self.tasks.startswith("jsonl:") else ("--length", str(LENGTH))))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The finished comparison of a kind, with every reply."""
+
+    kind: Kind
+    result: EvaluationResult
+    samples: tuple[Sample, ...]
+
+    @classmethod
+    def read(cls, kind: Kind, home: Path) -> Comparison:
+        """Read it from its directory."""
+        directory = kind.comparison(home).directory
+        result = open_path(directory).content
+        return cls(kind, result, tuple(read_replies(directory / LEDGER).values()))
+
+    @property
+    def blocks(self) -> dict[int, SizeScores]:
+        """The methods of every size, by its budget."""
+        return dict(zip(self.kind.budgets, self.result.blocks, strict=True))
+
+    def share(self, budget: int) -> str:
+        """Return which part of the entries of the full cache is kept at a size, in percent."""
+        return f"{percent(self.plan(budget).held.entries / self.result.full.held.entries, 0)}%"
+
+    def value(self, method: MethodScores) -> Estimate:
+        """Return the mean score of a method, or on text its loss above the full cache."""
+        if self.result.on_text:
+            return self.result.overall.of(method.nats).excess
+        return self.result.overall.of(method.scores)
+
+    def write(self, value: Estimate) -> str:
+        """Return a value as tables have it: percent, or nats per token."""
+        return f"{value.mean:.3f}" if self.result.on_text else percent(value.mean, 1)
+
+    def best(self, budget: int, names: Sequence[str]) -> MethodScores:
+        """Return the best of some methods at a size."""
+        methods = [method for method in self.blocks[budget].methods if method.name in names]
+        return (min if self.result.on_text else max)(methods, key=lambda method: self.value(method).mean)
+
+    def plan(self, budget: int) -> MethodScores:
+        """Return what the plan of a size scored."""
+        return present(self.blocks[budget].method(f"plan-{budget}"), f"no plan of {budget} entries was compared")
+
+    def lead(self, budget: int, over: MethodScores) -> Estimate:
+        """Return what the plan of a size scores above another method, or loses less on text; paired by context."""
+        plan = self.plan(budget)
+        if self.result.on_text:
+            [task] = scores_by_task(self.samples).values()
+            return student_estimate(task.losses[over.label][0] - task.losses[plan.label][0])
+        return contrast(self.samples, {plan.label: 1, over.label: -1})
+
+
+def main() -> None:
+    """Measure what is missing, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--home", type=Path, default=Path("runs/real"), help="where the steps are kept")
+    parser.add_argument("--kinds", default="needles,questions,text", help="which kinds of questions")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--tables", action="store_true", help="write the tables of what was measured, measure nothing")
+    only.add_argument("--steps", action="store_true", help="list the commands, measure nothing")
+    args = parser.parse_args()
+    names = args.kinds.split(",")
+    try:
+        if args.steps:
+            list_steps(args.home, names)
+            return
+        if not args.tables:
+            measure(args.home, names)
+        write_page(args.home, names)
+    except KvsearchError as error:
+        sys.exit(f"{error}: measure it first" if args.tables else str(error))
+
+
+def measure(home: Path, names: Sequence[str]) -> None:
+    """Run every step that is not finished."""
+    home.mkdir(parents=True, exist_ok=True)
+    if "needles" in names:
+        gate_step(home).run(home / COSTS)
+    for step in find_steps(home, names):
+        step.run(home / COSTS)
+
+
+def list_steps(home: Path, names: Sequence[str]) -> None:
+    """Print the commands of all steps; those about needles are known once their kinds have been tried."""
+    spent = read_costs(home / COSTS)
+    tried = "needles" not in names or gate_step(home).is_finished
+    for step in find_steps(home, names) if tried else [gate_step(home)]:
+        print(f"{spent.get(str(step.directory), 0) / 60:6.1f} min  {shlex.join(step.command)}")
+
+
+def find_steps(home: Path, names: Sequence[str]) -> list[Step]:
+    """Return the steps of some kinds of questions, in their order."""
+    gate = [gate_step(home)] if "needles" in names else []
+    return [*gate, *(step for kind in find_kinds(home, names) for step in (kind.search(home), kind.comparison(home)))]
+
+
+def write_page(home: Path, names: Sequence[str]) -> None:
+    """Write the tables into the page, pack the replies, and stop with an error if a control came out wrong."""
+    comparisons = [Comparison.read(kind, home) for kind in find_kinds(home, names)]
+    parts = {"costs": write_costs(find_steps(home, names), read_costs(home / COSTS))}
+    if "needles" in names:
+        parts["gate"] = write_gate(home)
+    for comparison in comparisons:
+        name = comparison.kind.name
+        parts |= {name: write_methods(comparison), f"{name}-leads": write_leads(comparison)}
+        if len(comparison.result.tasks) > 1:
+            parts[f"{name}-tasks"] = write_tasks(comparison)
+        pack(comparison.kind.comparison(home).directory, ITEMS / f"{name}.tar.xz")
+    controls = [control for comparison in comparisons for control in find_controls(comparison)]
+    parts["controls"] = "\n".join(f"- {words}: {'yes' if holds else '**no**'}" for words, holds in controls)
+    page = PAGE.read_text(encoding="utf-8")
+    atomic_write(PAGE, MARK.sub(lambda place: fill(place, parts), page).encode())
+    print(f"wrote {PAGE.relative_to(ROOT)} and {ITEMS.relative_to(ROOT)}/")
+    if failed := [words for words, holds in controls if not holds]:
+        sys.exit(f"a control came out wrong: {'; '.join(failed)}")
+
+
+def gate_step(home: Path) -> Step:
+    """Return the step that asks the full cache, beside a control, all needles, on contexts that nothing else uses."""
+    asked = ("--tasks", f"ruler:{','.join(NEEDLES)}", "--length", str(LENGTH), "--split", "select", "--seed", "7")
+    return Step(home / "gate", ("evaluate", *asked, "--samples", "12", "--methods", "streaming", "--ratios", "0.8"))
+
+
+def gate_scores(home: Path) -> dict[str, float]:
+    """Return the scores of the full cache by task."""
+    scores = open_path(gate_step(home).directory).content.full.scores["tasks"]
+    return {name: scores[name].mean for name in NEEDLES}
+
+
+def find_kinds(home: Path, names: Sequence[str]) -> list[Kind]:
+    """Return the kinds of questions: needles that pass the gate, and what api_questions.py has written."""
+    passed = [name for name, score in gate_scores(home).items() if score >= GATE] if "needles" in names else []
+    if "needles" in names and not passed:
+        sys.exit(
+            f"the full cache answers less than {GATE:.0%} of every kind of needles: nothing can be compared on them"
+        )
+    data = home / "data"
+    kinds = [
+        Kind("needles", f"ruler:{','.join(passed)}", (167, 83), fit=3, measure=3, choose=4, report=8),
+        Kind("questions", f"jsonl:{data / 'questions.jsonl'}", (205, 102), fit=10, measure=10, choose=12, report=30),
+        Kind("text", f"ppl:{data / 'documentation.txt'}", (205, 102), fit=6, measure=8, choose=16, report=60),
+    ]
+    return [kind for kind in kinds if kind.name in names]
+
+
+def processor_seconds() -> float:
+    """Return the processor time of all steps that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def read_costs(path: Path) -> dict[str, float]:
+    """Return the processor time of each step so far, in seconds, by its directory."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def write_gate(home: Path) -> str:
+    """Say which needles are asked, and which are not."""
+    scores = gate_scores(home)
+    passed = {name: score for name, score in scores.items() if score >= GATE}
+    asked, left_out = (
+        ", ".join(f"{name} {percent(score, 0)}" for name, score in some.items())
+        for some in (passed, {name: score for name, score in scores.items() if name not in passed})
+    )
+    how = "Score of the full cache on 12 contexts each that are used for nothing else."
+    return f"{how} Asked: {asked}. Left out: {left_out}."
+
+
+def write_methods(comparison: Comparison) -> str:
+    """Return a table of all methods by size, the best on average first."""
+    names = [method.name for method in comparison.result.blocks[0].methods if not method.name.startswith("plan-")]
+
+    def mean(name: str) -> float:
+        values = [comparison.value(present(block.method(name), name)).mean for block in comparison.result.blocks]
+        return sum(values) if comparison.result.on_text else -sum(values)
+
+    rows = [
+        [
+            "**plan of `kvsearch run`**",
+            *(
+                f"**{comparison.write(comparison.value(comparison.plan(budget)))}**"
+                for budget in comparison.kind.budgets
+            ),
+        ]
+    ]
+    for name in sorted(names, key=mean):
+        values = [
+            comparison.write(comparison.value(present(block.method(name), name))) for block in comparison.result.blocks
+        ]
+        rows.append([label_of(name), *values])
+    if not comparison.result.on_text:
+        rows.insert(
+            0,
+            [
+                "full cache",
+                *[comparison.write(comparison.result.overall.of(comparison.result.full.scores))]
+                * len(comparison.kind.budgets),
+            ],
+        )
+    return table(["", *(f"{comparison.share(budget)} kept" for budget in comparison.kind.budgets)], rows)
+
+
+def write_leads(comparison: Comparison) -> str:
+    """Return a table of the plans beside the best even policy and the best allocation, with paired intervals."""
+    rows = []
+    unit, form = (1, ".3f") if comparison.result.on_text else (100, ".1f")
+    for budget in comparison.kind.budgets:
+        plan = comparison.plan(budget)
+        row = [comparison.share(budget), interval(comparison.value(plan), form, unit)]
+        for names in (POLICIES, [*ALLOCATIONS, "lukv"]):
+            best = comparison.best(budget, names)
+            row += [
+                f"{label_of(best.name)} {comparison.write(comparison.value(best))}",
+                interval(comparison.lead(budget, best), f"+{form}", unit),
+            ]
+        rows.append(row)
+    gain = "plan loses less by" if comparison.result.on_text else "plan is above it by"
+    return table(["kept", "plan", "best policy, even budgets", gain, "best allocation of a paper", gain], rows)
+
+
+def write_tasks(comparison: Comparison) -> str:
+    """Return a table of the tasks at 20 and 10% kept: the full cache, the plan, the best even policy."""
+    rows = []
+    for row in comparison.result.rows:
+        if row.kind != "task":
+            continue
+        cells = [row.name, str(row.questions), percent(row.of(comparison.result.full.scores).mean, 1)]
+        for budget in comparison.kind.budgets:
+            methods = [comparison.plan(budget), comparison.best(budget, POLICIES)]
+            cells += [percent(row.of(method.scores).mean, 1) for method in methods]
+        rows.append(cells)
+    header = ["", "questions", "full cache"]
+    for share in map(comparison.share, comparison.kind.budgets):
+        header += [f"plan, {share}", f"best even policy, {share}"]
+    return table(header, rows)
+
+
+def write_costs(steps: Sequence[Step], spent: dict[str, float]) -> str:
+    """Return a table of what the steps took."""
+    rows = [
+        [f"`{step.directory.parent.name}/{step.directory.name}`", f"{spent.get(str(step.directory), 0) / 60:.0f}"]
+        for step in steps
+    ]
+    return table(["step", "minutes of processor time"], rows)
+
+
+def find_controls(comparison: Comparison) -> Iterator[tuple[str, bool]]:
+    """Yield what must come out of any sound measurement, and whether it did."""
+
+    def mean(name: str, budget: int) -> float:
+        value = comparison.value(present(comparison.blocks[budget].method(name), name)).mean
+        return -value if comparison.result.on_text else value
+
+    def worse(name: str, others: Sequence[str], by: float = 0) -> bool:
+        return all(
+            mean(name, budget) < mean(other, budget) - by for other in others for budget in comparison.kind.budgets
+        )
+
+    if comparison.result.on_text:
+        yield "text: StreamingLLM loses more than H2O", worse("streaming", ["h2o"])
+        yield "text: StreamingLLM without sinks loses half a nat more", worse("streaming:sinks=0", ["streaming"], 0.5)
+        informed = ["h2o", "snapkv", "tova", "expected_attention", "streaming"]
+        yield f"text: random loses more than {', '.join(informed)}", worse("random", informed)
+        return
+    full = comparison.result.overall.of(comparison.result.full.scores).mean
+    yield (
+        f"{comparison.kind.name}: random keeps less than a tenth of the full cache's score",
+        all(mean("random", budget) < full / 10 for budget in comparison.kind.budgets),
+    )
+
+
+def label_of(name: str) -> str:
+    """Return how a method is called in tables."""
+    return {"lukv": "LU-KV (snapkv)", "streaming:sinks=0": "streaming without sinks"}.get(
+        name, name.removeprefix("uniform:")
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def fill(found: re.Match[str], parts: dict[str, str]) -> str:
+    """Return a place of the page with what belongs there; as it was, where that was not measured."""
+    return f"<!-- {found[1]} -->\n\n{parts.get(found[1], found[2]).strip()}\n\n<!-- end -->"
+
+
+def pack(directory: Path, archive: Path) -> None:
+    """Keep a finished comparison with every reply in one compressed file, the same bytes for the same content."""
+    archive.parent.mkdir(exist_ok=True)
+    with tarfile.open(archive, "w:xz", preset=9) as file:
+        for name in ("config.json", "report.json", "samples.csv"):
+            member = tarfile.TarInfo(name)
+            content = (directory / name).read_bytes()
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+
+
+if __name__ == "__main__":
+    main()
