@@ -149,7 +149,7 @@ def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(
         "library_name": "transformers", "pipeline_tag": "text-generation",
         "tags": ["kvsearch", "kv-cache", "kv-cache-compression"],
     }  # fmt: skip
-    assert f"The weights are those of tiny.gguf, in {dtype}." in card.text
+    assert f"The weights are those of tiny.gguf, dequantised to {dtype}." in card.text
     assert "Keeps 12 entries per kv head on average, 96 in 8 heads" in card.text
 
 
@@ -295,7 +295,10 @@ def test_the_real_model_as_an_ordinary_folder(tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, loaded.model(ids).logits)
     card = ModelCard.load(folder / "README.md")
     assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert "They are under Apache-2.0." in card.text
+    told = (
+        "The weights are those of SmolLM2-135M-Instruct.Q4_1.gguf, dequantised to float32. They are under Apache-2.0."
+    )
+    assert told in card.text
 
 
 @real
