@@ -50,9 +50,10 @@ def model_card(plan: Plan, path: str, inputs: Inputs) -> bytes:
     if inputs.card is None:
         source = plan.model if inputs.unsaved is None else inputs.unsaved.fingerprint
         real = REAL_MODELS.get(source.name)
+        file = _short_name(source) if real is None else real.file
         about = fill_template(
-            "model.md", name=_short_name(source), dtype=None if inputs.unsaved is None else source.dtype,
-            licence=None if real is None else real.licence,
+            "model.md", name=_short_name(source), dtype=None if inputs.unsaved is None else source.dtype, file=file,
+            is_gguf=file.lower().endswith(SUFFIX), licence=None if real is None else real.licence,
         )  # fmt: skip
         card, data = _parse_card(about.decode())
         data.library_name = "transformers"

@@ -187,4 +187,5 @@ def test_the_plan_goes_into_an_ordinary_folder_with_its_model(
         assert torch.equal(model(ids).logits, smollm2.model(ids).logits)
     card = ModelCard.load(folder / "README.md")
     assert card.data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert "They are under Apache-2.0." in card.text
+    dequantised = "The weights are those of SmolLM2-135M-Instruct.Q4_1.gguf, dequantised to float32."
+    assert f"{dequantised} They are under Apache-2.0." in card.text
