@@ -60,8 +60,10 @@ def part(
     start = sum(sizes[:index])
     chosen = sorted(chain.from_iterable(groups[start : start + sizes[index]]))
     if not chosen:
+        divided = " : ".join(map(str, shares))
         raise UsageError(
-            f"split {split!r} of {source} is empty: {len(groups)} contexts at shares {shares}; give more, or shares"
+            f"split {split!r} of {source} is empty: contexts are divided {divided} into train, select and report, and it "
+            f"has {len(groups)} in all; give more"
         )
     return [items[place] for place in chosen]
 

@@ -17,6 +17,7 @@ TASKS = "--tasks jsonl:IN/mine.jsonl"
 SEARCH = f"--budget 12 --set window=4 --group-size 2 --generations 2 --finalists 3 {TASKS} --samples 4"
 RUN = f"--policies snapkv --form linear --fit 4 --measure 2 --samples 4 --evaluations 40 {TASKS}"
 CHOICE = f"--budget 24 {TASKS} --samples 2"
+SHORT = "ppl:data/calibration/story.txt --length 4096"
 VERDICTS = "--tasks synthetic:single --length 512 --samples 2"
 # a command by its beginning, and what is typed after it, with words of the refusal
 REFUSED: dict[str, list[tuple[str, str]]] = {
@@ -49,6 +50,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--methods lava --budgets 64 --table NEW/t.md", "its folder does not exist"),
         ("--methods lava --budgets 64 --tasks ppl:", "a file is given as ppl:FILE"),
         ("--methods lava --budgets 64 --tasks ppl:x", "no file x"),
+        (f"--methods lava --budgets 64 --tasks {SHORT}", "and a window needs 4184: give more text, or lower --length"),
+        ("--methods lava --budgets 64 --tasks ppl:LICENSE --length 4097", "takes 4096: lower --length"),
         ("--methods lava --budgets 64 --temperature -0.1", "--temperature: must be at least 0"),
         ("--methods lava --budgets 64 --replies 4", "--replies and --top-p are of replies that are drawn"),
         ("--methods lava --budgets 64 --temperature 1 --replies 0", "--replies: must be at least 1"),
@@ -75,7 +78,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     f"evolve bundled -o NEW {TASKS}": [("--budget 12 --policy full", "--policy full never evicts")],
     "evolve bundled -o NEW --tasks ppl:data/calibration/story.txt": [
         ("--budget 12 --objective metric", "nothing replies to a text"),
+        ("--budget 40 --length 4096", "and a window needs 4184: give more text, or lower --length"),
     ],
+    f"run bundled -o NEW --budget 40 --tasks {SHORT}": [("", "and a window needs 4184: give more text")],
+    f"headroom bundled --ratio 0.9 --tasks {SHORT}": [("", "and a window needs 4184: give more text")],
+    f"calibrate bundled -o NEW --tasks {SHORT}": [("", "and a window needs 4184: give more text")],
     f"run bundled -o NEW {RUN}": [
         ("", "how much may be kept? Give --budget"),
         ("--budget 40 --ratio 0.9", "--ratio: cannot be given with --budget: leave one of them out"),
