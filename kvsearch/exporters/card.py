@@ -52,7 +52,7 @@ def model_card(plan: Plan, path: str, inputs: Inputs) -> bytes:
         real = REAL_MODELS.get(source.name)
         file = _short_name(source) if real is None else real.file
         about = fill_template(
-            "model.md", name=_short_name(source), dtype=None if inputs.unsaved is None else source.dtype, file=file,
+            "model.md", name=_short_name(source), dtype=None if inputs.unsaved is None else source.dtype, weights=file,
             is_gguf=file.lower().endswith(SUFFIX), licence=None if real is None else real.licence,
         )  # fmt: skip
         card, data = _parse_card(about.decode())
