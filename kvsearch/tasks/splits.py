@@ -62,8 +62,8 @@ def part(
     if not chosen:
         divided = " : ".join(map(str, shares))
         raise UsageError(
-            f"split {split!r} of {source} is empty: contexts are divided {divided} into train, select and report, and it "
-            f"has {len(groups)} in all; give more"
+            f"split {split!r} of {source} is empty: contexts are divided {divided} into train, select and report, and "
+            f"it has {len(groups)} in all; give more"
         )
     return [items[place] for place in chosen]
 

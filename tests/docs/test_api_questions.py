@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
+import kvsearch
+from kvsearch.models.real import REAL_MODELS
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.text import TextTask
 
+SMOLLM2 = REAL_MODELS["smollm2"]
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 HOLDERS = ("numpy", "scipy.signal", "scipy.ndimage", "not_installed")
 CHARACTERS = 4100
@@ -83,6 +86,30 @@ def test_swapped_contexts_do_not_have_the_answers(make: Any) -> None:
     assert [row["question"] for row in swapped] == [row["question"] for row in rows]
     assert {row["context"] for row in swapped} == {row["context"] for row in rows}
     assert not any(default_of(row["question"])[0] in TITLE.findall(row["context"]) for row in swapped)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.skipif(not SMOLLM2.is_here, reason=f"SmolLM2 was not fetched: {SMOLLM2.advice}")
+def test_a_real_model_answers_from_the_contexts_alone(make: Any) -> None:
+    """The full cache answers most of them, and next to none where the context is another."""
+    pytest.importorskip("gguf")
+    scores = []
+    for name, options in {"asked": [], "swapped": ["--swap-contexts"]}.items():
+        folder, rows = make(name, "--characters", "2000", *options)
+        result = kvsearch.evaluate(
+            "smollm2",
+            dtype="bfloat16",
+            tasks=[f"jsonl:{folder / 'questions.jsonl'}"],
+            methods=["streaming"],
+            ratios=[0.8],
+        )
+        [size] = result.as_json()["blocks"]
+        scores.append(size["methods"][0]["scores"]["averages"]["macro"]["mean"])
+        assert size["methods"][0]["name"] == "full"
+        assert len(rows) >= 15
+    assert scores[0] >= 0.4
+    assert scores[1] <= 0.2
 
 
 def test_contexts_that_cannot_be_filled(make: Any, tmp_path: Path) -> None:
