@@ -2,10 +2,7 @@
 
     python scripts/readme_picture.py RUN [docs/images/result.svg]
 
-The picture that is there is of this run:
-
-    kvsearch run bundled-redundant --budgets 102,51,26 --length 512 --samples 12 --fit 8 --measure 6 --evaluations 30 \
-        --policies snapkv,cake --rankings probe --form linear -o RUN
+The picture that is there is of the plans for needles that `make real` makes, in runs/real/needles/run.
 
 It has the colours of a report, in the light and in the dark as the reader's system has it, on a ground of its own.
 """

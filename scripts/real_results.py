@@ -38,7 +38,7 @@ from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import LEDGER
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "results.md"
+PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 ITEMS = ROOT / "docs" / "results"
 MODEL = "smollm2"
 LENGTH = 1024  # tokens of a context, of needles those of the prompt with its question and its longest reply
@@ -54,6 +54,11 @@ POLICIES = (
 )  # fmt: skip
 CONTROLS = ("streaming:sinks=0", "random")
 ALLOCATIONS = ("pyramid", "adakv", "adakv:expected_attention", "cake", "lava", "layer-defensivekv")
+NAMES = {
+    "needles": "needles, RULER's kinds that the full cache finds",
+    "questions": "questions about documentation",
+    "text": "documentation, nats per token lost",
+}
 MARK = re.compile(r"<!-- (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
@@ -144,6 +149,11 @@ class Comparison:
         """The methods of every size, by its budget."""
         return dict(zip(self.kind.budgets, self.result.blocks, strict=True))
 
+    @property
+    def format(self) -> tuple[float, str]:
+        """What values are multiplied by, and how they are written: percent, or nats per token."""
+        return (1, ".3f") if self.result.on_text else (100, ".1f")
+
     def share(self, budget: int) -> str:
         """Return which part of the entries of the full cache is kept at a size, in percent."""
         return f"{percent(self.plan(budget).held.entries / self.result.full.held.entries, 0)}%"
@@ -156,7 +166,8 @@ class Comparison:
 
     def write(self, value: Estimate) -> str:
         """Return a value as tables have it: percent, or nats per token."""
-        return f"{value.mean:.3f}" if self.result.on_text else percent(value.mean, 1)
+        unit, form = self.format
+        return f"{unit * value.mean:{form}}"
 
     def best(self, budget: int, names: Sequence[str]) -> MethodScores:
         """Return the best of some methods at a size."""
@@ -234,9 +245,12 @@ def write_page(home: Path, names: Sequence[str]) -> None:
         pack(comparison.kind.comparison(home).directory, ITEMS / f"{name}.tar.xz")
     controls = [control for comparison in comparisons for control in find_controls(comparison)]
     parts["controls"] = "\n".join(f"- {words}: {'yes' if holds else '**no**'}" for words, holds in controls)
-    page = PAGE.read_text(encoding="utf-8")
-    atomic_write(PAGE, MARK.sub(lambda place: fill(place, parts), page).encode())
-    print(f"wrote {PAGE.relative_to(ROOT)} and {ITEMS.relative_to(ROOT)}/")
+    parts["summary"] = write_summary(comparisons)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        atomic_write(page, MARK.sub(lambda place: fill(place, parts), text).encode())
+    pages = ", ".join(str(page.relative_to(ROOT)) for page in PAGES)
+    print(f"wrote the tables of {pages}, and {ITEMS.relative_to(ROOT)}/")
     if failed := [words for words, holds in controls if not holds]:
         sys.exit(f"a control came out wrong: {'; '.join(failed)}")
 
@@ -295,6 +309,27 @@ def write_gate(home: Path) -> str:
     return f"{how} Asked: {asked}. Left out: {left_out}."
 
 
+def write_summary(comparisons: Sequence[Comparison]) -> str:
+    """Return the table of README: a row per kind of questions and size."""
+    rows = []
+    for comparison in comparisons:
+        unit, form = comparison.format
+        full = comparison.result.overall
+        for budget in comparison.kind.budgets:
+            cells = [NAMES[comparison.kind.name], comparison.share(budget)]
+            cells.append(f"**{interval(comparison.value(comparison.plan(budget)), form, unit)}**")
+            for names in (POLICIES, [*ALLOCATIONS, "lukv"]):
+                best = comparison.best(budget, names)
+                cells.append(f"{comparison.write(comparison.value(best))} ({label_of(best.name)})")
+            on_text = comparison.result.on_text
+            cells.append("0" if on_text else percent(full.of(comparison.result.full.scores).mean, 1))
+            rows.append(cells)
+    return table(
+        ["", "kept", "plan of `kvsearch run`", "best policy, even budgets", "best allocation of a paper", "full cache"],
+        rows,
+    )
+
+
 def write_methods(comparison: Comparison) -> str:
     """Return a table of all methods by size, the best on average first."""
     names = [method.name for method in comparison.result.blocks[0].methods if not method.name.startswith("plan-")]
@@ -332,7 +367,7 @@ def write_methods(comparison: Comparison) -> str:
 def write_leads(comparison: Comparison) -> str:
     """Return a table of the plans beside the best even policy and the best allocation, with paired intervals."""
     rows = []
-    unit, form = (1, ".3f") if comparison.result.on_text else (100, ".1f")
+    unit, form = comparison.format
     for budget in comparison.kind.budgets:
         plan = comparison.plan(budget)
         row = [comparison.share(budget), interval(comparison.value(plan), form, unit)]
