@@ -32,7 +32,7 @@ from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import contrast, scores_by_task, student_estimate
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.numbers import interval, percent
+from kvsearch.report.numbers import asked_words, interval, percent
 from kvsearch.results.evaluation import EvaluationResult, MethodScores, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import LEDGER
@@ -331,7 +331,7 @@ def write_summary(comparisons: Sequence[Comparison]) -> str:
 
 
 def write_methods(comparison: Comparison) -> str:
-    """Return a table of all methods by size, the best on average first."""
+    """Say what was asked, and return a table of all methods by size, the best on average first."""
     names = [method.name for method in comparison.result.blocks[0].methods if not method.name.startswith("plan-")]
 
     def mean(name: str) -> float:
@@ -361,7 +361,8 @@ def write_methods(comparison: Comparison) -> str:
                 * len(comparison.kind.budgets),
             ],
         )
-    return table(["", *(f"{comparison.share(budget)} kept" for budget in comparison.kind.budgets)], rows)
+    sizes = table(["", *(f"{comparison.share(budget)} kept" for budget in comparison.kind.budgets)], rows)
+    return f"{asked_words(comparison.result.tasks)}:\n\n{sizes}"
 
 
 def write_leads(comparison: Comparison) -> str:
