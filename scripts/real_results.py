@@ -277,7 +277,7 @@ def find_kinds(home: Path, names: Sequence[str]) -> list[Kind]:
     data = home / "data"
     kinds = [
         Kind("needles", f"ruler:{','.join(passed)}", (167, 83), fit=3, measure=3, choose=4, report=8),
-        Kind("questions", f"jsonl:{data / 'questions.jsonl'}", (205, 102), fit=10, measure=10, choose=12, report=30),
+        Kind("questions", f"jsonl:{data / 'questions.jsonl'}", (205, 102), fit=10, measure=10, choose=12, report=26),
         Kind("text", f"ppl:{data / 'documentation.txt'}", (205, 102), fit=4, measure=4, choose=8, report=32),
     ]
     return [kind for kind in kinds if kind.name in names]
