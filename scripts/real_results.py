@@ -436,9 +436,9 @@ def find_controls(comparison: Comparison) -> Iterator[tuple[str, bool]]:
 
 def label_of(name: str) -> str:
     """Return how a method is called in tables."""
-    return {"lukv": "LU-KV (snapkv)", "streaming:sinks=0": "streaming without sinks"}.get(
-        name, name.removeprefix("uniform:")
-    )
+    known = {"lukv": "LU-KV over snapkv", "streaming:sinks=0": "streaming without sinks"}
+    policy = name.removeprefix("uniform:")
+    return known.get(name, name if policy == name else f"{policy}, even budgets")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
