@@ -6,9 +6,9 @@
 
 A step is a command of kvsearch with a directory of its own in runs/real. It goes on where it was stopped, and is not
 repeated once it is finished. Three kinds of questions are asked: needles in essays, defaults that documentation states,
-and plain text, of which the rest is predicted. Needles are RULER's kinds of which the full cache keeps half or more, on
-contexts that nothing else uses. For each kind `kvsearch run` writes a plan per size, on contexts of its own; then
-plans, policies with even budgets and the allocations of papers answer the same questions about other contexts.
+and plain text, of which the rest is predicted. Needles are RULER's kinds of which the full cache finds about half or
+more, on contexts that nothing else uses. For each kind `kvsearch run` writes a plan per size, on contexts of its own;
+then plans, policies with even budgets and the allocations of papers answer the same questions about other contexts.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def write_gate(home: Path) -> str:
         ", ".join(f"{name} {percent(score, 0)}" for name, score in some.items())
         for some in (passed, {name: score for name, score in scores.items() if name not in passed})
     )
-    how = "Score of the full cache on 12 contexts each that are used for nothing else."
+    how = f"Score of the full cache on 12 contexts each that are used for nothing else; {GATE:.0%} or more is asked."
     return f"{how} Asked: {asked}. Left out: {left_out}."
 
 
