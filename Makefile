@@ -17,11 +17,11 @@ demo: setup
 	$(BIN)/kvsearch show $(DEMO)/plan.json
 	$(BIN)/kvsearch generate bundled --plan $(DEMO)/plan.json --max-new-tokens 3
 
-# The same job on a chat model, SmolLM2-135M-Instruct, and on questions about documentation: ten minutes on two cores.
+# The same job on a chat model, SmolLM2-135M-Instruct, and on questions about documentation.
 real-demo: setup
 	$(BIN)/python scripts/real_models.py smollm2
 	$(BIN)/python docs/examples/api_questions.py $(REAL_DEMO)
-	$(BIN)/kvsearch headroom smollm2 --dtype bfloat16 --ratio 0.8 --tasks jsonl:$(REAL_DEMO)/questions.jsonl --samples 1
+	$(BIN)/kvsearch headroom smollm2 --dtype bfloat16 --ratio 0.8 --tasks jsonl:$(REAL_DEMO)/questions.jsonl --samples 3
 	$(BIN)/kvsearch run smollm2 --dtype bfloat16 --recipe quick --tasks jsonl:$(REAL_DEMO)/questions.jsonl -o $(REAL_DEMO)/run
 	$(BIN)/kvsearch generate smollm2 --dtype bfloat16 --plan $(REAL_DEMO)/run/plan.json --context @llms.txt \
 		--prompt "What does kvsearch do?" --max-new-tokens 60
