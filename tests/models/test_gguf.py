@@ -147,7 +147,7 @@ def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(
         "library_name": "transformers", "pipeline_tag": "text-generation",
         "tags": ["kvsearch", "kv-cache", "kv-cache-compression"],
     }  # fmt: skip
-    assert f"The weights are those of tiny.gguf, in {dtype}." in card.text
+    assert f"The weights are those of tiny.gguf, dequantised to {dtype}." in card.text
     assert "Keeps 12 entries per kv head on average, 96 in 8 heads" in card.text
 
 
