@@ -30,7 +30,7 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.next_tokens import Draws, generation_record
 from kvsearch.runtime.decode.replies import has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache, require_room
-from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed, prompts_at_once
+from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
@@ -144,17 +144,8 @@ class _Answering:
         programs: Mapping[str, Program],
         finished: Collection[str] = (),
     ) -> Iterator[list[Sample]]:
-        """Do as `answer_joints`, in parts of a batch of which the caches of all methods fit into memory together.
-
-        Where memory is too short nevertheless, by halves, with methods not replied yet.
-        """
-        lengths = [len(reading.ids) for reading in batch]
-        size = prompts_at_once(loaded.model, programs.values(), lengths, self.memory)
-        if size < len(batch):
-            for part in batches(batch, size, lambda _: ()):
-                yield from self._that_fit(loaded, task, part, programs, finished)
-            return
-        done, longest = set(finished), max(lengths)
+        """Do as `answer_joints`, by halves of a batch that memory is too short for, with methods not replied yet."""
+        done, longest = set(finished), max(len(reading.ids) for reading in batch)
         if len(batch) <= self._fits or longest < self._from:
             try:
                 for replies in answer_joints(loaded, task, batch, programs, self.memory, done):

@@ -240,7 +240,7 @@ class Batches(Seeded):
     batch: int = option(8, "Prompts per forward pass.", ge=1)
     max_memory: float | None = option(
         None,
-        "Most memory for compressed caches at a time; fewer prompts are read together where not all methods fit.",
+        "Most memory for compressed caches at a time; prompts are read again for methods that do not fit.",
         metavar="GB",
         shown="8.6, of a GPU half of what is free",
         gt=0,

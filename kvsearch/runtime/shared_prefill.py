@@ -7,8 +7,7 @@ alone.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -125,11 +124,11 @@ def _portions(
     model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None
 ) -> Iterator[dict[str, Program]]:
     """Yield programs, in order, whose compressed caches fit into `memory` together; at least one at a time."""
-    limit = _limit(model, memory)
+    limit = default_memory(model.device) if memory is None else memory
     portion: dict[str, Program] = {}
     taken = 0
     for method, program in programs.items():
-        size = _held_bytes(model, program, lengths)
+        size = 2 * prompt_bytes(model, program, lengths)  # twice, for as long as caches are put together
         if portion and taken + size > limit:
             yield portion
             portion = {}
@@ -137,31 +136,6 @@ def _portions(
         portion[method] = program
         taken += size
     yield portion
-
-
-def prompts_at_once(model: Any, programs: Iterable[Program], lengths: Sequence[int], memory: int | None = None) -> int:
-    """Return how many of the prompts to read at a time, so that they are read once for all programs; at least 1.
-
-    Compressed caches of all programs then fit into `memory` together, for which see `compressed`, if those of a single
-    prompt do. `lengths` are the tokens of the prompts.
-    """
-    longest = [max(lengths)]
-    each = sum(_held_bytes(model, program, longest) for program in programs)
-    fit = min(len(lengths), _limit(model, memory) // max(each, 1))
-    parts = math.ceil(len(lengths) / max(fit, 1))
-    return math.ceil(len(lengths) / parts)
-
-
-def _limit(model: Any, memory: int | None) -> int:
-    return default_memory(model.device) if memory is None else memory
-
-
-def _held_bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
-    """Return the most bytes that compressed prompts take until all replies are made.
-
-    A copy stays for the next question where entries leave meanwhile. Elsewhere half of the rows may go on in copies.
-    """
-    return int(prompt_bytes(model, program, lengths) * (1.5 if program.decode is None else 2))
 
 
 def read_prompts(
@@ -264,9 +238,8 @@ def can_join(cache: PlanCache) -> bool:
 def joined(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) -> PlanCache:
     """Join caches of compressed prompts, with the sequences of all of them as its batch: the first of them.
 
-    They plan the same layers, by the same policies where these evict while decoding, and are used up, layer by layer,
-    so that only one of them is there twice for a moment. `mask` [B, T] is 0 where the prompts are shorter than the
-    longest, `lengths` [B] are their tokens.
+    They plan the same layers, by the same policies where these evict while decoding, and are used up. `mask` [B, T] is
+    0 where the prompts are shorter than the longest, `lengths` [B] are their tokens.
     """
     joint = caches[0]
     if len(caches) == 1:
@@ -286,8 +259,6 @@ def joined(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) ->
             states = [(other.keys, other.values) for other in others]
             vars(layer).update(vars(max(others, key=lambda other: other.get_seq_length())))
             layer.keys, layer.values = (_beside(part) for part in zip(*states, strict=True))
-        for cache in caches[1:]:
-            cache.layers[index] = None
     for cache in caches[1:]:
         cache.layers.clear()
     return joint

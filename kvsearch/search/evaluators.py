@@ -24,7 +24,7 @@ from kvsearch.models.architecture import beyond_switch
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import has_windows, stop_tokens
-from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed, prompts_at_once
+from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.memory import Splitting
 from kvsearch.search.bank.passes import predicted_answers
@@ -98,10 +98,7 @@ class PlanRuns:
         with running(self.model):
             contexts = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in self.samples)
             for batch in batches(contexts, self.batch, self._alike):
-                lengths = [len(self.samples[context[0]].prompt) for context in batch]
-                size = prompts_at_once(self.model, programs, lengths, self.memory)
-                for part in batches(batch, size, lambda _: ()):
-                    self._splitting.run(part, len(programs), len(programs), list, measure)
+                self._splitting.run(batch, len(programs), len(programs), list, measure)
         return values
 
     def close(self) -> None:

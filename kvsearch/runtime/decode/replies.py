@@ -201,10 +201,7 @@ class Replies:
                     return [reply.tokens for reply in replies]
                 if model is self.model and len(left) <= LEFT * len(rows):  # captured steps are of all rows
                     cache.check_scores()
-                    if cache is self.cache:  # which further questions need whole
-                        cache = cache.of_rows(left)
-                    else:
-                        cache.reorder_cache(torch.tensor(left))
+                    cache = cache.of_rows(left)
                     choose.keep_rows(left)
                     held = held.of_rows(cache, left)
                     ids, seen, positions = (tensor[left] for tensor in (ids, seen, positions))
