@@ -54,6 +54,7 @@ POLICIES = (
 )  # fmt: skip
 CONTROLS = ("streaming:sinks=0", "random")
 ALLOCATIONS = ("pyramid", "adakv", "adakv:expected_attention", "cake", "lava", "layer-defensivekv")
+RIVALS = (POLICIES, (*ALLOCATIONS, "lukv"))  # of which the best of each stands beside the plan
 NAMES = {
     "needles": "needles, RULER's kinds that the full cache finds",
     "questions": "questions about documentation",
@@ -211,8 +212,6 @@ def main() -> None:
 def measure(home: Path, names: Sequence[str]) -> None:
     """Run every step that is not finished."""
     home.mkdir(parents=True, exist_ok=True)
-    if "needles" in names:
-        gate_step(home).run(home / COSTS)
     for step in find_steps(home, names):
         step.run(home / COSTS)
 
@@ -220,15 +219,19 @@ def measure(home: Path, names: Sequence[str]) -> None:
 def list_steps(home: Path, names: Sequence[str]) -> None:
     """Print the commands of all steps; those about needles are known once their kinds have been tried."""
     spent = read_costs(home / COSTS)
-    tried = "needles" not in names or gate_step(home).is_finished
-    for step in find_steps(home, names) if tried else [gate_step(home)]:
+    for step in find_steps(home, names):
         print(f"{spent.get(str(step.directory), 0) / 60:6.1f} min  {shlex.join(step.command)}")
+        if step == gate_step(home) and not step.is_finished:
+            return
 
 
-def find_steps(home: Path, names: Sequence[str]) -> list[Step]:
-    """Return the steps of some kinds of questions, in their order."""
-    gate = [gate_step(home)] if "needles" in names else []
-    return [*gate, *(step for kind in find_kinds(home, names) for step in (kind.search(home), kind.comparison(home)))]
+def find_steps(home: Path, names: Sequence[str]) -> Iterator[Step]:
+    """Yield the steps of some kinds of questions; those after the first are known once it is finished."""
+    if "needles" in names:
+        yield gate_step(home)
+    for kind in find_kinds(home, names):
+        yield kind.search(home)
+        yield kind.comparison(home)
 
 
 def write_page(home: Path, names: Sequence[str]) -> None:
@@ -318,7 +321,7 @@ def write_summary(comparisons: Sequence[Comparison]) -> str:
         for budget in comparison.kind.budgets:
             cells = [NAMES[comparison.kind.name], comparison.share(budget)]
             cells.append(f"**{interval(comparison.value(comparison.plan(budget)), form, unit)}**")
-            for names in (POLICIES, [*ALLOCATIONS, "lukv"]):
+            for names in RIVALS:
                 best = comparison.best(budget, names)
                 cells.append(f"{comparison.write(comparison.value(best))} ({label_of(best.name)})")
             on_text = comparison.result.on_text
@@ -372,7 +375,7 @@ def write_leads(comparison: Comparison) -> str:
     for budget in comparison.kind.budgets:
         plan = comparison.plan(budget)
         row = [comparison.share(budget), interval(comparison.value(plan), form, unit)]
-        for names in (POLICIES, [*ALLOCATIONS, "lukv"]):
+        for names in RIVALS:
             best = comparison.best(budget, names)
             row += [
                 f"{label_of(best.name)} {comparison.write(comparison.value(best))}",
@@ -400,7 +403,7 @@ def write_tasks(comparison: Comparison) -> str:
     return table(header, rows)
 
 
-def write_costs(steps: Sequence[Step], spent: dict[str, float]) -> str:
+def write_costs(steps: Iterable[Step], spent: dict[str, float]) -> str:
     """Return a table of what the steps took."""
     rows = [
         [f"`{step.directory.parent.name}/{step.directory.name}`", f"{spent.get(str(step.directory), 0) / 60:.0f}"]

@@ -201,7 +201,7 @@ def test_steps_of_the_results_are_commands(
 ) -> None:
     monkeypatch.setattr(Console, "run", read_options)
     monkeypatch.setattr(results, "gate_scores", lambda home: {"niah_single_2": 1.0, "niah_single_3": 0.4})
-    steps = results.find_steps(tmp_path, ["needles", "questions", "text"])
+    steps = [*results.find_steps(tmp_path, ["needles", "questions", "text"])]
     assert [step.arguments[0] for step in steps] == ["evaluate", *["run", "evaluate"] * 3]
     for step in steps:
         assert not step.is_finished

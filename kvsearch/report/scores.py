@@ -33,9 +33,10 @@ def headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
     lines = []
     for row in result.rows:
         label = f"{row.task} (mean)" if row.kind == "category" else row.task
-        scores = [Cell.number(row.scores[name].mean, ".2f") for name in result.methods]
         if on_text:
             scores = [Cell.number(row.nats[name].excess.mean, ".4f") for name in result.methods]
+        else:
+            scores = [Cell.number(row.scores[name].mean, ".2f") for name in result.methods]
         lines.append([label, str(row.questions), *scores])
     yield Table.plain(title, ["task", "questions", *result.methods], lines)
     if not on_text:
