@@ -7,8 +7,9 @@
 A step is a command of kvsearch with a directory of its own in runs/real. It goes on where it was stopped, and is not
 repeated once it is finished. Three kinds of questions are asked: needles in essays, defaults that documentation states,
 and plain text, of which the rest is predicted. Needles are RULER's kinds of which the full cache finds about half or
-more, on contexts that nothing else uses. For each kind `kvsearch run` writes a plan per size, on contexts of its own;
-then plans, policies with even budgets and the allocations of papers answer the same questions about other contexts.
+more, on contexts that nothing else uses; they are asked again at twice the length. For each kind `kvsearch run` writes
+a plan per size (50, 25, 20, 10 and 5% of the entries), on contexts of its own; then plans, policies with even budgets
+and the allocations of papers answer the same questions about other contexts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 ITEMS = ROOT / "docs" / "results"
 MODEL = "smollm2"
-LENGTH = 1024  # tokens of a context, of needles those of the prompt with its question and its longest reply
+LENGTHS = {"needles": 1024, "needles-2048": 2048, "text": 1024}  # tokens, with the question and the longest reply
 NEEDLES = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multiquery", "niah_multivalue", "niah_turns",
@@ -57,6 +58,7 @@ ALLOCATIONS = ("pyramid", "adakv", "adakv:expected_attention", "cake", "lava", "
 RIVALS = (POLICIES, (*ALLOCATIONS, "lukv"))  # of which the best of each stands beside the plan
 NAMES = {
     "needles": "needles, RULER's kinds that the full cache finds",
+    "needles-2048": "the same, contexts of about 1,850 tokens",
     "questions": "questions about documentation",
     "text": "documentation, nats per token lost",
 }
@@ -103,11 +105,16 @@ class Kind:
 
     name: str
     tasks: str
-    budgets: tuple[int, ...]  # about 20 and 10% of a context
+    budgets: tuple[int, ...]  # about 50, 25, 20, 10 and 5% of a context
     fit: int
     measure: int
     choose: int
     report: int
+
+    @property
+    def main_budgets(self) -> tuple[int, ...]:
+        """About 20 and 10% of a context: what README, the tables of single tasks and the controls are about."""
+        return self.budgets[2:4]
 
     def search(self, home: Path) -> Step:
         """Return the search for a plan of every size."""
@@ -127,7 +134,8 @@ class Kind:
 
     @property
     def _asked(self) -> tuple[str, ...]:
-        return ("--tasks", self.tasks, *(() if self.tasks.startswith("jsonl:") else ("--length", str(LENGTH))))
+        length = LENGTHS.get(self.name)  # questions have contexts of their own length
+        return ("--tasks", self.tasks, *(() if length is None else ("--length", str(length))))
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,7 @@ def main() -> None:
     """Measure what is missing, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, default=Path("runs/real"), help="where the steps are kept")
-    parser.add_argument("--kinds", default="needles,questions,text", help="which kinds of questions")
+    parser.add_argument("--kinds", default=",".join(NAMES), help="which kinds of questions")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--tables", action="store_true", help="write the tables of what was measured, measure nothing")
     only.add_argument("--steps", action="store_true", help="list the commands, measure nothing")
@@ -221,27 +229,28 @@ def list_steps(home: Path, names: Sequence[str]) -> None:
     spent = read_costs(home / COSTS)
     for step in find_steps(home, names):
         print(f"{spent.get(str(step.directory), 0) / 60:6.1f} min  {shlex.join(step.command)}")
-        if step == gate_step(home) and not step.is_finished:
+        if step.directory.name == "gate" and not step.is_finished:
             return
 
 
 def find_steps(home: Path, names: Sequence[str]) -> Iterator[Step]:
     """Yield the steps of some kinds of questions; those after the first are known once it is finished."""
-    if "needles" in names:
-        yield gate_step(home)
-    for kind in find_kinds(home, names):
+    for name in names:
+        if name.startswith("needles"):
+            yield gate_step(home, name)
+        kind = find_kind(home, name)
         yield kind.search(home)
         yield kind.comparison(home)
 
 
 def write_page(home: Path, names: Sequence[str]) -> None:
     """Write the tables into the page, pack the replies, and stop with an error if a control came out wrong."""
-    comparisons = [Comparison.read(kind, home) for kind in find_kinds(home, names)]
+    comparisons = [Comparison.read(find_kind(home, name), home) for name in names]
     parts = {"costs": write_costs(find_steps(home, names), read_costs(home / COSTS))}
-    if "needles" in names:
-        parts["gate"] = write_gate(home)
     for comparison in comparisons:
         name = comparison.kind.name
+        if name.startswith("needles"):
+            parts[f"{name}-gate"] = write_gate(home, name)
         parts |= {name: write_methods(comparison), f"{name}-leads": write_leads(comparison)}
         if len(comparison.result.tasks) > 1:
             parts[f"{name}-tasks"] = write_tasks(comparison)
@@ -258,32 +267,37 @@ def write_page(home: Path, names: Sequence[str]) -> None:
         sys.exit(f"a control came out wrong: {'; '.join(failed)}")
 
 
-def gate_step(home: Path) -> Step:
+def gate_step(home: Path, name: str) -> Step:
     """Return the step that asks the full cache, beside a control, all needles, on contexts that nothing else uses."""
-    asked = ("--tasks", f"ruler:{','.join(NEEDLES)}", "--length", str(LENGTH), "--split", "select", "--seed", "7")
-    return Step(home / "gate", ("evaluate", *asked, "--samples", "12", "--methods", "streaming", "--ratios", "0.8"))
+    length = str(LENGTHS[name])
+    asked = ("--tasks", f"ruler:{','.join(NEEDLES)}", "--length", length, "--split", "select", "--seed", "7")
+    options = ("--samples", "12", "--methods", "streaming", "--ratios", "0.8")
+    return Step(home / name / "gate", ("evaluate", *asked, *options))
 
 
-def gate_scores(home: Path) -> dict[str, float]:
+def gate_scores(home: Path, name: str) -> dict[str, float]:
     """Return the scores of the full cache by task."""
-    scores = open_path(gate_step(home).directory).content.full.scores["tasks"]
-    return {name: scores[name].mean for name in NEEDLES}
+    scores = open_path(gate_step(home, name).directory).content.full.scores["tasks"]
+    return {task: scores[task].mean for task in NEEDLES}
 
 
-def find_kinds(home: Path, names: Sequence[str]) -> list[Kind]:
-    """Return the kinds of questions: needles that pass the gate, and what api_questions.py has written."""
-    passed = [name for name, score in gate_scores(home).items() if score >= GATE] if "needles" in names else []
-    if "needles" in names and not passed:
+def find_kind(home: Path, name: str) -> Kind:
+    """Return a kind of questions: of needles those that pass the gate, of others what api_questions.py has written."""
+    if name == "text":
+        tasks = f"ppl:{home / 'data' / 'documentation.txt'}"
+        return Kind(name, tasks, (512, 256, 205, 102, 51), fit=4, measure=4, choose=8, report=32)
+    if name == "questions":
+        tasks = f"jsonl:{home / 'data' / 'questions.jsonl'}"
+        return Kind(name, tasks, (512, 256, 205, 102, 51), fit=10, measure=10, choose=12, report=26)
+    passed = [task for task, score in gate_scores(home, name).items() if score >= GATE]
+    if not passed:
         sys.exit(
             f"the full cache answers less than {GATE:.0%} of every kind of needles: nothing can be compared on them"
         )
-    data = home / "data"
-    kinds = [
-        Kind("needles", f"ruler:{','.join(passed)}", (167, 83), fit=3, measure=3, choose=4, report=8),
-        Kind("questions", f"jsonl:{data / 'questions.jsonl'}", (205, 102), fit=10, measure=10, choose=12, report=26),
-        Kind("text", f"ppl:{data / 'documentation.txt'}", (205, 102), fit=4, measure=4, choose=8, report=32),
-    ]
-    return [kind for kind in kinds if kind.name in names]
+    tasks = f"ruler:{','.join(passed)}"
+    if name == "needles":
+        return Kind(name, tasks, (417, 208, 167, 83, 42), fit=3, measure=3, choose=4, report=10)
+    return Kind(name, tasks, (925, 462, 370, 185, 92), fit=2, measure=2, choose=3, report=5)
 
 
 def processor_seconds() -> float:
@@ -300,9 +314,9 @@ def read_costs(path: Path) -> dict[str, float]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def write_gate(home: Path) -> str:
+def write_gate(home: Path, name: str) -> str:
     """Say which needles are asked, and which are not."""
-    scores = gate_scores(home)
+    scores = gate_scores(home, name)
     passed = {name: score for name, score in scores.items() if score >= GATE}
     asked, left_out = (
         ", ".join(f"{name} {percent(score, 0)}" for name, score in some.items())
@@ -318,7 +332,7 @@ def write_summary(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         unit, form = comparison.format
         full = comparison.result.overall
-        for budget in comparison.kind.budgets:
+        for budget in comparison.kind.main_budgets:
             cells = [NAMES[comparison.kind.name], comparison.share(budget)]
             cells.append(f"**{interval(comparison.value(comparison.plan(budget)), form, unit)}**")
             for names in RIVALS:
@@ -393,12 +407,12 @@ def write_tasks(comparison: Comparison) -> str:
         if row.kind != "task":
             continue
         cells = [row.name, str(row.questions), percent(row.of(comparison.result.full.scores).mean, 1)]
-        for budget in comparison.kind.budgets:
+        for budget in comparison.kind.main_budgets:
             methods = [comparison.plan(budget), comparison.best(budget, POLICIES)]
             cells += [percent(row.of(method.scores).mean, 1) for method in methods]
         rows.append(cells)
     header = ["", "questions", "full cache"]
-    for share in map(comparison.share, comparison.kind.budgets):
+    for share in map(comparison.share, comparison.kind.main_budgets):
         header += [f"plan, {share}", f"best even policy, {share}"]
     return table(header, rows)
 
@@ -421,7 +435,7 @@ def find_controls(comparison: Comparison) -> Iterator[tuple[str, bool]]:
 
     def worse(name: str, others: Sequence[str], by: float = 0) -> bool:
         return all(
-            mean(name, budget) < mean(other, budget) - by for other in others for budget in comparison.kind.budgets
+            mean(name, budget) < mean(other, budget) - by for other in others for budget in comparison.kind.main_budgets
         )
 
     if comparison.result.on_text:
@@ -433,7 +447,7 @@ def find_controls(comparison: Comparison) -> Iterator[tuple[str, bool]]:
     full = comparison.result.overall.of(comparison.result.full.scores).mean
     yield (
         f"{comparison.kind.name}: random keeps less than a tenth of the full cache's score",
-        all(mean("random", budget) < full / 10 for budget in comparison.kind.budgets),
+        all(mean("random", budget) < full / 10 for budget in comparison.kind.main_budgets),
     )
 
 

@@ -200,9 +200,9 @@ def test_steps_of_the_results_are_commands(
     results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Console, "run", read_options)
-    monkeypatch.setattr(results, "gate_scores", lambda home: {"niah_single_2": 1.0, "niah_single_3": 0.4})
-    steps = [*results.find_steps(tmp_path, ["needles", "questions", "text"])]
-    assert [step.arguments[0] for step in steps] == ["evaluate", *["run", "evaluate"] * 3]
+    monkeypatch.setattr(results, "gate_scores", lambda home, name: {"niah_single_2": 1.0, "niah_single_3": 0.4})
+    steps = [*results.find_steps(tmp_path, [*results.NAMES])]
+    assert [step.arguments[0] for step in steps] == [*["evaluate", "run", "evaluate"] * 2, *["run", "evaluate"] * 2]
     for step in steps:
         assert not step.is_finished
         answer = CliRunner().invoke(app, step.command[1:])
@@ -215,7 +215,7 @@ def test_tables_of_results_that_were_not_measured_are_one_line(tmp_path: Path) -
     command = [sys.executable, str(ROOT / "scripts" / "real_results.py"), "--tables", "--home", str(tmp_path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == f"there is no file {tmp_path / 'gate'}: check the path: measure it first\n"
+    assert done.stderr == f"there is no file {tmp_path / 'needles' / 'gate'}: check the path: measure it first\n"
 
 
 def test_tables_go_between_their_marks(results: ModuleType) -> None:
