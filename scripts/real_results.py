@@ -1,6 +1,7 @@
 """Measure SmolLM2-135M-Instruct: every step from nothing to the tables of docs/results.md.
 
     python scripts/real_results.py            # what is missing is measured, then the tables are written
+    python scripts/real_results.py --jobs 2   # two kinds of questions side by side, each on half of the cores
     python scripts/real_results.py --tables   # the tables alone, of what was measured
     python scripts/real_results.py --steps    # the commands, with what each has cost so far
 
@@ -17,15 +18,17 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from kvsearch.core.errors import KvsearchError, present
 from kvsearch.core.files import atomic_write
@@ -48,6 +51,7 @@ NEEDLES = (
     "niah_multiquery", "niah_multivalue", "niah_turns",
 )  # fmt: skip
 COSTS = "costs.json"  # processor time of each step
+COSTS_LOCK = Lock()
 GATE = 0.45  # of the questions that the full cache has to answer: half, but for what 12 contexts are off by chance
 POLICIES = (
     "snapkv", "h2o", "tova", "vatp", "cam", "d2o", "keydiff", "knorm", "expected_attention", "uniform:cake",
@@ -83,20 +87,28 @@ class Step:
         verb, *options = self.arguments
         return ["kvsearch", verb, MODEL, "--dtype", "bfloat16", *options, "-o", str(self.directory)]
 
-    def run(self, costs: Path) -> None:
-        """Run it, unless it is finished, and add the processor time that it took to the file of costs."""
+    def run(self, home: Path, threads: int) -> None:
+        """Run it, unless it is finished, and add the processor time that it took to the file of costs.
+
+        What it prints goes to a file beside its directory.
+        """
         if self.is_finished:
             return
-        print(f"$ {shlex.join(self.command)}", flush=True)
-        before = processor_seconds()
-        done = subprocess.run([sys.executable, "-m", *self.command], check=False)
-        spent = read_costs(costs)
-        name = str(self.directory)
-        atomic_write(costs, json.dumps({**spent, name: spent.get(name, 0) + processor_seconds() - before}).encode())
-        if done.returncode:
-            sys.exit(
-                f"this step ended with exit code {done.returncode}; what is finished is kept: give the command again"
+        log = self.directory.with_name(f"{self.directory.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        print(f"$ {shlex.join(self.command)}  # {log}", flush=True)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *self.command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             )
+            _, status, used = os.wait4(process.pid, 0)  # the processor time of this step alone
+        process.returncode = code = os.waitstatus_to_exitcode(status)
+        add_cost(home / COSTS, str(self.directory), used.ru_utime + used.ru_stime)
+        if code:
+            sys.exit(f"{log}: this step ended with exit code {code}; what is finished is kept: give the command again")
 
 
 @dataclass(frozen=True)
@@ -201,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, default=Path("runs/real"), help="where the steps are kept")
     parser.add_argument("--kinds", default=",".join(NAMES), help="which kinds of questions")
+    parser.add_argument("--jobs", type=int, default=1, help="how many kinds are measured side by side")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--tables", action="store_true", help="write the tables of what was measured, measure nothing")
     only.add_argument("--steps", action="store_true", help="list the commands, measure nothing")
@@ -211,17 +224,22 @@ def main() -> None:
             list_steps(args.home, names)
             return
         if not args.tables:
-            measure(args.home, names)
+            measure(args.home, names, args.jobs)
         write_page(args.home, names)
     except KvsearchError as error:
         sys.exit(f"{error}: measure it first" if args.tables else str(error))
 
 
-def measure(home: Path, names: Sequence[str]) -> None:
-    """Run every step that is not finished."""
-    home.mkdir(parents=True, exist_ok=True)
-    for step in find_steps(home, names):
-        step.run(home / COSTS)
+def measure(home: Path, names: Sequence[str], jobs: int) -> None:
+    """Run every step that is not finished; those of one kind follow each other."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+
+    def measure_kind(name: str) -> None:
+        for step in find_steps(home, [name]):
+            step.run(home, threads)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(measure_kind, names))  # raises what a kind has raised
 
 
 def list_steps(home: Path, names: Sequence[str]) -> None:
@@ -300,10 +318,11 @@ def find_kind(home: Path, name: str) -> Kind:
     return Kind(name, tasks, (925, 462, 370, 185, 92), fit=2, measure=2, choose=3, report=5)
 
 
-def processor_seconds() -> float:
-    """Return the processor time of all steps that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def add_cost(path: Path, name: str, seconds: float) -> None:
+    """Add the processor time of a step to the file of costs."""
+    with COSTS_LOCK:
+        spent = read_costs(path)
+        atomic_write(path, json.dumps({**spent, name: spent.get(name, 0) + seconds}).encode())
 
 
 def read_costs(path: Path) -> dict[str, float]:
