@@ -117,7 +117,7 @@ class PlanScores:
 
     Args:
         text: all of it, in Markdown.
-        metrics: means in [0, 1] with their intervals, by what they are of.
+        metrics: means with their intervals, by what they are of with its unit: percent, or nats per token of text.
         metric: the name of the metric that scores the tasks, "score" where they have several.
         tasks: the names of the tasks.
         datasets: the ids of those that are public datasets of the hub.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TAGS = ("kvsearch", "kv-cache", "kv-cache-compression")
 TASK = "text-generation"
+DIGITS = 4  # decimals of a metric
 PLAN = "plan"  # the size of the plan that a metric of the front matter is of, among its arguments
 
 
@@ -113,7 +114,7 @@ def _command(*words: str) -> str:
 
 
 def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> None:
-    """Add what was measured of a plan to front matter, in percent, in place of what it has of a plan of this size."""
+    """Add what was measured of a plan to front matter, in place of what it has of a plan of this size."""
     from huggingface_hub import EvalResult
 
     if scores is None:
@@ -123,12 +124,12 @@ def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> N
     for name, found in scores.metrics.items():
         arguments: dict[str, Any] = {PLAN: size, "questions": scores.questions, "contexts": found.contexts}
         if not math.isnan(found.low):
-            arguments["interval_95"] = [round(100 * end, 2) for end in (found.low, found.high)]
+            arguments["interval_95"] = [round(end, DIGITS) for end in (found.low, found.high)]
         results.append(
             EvalResult(
                 task_type=TASK, dataset_type=[*scores.datasets, *scores.tasks][0], dataset_split="report",
                 dataset_name=", ".join(scores.tasks), metric_type=scores.metric, metric_name=name,
-                metric_value=round(100 * found.mean, 2), metric_args=arguments,
+                metric_value=round(found.mean, DIGITS), metric_args=arguments,
             )
         )  # fmt: skip
     data.model_name = data.get("model_name") or _short_name(plan.model)

@@ -45,6 +45,7 @@ from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.results.validation import ValidationResult
+from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import (
     CONFIG,
     CONTEXTS,
@@ -286,21 +287,36 @@ def _plan_scores(choice: SelectionResult, config: RunConfig | None) -> PlanScore
     report = choice.report
     chosen = choice.chosen
     text = [*(f"{line}\n" for line in selections.sentences(choice)), markdown(selections.report_table(choice))]
-    named = {"score": report.scores[chosen.written], "score of the full cache": report.scores[FULL]}
-    if chosen.winner:
-        named[f"score of {chosen.best}, the best baseline"] = report.scores[chosen.best]
-    named["full cache minus plan"] = choice.loss
+    best = [chosen.best] if chosen.winner else []
+    if report.nats:
+        losses = {name: report.nats[name].excess for name in [chosen.written, *best]}
+        named = {"loss above the full cache": losses[chosen.written], "loss of the full cache": report.nats[FULL].loss}
+        named |= {f"loss above the full cache of {name}, the best baseline": losses[name] for name in best}
+        form = ("nats per token", ".4f", 1.0)
+    else:
+        named = {"score": report.scores[chosen.written], "score of the full cache": report.scores[FULL]}
+        named |= {f"score of {name}, the best baseline": report.scores[name] for name in best}
+        named["full cache minus plan"] = choice.loss
+        form = ("percent", ".1f", 100.0)
+    unit, digits, factor = form
     scorers: Mapping[str, str] = {} if config is None else config.content.get(METRICS, {})
     options = {} if config is None else config.options
     spec = options.get("tasks")
     return PlanScores(
         text="\n".join(text),
-        metrics={f"{name}, percent {bounds(found, '.1f')}": found for name, found in named.items()},
+        metrics={
+            f"{name}, {unit} {bounds(value, digits, factor)}": _times(factor, value) for name, value in named.items()
+        },
         metric=next(iter(scorers.values())) if len(set(scorers.values())) == 1 else "score",
         tasks=tuple(scorers) or ("questions",),
         datasets=public_datasets(spec) if spec is not None and options.get("data") is None else (),
         questions=report.asked.questions,
     )
+
+
+def _times(factor: float, value: Estimate) -> Estimate:
+    """Return a mean with its interval in another unit."""
+    return replace(value, mean=factor * value.mean, low=factor * value.low, high=factor * value.high)
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_the_card_of_a_plan_has_what_it_scores(finished: tuple[Path, str], tmp_p
         score.metric_value
         == 100 * found["report"]["scores"][found["chosen"]["winner"] or found["chosen"]["best"]]["mean"]
     )
-    assert full.metric_value == 100 * found["report"]["scores"]["full"]["mean"]
+    assert full.metric_value == round(100 * found["report"]["scores"]["full"]["mean"], 4)
     assert loss.metric_name.startswith("full cache minus plan, percent [")
     assert score.metric_args == {"plan": "40", "questions": 8, "contexts": 4}  # too few for an interval
     assert str(directory) not in card.content

@@ -15,6 +15,8 @@ import pytest
 from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of, summarize
+from kvsearch.report import selections
+from kvsearch.report.artifacts import _plan_scores
 from kvsearch.report.charts import score_figures
 from kvsearch.report.evaluation import csv_rows, headline, nats_table, tables
 from kvsearch.report.scores import headroom_parts, progress_table
@@ -195,3 +197,21 @@ def test_a_run_that_is_not_finished_has_losses_so_far() -> None:
     assert table.header == ["method", "story", "mean nats above full so far"]
     assert [row[2].text for row in table.rows] == ["0.0000", "0.1500"]
     assert progress_table([*texts(), *answers()]).header[-1] == "mean score so far"
+
+
+def test_metrics_of_a_card_are_in_nats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selections, "sentences", lambda choice: ["It is written."])
+    monkeypatch.setattr(selections, "report_table", lambda choice: Table("Report", ["method"], []))
+    nats = summarize(texts(), "cake@8")[-1].nats
+    report = SimpleNamespace(nats=nats, asked=SimpleNamespace(questions=4))
+    choice: Any = SimpleNamespace(
+        report=report, chosen=SimpleNamespace(written="h2o@8", best="cake@8", winner="h2o@8"), loss=None
+    )
+    metrics = _plan_scores(choice, None).metrics
+    excess = nats["h2o@8"].excess
+    assert {name.split(" [")[0]: value for name, value in metrics.items()} == {
+        "loss above the full cache, nats per token": excess,
+        "loss of the full cache, nats per token": nats["full"].loss,
+        "loss above the full cache of cake@8, the best baseline, nats per token": nats["cake@8"].excess,
+    }
+    assert f"{excess.low:.4f}" in next(iter(metrics))
