@@ -314,7 +314,7 @@ def find_kind(home: Path, name: str) -> Kind:
         )
     tasks = f"ruler:{','.join(passed)}"
     if name == "needles":
-        return Kind(name, tasks, (417, 208, 167, 83, 42), fit=3, measure=3, choose=4, report=10)
+        return Kind(name, tasks, (417, 208, 167, 83, 42), fit=3, measure=3, choose=4, report=12)
     return Kind(name, tasks, (925, 462, 370, 185, 92), fit=2, measure=2, choose=3, report=5)
 
 
