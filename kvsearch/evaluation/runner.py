@@ -21,7 +21,7 @@ from kvsearch.core.items import Progress, counted
 from kvsearch.core.resources import version
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Place, Sample
-from kvsearch.models.architecture import beyond_switch, require_same_rotary
+from kvsearch.models.architecture import beyond_switch, require_same_rotary, text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -251,10 +251,13 @@ def answer_joints(
     ended = prompts.format.ended(prompts.task.stops)
     stop = stop_tokens(loaded, prompts.format)
     asked = programs.keys() - set(finished)
+    logits = 0
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
         programs = {FULL: full_cache(loaded.model), **programs}
+        longest = max(len(question.right) for reading in batch for question in reading.questions)
+        logits = len(batch) * longest * text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
     full_losses: dict[tuple[int, int], float] = {}
-    joints = compressed(loaded.model, programs, [each.ids for each in batch], stop, ended, memory)
+    joints = compressed(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
         with _naming(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)

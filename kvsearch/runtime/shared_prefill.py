@@ -62,11 +62,13 @@ def compressed(
     stop: set[int],
     finished: Finished | None = None,
     memory: int | None = None,
+    answer_bytes: int = 0,
 ) -> Iterator[JointReplies]:
     """Read and compress the batch under every program, in their order as far as they reply together.
 
-    Prompts are token ids [T] each. `memory` is the most bytes that the compressed caches of one prefill may take; where
-    that is too little for all programs the prompts are read again. Default: 8 GiB, or half of what a GPU has free.
+    Prompts are token ids [T] each. `memory` is the most bytes that the compressed caches of one prefill may take, with
+    the `answer_bytes` that answers take of each program besides; where that is too little for all programs the prompts
+    are read again. Default: 8 GiB, or half of what a GPU has free.
 
     Raises:
         IncompatibleError: a prompt is longer than the model takes.
@@ -74,7 +76,7 @@ def compressed(
     """
     lengths = [len(prompt) for prompt in prompts]
     check_length(model, max(lengths))
-    for portion in _portions(model, programs, lengths, memory):
+    for portion in _portions(model, programs, lengths, memory, answer_bytes):
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits, mask = read_prompts(model, list(caches.values()), prompts)
@@ -121,14 +123,15 @@ def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[i
 
 
 def _portions(
-    model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None
+    model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None, answer_bytes: int
 ) -> Iterator[dict[str, Program]]:
-    """Yield programs, in order, whose compressed caches fit into `memory` together; at least one at a time."""
+    """Yield programs, in order, that fit into `memory` together, see `compressed`; at least one at a time."""
     limit = default_memory(model.device) if memory is None else memory
     portion: dict[str, Program] = {}
     taken = 0
     for method, program in programs.items():
-        size = 2 * prompt_bytes(model, program, lengths)  # twice, for as long as caches are put together
+        # twice, for as long as caches are put together
+        size = 2 * prompt_bytes(model, program, lengths) + answer_bytes
         if portion and taken + size > limit:
             yield portion
             portion = {}

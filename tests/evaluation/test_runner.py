@@ -21,10 +21,11 @@ from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, P
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.decode.replies import stop_tokens
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import full_cache, prompt_bytes
 from kvsearch.strategies.compared import full_method
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.metrics.likelihood import FORCED
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.evaluation.results import PLACE, without_bytes
@@ -232,6 +233,26 @@ def test_prompts_are_read_once_unless_memory_is_short(model: LoadedModel) -> Non
         read.clear()
         run_encoded(model, programs, encoded, QUESTION_AGNOSTIC, 4, memory=memory)
         assert read.count(longest) == times
+    handle.remove()
+
+
+def test_logits_of_right_answers_count_as_memory(model: LoadedModel) -> None:
+    """They are of every method, text and token over the whole vocabulary: of many methods more than their caches."""
+    read: list[int] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    encoded = encode_tasks(model, [dataclasses.replace(TASK, metric=FORCED)], 4)
+    lengths = [len(prompt.context) for prompt in encoded[0].prompts]
+    longest = max(len(question.right) for prompt in encoded[0].prompts for question in prompt.questions)
+    logits = len(lengths) * longest * model.model.config.vocab_size * 4
+    programs = {name: program for name, program in many(model).items() if "snapkv" in name or name == "full"}
+    caches = sum(2 * prompt_bytes(model.model, program, lengths) for program in programs.values())
+    whole = caches + len(programs) * logits
+    for memory, times in ((whole, 1), (whole - 1, 2)):
+        read.clear()
+        run_encoded(model, programs, encoded, QUESTION_AGNOSTIC, 4, memory=memory)
+        assert read.count(max(lengths)) == times
     handle.remove()
 
 
