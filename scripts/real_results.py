@@ -141,7 +141,8 @@ class Kind:
         plans = [word for budget in self.budgets for word in ("--plan", str(search / f"plan-{budget}.json"))]
         methods = ",".join([*POLICIES, *CONTROLS, *ALLOCATIONS, f"lukv={search / 'curves'}"])
         sizes = ("--methods", methods, "--budgets", ",".join(map(str, self.budgets)))
-        asked = (*self._asked, "--split", "report", "--samples", str(self.report))
+        # 120 methods of two contexts are rows enough of a batch, and take 3 GB
+        asked = (*self._asked, "--split", "report", "--samples", str(self.report), "--batch", "2")
         return Step(home / self.name / "evaluation", ("evaluate", *asked, *sizes, *plans))
 
     @property
