@@ -40,7 +40,7 @@ class Rows:
         tiles = whole_blocks(rows * group, blocks.rows)
         splits, chunk = chunks(length, batch * heads * tiles, blocks.columns, self.keys.device)
         found = self.keys.new_empty(batch * heads, splits, rows, group, dtype=torch.float32)
-        launch(normalise_rows, (batch * heads, tiles, splits),
+        launch(normalise_rows, (tiles, batch * heads, splits),  # no other axis takes more than 65,535 programs
             *states, self.columns, self.places, found, self.scaling, self.softcap or 1.0, heads, rows, length, chunk,
             *strides, splits, **options,
         )  # fmt: skip
@@ -56,6 +56,27 @@ class Rows:
         found = self.keys.new_empty(self.keys.shape[:3], dtype=torch.float32)
         self._add(self.normalisers(), found, found, found, how)
         return found
+
+    def peaks(self, context: int, norms: Tensor | None, weights: Tensor | None, group: Literal["sum", "max"]) -> Tensor:
+        """Return the most that each of the first `context` entries receives from one row, [B, Hkv, context] fp32.
+
+        It is the maximum over rows k of w_k agg_g A[q_g, k, j] n[g, j]: `norms` [B, Hkv, G, context] are the n, fp32,
+        `weights` [B, rows] the w, fp32, both not negative (None: 1), and agg over the query group is `group`.
+        """
+        from kvsearch.kernels.jit.scoring import find_peaks
+
+        batch, heads, length, _ = self.keys.shape
+        rows = self.queries.shape[2]
+        states, strides, blocks, options = self._launch(rows)
+        normalisers = self.normalisers()
+        factors = (normalisers if given is None else given.contiguous() for given in (norms, weights))
+        most = self.keys.new_empty(batch, heads, context, dtype=torch.float32)
+        launch(find_peaks, (whole_blocks(context, blocks.columns), batch * heads),
+            *states, self.columns, self.places, normalisers, *factors, most, self.scaling, self.softcap or 1.0,
+            heads, rows, length, context, *strides,
+            NORMED=norms is not None, WEIGHTED=weights is not None, GROUP=group, **options,
+        )  # fmt: skip
+        return most
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return the mean and unbiased variance over the rows that see anything, [B, Hkv, G, T] fp32 each."""
@@ -73,7 +94,7 @@ class Rows:
         batch, heads, length, _ = self.keys.shape
         rows = self.queries.shape[2]
         states, strides, blocks, options = self._launch(rows)
-        launch(add_columns, (batch * heads, whole_blocks(length, blocks.columns)),
+        launch(add_columns, (whole_blocks(length, blocks.columns), batch * heads),
             *states, self.columns, self.places, normalisers, counts, found, scatter, self.scaling, self.softcap or 1.0,
             heads, rows, length, *strides, HOW=how, **options,
         )  # fmt: skip

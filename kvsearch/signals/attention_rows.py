@@ -66,8 +66,16 @@ def importance_rows(
 
     `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, T + K, D] all of them, `norms` [B, Hkv, G, T] (None:
     attention alone), `sinks` [Hkv, G] logits beside every row that are no entry, `weights` [B, K] the w_k (None: 1).
-    Returns [B, Hkv, T] fp32 with T = `context`. Only K attention rows are ever computed.
+    Returns [B, Hkv, T] fp32 with T = `context`. Only K attention rows are ever computed; kernels hold none of them.
     """
+    from kvsearch.kernels.dispatch import serves
+    from kvsearch.kernels.rows import Rows
+
+    if serves(query, keys):
+        index = torch.arange(keys.shape[2], device=keys.device).expand(len(keys), -1)
+        beside = None if sinks is None else sinks[None]
+        rows = Rows(query, keys, index, index[:, -query.shape[2] :], scaling, softcap, beside, causal=True)
+        return rows.peaks(context, norms, weights, "max" if group == "max" else "sum")
     parts = []
     for part, scores in score_rows(query, keys, scaling, softcap, tables=2):
         taken = attention_rows(scores, part, sinks)[..., :context]

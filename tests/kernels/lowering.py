@@ -130,6 +130,7 @@ def main() -> None:
                 rows = prompt.given(causal=prompt.rows == prompt.length)
                 rows.received("mean")
                 rows.moments()
+                rows.peaks(prompt.length - prompt.rows or prompt.length, torch.ones(1), torch.ones(1), "sum")
             for dtype, dim in NUMBERS:
                 lower_step("mass", dtype, dim)
             for rule in rules:

@@ -17,7 +17,7 @@ from tests.kernels.lowering import COMMON, TYPES
 
 CONSUMER = 99 * 1024  # bytes of shared memory that a block has on GPUs of compute capability 8.6, 8.9 and 12.0
 ARCHITECTURES = (80, 89, 90)
-KERNELS = {"attend_chunks", "merge_chunks", "normalise_rows", "add_columns", "finish_step"}
+KERNELS = {"attend_chunks", "merge_chunks", "normalise_rows", "add_columns", "find_peaks", "finish_step"}
 WIDE = ("attend_chunks", 90, "bf16", 128)  # 64 rows: see `BlockSizes.of`
 PAGE = DOCS / "kernels.md"
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.kernels.serving import interpreted
 from tests.policies import test_cake, test_scoring
 from tests.policies.contract import Case, observe
 from tests.runtime.policies import SMALL
+from tests.signals import test_oracle
 
 fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -89,12 +91,36 @@ def test_what_entries_receive_is_that_of_a_dense_softmax(prompt: Prompt, causal:
     assert relative_error(variance, squares / (count - 1).clamp(min=1)) < 1e-5
 
 
+@pytest.mark.parametrize("group", ["sum", "max"])
+@pytest.mark.parametrize("factors", ["neither", "norms", "both"])
+def test_peaks_are_those_of_a_dense_softmax(group: Literal["sum", "max"], factors: str) -> None:
+    prompt = Prompt(2, 3, 37, 90, 16, pads=5, sinks=True)
+    context = 61
+    generator = torch.Generator().manual_seed(1)
+    norms = None if factors == "neither" else torch.rand(2, 2, 3, context, generator=generator)
+    weights = torch.rand(2, 37, generator=generator) if factors == "both" else None
+    given = prompt.expected()[..., :context]
+    if norms is not None:
+        given = given * norms[..., None, :]
+    given = given.sum(2) if group == "sum" else given.amax(2)
+    if weights is not None:
+        given = given * weights[:, None, :, None]
+    found = prompt.given(causal=True).peaks(context, norms, weights, group)
+    assert relative_error(found, given.amax(2)) < 1e-5
+
+
 def test_what_policies_compute_is_what_their_own_tests_say(monkeypatch: pytest.MonkeyPatch) -> None:
     test_scoring.test_attention_of_the_window_is_that_of_a_dense_softmax()
     test_scoring.test_column_sums_are_those_of_a_dense_softmax(monkeypatch, 9, 2.0, 10**9)
     test_cake.test_moments_do_not_depend_on_the_chunks(monkeypatch, 10**9)
     test_cake.test_a_small_variance_next_to_a_large_mean_is_accurate(monkeypatch, 10**9)
     test_cake.test_rows_of_padding_do_not_count(monkeypatch, 10**9)
+
+
+@pytest.mark.parametrize("group", ["sum", "max"])
+def test_importance_is_what_its_own_tests_say(group: str) -> None:
+    test_oracle.test_the_worked_example()
+    test_oracle.test_importance_is_the_largest_row_of_the_aggregated_group(group, 2.0)
 
 
 @pytest.mark.parametrize("name", [name for name, policy in SMALL.items() if policy.needs().query_rows])
@@ -107,3 +133,17 @@ def test_scores_are_those_of_pytorchs_path(name: str) -> None:
     found = policy.score(observation)
     real = observation.valid[:, None].expand_as(found)
     torch.testing.assert_close(found[real], expected[real], atol=1e-6, rtol=1e-5)
+
+
+def test_long_prompts_are_within_the_axes_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes 65,535 programs on the second and third axis; all rows of a prompt of 4M tokens are more tiles."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr("kvsearch.kernels.rows.launch", lambda _, grid, *__, **___: grids.append(grid))
+    monkeypatch.setattr("kvsearch.kernels.rows.chunks", lambda length, *_: (1, length))
+    rows = 4 << 20
+    states = [torch.empty(1, heads, rows, 64, dtype=bf16, device="meta") for heads in (32, 8)]
+    places = torch.empty(1, rows, dtype=torch.int64, device="meta")
+    Rows(*states, places, places, scaling=0.125, causal=True).received("max")
+    assert len(grids) == 2
+    assert max(grids[0]) > 65_535
+    assert all(size <= 65_535 for grid in grids for size in grid[1:])

@@ -17,13 +17,13 @@ def normalise_rows(
     G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Write log sum exp of a chunk of columns, `Lse` [B * Hkv, splits, rows * G]; grid (B * Hkv, tiles, splits).
+    """Write log sum exp of a chunk of columns, `Lse` [B * Hkv, splits, rows * G]; grid (tiles, B * Hkv, splits).
 
     The rows of the query group are taken together: m is row m // G of head m % G of the group.
     """
-    segment = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1).to(tl.int64)
     batch, head = segment // heads, segment % heads
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
     row, known = m // G, m < rows * G
     d, n = tl.arange(0, BD), tl.arange(0, BN)
     query = Q + batch * q_batch + (head * G + m % G)[:, None] * q_head + row.to(tl.int64)[:, None] * q_row
@@ -32,7 +32,7 @@ def normalise_rows(
     first = tl.program_id(2) * chunk
     last = tl.minimum(first + chunk, length)
     if CAUSAL:
-        last = tl.minimum(last, length - rows + ((tl.program_id(1) + 1) * BM - 1) // G + 1)
+        last = tl.minimum(last, length - rows + ((tl.program_id(0) + 1) * BM - 1) // G + 1)
     peak = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     for c in range(first, last, BN):
@@ -71,22 +71,22 @@ def add_columns(
     G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Add up what a block of entries receives from all rows; grid (B * Hkv, blocks of columns).
+    """Add up what a block of entries receives from all rows; grid (blocks of columns, B * Hkv).
 
     `Lse` [B * Hkv, G, rows], +inf where a row sees nothing. HOW: "mean" and "max" write sums
     over the query group [B * Hkv, T], "moments" the mean over `Counts` [B * Hkv] rows and `Scatter`, the sum of squares
     about it, [B * Hkv, G, T] each. All in fp32.
     """
-    segment = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1).to(tl.int64)
     batch, head = segment // heads, segment % heads
-    c = tl.program_id(1) * BN + tl.arange(0, BN)
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
     d = tl.arange(0, BD)
     column = tl.load(Columns + batch * c_batch + c, mask=c < length, other=-1)
     key = K + batch * k_batch + head * k_head + c.to(tl.int64)[:, None] * k_col
     k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
     first = 0
     if CAUSAL:
-        first = tl.maximum(0, tl.program_id(1) * BN - (length - rows)) // BM * BM
+        first = tl.maximum(0, tl.program_id(0) * BN - (length - rows)) // BM * BM
     found = tl.zeros((BN,), tl.float32)
     for g in range(G):
         query = Q + batch * q_batch + (head * G + g) * q_head
@@ -113,3 +113,43 @@ def add_columns(
             tl.store(Scatter + (segment * G + g) * length + c, tl.sum(squares, 0), mask=c < length)
     if HOW == "mean" or HOW == "max":
         tl.store(Out + segment * length + c, found, mask=c < length)
+
+
+@triton.jit
+def find_peaks(
+    Q, K, Columns, Places, Lse, Norms, Weights, Out, scale, softcap, heads, rows, length, context,
+    q_batch, q_head, q_row, k_batch, k_head, k_col, c_batch, p_batch,
+    G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, NORMED: tl.constexpr, WEIGHTED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Write the most that each entry receives from one row, `Out` [B * Hkv, context] fp32; of the first ones alone.
+
+    What a row gives is the "sum" or "max" (GROUP) over the query group of attention times `Norms`
+    [B * Hkv, G, context], times the row's `Weights` [B, rows]. `Lse` as for `add_columns`; grid (blocks of columns,
+    B * Hkv).
+    """
+    segment = tl.program_id(1).to(tl.int64)
+    batch, head = segment // heads, segment % heads
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    column = tl.load(Columns + batch * c_batch + c, mask=c < length, other=-1)
+    key = K + batch * k_batch + head * k_head + c.to(tl.int64)[:, None] * k_col
+    k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
+    first = 0
+    if CAUSAL:
+        first = tl.maximum(0, tl.program_id(0) * BN - (length - rows)) // BM * BM
+    peak = tl.zeros((BN,), tl.float32)
+    for r in range(first, rows, BM):
+        given = tl.zeros((BM, BN), tl.float32)
+        for g in range(G):
+            query = Q + batch * q_batch + (head * G + g) * q_head
+            place_at, lse_at = Places + batch * p_batch, Lse + (segment * G + g) * rows
+            p, _ = probabilities(query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP)
+            if NORMED:
+                p *= tl.load(Norms + (segment * G + g) * context + c, mask=c < context, other=0.0)[None, :]
+            given = given + p if GROUP == "sum" else tl.maximum(given, p)
+        if WEIGHTED:
+            row = r + tl.arange(0, BM)
+            given *= tl.load(Weights + batch * rows + row, mask=row < rows, other=0.0)[:, None]
+        peak = tl.maximum(peak, tl.max(given, 0))
+    tl.store(Out + segment * context + c, peak, mask=c < context)
