@@ -19,6 +19,7 @@ from kvsearch.selection.race import (
     Race,
     adjust_for_several,
     bets,
+    find_hopeless,
     lead_bound,
     log_wealths,
     mix_bettors,
@@ -82,6 +83,30 @@ def test_a_bound_worked_by_hand() -> None:
     # Student's quantile of three degrees of freedom at .95 is 2.353
     assert lead_bound(scores, "x", "y", 0.95) == pytest.approx(0.1 - 2.3534 * leads.std(ddof=1) / 2, abs=1e-4)
     assert lead_bound(made(x=[1.0], y=[0.0]), "x", "y", 0.95) == -math.inf
+
+
+def test_hopeless_worked_by_hand() -> None:
+    """Losses of four contexts: six candidates, the last two far behind; the five best of each kind stay."""
+    near = [1.0, 1.1, 0.9, 1.0]
+    losses: dict[str, list[float]] = {f"c{number}": near for number in range(5)}
+    losses |= {"c5": [2.0, 2.2, 1.9, 2.1], "c6": [1.2, 1.2, 1.1, 1.3], "c7": [0.9, 5.0, 0.8, 5.1]}
+    losses |= {"b0": [9.0, 9.1, 9.2, 9.0]}
+    scores = made(**{name: [-loss for loss in row] for name, row in losses.items()})
+    candidates = [name for name in losses if name.startswith("c")]
+    # c5 is 1.05 behind, Student's quantile of three degrees at 1 - .01 / 9 is 9.853: 1.05 - 9.853 * 0.0577 / 2 = 0.76;
+    # c6 is 0.2 behind, which is too little, and c7 too uncertain; b0 is the best of its kind
+    assert lead_bound(scores, "c0", "c5", 1 - 0.01 / 9) == pytest.approx(1.05 - 9.853 * 0.05774 / 2, abs=1e-3)
+    assert find_hopeless(scores, candidates, ["b0"]) == ["c5"]
+    assert find_hopeless(made(**{name: [-row[0]] for name, row in losses.items()}), candidates, ["b0"]) == []
+
+
+def test_who_is_as_good_as_the_best_is_hardly_ever_hopeless() -> None:
+    rng = np.random.default_rng(0)
+    dropped = 0
+    for _ in range(300):
+        rows = {f"m{number}": -rng.gamma(2.0, 1.0, 8) for number in range(12)}
+        dropped += len(find_hopeless(made(**rows), [], list(rows)))
+    assert dropped / (300 * 12) < 0.01
 
 
 def test_rounds_grow_by_half() -> None:
