@@ -451,7 +451,7 @@ class RunStages:
         """
         from kvsearch.evaluation.compare import replies_cost
         from kvsearch.runtime.program import full_cache
-        from kvsearch.selection.comparison import divide_rounds, screened_questions
+        from kvsearch.selection.comparison import screened_questions
 
         calibrations = {f"fit ranking {name}": fit for name, fit in self.options.fits().items()}
         # the rankings add a look at what is read anyway
@@ -463,7 +463,7 @@ class RunStages:
             costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
         if self.refinement is not None:
             costs.append(self.refinement.cost(SEARCHING, len(asked)))
-        screened = screened_questions(divide_rounds(self.encoded["select"], self.options.seed)[0])
+        screened = screened_questions(self.encoded["select"], self.options.seed)
         for size, programs in asked.items():
             name = f"choose at {size.words}"
             cost = replies_cost(name, self.encoded["select"], self.splits["select"], programs[:METHODS_ASKED])

@@ -21,7 +21,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size
 from kvsearch.selection.candidates import CandidateSet
-from kvsearch.selection.race import LEAVES, Race, find_hopeless, lead_bound, plan_rounds
+from kvsearch.selection.race import LEAVES, Race, find_hopeless, lead_bound, plan_rounds, plan_screening
 from kvsearch.selection.scores import Scores
 from kvsearch.selection.selection import (
     FOREMOST,
@@ -66,17 +66,20 @@ class PlanRace:
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
         """The questions of each round."""
-        return divide_rounds(self.encoded, self.prepared.split.seed)
+        counts = [len(texts_of(task)) for task in self.encoded]
+        return divide_contexts(self.encoded, plan_rounds(counts), self.prepared.split.seed)
 
     @cached_property
     def screened(self) -> list[TaskPrompts] | None:
-        """The questions of the first round with right replies to force; None where no method is screened.
+        """The questions that methods are screened by, with right replies to force; None where none is screened.
 
         That is where screening is not wanted, cannot be done, could not drop half of the methods, or is no cheaper.
         """
         plans = self.candidate_set
         spare = sum(max(len(kind) - FOREMOST, 0) for kind in (plans.candidates, plans.baselines))
-        return screened_questions(self.rounds[0]) if self.screens and 2 * spare >= len(plans.plans) else None
+        if not self.screens or 2 * spare < len(plans.plans):
+            return None
+        return screened_questions(self.encoded, self.prepared.split.seed)
 
     def cost(self, name: str) -> StageCost:
         """Return what the stage `name` costs that decides, at most."""
@@ -196,17 +199,16 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], contexts
     return MethodResult(name, "candidate", score, count, lead, chance, nats)
 
 
-def divide_rounds(encoded: Sequence[TaskPrompts], seed: int) -> list[list[TaskPrompts]]:
-    """Divide questions among the rounds of a race, by their contexts."""
-    return divide_contexts(encoded, plan_rounds([len(texts_of(task)) for task in encoded]), seed)
-
-
-def screened_questions(questions: Sequence[TaskPrompts]) -> list[TaskPrompts] | None:
+def screened_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[TaskPrompts] | None:
     """Return questions with right replies to force, so that methods are screened by their losses.
 
-    None where some question has no right reply, or all are answered by force anyway.
+    They are about contexts that the first round of a race asks about, too. None where some question has no right reply,
+    or all are answered by force anyway.
     """
-    return None if all(is_forced(task.task) for task in questions) else force_replies(questions, SCREENED_TOKENS)
+    if all(is_forced(task.task) for task in encoded):
+        return None
+    [first] = divide_contexts(encoded, [plan_screening([len(texts_of(task)) for task in encoded])], seed)
+    return force_replies(first, SCREENED_TOKENS)
 
 
 def lower_kinds(samples: Sequence[Sample], contexts: Contexts, written: str, best: str) -> list[str]:

@@ -41,6 +41,7 @@ from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
 LEAVES = 0.95  # of the one-sided bound by which one that is behind leaves
+SCREENED = 6  # contexts at least that losses are of, as far as there are so many
 GROWTH = 1.5  # of the contexts from one round to the next
 
 
@@ -107,15 +108,21 @@ def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence
     """Return the methods that need not reply, by their losses of the right replies; scores are minus the losses.
 
     Such a method loses more than the best one by over `MOST_LOST` nats per token, beyond a one-sided bound at
-    `HOPELESS` by Student's t on differences in the same contexts, which all methods share (Bonferroni's rule, as the
-    best one is not known before); and it is none of the `FOREMOST` of its kind. So a method whose loss is that of the
-    best, or no more than that above it, is dropped in 1 of 100 races at most.
+    `HOPELESS` by Student's t on differences in the same contexts, and it is none of the `FOREMOST` of its kind. So at
+    that level a pair of methods that differ by no more is taken for one that does. That may drop the best one of many
+    that are alike, but not before as many of its kind as a report asks look better.
     """
     methods = [*candidates, *baselines]
     best = losses.ranked(methods)[0]
-    level = 1 - (1 - HOPELESS) / len(methods)
     kept = {*losses.ranked(candidates)[:FOREMOST], *losses.ranked(baselines)[:FOREMOST]}
-    return [name for name in methods if name not in kept and lead_bound(losses, best, name, level) > MOST_LOST]
+    return [name for name in methods if name not in kept and lead_bound(losses, best, name, HOPELESS) > MOST_LOST]
+
+
+def plan_screening(counts: Sequence[int]) -> list[int]:
+    """Return on how many contexts of each task methods are screened, of `counts` in all: some of every task."""
+    most = max(counts)
+    shares = ([-(-size * count // most) for count in counts] for size in range(1, most + 1))
+    return next((asked for asked in shares if sum(asked) >= SCREENED), list(counts))
 
 
 def plan_rounds(counts: Sequence[int]) -> list[list[int]]:

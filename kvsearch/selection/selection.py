@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Kind = Literal["candidate", "baseline"]
 FOREMOST: Final = 5  # candidates, and as many baselines, that a report asks
 LEAST_CONTEXTS: Final = 8  # with fewer nothing beats
-HOPELESS: Final = 0.99  # of the one-sided bound by which a loss of right replies is so much above the least
+HOPELESS: Final = 0.95  # of the one-sided bound by which a loss of right replies is so much above the least
 
 Verdict = Literal["beats", "likely", "baseline"]
 

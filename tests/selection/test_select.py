@@ -277,18 +277,18 @@ def test_the_hopeless_do_not_reply(
 
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
     asked = encode_tasks(model, [questions_of(0, each=2)], 8)
-    (forced,) = screened_questions(asked) or ()
+    (forced,) = screened_questions(asked, 0) or ()
     questions = forced.prompts[0].questions
     assert [question.right.tolist() for question in questions] == [
         question.right[:SCREENED_TOKENS].tolist() for question in asked[0].prompts[0].questions
     ]
-    assert screened_questions([forced]) is None  # nothing would be cheaper
+    assert screened_questions([forced], 0) is None  # nothing would be cheaper
     (row,) = questions_of(0).rows
     open_ended = replace(row, queries=tuple(replace(query, answers=()) for query in row.queries))
     lottery = tiny.Lottery("open", (open_ended,))
-    assert screened_questions([*asked, *encode_tasks(model, [lottery], 8)]) is None
+    assert screened_questions([*asked, *encode_tasks(model, [lottery], 8)], 0) is None
     drawn = encode_tasks(model, [questions_of(0, each=2)], 8, sampling=Sampling(1.0, replies=3))
-    (once,) = screened_questions(drawn) or ()
+    (once,) = screened_questions(drawn, 0) or ()
     assert len(once.prompts[0].questions) == 2
     assert once.sampling is None
 
