@@ -36,6 +36,7 @@ from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Sampling, Task
 from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
 from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
+from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import FORCED, MOST_LOST, read_losses
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
@@ -156,9 +157,12 @@ def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Split, progra
             work += Work.over((len(reading.ids) for reading in batch), 1 + _compressing(programs))
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
-                work += Work(together * (1 + max(question.query.max_new_tokens for question in replied)))
+                steps = 0 if is_forced(task.task) else max(question.query.max_new_tokens for question in replied)
+                work += Work(together * (1 + steps))
             after = sum(len(reading.following(question)) for reading, question in pairs)
-            replies = sum(question.query.max_new_tokens for _, question in pairs)
+            replies = sum(
+                len(question.right) if is_forced(task.task) else question.query.max_new_tokens for _, question in pairs
+            )
             work += Work(tokens=len(programs) * (after + replies))
     return StageCost(name, contexts, questions, work)
 

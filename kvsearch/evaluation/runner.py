@@ -297,16 +297,16 @@ def _replied(
             joint.replies.draws = Draws(prompts.sampling, seeds)
         started = perf_counter()
         with _naming(where, sequences, everyone):
+            following = [reading.following(one) for reading, one in zip(sequences, everyone, strict=True)]
+            texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
             if is_forced(task):
                 answered = [question.right.tolist() for question in everyone]
-                losses = joint.replies.predict([question.ids for question in everyone], answered)
+                losses = joint.replies.predict(texts, answered)
                 if FULL in joint.methods:
                     first = joint.methods.index(FULL) * len(batch)
                     full_losses |= {(row, asked): losses[first + row] for row in range(len(batch))}
                 replies = [loss_words(loss, full_losses[row % len(batch), asked]) for row, loss in enumerate(losses)]
             else:
-                following = [reading.following(one) for reading, one in zip(sequences, everyone, strict=True)]
-                texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
                 answered = joint.replies.ask(texts, limits)
                 replies = [cut(prompts.format.decode(tokens), task.stops) for tokens in answered]
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits

@@ -436,7 +436,7 @@ class RunStages:
                     "at least: keep more"
                 )
             baselines = find_policy_candidates(loaded, None, replace(size, length=max(contexts))).baselines
-            asked[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()][:METHODS_ASKED]
+            asked[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()]
         self.options = options
         self.loaded = loaded
         self.splits = splits
@@ -447,10 +447,11 @@ class RunStages:
     def _check_costs(self, reporter: Reporter, asked: Mapping[Size, list[Program]]) -> list[StageCost]:
         """Return the costs of the stages; a context that is too short or too long for one of them is told here.
 
-        `asked` are the programs that questions are answered under while plans of a size are chosen.
+        `asked` are the programs of the baselines of every size, which are about all that is screened.
         """
         from kvsearch.evaluation.compare import replies_cost
         from kvsearch.runtime.program import full_cache
+        from kvsearch.selection.comparison import screened_questions
 
         calibrations = {f"fit ranking {name}": fit for name, fit in self.options.fits().items()}
         # the rankings add a look at what is read anyway
@@ -462,11 +463,17 @@ class RunStages:
             costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
         if self.refinement is not None:
             costs.append(self.refinement.cost(SEARCHING, len(asked)))
-        for stage, split in (("choose", "select"), ("report", "report")):
-            costs += [
-                replies_cost(f"{stage} at {size.words}", self.encoded[split], self.splits[split], programs)
-                for size, programs in asked.items()
-            ]
+        screened = screened_questions(self.encoded["select"], self.options.seed)
+        for size, programs in asked.items():
+            name = f"choose at {size.words}"
+            cost = replies_cost(name, self.encoded["select"], self.splits["select"], programs[:METHODS_ASKED])
+            if screened is not None:
+                more = replies_cost(name, screened, self.splits["select"], programs)
+                cost = replace(cost, work=cost.work + more.work)
+            costs.append(cost)
+        for size, programs in asked.items():
+            name = f"report at {size.words}"
+            costs.append(replies_cost(name, self.encoded["report"], self.splits["report"], programs[:METHODS_ASKED]))
         if self.options.smallest:  # some six budgets on half of the questions, under a few methods
             programs = [full_cache(self.loaded.model)] * METHODS_ASKED
             tried = replies_cost(SMALLEST, self.encoded["select"], self.splits["select"], programs)

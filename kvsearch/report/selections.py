@@ -11,11 +11,14 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.selection import (
+    HOPELESS,
     LEAST_CONTEXTS,
+    Kind,
     MethodResult,
     PhaseResult,
     Reported,
     Rule,
+    Screening,
     Selection,
     TriedBudget,
 )
@@ -32,6 +35,9 @@ def selection_result(selection: Selection, plan: str | None = None) -> Selection
     """Return everything that a selection found, with the file of its plan."""
     job = selection.job
     notes = [*selection.chosen.notes, *selection.report.notes]
+    screening = selection.chosen.screening
+    if screening is not None and screening.dropped:
+        notes.append(screening_words(screening))
     if selection.chosen.phases == "decode":
         notes.append(DECODE_ONLY)
     return SelectionResult(
@@ -55,7 +61,7 @@ def selection_result(selection: Selection, plan: str | None = None) -> Selection
 
 def decision(result: PhaseResult) -> str:
     """Say what is written for one phase setting, and how sure that is, in one sentence."""
-    baselines = counted(result.count("baseline"), "baseline")
+    baselines = _counted_kind(result, "baseline")
     asked_about = f"{counted(result.asked.questions, 'question')} about {counted(result.asked.contexts, 'context')}"
     leader = result.leader
     if leader is None:
@@ -71,10 +77,28 @@ def decision(result: PhaseResult) -> str:
         said = f"{leader.name} {is_better} {result.best}, the best of {baselines}: {lead}, on {asked_about}{note}"
         return said + lower_words(result)
     wanted = "likely better" if result.sure < 1 - Rule.level else "better beyond chance"
-    candidates = counted(result.count("candidate"), "candidate")
+    candidates = _counted_kind(result, "candidate")
     return (
         f"{result.best}, the best of {baselines}, is written: none of {candidates} is {wanted} on {asked_about}; the "
         f"nearest is {leader.name}, {lead}{note}"
+    )
+
+
+def _counted_kind(result: PhaseResult, kind: Kind) -> str:
+    """Count candidates or baselines, and those among them that were dropped before they replied."""
+    words = counted(result.count(kind), kind)
+    dropped = 0 if result.screening is None else result.screening.count(kind)
+    return f"{words} ({dropped} dropped by loss)" if dropped else words
+
+
+def screening_words(screening: Screening) -> str:
+    """Say how many were dropped before they replied, and by what."""
+    least = min(method.loss for method in screening.dropped)
+    return (
+        f"dropped by loss, before any reply: {counted(screening.count('candidate'), 'candidate')} and "
+        f"{counted(screening.count('baseline'), 'baseline')}; on {asked(screening.asked)} the right replies lose at "
+        f"least {least:.2f} nats per token more than under {screening.best} ({MOST_LOST:g} more with a probability of "
+        f"{100 * HOPELESS:g}%)"
     )
 
 

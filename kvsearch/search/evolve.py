@@ -223,7 +223,7 @@ class PreparedSearch:
         starts = {name: plans[name] for name in ranked if name in self.starts}
         candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
         prepared = prepare_plans(self.base.loaded, candidate_set.plans, self.splits["choice"])
-        result = PlanRace(prepared, candidate_set, self.rule, store_name).decide(store, level)
+        result = PlanRace(prepared, candidate_set, self.rule, store_name, screens=False).decide(store, level)
         chosen = result.written
         if outcome.result is not None:
             paper = outcome.result.table

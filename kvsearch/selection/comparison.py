@@ -18,27 +18,41 @@ from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast, estimate, summarize
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size
 from kvsearch.selection.candidates import CandidateSet
-from kvsearch.selection.race import LEAVES, Race, lead_bound, plan_rounds
+from kvsearch.selection.race import LEAVES, Race, find_hopeless, lead_bound, plan_rounds, plan_screening
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount, Rule
+from kvsearch.selection.selection import (
+    FOREMOST,
+    DroppedMethod,
+    MethodResult,
+    PhaseResult,
+    QuestionCount,
+    Rule,
+    Screening,
+)
 from kvsearch.selection.splits import divide_contexts, texts_of
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.encode import TaskPrompts
+from kvsearch.tasks.encode import TaskPrompts, force_replies
+from kvsearch.tasks.metrics import is_forced
+from kvsearch.tasks.metrics.likelihood import loss_of
+
+SCREENED_TOKENS = 32  # of a right reply that are forced to screen methods: the logits of all rows are held at once
 
 
 @dataclass(frozen=True, eq=False)
 class PlanRace:
     """Candidates and baselines, ready to be asked the questions of a split in rounds.
 
-    The replies of a round are kept by the name of the race and its number.
+    The replies of a round are kept by the name of the race and its number. It `screens`: the hopeless do not reply.
     """
 
     prepared: Evaluation  # all candidates and baselines on the questions of all rounds
     candidate_set: CandidateSet
     rule: Rule
     name: str
+    screens: bool = True
 
     @property
     def encoded(self) -> list[TaskPrompts]:
@@ -54,6 +68,26 @@ class PlanRace:
         """The questions of each round."""
         counts = [len(texts_of(task)) for task in self.encoded]
         return divide_contexts(self.encoded, plan_rounds(counts), self.prepared.split.seed)
+
+    @cached_property
+    def screened(self) -> list[TaskPrompts] | None:
+        """The questions that methods are screened by, with right replies to force; None where none is screened.
+
+        That is where screening is not wanted, cannot be done, could not drop half of the methods, or is no cheaper.
+        """
+        plans = self.candidate_set
+        spare = sum(max(len(kind) - FOREMOST, 0) for kind in (plans.candidates, plans.baselines))
+        if not self.screens or 2 * spare < len(plans.plans):
+            return None
+        return screened_questions(self.encoded, self.prepared.split.seed)
+
+    def cost(self, name: str) -> StageCost:
+        """Return what the stage `name` costs that decides, at most."""
+        cost = self.prepared.cost(name)
+        if self.screened is None:
+            return cost
+        screen = replace(self.prepared, encoded=self.screened).cost(name)
+        return replace(cost, work=cost.work + screen.work)
 
     def ask(
         self,
@@ -84,6 +118,14 @@ class PlanRace:
         race = Race(list(self.candidate_set.candidates), list(self.candidate_set.baselines), rule)
         rounds: list[Evaluation] = []
         behind: dict[str, str] = {}
+        screening = None
+        if self.screened is not None:
+            if answered:  # before anything else
+                self.ask(self.rounds[0], (), "round-1", store, answered=True)
+            screening = self._screen(self.screened, store)
+            left_out = {method.name for method in screening.dropped}
+            race.candidates = [name for name in race.candidates if name not in left_out]
+            race.baselines = [name for name in race.baselines if name not in left_out]
         for number, questions in enumerate(self.rounds, 1):
             names = [*race.candidates, *race.baselines]
             comparison = self.ask(questions, names, f"round-{number}", store, answered=answered and number == 1)
@@ -94,7 +136,26 @@ class PlanRace:
             race.judge_round(asked, is_last=number == len(self.rounds))
             if race.winner is not None:
                 break
-        return self._result(race, rounds, tuple(behind.values()), level)
+        return replace(self._result(race, rounds, tuple(behind.values()), level), screening=screening)
+
+    def _screen(self, questions: list[TaskPrompts], store: StageStore | None) -> Screening:
+        """Drop the methods whose losses of the right replies to `questions` leave no hope."""
+        plans = self.candidate_set
+        forced = self.ask(questions, list(plans.plans), "screen", store)
+        losses = Scores.of(
+            [replace(sample, score=-loss_of(sample.reply)) for sample in forced.samples], forced.contexts
+        )
+        hopeless = find_hopeless(losses, list(plans.candidates), list(plans.baselines))
+        best = losses.ranked(list(plans.plans))[0]
+        dropped = [
+            DroppedMethod(
+                name,
+                "candidate" if name in plans.candidates else "baseline",
+                losses.mean(best) - losses.mean(name),
+            )
+            for name in hopeless
+        ]
+        return Screening(best, QuestionCount.of([forced]), tuple(dropped))
 
     def _result(self, race: Race, rounds: Sequence[Evaluation], behind: tuple[str, ...], level: float) -> PhaseResult:
         """Return how a race ended; methods that were asked longest come first, then those with the higher score."""
@@ -102,7 +163,8 @@ class PlanRace:
         assert race.verdict is not None
         plans = self.candidate_set
         contexts = rounds[-1].contexts  # of all rounds
-        methods = [_method_result(name, race, rounds, contexts) for name in plans.plans]
+        replied = [name for name in plans.plans if name in rounds[0].names]
+        methods = [_method_result(name, race, rounds, contexts) for name in replied]
         methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
         samples = [sample for asked in rounds for sample in asked.samples]
         return PhaseResult(
@@ -135,6 +197,18 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], contexts
     lead = contrast(samples, {name: 1.0, race.best: -1.0}, contexts)
     chance = min(1.0, math.exp(-race.evidence(name)))
     return MethodResult(name, "candidate", score, count, lead, chance, nats)
+
+
+def screened_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[TaskPrompts] | None:
+    """Return questions with right replies to force, so that methods are screened by their losses.
+
+    They are about contexts that the first round of a race asks about, too. None where some question has no right reply,
+    or all are answered by force anyway.
+    """
+    if all(is_forced(task.task) for task in encoded):
+        return None
+    [first] = divide_contexts(encoded, [plan_screening([len(texts_of(task)) for task in encoded])], seed)
+    return force_replies(first, SCREENED_TOKENS)
 
 
 def lower_kinds(samples: Sequence[Sample], contexts: Contexts, written: str, best: str) -> list[str]:

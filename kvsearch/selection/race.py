@@ -17,6 +17,9 @@ A candidate that is not proven may still be the best guess: it is *likely* bette
 over the best baseline is above zero after all contexts. That is no proof: the best of several looks better than it is,
 and few contexts do not show what happens rarely. Else the best *baseline* is written.
 
+Before the first round of replies those leave that are hopeless by what is cheap: the loss of the right replies, which
+are teacher-forced (`find_hopeless`). A loss is no score, so that takes far more than being behind.
+
 After every round those leave that cannot win any more: who is behind another one beyond a 95% bound. That, too, may be
 wrong for the best one, but then another that is about as good is ahead of it.
 
@@ -33,10 +36,12 @@ from scipy.special import logsumexp, stdtrit
 
 from kvsearch.core.arrays import Floats
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import LEAST_CONTEXTS, Rule, Verdict
+from kvsearch.selection.selection import FOREMOST, HOPELESS, LEAST_CONTEXTS, Rule, Verdict
+from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
 LEAVES = 0.95  # of the one-sided bound by which one that is behind leaves
+SCREENED = 6  # contexts at least that losses are of, as far as there are so many
 GROWTH = 1.5  # of the contexts from one round to the next
 
 
@@ -97,6 +102,27 @@ def lead_bound(scores: Scores, method: str, other: str, level: float) -> float:
     if freedom == 0:
         return -math.inf
     return float(leads.sum() - stdtrit(freedom, level) * math.sqrt(variance))
+
+
+def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence[str]) -> list[str]:
+    """Return the methods that need not reply, by their losses of the right replies; scores are minus the losses.
+
+    Such a method loses more than the best one by over `MOST_LOST` nats per token, beyond a one-sided bound at
+    `HOPELESS` by Student's t on differences in the same contexts, and it is none of the `FOREMOST` of its kind. So at
+    that level a pair of methods that differ by no more is taken for one that does. That may drop the best one of many
+    that are alike, but not before as many of its kind as a report asks look better.
+    """
+    methods = [*candidates, *baselines]
+    best = losses.ranked(methods)[0]
+    kept = {*losses.ranked(candidates)[:FOREMOST], *losses.ranked(baselines)[:FOREMOST]}
+    return [name for name in methods if name not in kept and lead_bound(losses, best, name, HOPELESS) > MOST_LOST]
+
+
+def plan_screening(counts: Sequence[int]) -> list[int]:
+    """Return on how many contexts of each task methods are screened, of `counts` in all: some of every task."""
+    most = max(counts)
+    shares = ([-(-size * count // most) for count in counts] for size in range(1, most + 1))
+    return next((asked for asked in shares if sum(asked) >= SCREENED), list(counts))
 
 
 def plan_rounds(counts: Sequence[int]) -> list[list[int]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Kind = Literal["candidate", "baseline"]
 FOREMOST: Final = 5  # candidates, and as many baselines, that a report asks
 LEAST_CONTEXTS: Final = 8  # with fewer nothing beats
+HOPELESS: Final = 0.95  # of the one-sided bound by which a loss of right replies is so much above the least
 
 Verdict = Literal["beats", "likely", "baseline"]
 
@@ -91,6 +92,28 @@ class MethodResult:
 
 
 @dataclass(frozen=True)
+class DroppedMethod:
+    """A candidate or baseline that did not reply: it loses so many nats per token of the right replies more."""
+
+    name: str
+    kind: Kind
+    loss: float  # above that of the best method
+
+
+@dataclass(frozen=True)
+class Screening:
+    """What was dropped before it replied, by the loss of right replies, see `find_hopeless`; `best` has the least."""
+
+    best: str
+    asked: QuestionCount
+    dropped: tuple[DroppedMethod, ...]
+
+    def count(self, kind: Kind) -> int:
+        """Count candidates or baselines that were dropped."""
+        return sum(method.kind == kind for method in self.dropped)
+
+
+@dataclass(frozen=True)
 class PhaseResult:
     """How the race of one phase setting ended; methods that were asked longest come first, then the higher score.
 
@@ -98,7 +121,7 @@ class PhaseResult:
     is known of it, see `kvsearch.selection.race`; `level` is what chances are compared with. `bound` is what the
     leading candidate is above the best baseline at least, with the probability `sure`; None without one. `asked` counts
     what was asked until it was decided, of `available` contexts. `lower` are the kinds of questions on which the winner
-    scores less than the best baseline.
+    scores less than the best baseline. `screening` is what was dropped before it replied; None where nothing could be.
     """
 
     phases: str
@@ -114,6 +137,7 @@ class PhaseResult:
     available: int
     notes: tuple[str, ...] = ()
     lower: tuple[str, ...] = ()
+    screening: Annotated[Screening | None, Field(exclude_if=is_none)] = None
 
     def at_level(self, level: float) -> PhaseResult:
         """Return the result at another level: what is likely better may beat the baselines at a higher one."""
@@ -138,8 +162,9 @@ class PhaseResult:
         return self.method(self.written).score.mean
 
     def count(self, kind: Kind) -> int:
-        """Count candidates or baselines."""
-        return sum(method.kind == kind for method in self.methods)
+        """Count candidates or baselines, with those that were dropped before they replied."""
+        replied = sum(method.kind == kind for method in self.methods)
+        return replied if self.screening is None else replied + self.screening.count(kind)
 
     def foremost(self, kind: Kind) -> list[MethodResult]:
         """Return the candidates or baselines that are reported: those that were asked longest and score highest."""

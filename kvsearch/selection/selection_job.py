@@ -69,7 +69,7 @@ class SelectionJob:
     def costs(self) -> list[StageCost]:
         """What the race and the report cost, at most."""
         prepared = self.race.prepared
-        choice = prepared.cost(f"choose at {self.size.words}")
+        choice = self.race.cost(f"choose at {self.size.words}")
         programs = cycle(method.program for method in prepared.methods)
         # of either kind, best baseline and even budgets, the full cache
         most = FOREMOST + 3 if self.profile is not None else 2 * FOREMOST + 3

@@ -20,6 +20,7 @@ from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.base import Coverage, Example, Query, Sampling, Task, TokenCount
 from kvsearch.tasks.metrics import is_forced, score
+from kvsearch.tasks.metrics.likelihood import FORCED
 from kvsearch.tasks.prompts import EmptyTextError, PromptFormat, QuestionText
 
 NO_CONTEXT = "empty context"
@@ -82,6 +83,52 @@ class TaskPrompts:
     def distinct(self) -> int:
         """How many different contexts there are."""
         return len({self.contexts[prompt.key] for prompt in self.prompts})
+
+
+@dataclass(frozen=True)
+class ForcedTask(Task):
+    """The questions of another task, whose right replies are predicted instead of replied, see `force_replies`."""
+
+    task: Task
+    metric = FORCED
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.task.name
+
+    @property
+    def prompt(self) -> str:
+        return self.task.prompt
+
+    @property
+    def category(self) -> str:
+        return self.task.category
+
+    def examples(self, samples: int, seed: int, count: TokenCount) -> Sequence[Example]:
+        return self.task.examples(samples, seed, count)
+
+
+def force_replies(encoded: Sequence[TaskPrompts], most: int) -> list[TaskPrompts] | None:
+    """Return tasks whose right replies are teacher-forced, as far as `most` tokens; None where one has no right reply.
+
+    Drawn replies have the same right one, so each of their questions is there once.
+    """
+    prompts = [prompt for task in encoded for prompt in task.prompts]
+    questions = [question for prompt in prompts for question in prompt.questions]
+    if not all(question.query.answers and len(question.right) for question in questions):
+        return None
+
+    def forced(prompt: Prompt) -> Prompt:
+        once = {question.ids.numpy().tobytes(): question for question in reversed(prompt.questions)}
+        kept = prompt.questions if prompt.turns else tuple(reversed(once.values()))
+        return replace(prompt, questions=tuple(replace(question, right=question.right[:most]) for question in kept))
+
+    tasks = []
+    for task in encoded:
+        shortened = tuple(map(forced, task.prompts))
+        coverage = replace(task.coverage, **counts_of(shortened))
+        tasks.append(replace(task, task=ForcedTask(task.task), prompts=shortened, coverage=coverage, sampling=None))
+    return tasks
 
 
 def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:

@@ -99,6 +99,29 @@ def test_a_full_cache_replies_as_plain_generation_does(family: str) -> None:
         assert plain(model, torch.cat([context, question]), NEW) == reply
 
 
+@families
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_answers_of_any_length_are_predicted_as_in_a_plain_pass(family: str, is_bare: bool) -> None:
+    """After questions, or after prompts that hold theirs: then the first token is predicted by the prompt's end."""
+    model, questions = build(family), QUESTIONS[family]
+    if is_bare:
+        questions = [question[:0] for question in questions]
+    answers = [row.tolist() for row in rows((4, 1, 6), 30)]
+    with running(model, NAME):
+        replies = replies_of(model, full_cache(model), CONTEXTS)
+        losses = replies.predict(questions, answers)
+        assert replies.predict(questions, answers) == losses  # nothing of it stays
+        single = [replies.predict(questions, [answer[:1] for answer in answers])] if is_bare else []
+    for number, (context, question, answer) in enumerate(zip(CONTEXTS, questions, answers, strict=True)):
+        ids = torch.cat([context, question, torch.tensor(answer)])
+        with torch.no_grad():
+            log_chances = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        lost = [-float(log_chances[len(ids) - len(answer) - 1 + place, token]) for place, token in enumerate(answer)]
+        assert losses[number] == pytest.approx(sum(lost) / len(lost), rel=1e-4)
+        for first in single:
+            assert first[number] == pytest.approx(lost[0], rel=1e-4)
+
+
 @some_families
 def test_a_compressed_cache_replies_as_greedy_decoding_token_by_token(family: str) -> None:
     model, questions = build(family), QUESTIONS[family]

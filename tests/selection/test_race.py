@@ -19,10 +19,12 @@ from kvsearch.selection.race import (
     Race,
     adjust_for_several,
     bets,
+    find_hopeless,
     lead_bound,
     log_wealths,
     mix_bettors,
     plan_rounds,
+    plan_screening,
 )
 from kvsearch.selection.scores import Scores
 from kvsearch.selection.selection import LEAST_CONTEXTS, Rule, shared_level
@@ -82,6 +84,43 @@ def test_a_bound_worked_by_hand() -> None:
     # Student's quantile of three degrees of freedom at .95 is 2.353
     assert lead_bound(scores, "x", "y", 0.95) == pytest.approx(0.1 - 2.3534 * leads.std(ddof=1) / 2, abs=1e-4)
     assert lead_bound(made(x=[1.0], y=[0.0]), "x", "y", 0.95) == -math.inf
+
+
+def test_hopeless_worked_by_hand() -> None:
+    """Losses of four contexts: six candidates, the last two far behind; the five best of each kind stay."""
+    near = [1.0, 1.1, 0.9, 1.0]
+    losses: dict[str, list[float]] = {f"c{number}": near for number in range(5)}
+    losses |= {"c5": [2.0, 2.2, 1.9, 2.1], "c6": [1.2, 1.2, 1.1, 1.3], "c7": [0.9, 5.0, 0.8, 5.1]}
+    losses |= {"b0": [9.0, 9.1, 9.2, 9.0]}
+    scores = made(**{name: [-loss for loss in row] for name, row in losses.items()})
+    candidates = [name for name in losses if name.startswith("c")]
+    # c5 is 1.05 behind, Student's quantile of three degrees at .95 is 2.353: 1.05 - 2.353 * 0.0577 / 2 is above 0.25;
+    # c6 is 0.2 behind, which is too little, and c7 too uncertain; b0 is the best of its kind
+    assert lead_bound(scores, "c0", "c5", 0.95) == pytest.approx(1.05 - 2.353 * 0.05774 / 2, abs=1e-3)
+    assert find_hopeless(scores, candidates, ["b0"]) == ["c5"]
+    assert find_hopeless(made(**{name: [-row[0]] for name, row in losses.items()}), candidates, ["b0"]) == []
+
+
+def test_the_best_is_hardly_ever_hopeless() -> None:
+    """Losses of 40 methods, the first of which loses least: as the contexts have it, or all but for chance."""
+    rng = np.random.default_rng(0)
+    names = [f"m{number}" for number in range(40)]
+    for gap, most in ((0.0, 0.1), (0.25, 0.01)):
+        dropped = 0
+        for _ in range(200):
+            hard = rng.gamma(2.0, 0.5, 6)
+            losses = hard * rng.gamma(2.0, 0.5, (40, 6)) + gap * np.arange(40).clip(max=1)[:, None]
+            rows = {name: -row for name, row in zip(names, losses, strict=True)}
+            dropped += "m0" in find_hopeless(made(**rows), [], names)
+        assert dropped / 200 <= most
+
+
+def test_screening_takes_some_contexts_of_every_task() -> None:
+    assert plan_screening([4] * 6) == [1] * 6
+    assert plan_screening([42]) == [6]
+    assert plan_screening([3]) == [3]
+    assert plan_screening([2, 30]) == [1, 5]
+    assert all(asked <= first for asked, first in zip(plan_screening([2, 30]), plan_rounds([2, 30])[0], strict=True))
 
 
 def test_rounds_grow_by_half() -> None:

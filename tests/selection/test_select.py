@@ -7,6 +7,7 @@ import math
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,21 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
-from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.evaluation.reply_store import ReplyStore, read_replies
 from kvsearch.evaluation.statistics import contrast, summarize
+from kvsearch.jobs.reporter import Silent, stage_store
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.selections import DECODE_ONLY, selection_result, tables
+from kvsearch.report.selections import DECODE_ONLY, decision, selection_result, tables
+from kvsearch.runs.identity import LEDGER
+from kvsearch.selection import comparison, race
+from kvsearch.selection.comparison import SCREENED_TOKENS, screened_questions
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.selection.splits import halve_contexts
+from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.results import rendered
@@ -235,6 +241,56 @@ def test_what_is_asked_costs_at_most_what_is_said(model: LoadedModel, profile: P
     choose, report = prepared.costs
     assert sum(tokens for name, tokens in seen.items() if "round" in name) <= choose.work.tokens
     assert seen["prefill/report"] <= report.work.tokens
+
+
+def test_the_hopeless_do_not_reply(
+    model: LoadedModel, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a random model methods hardly differ, so any lead is made to count."""
+    for name, value in (("HOPELESS", 0.5), ("MOST_LOST", 0.0), ("FOREMOST", 2)):
+        monkeypatch.setattr(race, name, value)
+    monkeypatch.setattr(comparison, "FOREMOST", 2)
+    job = prepared_of(model, profile, "error + entropy")
+    store = stage_store(tmp_path, job.config, Silent())
+    chosen = job.race.decide(store)
+    assert chosen.screening is not None
+    left_out = {method.name for method in chosen.screening.dropped}
+    plans = job.race.candidate_set
+    assert len(left_out) >= len(plans.plans) / 3
+    assert chosen.screening.best not in left_out
+    assert min(method.loss for method in chosen.screening.dropped) > 0
+    assert {method.name for method in chosen.methods} == plans.plans.keys() - left_out
+    assert (chosen.count("candidate"), chosen.count("baseline")) == (len(plans.candidates), len(plans.baselines))
+    dropped = chosen.screening.count("baseline")
+    assert f"the best of {len(plans.baselines)} baselines ({dropped} dropped by loss)" in decision(chosen)
+    kept = {path.parent.name: read_replies(path) for path in tmp_path.rglob(LEDGER)}
+    methods = {stage: {reply.method for reply in replies.values()} for stage, replies in kept.items()}
+    assert methods["screen"] == {"full", *plans.plans}
+    assert methods["round-1"] == {"full", *plans.plans} - left_out
+    # who is killed while methods are screened goes on to the same
+    ledger = tmp_path / "prefill" / "screen" / LEDGER
+    ledger.write_bytes(ledger.read_bytes()[:-200])
+    assert len(read_replies(ledger)) < len(kept["screen"])
+    assert job.race.decide(store) == chosen
+    assert read_replies(ledger) == kept["screen"]
+
+
+def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
+    asked = encode_tasks(model, [questions_of(0, each=2)], 8)
+    (forced,) = screened_questions(asked, 0) or ()
+    questions = forced.prompts[0].questions
+    assert [question.right.tolist() for question in questions] == [
+        question.right[:SCREENED_TOKENS].tolist() for question in asked[0].prompts[0].questions
+    ]
+    assert screened_questions([forced], 0) is None  # nothing would be cheaper
+    (row,) = questions_of(0).rows
+    open_ended = replace(row, queries=tuple(replace(query, answers=()) for query in row.queries))
+    lottery = tiny.Lottery("open", (open_ended,))
+    assert screened_questions([*asked, *encode_tasks(model, [lottery], 8)], 0) is None
+    drawn = encode_tasks(model, [questions_of(0, each=2)], 8, sampling=Sampling(1.0, replies=3))
+    (once,) = screened_questions(drawn, 0) or ()
+    assert len(once.prompts[0].questions) == 2
+    assert once.sampling is None
 
 
 @pytest.mark.nightly

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import NonFiniteError, UsageError, present, warn_once
@@ -121,16 +121,31 @@ class Replies:
     def predict(self, questions: Sequence[Tensor], answers: Sequence[Sequence[int]]) -> list[float]:
         """Return the mean loss of the tokens of an answer to one question per sequence, in nats per token.
 
-        Answers, and questions, have at least one token. Questions and answers are forgotten again; errors as for `ask`.
+        Answers have at least one token. Without a token in any question answers follow the prompts themselves, whose
+        last logits predict the first token. Questions and answers are forgotten again; errors as for `ask`.
         """
         rows = [torch.tensor(answer) for answer in answers]
         asked = [torch.cat([question, row[:-1]]) for question, row in zip(questions, rows, strict=True)]
+        lengths = np.array([len(tokens) for tokens in asked])
+        longest = max(map(len, rows))
+        if has_windows(self.model):  # padding comes last there, where nothing sees it
+            asked = [nn.functional.pad(one, (0, longest - len(row))) for one, row in zip(asked, rows, strict=True)]
         held = self._peak()
-        logits = self.force(asked, max(map(len, rows)))
+        last = None if any(map(len, questions)) else self._prompt_logits()
+        ahead = 0 if last is None else 1  # tokens of an answer that the prompt's own logits predict
+        width = longest - ahead
+        forced = self.force(asked, width) if width else self._prompt_logits()[:, :0]
         self.cache.check_scores()
-        held.step(np.array([len(tokens) for tokens in asked]))
+        held.step(lengths)
         self.most = held.most.tolist()
-        losses = [float(token_losses(logits[place, -len(row) :], row).mean()) for place, row in enumerate(rows)]
+        losses = []
+        for place, row in enumerate(rows):
+            later = len(row) - ahead
+            begin = 0 if has_windows(self.model) else width - later
+            predicting = forced[place, begin : begin + later]
+            if last is not None:
+                predicting = torch.cat([last[place], predicting])
+            losses.append(float(token_losses(predicting, row).mean()))
         for place, loss in enumerate(losses):
             if not math.isfinite(loss):
                 raise NonFiniteError(NO_LOGITS, place)
@@ -138,11 +153,15 @@ class Replies:
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Continue the prompts themselves, once; their last logits give the first token."""
-        logits = present(self.logits, "a cache whose last logits are not known was to go on by itself")
+        logits = self._prompt_logits()
         require_same_rotary(self.model, self.lengths[:, 0], max(max_new_tokens) - 1)
-        logits = logits.repeat(len(self.mask) // len(logits), 1, 1)
         prompts = self._prompt_rows
         return self._generate(prompts, logits, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+
+    def _prompt_logits(self) -> Tensor:
+        """Return the logits [B, 1, V] of the end of each row's prompt."""
+        logits = present(self.logits, "a cache whose last logits are not known was to go on by itself")
+        return logits.repeat(len(self.mask) // len(logits), 1, 1)
 
     @property
     def _prompt_rows(self) -> list[Tensor]:
@@ -240,8 +259,11 @@ def _naming_rows(rows: Sequence[int]) -> Iterator[None]:
 
 def check_logits(logits: Tensor) -> None:
     """Raise NonFiniteError if some of the last of logits [B, n, V] are no numbers."""
-    finite = logits[:, -1].isfinite().all(-1)
-    if not bool(finite.all()):
+    last = logits[:, -1]
+    if bool(last.sum(-1, dtype=torch.float32).isfinite().all()):  # NaN and infinity stay in a sum
+        return
+    finite = last.isfinite().all(-1)
+    if not bool(finite.all()):  # else the sum alone is out of range
         raise NonFiniteError(NO_LOGITS, int((~finite).nonzero()[0]))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvsearch.core.errors import present
+
 # Nats per token of a text that is no longer predicted: what one look-up of three tokens that fails costs 64 tokens.
 # Were it more, leads of useful plans would be too small a part of the scale for bets and intervals.
 MOST_LOST = 0.25
@@ -20,6 +22,11 @@ def read_losses(words: str) -> tuple[float, float] | None:
     """Return the losses that `loss_words` says; None where it says something else."""
     losses = _LOSSES.fullmatch(words)
     return None if losses is None else (float(losses[1]), float(losses[2]))
+
+
+def loss_of(words: str) -> float:
+    """Return the loss that `loss_words` says, in nats per token."""
+    return present(read_losses(words), "what stands in place of a reply says no loss")[0]
 
 
 def likelihood(reply: str, answers: Sequence[str]) -> float:  # noqa: ARG001 - they were predicted already
