@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
-from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
-from kvsearch.calibration.importance import ImportancePass
+from kvsearch.calibration.importance import ImportancePass, RankedContext
 from kvsearch.calibration.options import COMPARED, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
@@ -29,12 +29,14 @@ from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.fitted import even_places
 from kvsearch.policies.probe import SINKS, features_of, needs_of
+from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import total_variation
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.splits import group_by_text
 
 BUDGETS = (0.05, 0.1, 0.2)  # at which rankings are judged
-MOST_CHUNKS = 4  # of a context without questions, by which rankings are judged
+MOST_CHUNKS = 4  # of what is asked of a context, by which heads are judged, and rankings where there are no questions
+MOST_ROWS = 64  # tokens of each by which heads are judged
 REPEAT = "Repeat the text above, word for word."
 CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
 LEAST_ERROR = 1e-30  # of a head whose output does not move
@@ -85,6 +87,25 @@ class QuestionBuilder:
         return asked
 
 
+def evenly(asked: Sequence[Continuation]) -> list[Continuation]:
+    """Return at most `MOST_CHUNKS` of what is asked of a context, from all parts of it."""
+    return [asked[number] for number in sorted({number * len(asked) // MOST_CHUNKS for number in range(MOST_CHUNKS)})]
+
+
+class SomeRows(NamedTuple):
+    """Tokens at `places` of those that follow a context, in every layer."""
+
+    places: Tensor
+    layers: list[LayerContinuation[RankedContext]]
+
+    @classmethod
+    def of(cls, tokens: int, passed: ImportancePass) -> SomeRows:
+        """Return `MOST_ROWS` of the tokens that follow, all if they are fewer."""
+        count = min(tokens, MOST_ROWS)
+        places = torch.arange(count, device=passed.model.device) * tokens // count
+        return cls(places, [layer.at_places(places) for layer in passed.continuations()])
+
+
 class ContextPass:
     """A context that was read under the full cache; T counts the entries between its sinks and the recent ones.
 
@@ -119,11 +140,7 @@ class ContextPass:
             raise IncompatibleError(f"{self.refusal}: what a ranking looks at is not finite")
         self.asked = builder.build(prompt, loaded.device)
         judged = builder.build(given, loaded.device).get("answers")
-        if judged is None:
-            chunks = self.asked["reconstruction"]
-            some = sorted({number * len(chunks) // MOST_CHUNKS for number in range(MOST_CHUNKS)})
-            judged = [chunks[number] for number in some]
-        self.judged = judged
+        self.judged = evenly(self.asked["reconstruction"]) if judged is None else judged
 
     @property
     def spread(self) -> Tensor:
@@ -131,16 +148,32 @@ class ContextPass:
         places = even_places(torch.arange(self.prompt.length)[self.free])
         return places.expand(len(self.passed.noted), self.passed.noted[0].norms.shape[1], -1)
 
-    @cached_property
+    @property
     def largest(self) -> Tensor:
         """The largest importance over all that is asked, [L, Hkv, T] on the CPU."""
-        importances = (
-            self.passed.ask(after.tokens)[0][..., self.free] for after in chain.from_iterable(self.asked.values())
-        )
+        return self._read_asked[0]
+
+    @cached_property
+    def _read_asked(self) -> tuple[Tensor, dict[str, list[SomeRows]]]:
+        """The largest importance, and by target the tokens by which heads are judged: all that is asked is read once.
+
+        Raises:
+            IncompatibleError: the importance is not finite.
+        """
+        importances = []
+        judging: dict[str, list[SomeRows]] = {}
+        for target, asked in self.asked.items():
+            some = evenly(asked)
+            for after in asked:
+                with self.passed.following(after.tokens, logits_to_keep=1):
+                    importances.append(self.passed.importance()[..., self.free])
+                    if any(after is one for one in some):
+                        rows = SomeRows.of(after.tokens.shape[1], self.passed)
+                        judging.setdefault(target, []).append(rows)
         largest = reduce(torch.maximum, importances)
         if not bool(largest.isfinite().all()):
             raise IncompatibleError(self.refusal)
-        return largest
+        return largest, judging
 
     def kept(self, scores: Tensor) -> list[Tensor]:
         """Mark what stays of a context at each of `BUDGETS`, [L, Hkv, length] bool, by scores [L, Hkv, T] of `free`."""
@@ -150,31 +183,22 @@ class ContextPass:
         ranks = order.argsort(-1).to(scores.device)
         return [ranks < max(1, round(budget * self.prompt.length)) for budget in BUDGETS]
 
-    def head_errors(self, asked: Sequence[Continuation], keeps: Sequence[Tensor]) -> Tensor:
+    def head_errors(self, target: str, keeps: Sequence[Tensor]) -> Tensor:
         """Return how far a head's output moves where only `keeps` [L, Hkv, length] stay, [asked, keeps, L, Hkv].
 
         The mean over rows of |(yhat - y) W_O|^2: what a loss is to second order. A head that attends everywhere loses
-        less with an even sample of its entries, which keeps their mean, than with those it attends to most.
+        less with an even sample of its entries, which keeps their mean, than with those it attends to most. As it is a
+        mean, it is that of `MOST_ROWS` tokens of `MOST_CHUNKS` things that are asked.
         """
-        return torch.stack([self._errors(after, keeps) for after in asked])
-
-    def _errors(self, after: Continuation, keeps: Sequence[Tensor]) -> Tensor:
-        found = []
-        with self.passed.following(after.tokens):
-            for row, layer in enumerate(self.passed.continuations()):
-                rows = layer.query.shape[2]
-                heads = layer.keys.shape[1]
-                own = torch.ones(1, heads, rows, rows, dtype=torch.bool, device=layer.keys.device)
-                weight = layer.output_weight
-                weight = weight.view(heads, -1, *weight.shape[1:])
-                errors = []
-                for keep in keeps:
-                    shown = keep[row].to(own.device)[None, :, None].expand(1, heads, rows, -1)
-                    change, _ = layer.change(torch.cat([shown, own], -1))
-                    moved = torch.einsum("hgkd,hgdm->hkm", change[0].view(heads, -1, *change.shape[2:]), weight)
-                    errors.append(moved.square().sum(-1).mean(-1).cpu())
-                found.append(torch.stack(errors))
-        return torch.stack(found, 1)
+        judging = self._read_asked[1][target]
+        errors = []
+        for row, keep in enumerate(torch.stack(list(keeps), 1)):
+            by_head = judging[0].layers[row].output_weight
+            weight = by_head.reshape(keep.shape[1], -1, by_head.shape[-1])
+            factors = weight @ weight.transpose(1, 2)
+            found = [rows.layers[row].eviction_errors(keep, rows.places, factors).cpu() for rows in judging]
+            errors.append(torch.stack(found))
+        return torch.stack(errors, 2)
 
     def losses(self, keeps: Sequence[Tensor]) -> Tensor:
         """Return how far replies move where only `keeps` [L, Hkv, length] stay in all layers, [questions, keeps].
@@ -217,8 +241,8 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
         """Return by target how much less the spread moves every head, log [questions, L, Hkv]."""
         keeps = [*context_pass.kept(ranking(context_pass)), *context_pass.kept(context_pass.spread)]
         less = {}
-        for target, asked in context_pass.asked.items():
-            errors = context_pass.head_errors(asked, keeps).clamp(min=LEAST_ERROR).log()
+        for target in context_pass.asked:
+            errors = context_pass.head_errors(target, keeps).clamp(min=LEAST_ERROR).log()
             errors = errors.view(len(errors), 2, len(BUDGETS), *errors.shape[2:])
             less[target] = (errors[:, 0] - errors[:, 1]).mean(1)
         return less

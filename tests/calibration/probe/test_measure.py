@@ -140,7 +140,7 @@ def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: Ca
         every = torch.ones(4, 2, one.prompt.length, dtype=torch.bool)
         some = every.clone()
         some[:, :, 5:60:2] = False
-        errors = one.head_errors(one.asked["answers"], [every, some])
+        errors = one.head_errors("answers", [every, some])
         assert float(errors[:, 0].max()) == 0
         with one.passed.following(one.asked["answers"][0].tokens):
             layer = list(one.passed.continuations())[1]
