@@ -27,7 +27,7 @@ from kvsearch.models.architecture import same_rotary_until
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.fitted import even_places
+from kvsearch.policies.fitted import GOLDEN, even_places
 from kvsearch.policies.probe import SINKS, features_of, needs_of
 from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import total_variation
@@ -99,10 +99,13 @@ class SomeRows(NamedTuple):
     layers: list[LayerContinuation[RankedContext]]
 
     @classmethod
-    def of(cls, tokens: int, passed: ImportancePass) -> SomeRows:
-        """Return `MOST_ROWS` of the tokens that follow, all if they are fewer."""
+    def of(cls, tokens: int, number: int, passed: ImportancePass) -> SomeRows:
+        """Return `MOST_ROWS` of the tokens that follow, evenly, all if they are fewer.
+
+        They begin elsewhere for every `number` of what is asked, as all begin with the same words.
+        """
         count = min(tokens, MOST_ROWS)
-        places = torch.arange(count, device=passed.model.device) * tokens // count
+        places = ((torch.arange(count) + number * GOLDEN % 1) * tokens / count).long()
         return cls(places, [layer.at_places(places) for layer in passed.continuations()])
 
 
@@ -168,8 +171,8 @@ class ContextPass:
                 with self.passed.following(after.tokens, logits_to_keep=1):
                     importances.append(self.passed.importance()[..., self.free])
                     if any(after is one for one in some):
-                        rows = SomeRows.of(after.tokens.shape[1], self.passed)
-                        judging.setdefault(target, []).append(rows)
+                        rows = judging.setdefault(target, [])
+                        rows.append(SomeRows.of(after.tokens.shape[1], len(rows), self.passed))
         largest = reduce(torch.maximum, importances)
         if not bool(largest.isfinite().all()):
             raise IncompatibleError(self.refusal)
@@ -206,11 +209,12 @@ class ContextPass:
         By the total variation of next-token distributions, mean over tokens, in [0, 1].
         """
         lost = torch.zeros(len(self.judged), len(keeps))
+        masks = torch.stack([torch.ones_like(keeps[0]), *keeps])
         for question, after in enumerate(self.judged):
-            full = self.passed.logits_seeing(after.tokens, {})[after.predicting]
-            for number, keep in enumerate(keeps):
-                seen = self.passed.logits_seeing(after.tokens, dict(enumerate(keep)))[after.predicting]
-                lost[question, number] = total_variation(full, seen)
+            count = after.tokens.shape[1] - after.predicting.start  # the last row predicts what comes after the answer
+            full, *changed = self.passed.logits_under(after.tokens, masks, count)
+            for number, logits in enumerate(changed):
+                lost[question, number] = total_variation(full[:-1], logits[:-1])
         return lost
 
 

@@ -188,7 +188,7 @@ class LayerContinuation(Generic[Noted]):
         """
         how = self.logits
         states = self.query[0], self.keys[0], self.values[0]
-        at = self.prompt[0].shape[2] + places
+        at = self.prompt[0].shape[2] + places.to(self.query.device)
         return eviction_errors(*states, at, keeps, factors, how.scaling, how.softcap, how.sinks)
 
     @cached_property
