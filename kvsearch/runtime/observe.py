@@ -239,9 +239,9 @@ class DensePass(Generic[Noted]):
 
         `rows` [M], on the host, says which prompt each row of tokens follows (None: one each, in order): all layers of
         the model must be observed then.
-        Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T], or
-        [M, Hkv, T] of each row of tokens; where `gates` has it, too, they see the others through these, see `gated_attention`, and the output has
-        gradients.
+        Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T],
+        or [M, Hkv, T] of each row of tokens; where `gates` has it, too, they see the others through these, see
+        `gated_attention`, and the output has gradients.
         """
         require_same_rotary(self.model, self.lengths, tokens.shape[1])
         before = [layer_state(layer) for layer in self.cache.layers]

@@ -27,13 +27,15 @@ from kvsearch.models.architecture import same_rotary_until
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
+from kvsearch.policies.base import Needs
 from kvsearch.policies.fitted import GOLDEN, even_places
-from kvsearch.policies.probe import SINKS, features_of, needs_of
+from kvsearch.policies.probe import SINKS
 from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import total_variation
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.splits import group_by_text
 
+RIVALS = 3  # policies whose losses are reported
 BUDGETS = (0.05, 0.1, 0.2)  # at which rankings are judged
 MOST_CHUNKS = 4  # of what is asked of a context, by which heads are judged, and rankings where there are no questions
 MOST_ROWS = 64  # tokens of each by which heads are judged
@@ -109,12 +111,19 @@ class SomeRows(NamedTuple):
         return cls(places, [layer.at_places(places) for layer in passed.continuations()])
 
 
+class EntryLook(NamedTuple):
+    """What to note of the entries of a layer of a context, by its number; of those between sinks and recent ones."""
+
+    needs: Needs
+    note: Callable[[Observation, int, slice], Tensor]
+
+
 class ContextPass:
     """A context that was read under the full cache; T counts the entries between its sinks and the recent ones.
 
-    What entries look like is noted by layer, [Hkv, T, F]. `given` has the right answers in place of own replies, which
-    go on after the answer where nothing ends them. What is `asked` is by target; `judged` are the given answers, or
-    chunks of the context where there are none.
+    `look` says what is noted of the entries in every layer. `given` has the right answers in place of own replies,
+    which go on after the answer where nothing ends them. What is `asked` is by target; `judged` are the given answers,
+    or chunks of the context where there are none.
 
     Raises:
         IncompatibleError: the model computes NaN on it.
@@ -128,18 +137,18 @@ class ContextPass:
         options: RankingOptions,
         builder: QuestionBuilder,
         policies: Sequence[Policy] = (),
+        look: EntryLook | None = None,
     ) -> None:
         self.prompt = prompt
         self.refusal = prompt.refusal(loaded.name)
         self.free = slice(SINKS, prompt.length - options.protect)
 
-        def look(observation: Observation) -> Tensor:
-            return features_of(observation, options.looked_at)[0, :, self.free].cpu()
-
         ids = prompt.ids.to(loaded.device)
-        noted = needs_of(options.looked_at), look
-        self.passed = ImportancePass(loaded.model, policies, ids, options.group, self.refusal, noted)
-        if not all(bool(layer.noted.isfinite().all()) for layer in self.passed.noted):
+        noting = None
+        if look is not None:
+            noting = look.needs, lambda observation: look.note(observation, prompt.context, self.free).cpu()
+        self.passed = ImportancePass(loaded.model, policies, ids, options.group, self.refusal, noting)
+        if look is not None and not all(bool(layer.noted.isfinite().all()) for layer in self.passed.noted):
             raise IncompatibleError(f"{self.refusal}: what a ranking looks at is not finite")
         self.asked = builder.build(prompt, loaded.device)
         judged = builder.build(given, loaded.device).get("answers")
@@ -280,29 +289,31 @@ def recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
     return torch.from_numpy(np.stack([recall_of(context_pass.largest.gather(-1, order).numpy()) for order in orders]))
 
 
-def reported(fit: Ranking, read: Measured, first: int = 0) -> dict[str, Floats]:
-    """Return "recall" [P, B, L, Hkv] of a fit and of the policies that it is compared with, and losses.
+def reported(fit: Ranking, read: Measured, method: str, first: int = 0) -> tuple[dict[str, Floats], tuple[str, ...]]:
+    """Return "recall" [P, B, L, Hkv] of a fit and of the policies that it is compared with, and losses, and of whom.
 
-    "text_loss" [N, P, B] has a row of every text. The policies are those that contexts are read with, from the number
-    `first` on; all protect the same entries.
+    "text_loss" [N, P', B] has a row of every text, of the fit, which is named `method`, and of the `RIVALS` of the
+    policies with the best recall. The policies are those that contexts are read with, from the number `first` on; all
+    protect the same entries.
     """
     rankings = [fit, *(by_policy(first + number) for number in range(len(COMPARED)))]
 
-    def measure(context_pass: ContextPass) -> dict[str, Tensor]:
-        scores = [ranking(context_pass) for ranking in rankings]
-        return {
-            "text": torch.tensor([context_pass.prompt.text]),
-            "recall": recalls(scores, context_pass),
-            "loss": losses(scores, context_pass).mean(0),
-        }
+    def recalled(context_pass: ContextPass) -> dict[str, Tensor]:
+        return {"recall": recalls([ranking(context_pass) for ranking in rankings], context_pass)}
 
-    contexts = [dict(arrays) for arrays in read(measure)]
+    recall = np.mean([arrays["recall"] for arrays in read(recalled)], axis=0).astype(np.float32)
+    best = 1 + (-recall[1:].mean((1, 2, 3))).argsort(kind="stable")[:RIVALS]
+    judged = [0, *sorted(best.tolist())]
+
+    def lost(context_pass: ContextPass) -> dict[str, Tensor]:
+        scores = [rankings[number](context_pass) for number in judged]
+        return {"text": torch.tensor([context_pass.prompt.text]), "loss": losses(scores, context_pass).mean(0)}
+
+    contexts = [dict(arrays) for arrays in read(lost)]
     texts = group_by_text(arrays["text"].item() for arrays in contexts)
     text_losses = [np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts]
-    return {
-        "text_loss": np.stack(text_losses).astype(np.float32),
-        "recall": np.mean([arrays["recall"] for arrays in contexts], axis=0).astype(np.float32),
-    }
+    arrays = {"text_loss": np.stack(text_losses).astype(np.float32), "recall": recall}
+    return arrays, tuple((method, *COMPARED)[number] for number in judged)
 
 
 def recall_of(importance: Floats) -> Floats:
