@@ -84,9 +84,14 @@ class ImportancePass(DensePass[RankedContext]):
         Returns the importance of entries, [L, Hkv, T] fp32, not normalised, and the logits [K, vocabulary].
         """
         with self.following(tokens) as output:
-            importance = [layer.importance(layer.noted.norms, self.group)[0].cpu() for layer in self.continuations()]
+            importance = self.importance()
             logits = output.logits[0]
-        return torch.stack(importance), logits
+        return importance, logits
+
+    def importance(self) -> Tensor:
+        """Return the importance of entries for the tokens that follow, [L, Hkv, T] fp32, not normalised."""
+        found = [layer.importance(layer.noted.norms, self.group)[0].cpu() for layer in self.continuations()]
+        return torch.stack(found)
 
     def effects(self, tokens: Tensor, answer: int, logits: Tensor, protected: Tensor) -> Tensor:
         """Measure what the answer loses when one layer keeps only `protected` [L, Hkv, T] of the context, [L] nats.

@@ -69,7 +69,9 @@ class Weights(NamedTuple):
 
         `seen` is where the entries are from, if its rows may be of one kv head each.
         """
-        center, scale, linear, hidden, hidden_bias, output, bias = (self.of(a, layer, seen) for a in self.arrays)
+        center, scale, linear, hidden, hidden_bias, output, bias = (
+            self.of(array, layer, seen).to(x.device) for array in self.arrays
+        )
         z = (x - center[..., None, :]) / scale[..., None, :]
         score = (z @ linear[..., None])[..., 0] + bias[..., None]
         if hidden.shape[-1]:

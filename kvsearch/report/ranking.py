@@ -30,7 +30,7 @@ class TextLosses:
     def __init__(self, profile: Profile) -> None:
         settings: dict[str, Any] = profile.metadata.provenance.settings
         self.values: Floats = profile.arrays["text_loss"].astype(np.float64)
-        self.rankings: Sequence[str] = settings["rankings"]
+        self.rankings: Sequence[str] = settings.get("judged", settings["rankings"])  # older fits judged all
         self.at: Sequence[float] = settings["at"]
 
     @property
@@ -113,7 +113,7 @@ def ranking_parts(profile: Profile) -> Iterator[str | Table]:
     kept = "importance kept, of what the oracle keeps"
     columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
     if losses is not None:
-        yield Table.numbers(lost, columns, zip(names, losses.mean, strict=True), ".3f")
+        yield Table.numbers(lost, columns, zip(losses.rankings, losses.mean, strict=True), ".3f")
     recall = zip(names, profile.arrays["recall"].mean((2, 3)), strict=True)
     yield Table.numbers(f"{kept}; mean over heads and layers", columns, recall, ".3f")
     layers = profile.arrays["recall"].mean(3)[:, 0]  # [P, L]

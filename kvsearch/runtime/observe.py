@@ -31,12 +31,14 @@ from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.replay.replay import LayerContinuation, Noted, at_rows
 from kvsearch.runtime.stock import CACHE, cache_class, layer_state, stock_layers
+from kvsearch.runtime.store.blocks import right_aligned
 from kvsearch.signals.attention_rows import residual_weights
 
 Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
 States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 LED_BY = 8  # tokens before a chunk that is read again
 LEAST_CHUNK = 16
+TOGETHER = 1024  # tokens of rows that see different entries
 
 
 class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
@@ -105,7 +107,8 @@ class ObservedLayer(PromptLayer[Noted]):
         self.refusal = refusal
         self.wants_hidden = any(need.hidden is not None for need in needs)
         self.rows: Tensor | None = None  # [M] the prompt that each row of tokens follows, on the host; None: one each
-        self.keep: Tensor | None = None  # [Hkv, T] bool: entries of a single prompt that tokens may see; None: all
+        # [Hkv, T] bool: entries of a single prompt that tokens may see, [M, Hkv, T] of each row; None: all
+        self.keep: Tensor | None = None
         self.gates: Tensor | None = None  # [Hkv, T]: how far they see the others; None: not at all
         self.continuation: LayerContinuation[Noted] | None = None
 
@@ -129,17 +132,33 @@ class ObservedLayer(PromptLayer[Noted]):
             gated = (self.keep.to(query.device), self.gates.to(query.device))
             return gated_attention((query, keys, values), *gated, logits), None
         if self.keep is not None:
-            keep = self.keep.to(query.device)
-            heads, rows = query.shape[1:3]
-            prompt = keep.repeat_interleave(heads // keep.shape[0], 0)[:, None].expand(-1, rows, -1)
-            own = causal_mask(rows, rows, keep.device).expand(heads, -1, -1)
-            mask = torch.cat([prompt, own], -1)[None]  # kept entries, and the later tokens' own causally
-        followed = self.follow(module, (query, key, value), mask, **kwargs)
+            keeps = self.keep if self.keep.dim() == 3 else self.keep[None]
+            rows = [
+                self._see_kept(module, (query[row : row + 1], key[row : row + 1], value[row : row + 1]), keep, **kwargs)
+                for row, keep in enumerate(keeps)
+            ]
+            followed = torch.cat(rows)
+        else:
+            followed = self.follow(module, (query, key, value), mask, **kwargs)
         self.continuation = LayerContinuation(
             self.index, self.noted, (self.keys, self.values), (query, key, value), module, logits,
             entering(module, slice(-query.shape[2], None)) if self.wants_hidden else None, self.rows,
         )  # fmt: skip
         return followed, None
+
+    def _see_kept(self, module: nn.Module, tokens: States, keep: Tensor, **kwargs: Any) -> Tensor:
+        """Attend with tokens [1, H, K, D] to the entries `keep` [Hkv, T] of the prompt and to themselves."""
+        query, key, value = tokens
+        heads, count = query.shape[1:3]
+        columns, filled = right_aligned(keep.to(query.device), int(keep.sum(-1).max()))
+        keys, values = (
+            torch.cat([prompt.gather(2, columns[None, ..., None].expand(-1, -1, -1, prompt.shape[-1])), own], 2)
+            for prompt, own in ((self.keys, key), (self.values, value))
+        )
+        own = causal_mask(count, count, query.device).expand(len(filled), -1, -1)
+        mask = torch.cat([filled[:, None].expand(-1, count, -1), own], -1)
+        mask = mask.repeat_interleave(heads // len(filled), 0)[None]
+        return dense_attention(module, query, keys, values, mask, **kwargs)[0]
 
     def follow(self, module: nn.Module, tokens: States, mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Attend with tokens [M, H, K, D] to the prompts that they follow and to themselves, [M, K, Hq, Dv]."""
@@ -220,9 +239,9 @@ class DensePass(Generic[Noted]):
 
         `rows` [M], on the host, says which prompt each row of tokens follows (None: one each, in order): all layers of
         the model must be observed then.
-        Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T];
-        where `gates` has it, too, they see the others through these, see `gated_attention`, and the output has
-        gradients.
+        Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T],
+        or [M, Hkv, T] of each row of tokens; where `gates` has it, too, they see the others through these, see
+        `gated_attention`, and the output has gradients.
         """
         require_same_rotary(self.model, self.lengths, tokens.shape[1])
         before = [layer_state(layer) for layer in self.cache.layers]
@@ -249,6 +268,18 @@ class DensePass(Generic[Noted]):
         with self.following(tokens, keep) as output:
             logits: Tensor = output.logits[0]
         return logits
+
+    def logits_under(self, tokens: Tensor, keeps: Tensor, count: int) -> Iterator[Tensor]:
+        """Yield the last `count` logits [count, V] of tokens [1, K] under each of the masks [n, L, Hkv, T] of a prompt.
+
+        Several masks are rows of one batch where all layers are observed.
+        """
+        whole = len(self.observed) == len(self.cache.layers)
+        for some in torch.split(keeps, max(1, TOGETHER // tokens.shape[1]) if whole else 1):
+            rows = torch.zeros(len(some), dtype=torch.long) if whole else None
+            keep = dict(enumerate(some.unbind(1)))
+            with self.following(tokens.expand(len(some), -1), keep, rows=rows, logits_to_keep=count) as output:
+                yield from output.logits
 
     def continuations(self) -> Iterator[LayerContinuation[Noted]]:
         """Yield what the observed layers do while tokens follow, in ascending order.

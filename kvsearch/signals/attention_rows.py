@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvsearch.policies.base import Observation
 from kvsearch.policies.cake import row_moments
@@ -21,21 +21,24 @@ from kvsearch.policies.scoring import chunk_bytes, column_sums, softmax, window_
 
 LEAST_NORM = 1e-6
 TINY = 1e-10  # added inside CAKE's logarithm, as in the official code
+# exponents are below it: masses far below the largest are no 0, and a sum of all is still no infinity
+SHIFT = 60.0
 
 
 def score_rows(
-    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int, places: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield logits of the K rows, -inf for what comes later, a few kv heads at a time, [B, heads, G, K, N] fp32.
 
-    `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D]. `tables` is how many fp32 tables of
-    that shape the caller makes of a piece.
+    `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D], or those at `places` [K] among them.
+    `tables` is how many fp32 tables of that shape the caller makes of a piece.
     """
     batch, heads, length, _ = keys.shape
     rows = query.shape[2]
     queries = query.reshape(batch, heads, -1, query.shape[-1])  # a kv head's query heads as rows of one matrix
     group = query.shape[1] // heads
-    later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
+    columns = torch.arange(length, device=keys.device)
+    later = columns > (columns[length - rows :] if places is None else places)[:, None]
     step = max(1, chunk_bytes(keys.device) // (4 * tables * batch * group * rows * length))
     for first in range(0, heads, step):
         part = slice(first, first + step)
@@ -146,6 +149,68 @@ def attention_change(
         outputs.append(change @ values[:, part, None].float())
         evicted.append(mass[..., 0])
     return torch.cat(outputs, 1).flatten(1, 2), torch.cat(evicted, 1).flatten(1, 2)
+
+
+def eviction_errors(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    keeps: Tensor,
+    factors: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return how far the output of kv heads moves where they keep only some of the prompt's entries, [n, Hkv] fp32.
+
+    For each of n masks, the mean over rows of |(A V - Ahat V) W_O|^2, see `attention_change`, from one softmax: entries
+    that the same masks show are summed up once, and what a mask keeps and hides is made of these sums.
+
+    `query` [Hq, K, D] are the rows of the tokens at `places` [K] among the N of a sequence, `keys` [Hkv, N, D] and
+    `values` [Hkv, N, Dv] are of all N. `keeps` [n, Hkv, T] bool are masks of the first T, the others are always shown;
+    n is at most 62. `factors` [Hkv, G * Dv, G * Dv] fp32 are W_O W_O^T of all query heads of a kv head together,
+    `sinks` [Hkv, G] logits beside every row that are no entry.
+    """
+    count, heads, length = keeps.shape
+    rows = query.shape[1]
+    bits = torch.arange(count, device=keeps.device)[:, None]
+    # which masks show an entry, as a number: entries that the same ones show lie side by side
+    shown, order = (keeps.long() << bits[:, None]).sum(0).sort(-1)
+    order = order[..., None].to(keys.device)
+    keys, values = (
+        torch.cat([all_[:, :length].gather(1, order.expand(-1, -1, all_.shape[-1])), all_[:, length:]], 1)
+        for all_ in (keys, values.float())
+    )
+    values = nn.functional.pad(values, (0, 1), value=1.0)  # a row's last sum is its mass
+    errors = []
+    for part, scores in score_rows(query[None], keys[None], scaling, softcap, tables=2, places=places):
+        largest = scores.amax(-1, keepdim=True)
+        own = None if sinks is None else sinks[None, part, :, None, None]
+        largest = largest if own is None else torch.maximum(largest, own)
+        exponentials = scores.sub_(largest - SHIFT).exp_()[0].flatten(1, 2)  # [heads, G * K, N]
+        for number, head in enumerate(range(heads)[part]):
+            patterns, sizes = torch.unique_consecutive(shown[head], return_counts=True)  # [P] each
+            pieces = [*sizes.tolist(), keys.shape[1] - length]
+            *sums, kept = (
+                masses @ states
+                for masses, states in zip(
+                    torch.split(exponentials[number], pieces, 1), torch.split(values[head], pieces), strict=True
+                )
+            )
+            if own is not None:
+                kept[:, -1:] += (own - largest + SHIFT).exp()[0, number].view(-1, 1)
+            is_kept = (patterns >> bits & 1).to(kept)  # [n, P]
+            of_patterns = torch.stack(sums)
+            kept = kept + torch.einsum("np,prd->nrd", is_kept, of_patterns)
+            hidden = torch.einsum("np,prd->nrd", 1 - is_kept, of_patterns)
+            total = kept[..., -1:] + hidden[..., -1:]
+            # on what is kept A - Ahat is minus the hidden mass times Ahat, see `attention_change`
+            at_kept = kept[..., :-1] / kept[..., -1:].clamp(min=torch.finfo(torch.float32).tiny)
+            change = (hidden[..., :-1] - hidden[..., -1:] * at_kept) / total
+            of_rows = change.view(count, -1, rows, change.shape[-1]).transpose(1, 2).flatten(2)  # [n, K, G * Dv]
+            errors.append(((of_rows @ factors[head]) * of_rows).sum(-1).clamp(min=0).mean(-1))
+    return torch.stack(errors, 1)
 
 
 def output_loss(change: Tensor, weight: Tensor) -> Tensor:

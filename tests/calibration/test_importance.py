@@ -123,6 +123,24 @@ def test_all_layers_can_be_hidden_from_at_once(family: str) -> None:
         assert_close(again, feed(model, cache, pieces)[1][0])
 
 
+@families
+def test_masks_that_are_rows_of_one_batch_are_those_of_one_pass_each(family: str) -> None:
+    model = build(family)
+    context, question = tokens()
+    shape = (3, len(describe(model).full_layers), 2, CONTEXT)
+    keeps = torch.rand(shape, generator=torch.Generator().manual_seed(6)) < torch.tensor([1.0, 0.5, 0.1]).view(
+        3, 1, 1, 1
+    )
+    with running(model, NAME):
+        passed = pass_over(model, context, POLICY)
+        rows = list(passed.logits_under(question, keeps, 2))
+        alone = [passed.logits_seeing(question, dict(enumerate(keep))) for keep in keeps]
+        full = passed.ask(question)[1]
+    for row, one in zip(rows, alone, strict=True):
+        assert_close(row, one[-2:])
+    assert_close(rows[0], full[-2:])
+
+
 @some_families
 def test_effects_are_zero_when_nothing_is_hidden_and_positive_otherwise(family: str) -> None:
     model = build(family)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import scoring
-from kvsearch.signals.attention_rows import attention_change, loss_bounds, output_loss
+from kvsearch.signals.attention_rows import attention_change, eviction_errors, loss_bounds, output_loss
 
 
 def example(*hidden: int) -> tuple[Tensor, ...]:
@@ -130,6 +130,32 @@ def test_losses_are_those_of_brute_force_and_within_the_bounds(case: Case) -> No
     torch.testing.assert_close(loss.double(), moved.abs().sum(-1), atol=1e-4, rtol=1e-4)
     assert (loss <= by_head * (1 + 1e-4)).all()
     assert (by_head <= by_layer * (1 + 1e-5)).all()
+
+
+@given(cases(), st.integers(0, 5), st.booleans())
+def test_errors_under_many_masks_are_those_of_one_after_the_other(case: Case, masks: int, has_sinks: bool) -> None:
+    """As from the change of the outputs of each mask, at some of the rows."""
+    generator = torch.Generator().manual_seed(masks)
+    heads, rows, length = case.shown.shape[1:]
+    context = length - rows
+    assume(context > 0)
+    keeps = torch.rand(masks + 1, heads, context, generator=generator) < 0.5
+    sinks = torch.randn(heads, case.query.shape[1] // heads, generator=generator) if has_sinks else None
+    how = (0.7, case.softcap, sinks)
+    places = torch.arange(0, rows, 2)
+    weight = case.weight.unflatten(0, (heads, -1)).flatten(1, 2)
+    own = torch.ones(1, heads, rows, rows, dtype=torch.bool)
+    states = (case.query[:1], case.keys[:1], case.values[:1])
+    query, keys, values = (each[0] for each in states)
+    factors = weight @ weight.transpose(1, 2)
+    errors = eviction_errors(query[:, places], keys, values, context + places, keeps, factors, *how)
+    for keep, found in zip(keeps, errors, strict=True):
+        shown = torch.cat([keep[None, :, None].expand(1, -1, rows, -1), own], -1)
+        change = attention_change(*states, shown, *how)[0][0].unflatten(0, (heads, -1))
+        moved = torch.einsum("hgkd,hgdm->hkm", change, case.weight.unflatten(0, (heads, -1)))[:, places]
+        torch.testing.assert_close(found, moved.square().sum(-1).mean(-1), atol=1e-5, rtol=1e-4)
+        if bool(keep.all()):
+            assert float(found.max()) == 0
 
 
 @given(cases())

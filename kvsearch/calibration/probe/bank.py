@@ -9,7 +9,6 @@ even spread moves less; how good the ranking is, is reported on others, as for a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -77,9 +76,10 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
         contexts = FitContexts(self, prompts, progress)
         bank = _chosen(contexts, self.options)
         policies = [bank.policy(contexts), *self.policies]
-        judged = reported(by_policy(0), partial(contexts.read, contexts.report, policies=policies), first=1)
+        read = contexts.reader(contexts.report, policies)
+        judged, names = reported(by_policy(0), read, METHOD, first=1)
         arrays = {**bank.arrays, **judged}
-        return contexts.profile(arrays, {"chosen_by": bank.how}, bank.even, bank.unseen)
+        return contexts.profile(arrays, {"chosen_by": bank.how}, bank.even, bank.unseen, names)
 
 
 def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:
@@ -87,10 +87,10 @@ def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:
     random = torch.Generator().manual_seed(options.seed)
     share = -(-CANDIDATES // len(contexts.fit))
     places = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in contexts.fit}
-    read = contexts.read(
-        contexts.fit, lambda context_pass: {QUERIES: queries_asked(context_pass, places[context_pass.prompt.context])}
+    drawn = contexts.reader(contexts.fit)(
+        lambda context_pass: {QUERIES: queries_asked(context_pass, places[context_pass.prompt.context])}
     )
-    asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in read], 3))  # [L, Hkv, G, M, D]
+    asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in drawn], 3))  # [L, Hkv, G, M, D]
     none = torch.zeros(asked.shape[:2], dtype=torch.bool)
     ways = (("farthest", farthest), ("k-means", k_means))
     tried = [Bank(find(asked, options.bank), how, none, none) for how, find in ways]
@@ -101,11 +101,11 @@ def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:
         gain = recalls(scores, context_pass).mean(1)
         return {"gain": gain, "unseen": (context_pass.largest == 0).all(-1)}
 
-    found = list(contexts.read(contexts.choose, measure, policies))
+    read = contexts.reader(contexts.choose, policies)
+    found = list(read(measure))
     best = int(np.mean([arrays["gain"] for arrays in found], axis=0).mean((1, 2)).argmax())
     unseen = torch.from_numpy(np.all([arrays["unseen"] for arrays in found], axis=0))
-    again = partial(contexts.read, contexts.choose, policies=[policies[best]])
-    even = prefers_spread(spread_where(unseen, by_policy(0)), again) | unseen
+    even = prefers_spread(spread_where(unseen, by_policy(best)), read) | unseen
     return tried[best]._replace(even=even, unseen=unseen)
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
-from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
-from kvsearch.calibration.importance import ImportancePass
+from kvsearch.calibration.importance import ImportancePass, RankedContext
 from kvsearch.calibration.options import COMPARED, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
@@ -27,14 +27,18 @@ from kvsearch.models.architecture import same_rotary_until
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.fitted import even_places
-from kvsearch.policies.probe import SINKS, features_of, needs_of
+from kvsearch.policies.base import Needs
+from kvsearch.policies.fitted import GOLDEN, even_places
+from kvsearch.policies.probe import SINKS
+from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import total_variation
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.splits import group_by_text
 
+RIVALS = 3  # policies whose losses are reported
 BUDGETS = (0.05, 0.1, 0.2)  # at which rankings are judged
-MOST_CHUNKS = 4  # of a context without questions, by which rankings are judged
+MOST_CHUNKS = 4  # of what is asked of a context, by which heads are judged, and rankings where there are no questions
+MOST_ROWS = 64  # tokens of each by which heads are judged
 REPEAT = "Repeat the text above, word for word."
 CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
 LEAST_ERROR = 1e-30  # of a head whose output does not move
@@ -85,12 +89,41 @@ class QuestionBuilder:
         return asked
 
 
+def evenly(asked: Sequence[Continuation]) -> list[Continuation]:
+    """Return at most `MOST_CHUNKS` of what is asked of a context, from all parts of it."""
+    return [asked[number] for number in sorted({number * len(asked) // MOST_CHUNKS for number in range(MOST_CHUNKS)})]
+
+
+class SomeRows(NamedTuple):
+    """Tokens at `places` of those that follow a context, in every layer."""
+
+    places: Tensor
+    layers: list[LayerContinuation[RankedContext]]
+
+    @classmethod
+    def of(cls, tokens: int, number: int, passed: ImportancePass) -> SomeRows:
+        """Return `MOST_ROWS` of the tokens that follow, evenly, all if they are fewer.
+
+        They begin elsewhere for every `number` of what is asked, as all begin with the same words.
+        """
+        count = min(tokens, MOST_ROWS)
+        places = ((torch.arange(count) + number * GOLDEN % 1) * tokens / count).long()
+        return cls(places, [layer.at_places(places) for layer in passed.continuations()])
+
+
+class EntryLook(NamedTuple):
+    """What to note of the entries of a layer of a context, by its number; of those between sinks and recent ones."""
+
+    needs: Needs
+    note: Callable[[Observation, int, slice], Tensor]
+
+
 class ContextPass:
     """A context that was read under the full cache; T counts the entries between its sinks and the recent ones.
 
-    What entries look like is noted by layer, [Hkv, T, F]. `given` has the right answers in place of own replies, which
-    go on after the answer where nothing ends them. What is `asked` is by target; `judged` are the given answers, or
-    chunks of the context where there are none.
+    `look` says what is noted of the entries in every layer. `given` has the right answers in place of own replies,
+    which go on after the answer where nothing ends them. What is `asked` is by target; `judged` are the given answers,
+    or chunks of the context where there are none.
 
     Raises:
         IncompatibleError: the model computes NaN on it.
@@ -104,26 +137,22 @@ class ContextPass:
         options: RankingOptions,
         builder: QuestionBuilder,
         policies: Sequence[Policy] = (),
+        look: EntryLook | None = None,
     ) -> None:
         self.prompt = prompt
         self.refusal = prompt.refusal(loaded.name)
         self.free = slice(SINKS, prompt.length - options.protect)
 
-        def look(observation: Observation) -> Tensor:
-            return features_of(observation, options.looked_at)[0, :, self.free].cpu()
-
         ids = prompt.ids.to(loaded.device)
-        noted = needs_of(options.looked_at), look
-        self.passed = ImportancePass(loaded.model, policies, ids, options.group, self.refusal, noted)
-        if not all(bool(layer.noted.isfinite().all()) for layer in self.passed.noted):
+        noting = None
+        if look is not None:
+            noting = look.needs, lambda observation: look.note(observation, prompt.context, self.free).cpu()
+        self.passed = ImportancePass(loaded.model, policies, ids, options.group, self.refusal, noting)
+        if look is not None and not all(bool(layer.noted.isfinite().all()) for layer in self.passed.noted):
             raise IncompatibleError(f"{self.refusal}: what a ranking looks at is not finite")
         self.asked = builder.build(prompt, loaded.device)
         judged = builder.build(given, loaded.device).get("answers")
-        if judged is None:
-            chunks = self.asked["reconstruction"]
-            some = sorted({number * len(chunks) // MOST_CHUNKS for number in range(MOST_CHUNKS)})
-            judged = [chunks[number] for number in some]
-        self.judged = judged
+        self.judged = evenly(self.asked["reconstruction"]) if judged is None else judged
 
     @property
     def spread(self) -> Tensor:
@@ -131,16 +160,32 @@ class ContextPass:
         places = even_places(torch.arange(self.prompt.length)[self.free])
         return places.expand(len(self.passed.noted), self.passed.noted[0].norms.shape[1], -1)
 
-    @cached_property
+    @property
     def largest(self) -> Tensor:
         """The largest importance over all that is asked, [L, Hkv, T] on the CPU."""
-        importances = (
-            self.passed.ask(after.tokens)[0][..., self.free] for after in chain.from_iterable(self.asked.values())
-        )
+        return self._read_asked[0]
+
+    @cached_property
+    def _read_asked(self) -> tuple[Tensor, dict[str, list[SomeRows]]]:
+        """The largest importance, and by target the tokens by which heads are judged: all that is asked is read once.
+
+        Raises:
+            IncompatibleError: the importance is not finite.
+        """
+        importances = []
+        judging: dict[str, list[SomeRows]] = {}
+        for target, asked in self.asked.items():
+            some = evenly(asked)
+            for after in asked:
+                with self.passed.following(after.tokens, logits_to_keep=1):
+                    importances.append(self.passed.importance()[..., self.free])
+                    if any(after is one for one in some):
+                        rows = judging.setdefault(target, [])
+                        rows.append(SomeRows.of(after.tokens.shape[1], len(rows), self.passed))
         largest = reduce(torch.maximum, importances)
         if not bool(largest.isfinite().all()):
             raise IncompatibleError(self.refusal)
-        return largest
+        return largest, judging
 
     def kept(self, scores: Tensor) -> list[Tensor]:
         """Mark what stays of a context at each of `BUDGETS`, [L, Hkv, length] bool, by scores [L, Hkv, T] of `free`."""
@@ -150,31 +195,22 @@ class ContextPass:
         ranks = order.argsort(-1).to(scores.device)
         return [ranks < max(1, round(budget * self.prompt.length)) for budget in BUDGETS]
 
-    def head_errors(self, asked: Sequence[Continuation], keeps: Sequence[Tensor]) -> Tensor:
+    def head_errors(self, target: str, keeps: Sequence[Tensor]) -> Tensor:
         """Return how far a head's output moves where only `keeps` [L, Hkv, length] stay, [asked, keeps, L, Hkv].
 
         The mean over rows of |(yhat - y) W_O|^2: what a loss is to second order. A head that attends everywhere loses
-        less with an even sample of its entries, which keeps their mean, than with those it attends to most.
+        less with an even sample of its entries, which keeps their mean, than with those it attends to most. As it is a
+        mean, it is that of `MOST_ROWS` tokens of `MOST_CHUNKS` things that are asked.
         """
-        return torch.stack([self._errors(after, keeps) for after in asked])
-
-    def _errors(self, after: Continuation, keeps: Sequence[Tensor]) -> Tensor:
-        found = []
-        with self.passed.following(after.tokens):
-            for row, layer in enumerate(self.passed.continuations()):
-                rows = layer.query.shape[2]
-                heads = layer.keys.shape[1]
-                own = torch.ones(1, heads, rows, rows, dtype=torch.bool, device=layer.keys.device)
-                weight = layer.output_weight
-                weight = weight.view(heads, -1, *weight.shape[1:])
-                errors = []
-                for keep in keeps:
-                    shown = keep[row].to(own.device)[None, :, None].expand(1, heads, rows, -1)
-                    change, _ = layer.change(torch.cat([shown, own], -1))
-                    moved = torch.einsum("hgkd,hgdm->hkm", change[0].view(heads, -1, *change.shape[2:]), weight)
-                    errors.append(moved.square().sum(-1).mean(-1).cpu())
-                found.append(torch.stack(errors))
-        return torch.stack(found, 1)
+        judging = self._read_asked[1][target]
+        errors = []
+        for row, keep in enumerate(torch.stack(list(keeps), 1)):
+            by_head = judging[0].layers[row].output_weight
+            weight = by_head.reshape(keep.shape[1], -1, by_head.shape[-1])
+            factors = weight @ weight.transpose(1, 2)
+            found = [rows.layers[row].eviction_errors(keep, rows.places, factors).cpu() for rows in judging]
+            errors.append(torch.stack(found))
+        return torch.stack(errors, 2)
 
     def losses(self, keeps: Sequence[Tensor]) -> Tensor:
         """Return how far replies move where only `keeps` [L, Hkv, length] stay in all layers, [questions, keeps].
@@ -182,11 +218,12 @@ class ContextPass:
         By the total variation of next-token distributions, mean over tokens, in [0, 1].
         """
         lost = torch.zeros(len(self.judged), len(keeps))
+        masks = torch.stack([torch.ones_like(keeps[0]), *keeps])
         for question, after in enumerate(self.judged):
-            full = self.passed.logits_seeing(after.tokens, {})[after.predicting]
-            for number, keep in enumerate(keeps):
-                seen = self.passed.logits_seeing(after.tokens, dict(enumerate(keep)))[after.predicting]
-                lost[question, number] = total_variation(full, seen)
+            count = after.tokens.shape[1] - after.predicting.start  # the last row predicts what comes after the answer
+            full, *changed = self.passed.logits_under(after.tokens, masks, count)
+            for number, logits in enumerate(changed):
+                lost[question, number] = total_variation(full[:-1], logits[:-1])
         return lost
 
 
@@ -217,8 +254,8 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
         """Return by target how much less the spread moves every head, log [questions, L, Hkv]."""
         keeps = [*context_pass.kept(ranking(context_pass)), *context_pass.kept(context_pass.spread)]
         less = {}
-        for target, asked in context_pass.asked.items():
-            errors = context_pass.head_errors(asked, keeps).clamp(min=LEAST_ERROR).log()
+        for target in context_pass.asked:
+            errors = context_pass.head_errors(target, keeps).clamp(min=LEAST_ERROR).log()
             errors = errors.view(len(errors), 2, len(BUDGETS), *errors.shape[2:])
             less[target] = (errors[:, 0] - errors[:, 1]).mean(1)
         return less
@@ -252,29 +289,31 @@ def recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
     return torch.from_numpy(np.stack([recall_of(context_pass.largest.gather(-1, order).numpy()) for order in orders]))
 
 
-def reported(fit: Ranking, read: Measured, first: int = 0) -> dict[str, Floats]:
-    """Return "recall" [P, B, L, Hkv] of a fit and of the policies that it is compared with, and losses.
+def reported(fit: Ranking, read: Measured, method: str, first: int = 0) -> tuple[dict[str, Floats], tuple[str, ...]]:
+    """Return "recall" [P, B, L, Hkv] of a fit and of the policies that it is compared with, and losses, and of whom.
 
-    "text_loss" [N, P, B] has a row of every text. The policies are those that contexts are read with, from the number
-    `first` on; all protect the same entries.
+    "text_loss" [N, P', B] has a row of every text, of the fit, which is named `method`, and of the `RIVALS` of the
+    policies with the best recall. The policies are those that contexts are read with, from the number `first` on; all
+    protect the same entries.
     """
     rankings = [fit, *(by_policy(first + number) for number in range(len(COMPARED)))]
 
-    def measure(context_pass: ContextPass) -> dict[str, Tensor]:
-        scores = [ranking(context_pass) for ranking in rankings]
-        return {
-            "text": torch.tensor([context_pass.prompt.text]),
-            "recall": recalls(scores, context_pass),
-            "loss": losses(scores, context_pass).mean(0),
-        }
+    def recalled(context_pass: ContextPass) -> dict[str, Tensor]:
+        return {"recall": recalls([ranking(context_pass) for ranking in rankings], context_pass)}
 
-    contexts = [dict(arrays) for arrays in read(measure)]
+    recall = np.mean([arrays["recall"] for arrays in read(recalled)], axis=0).astype(np.float32)
+    best = 1 + (-recall[1:].mean((1, 2, 3))).argsort(kind="stable")[:RIVALS]
+    judged = [0, *sorted(best.tolist())]
+
+    def lost(context_pass: ContextPass) -> dict[str, Tensor]:
+        scores = [rankings[number](context_pass) for number in judged]
+        return {"text": torch.tensor([context_pass.prompt.text]), "loss": losses(scores, context_pass).mean(0)}
+
+    contexts = [dict(arrays) for arrays in read(lost)]
     texts = group_by_text(arrays["text"].item() for arrays in contexts)
     text_losses = [np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts]
-    return {
-        "text_loss": np.stack(text_losses).astype(np.float32),
-        "recall": np.mean([arrays["recall"] for arrays in contexts], axis=0).astype(np.float32),
-    }
+    arrays = {"text_loss": np.stack(text_losses).astype(np.float32), "recall": recall}
+    return arrays, tuple((method, *COMPARED)[number] for number in judged)
 
 
 def recall_of(importance: Floats) -> Floats:

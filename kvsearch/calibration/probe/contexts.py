@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -14,13 +14,23 @@ from torch import Tensor
 from kvsearch.calibration.lukv import reply_work
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import COMPARED, LEAST_DRAWN, RankingOptions
-from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, Measure, QuestionBuilder
+from kvsearch.calibration.probe.context_pass import (
+    BUDGETS,
+    RIVALS,
+    ContextPass,
+    EntryLook,
+    Measure,
+    Measured,
+    QuestionBuilder,
+    evenly,
+)
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress, counted
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.memory import FP32, default_memory
 from kvsearch.models.speed import Work
 from kvsearch.plan import PolicySpec, Profile
 from kvsearch.plan.profile_arrays import Arrays
@@ -35,7 +45,10 @@ from kvsearch.tasks.splits import group_by_text
 LEAST_CONTEXTS = 3
 MOST_JUDGED = 32  # contexts to choose on, and to report on
 RANKED = 1.6  # times that passes take as long with features and rankings: benchmarks/said_and_taken.py, on a CPU
-TIMES = 3  # that contexts to choose on are read: for what ranks best, for the spread, and for that in all heads
+# that contexts are read where they do not fit in memory together
+CHOOSING = 3  # for what ranks best, for the spread, and for that in all heads
+SCORES = 10  # at most, that are held of an entry of a kv head: of candidates, ranks, importance
+REPORTING = 2  # for what all policies recall, and for what the best lose
 
 
 def split(prompts: Sequence[CalibrationPrompt], seed: int) -> tuple[list[CalibrationPrompt], ...]:
@@ -77,37 +90,53 @@ class FitContexts:
             prompts = with_own_replies(calibration.loaded, together, options.answer_tokens, calibration.steps)
         self.prompts = prompts
         self.fit, self.choose, self.report = split(prompts, options.seed)
-        passes = len(self.fit) + TIMES * len(self.choose) + len(self.report)  # about
+        passes = len(self.fit) + CHOOSING * len(self.choose) + REPORTING * len(self.report)
         self.ticks = counted(iter(range(passes)), passes, progress)
         next(self.ticks, None)  # the next one tells that the first is done
 
-    def read(
-        self, prompts: Sequence[CalibrationPrompt], measure: Measure, policies: Sequence[Policy] = ()
-    ) -> Iterator[Arrays]:
-        """Yield what `measure` makes of every context, which is read under the full cache; or what is kept of it."""
+    def reader(
+        self, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy] = (), look: EntryLook | None = None
+    ) -> Measured:
+        """Return a function that yields what a measure makes of every context, or what is kept of that.
+
+        Contexts are read under the full cache when they are first measured, and stay in memory as long as the function
+        does, if there is room for all of them.
+        """
         options = self.calibration.options
-        work = partial(_measured, measure=measure, policies=policies, options=options, builder=self.builder)
+        held: dict[int, ContextPass] | None = {} if self.calibration.fit_in_memory(prompts) else None
+        read = partial(_read, policies=policies, look=look, options=options, builder=self.builder)
 
-        def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
-            return self.calibration.loaded.map(work, [(prompt, self.given[prompt.context]) for prompt in some])
+        def measured(measure: Measure) -> Iterator[Arrays]:
+            work = partial(_measured, measure=measure, read=read, held=held)
 
-        for arrays in self.calibration.steps.stage(prompts, make):
-            yield arrays
-            next(self.ticks, None)
+            def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
+                return self.calibration.loaded.map(work, [(prompt, self.given[prompt.context]) for prompt in some])
+
+            for arrays in self.calibration.steps.stage(prompts, make):
+                yield arrays
+                next(self.ticks, None)
+
+        return measured
 
     def profile(
-        self, arrays: Mapping[str, Floats], settings: Mapping[str, Any], even: Tensor, unseen: Tensor
+        self,
+        arrays: Mapping[str, Floats],
+        settings: Mapping[str, Any],
+        even: Tensor,
+        unseen: Tensor,
+        judged: tuple[str, ...] = (),
     ) -> Profile:
         """Return what was fitted as a profile, with what is common to all fits among its settings.
 
-        `even` and `unseen` [L, Hkv] mark heads that are ranked evenly, and those that nothing which is asked looks at.
+        `judged` are the rankings whose losses are reported. `even` and `unseen` [L, Hkv] mark heads that are ranked
+        evenly, and those that nothing which is asked looks at.
         """
         options = self.calibration.options
         layers = describe(self.calibration.loaded.model).full_layers
         parts = (self.fit, self.choose, self.report)
         common = {
             "data": self.calibration.data.name, **options.settings(), WRITTEN_FOR: VERSION,
-            "rankings": (options.method, *COMPARED), "targets": self.builder.targets,
+            "rankings": (options.method, *COMPARED), "judged": judged, "targets": self.builder.targets,
             "without_questions": sum(not prompt.continuations for prompt in self.prompts), "at": BUDGETS,
             "contexts": tuple(map(len, parts)), "spread_heads": int((even & ~unseen).sum()),
             "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in unseen.nonzero().tolist()),
@@ -119,17 +148,31 @@ class FitContexts:
         return Profile(metadata, dict(arrays))
 
 
+def _read(
+    loaded: LoadedModel,
+    item: tuple[CalibrationPrompt, CalibrationPrompt],
+    policies: Sequence[Policy],
+    look: EntryLook | None,
+    options: RankingOptions,
+    builder: QuestionBuilder,
+) -> ContextPass:
+    """Read a context; the `item` is it with what is asked, and with the right answers."""
+    return ContextPass(loaded, *item, options, builder, policies, look)
+
+
 def _measured(
     loaded: LoadedModel,
     item: tuple[CalibrationPrompt, CalibrationPrompt],
     measure: Measure,
-    policies: Sequence[Policy],
-    options: RankingOptions,
-    builder: QuestionBuilder,
+    read: Callable[[LoadedModel, tuple[CalibrationPrompt, CalibrationPrompt]], ContextPass],
+    held: dict[int, ContextPass] | None,
 ) -> Arrays:
-    """Return what `measure` makes of a context; the `item` is it with what is asked, and with the right answers."""
+    """Return what `measure` makes of a context, which is read unless it is `held`, by its number."""
     with torch.no_grad(), running(loaded.model):
-        context_pass = ContextPass(loaded, *item, options, builder, policies)
+        number = item[0].context
+        context_pass = read(loaded, item) if held is None or number not in held else held[number]
+        if held is not None:
+            held[number] = context_pass
         return {name: values.cpu().numpy() for name, values in measure(context_pass).items()}
 
 
@@ -155,6 +198,17 @@ class RankingCalibration(Calibration[AnyRanking]):
         """Return how contexts are asked; errors as `QuestionBuilder`."""
         return QuestionBuilder(self.loaded, prompts, self.data.prompt, self.options.targets)
 
+    def fit_in_memory(self, prompts: Sequence[CalibrationPrompt]) -> bool:
+        """Return whether all contexts may stay in memory once they are read: what is held of them by layer fits.
+
+        These are keys, values, norms and scores. Other processes, which read them in turn, hold none.
+        """
+        shape = describe(self.loaded.model)
+        entry = self.loaded.model.dtype.itemsize * 2 * shape.kv_heads * shape.head_dim
+        entry += FP32 * (shape.query_heads + SCORES * shape.kv_heads)
+        held = len(shape.full_layers) * entry * sum(prompt.length for prompt in prompts)
+        return self.loaded.workers is None and held <= default_memory(self.loaded.device)
+
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         """Return the passes over contexts and over what is asked of them, and own replies."""
         builder = self.builder(prompts)
@@ -162,14 +216,17 @@ class RankingCalibration(Calibration[AnyRanking]):
         work = Work()
         if "answers" in builder.targets:
             work += reply_work(prompts, self.options)
-        readings = (  # contexts, passes over each, and times that what is asked of them is read
-            (fit, 1, 1),
-            (choose, TIMES, 1 + 2 * len(BUDGETS)),  # replies under the full cache and two rankings
-            (report, 1, 2 + (len(COMPARED) + 1) * len(BUDGETS)),
+        readings = (  # contexts, times that they are measured, and that what is judged is read in all
+            (fit, 1, 0),
+            (choose, CHOOSING, 1 + 2 * len(BUDGETS)),  # replies under the full cache and two rankings
+            (report, REPORTING, 1 + (RIVALS + 1) * len(BUDGETS)),
         )
-        for some, passes, times in readings:
+        for some, measured, times in readings:
+            readings_of = 1 if self.fit_in_memory(some) else measured
             for prompt in some:
-                asked = chain.from_iterable(builder.build(prompt, "cpu").values())
-                work += Work.over([prompt.length], passes)
-                work += Work.over((after.tokens.shape[1] for after in asked), times)
+                asked = builder.build(prompt, "cpu")
+                judged = asked.get("answers") or evenly(asked["reconstruction"])
+                work += Work.over([prompt.length], readings_of)
+                work += Work.over((after.tokens.shape[1] for after in chain.from_iterable(asked.values())), 1)
+                work += Work.over((after.tokens.shape[1] for after in judged), times)
         return work * RANKED

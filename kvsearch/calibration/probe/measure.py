@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.calibration.options import ProbeOptions
-from kvsearch.calibration.probe.context_pass import ContextPass, Measured, prefers_spread, recalls, reported
+from kvsearch.calibration.probe.context_pass import (
+    ContextPass,
+    EntryLook,
+    Ranking,
+    prefers_spread,
+    recalls,
+    reported,
+)
 from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import StepCache
@@ -30,7 +37,8 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import Arrays
-from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, columns_of
+from kvsearch.policies import Observation
+from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, columns_of, features_of, needs_of
 
 RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts
@@ -53,9 +61,9 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     """A fit; the profile has the weights, and how good it and other policies are on the contexts to report on.
 
     "recall" [P, B, L, Hkv] is the importance that a ranking keeps at a budget, as a share of what the oracle keeps
-    there; "text_loss" [N, P, B] is how far next-token distributions of replies move where all heads keep as much (total
-    variation), on every text. Policies are the setting "rankings" of the provenance, the probe first; all protect the
-    same entries.
+    there; "text_loss" [N, P', B] is how far next-token distributions of replies move where all heads keep as much
+    (total variation), on every text. Policies are the setting "rankings" of the provenance, the probe first, and those
+    whose losses are measured are the setting "judged"; all protect the same entries.
     """
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
@@ -66,21 +74,24 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options
         contexts = FitContexts(self, prompts, progress)
+        needs = needs_of(options.looked_at)
         places = draw_places(contexts.fit, options)
-        samples = list(contexts.read(contexts.fit, partial(sample_entries, places=places)))
+        drawn = EntryLook(needs, partial(note_features, names=options.looked_at, places=places))
+        samples = list(contexts.reader(contexts.fit, look=drawn)(partial(sample_entries, places=places)))
         few = len(contexts.fit) < FEW
         fits, unseen = fit_candidates(self.loaded, samples, options, few, self.steps)
         layers = describe(self.loaded.model).full_layers
-        weights, spread = _chosen(fits, unseen, partial(contexts.read, contexts.choose), options, layers)
-        read = partial(contexts.read, contexts.report, policies=self.policies)
-        judged = reported(partial(scores_of, weights), read)
+        weights, spread = _chosen(fits, unseen, contexts, options, layers)
+        look = EntryLook(needs, partial(note_scores, weights=[weights]))
+        read = contexts.reader(contexts.report, self.policies, look)
+        judged, names = reported(by_candidate(torch.zeros_like(spread, dtype=torch.long)), read, options.method)
         settings = {"features": options.looked_at, "few_contexts": few}
         arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
-        return contexts.profile({**arrays, **judged}, settings, spread | unseen, unseen)
+        return contexts.profile({**arrays, **judged}, settings, spread | unseen, unseen, names)
 
 
 def _chosen(
-    fits: LayerFits, unseen: Tensor, read: Measured, options: ProbeOptions, layers: tuple[int, ...]
+    fits: LayerFits, unseen: Tensor, contexts: FitContexts, options: ProbeOptions, layers: tuple[int, ...]
 ) -> tuple[Weights, Tensor]:
     """Return the weights of what is best of every head on contexts to choose on, and where that is the spread."""
     width = max(fit.output.shape[-1] for forms in fits for fit in forms)
@@ -92,23 +103,35 @@ def _chosen(
         return Weights(options.looked_at, layers, coefficients)
 
     last = len(fits[0]) - 1  # behind the regressions the spread
-    tried = [weights(torch.full(unseen.shape, number)) for number in range(max(1, last))]
+    tried = [torch.full(unseen.shape, number) for number in range(max(1, last))]
+    look = EntryLook(needs_of(options.looked_at), partial(note_scores, weights=[weights(chosen) for chosen in tried]))
+    read = contexts.reader(contexts.choose, look=look)
 
     def gains(context_pass: ContextPass) -> dict[str, Tensor]:
-        scores = [scores_of(candidate, context_pass) for candidate in tried]
+        scores = [by_candidate(chosen)(context_pass) for chosen in tried]
         return {"gain": recalls(scores, context_pass).mean(1)}
 
     best = torch.from_numpy(np.mean([arrays["gain"] for arrays in read(gains)], axis=0).argmax(0))
     if SPREAD not in options.features:
         return weights(best), torch.zeros_like(best, dtype=torch.bool)
-    spread = prefers_spread(partial(scores_of, weights(best)), read)
+    spread = prefers_spread(by_candidate(best), read)
     return weights(torch.where(spread, last, best)), spread
 
 
-def scores_of(weights: Weights, context_pass: ContextPass) -> Tensor:
-    """Return the fitted log importance of a context's entries, [L, Hkv, T]."""
-    layers = zip(weights.layers, context_pass.passed.noted, strict=True)
-    return torch.stack([weights.log_importance(context.noted[None], layer)[0] for layer, context in layers])
+def by_candidate(chosen: Tensor) -> Ranking:
+    """Return the ranking by the candidate `chosen` [L, Hkv] of every head, of those whose scores were noted."""
+
+    def scores(context_pass: ContextPass) -> Tensor:
+        layers = zip(context_pass.passed.noted, chosen, strict=True)
+        return torch.stack([layer.noted[picked, torch.arange(len(picked))] for layer, picked in layers])
+
+    return scores
+
+
+def note_scores(observation: Observation, context: int, free: slice, weights: Sequence[Weights]) -> Tensor:  # noqa: ARG001
+    """Return the log importance of entries by each of several fits, [fits, Hkv, T]."""
+    features = features_of(observation, weights[0].features)[:, :, free]
+    return torch.cat([candidate.log_importance(features, observation.layer) for candidate in weights])
 
 
 # --- entries to fit on ----------------------------------------------------------------------------------------------
@@ -122,11 +145,18 @@ def draw_places(prompts: Sequence[CalibrationPrompt], options: ProbeOptions) -> 
     return {context: torch.randperm(count, generator=random)[:each].sort().values for context, count in free.items()}
 
 
+def note_features(
+    observation: Observation, context: int, free: slice, names: tuple[str, ...], places: Mapping[int, Tensor]
+) -> Tensor:
+    """Return the features of the entries at the `places` [n] of a context, [Hkv, n, F]."""
+    return features_of(observation, names)[0, :, free][:, places[context].to(observation.keys.device)]
+
+
 def sample_entries(context_pass: ContextPass, places: Mapping[int, Tensor]) -> dict[str, Tensor]:
     """Return arrays of the entries at `places` [n] of a context: features [Hkv, n, F] by layer, targets [L, Hkv, n]."""
     some = places[context_pass.prompt.context]
     return {
-        **{f"{FEATURE}.{row}": layer.noted[:, some].clone() for row, layer in enumerate(context_pass.passed.noted)},
+        **{f"{FEATURE}.{row}": layer.noted for row, layer in enumerate(context_pass.passed.noted)},
         TARGET: log_importance(context_pass.largest)[..., some].clone(),
     }
 

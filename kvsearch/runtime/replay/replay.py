@@ -8,7 +8,7 @@ what leaves goes token by token, for all sequences and layers side by side, over
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +27,7 @@ from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.replay.replay_state import ReplayState, Stretch, spread
 from kvsearch.runtime.store.blocks import right_aligned
-from kvsearch.signals.attention_rows import attention_change, importance_rows
+from kvsearch.signals.attention_rows import attention_change, eviction_errors, importance_rows
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,20 @@ class LayerContinuation(Generic[Noted]):
         """
         how = self.logits
         return attention_change(self.query, self.keys, self.values, shown, how.scaling, how.softcap, how.sinks)
+
+    def at_places(self, places: Tensor) -> LayerContinuation[Noted]:
+        """Return the layer with the queries of the tokens at `places` alone, to be measured by `eviction_errors`."""
+        return replace(self, tokens=(self.query[:, :, places], *self.tokens[1:]))
+
+    def eviction_errors(self, keeps: Tensor, places: Tensor, factors: Tensor) -> Tensor:
+        """Return how far kv heads move that keep parts of the one prompt, [n, Hkv], by masks [n, Hkv, T].
+
+        `query` are those of the tokens at `places`; see the function `eviction_errors`.
+        """
+        how = self.logits
+        states = self.query[0], self.keys[0], self.values[0]
+        at = self.prompt[0].shape[2] + places.to(self.query.device)
+        return eviction_errors(*states, at, keeps, factors, how.scaling, how.softcap, how.sinks)
 
     @cached_property
     def output_weight(self) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, TARGETS, LukvOptions, ProbeOptions
-from kvsearch.calibration.probe.context_pass import BUDGETS, CHUNK, ContextPass, QuestionBuilder, recall_of
+from kvsearch.calibration.probe.context_pass import BUDGETS, CHUNK, RIVALS, ContextPass, QuestionBuilder, recall_of
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe
@@ -60,6 +60,25 @@ def test_scores_are_sorted_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch)
         assert keep[..., :4].sum(-1).eq(min(4, count)).all()
 
 
+def test_contexts_that_fit_in_memory_are_read_once_and_say_the_same(
+    model: LoadedModel, data: CalibrationData, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they do not, the one to choose on is read three times, and the one to report on twice."""
+    read: list[int] = []
+    reading = ContextPass.__init__
+    monkeypatch.setattr(
+        ContextPass, "__init__", lambda each, *given: (read.append(given[1].context), reading(each, *given))[1]
+    )
+    calibrate_probe(model, data, SMALL)
+    assert sorted(read) == list(range(6))
+    read.clear()
+    monkeypatch.setattr("kvsearch.calibration.probe.contexts.default_memory", lambda _: 0)
+    again = calibrate_probe(model, data, SMALL)
+    assert sorted(map(read.count, range(6))) == [1, 1, 1, 1, 2, 3]
+    for name, array in profile.arrays.items():
+        np.testing.assert_array_equal(again.arrays[name], array)
+
+
 @pytest.fixture(scope="module")
 def profile(model: LoadedModel, data: CalibrationData) -> Profile:
     return calibrate_probe(model, data, SMALL)
@@ -74,26 +93,30 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     assert recall.shape == (1 + len(COMPARED), len(BUDGETS), layers, heads)
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
     assert profile.metadata.provenance.settings["contexts"] == (4, 1, 1)
+    judged = profile.metadata.provenance.settings["judged"]
+    assert profile.arrays["text_loss"].shape == (1, len(judged), len(BUDGETS))
+    best = sorted(COMPARED, key=lambda name: -recall[1 + COMPARED.index(name)].mean())[:RIVALS]
+    assert judged[0] == "probe"
+    assert set(judged[1:]) == set(best)
     assert next(ranking_remarks(profile)) == "fitted on 4 contexts, chosen on 1, reported on 1"
 
 
-def with_losses(profile: Profile, texts: int, fit: float, **others: float) -> Profile:
-    """The profile with these losses on so many texts: of the fit, and of other rankings where they are not 1."""
-    values = np.ones((texts, 1 + len(COMPARED), len(BUDGETS)), np.float32)
+def with_losses(profile: Profile, texts: int, fit: float, other: float = 1) -> Profile:
+    """The profile with these losses on so many texts: of the fit, and of the first of the others, which have 1."""
+    values = np.ones((texts, 1 + RIVALS, len(BUDGETS)), np.float32)
     values[:, 0] = fit
-    for name, loss in others.items():
-        values[:, 1 + COMPARED.index(name)] = loss
+    values[:, 1] = other
     return Profile(profile.metadata, {**profile.arrays, "text_loss": values})
 
 
 @pytest.mark.parametrize(
-    ("texts", "fit", "keydiff", "is_better"),
+    ("texts", "fit", "other", "is_better"),
     [(5, 0.5, 1, True), (4, 0.5, 1, None), (6, 0.5, 0.2, False), (4, 0.5, 0.2, None), (5, 0.5, 0.5, None)],
 )
 def test_headlines_hold_at_every_size_beyond_chance(
-    profile: Profile, texts: int, fit: float, keydiff: float, is_better: bool | None
+    profile: Profile, texts: int, fit: float, other: float, is_better: bool | None
 ) -> None:
-    made = with_losses(profile, texts, fit, keydiff=keydiff)
+    made = with_losses(profile, texts, fit, other)
     losses = find_losses(made)
     assert losses is not None and losses.is_better is is_better
     headlines = [line for line in ranking_remarks(made) if "ranks better than" in line]
@@ -140,7 +163,7 @@ def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: Ca
         every = torch.ones(4, 2, one.prompt.length, dtype=torch.bool)
         some = every.clone()
         some[:, :, 5:60:2] = False
-        errors = one.head_errors(one.asked["answers"], [every, some])
+        errors = one.head_errors("answers", [every, some])
         assert float(errors[:, 0].max()) == 0
         with one.passed.following(one.asked["answers"][0].tokens):
             layer = list(one.passed.continuations())[1]
