@@ -207,7 +207,8 @@ def _programs(
     model = loaded.model
     passed = ImportancePass(model, [], context[None].to(loaded.device))
     importance = passed.importance([torch.cat(pair) for pair in (*asked, *others)])
-    known, strange = importance.split([len(asked), len(others)])
+    known = importance[: len(asked)]
+    strange = importance[len(asked) :]
     total = int(round_half_up((1 - ratio) * known[0].numel()))
     weights = {"mass": 1 / _mass(known), "effect": _effects(passed, asked) / _mass(known)}
     allocations = _allocations(loaded, known.amax(0), weights, total, RECENT)

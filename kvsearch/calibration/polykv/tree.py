@@ -175,10 +175,9 @@ class SweptPass(DensePass[Noted]):
     leaving: Tensor
 
     @cached_property
-    def modules(self) -> nn.ModuleList:
+    def modules(self) -> Any:
         """The decoder's layers."""
-        layers: Any = decoder(self.model).layers
-        return layers
+        return decoder(self.model).layers
 
     @cached_property
     def top(self) -> nn.Module:
