@@ -17,14 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.nn.utils.rnn import pad_sequence
 
+from kvsearch.calibration.polykv.tree import SweptPass
 from kvsearch.calibration.prompts import Continuation
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.weights import require_gradients
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
+from kvsearch.runtime.attention import gated_attention
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.decode.replies import has_windows
+from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.signals.predictions import divergence, token_losses
 
 NODES = 11  # of the quadrature along the path
@@ -41,7 +46,7 @@ class RankedContext(NamedTuple):
     noted: Any
 
 
-class ImportancePass(DensePass[RankedContext]):
+class ImportancePass(SweptPass[RankedContext]):
     """The full-cache pass over one context, and the questions asked of it.
 
     Args:
@@ -84,25 +89,69 @@ class ImportancePass(DensePass[RankedContext]):
         Returns the importance of entries, [L, Hkv, T] fp32, not normalised, and the logits [K, vocabulary].
         """
         with self.following(tokens) as output:
-            importance = self.importance()
-            logits = output.logits[0]
-        return importance, logits
+            return self.importance()[0], output.logits[0]
 
-    def importance(self) -> Tensor:
-        """Return the importance of entries for the tokens that follow, [L, Hkv, T] fp32, not normalised."""
-        found = [layer.importance(layer.noted.norms, self.group)[0].cpu() for layer in self.continuations()]
-        return torch.stack(found)
+    def importance(self, weights: Tensor | None = None) -> Tensor:
+        """Return the importance of entries for the tokens that follow just now, [M, L, Hkv, T] fp32, not normalised.
+
+        `weights` [M, K] are those of the tokens (None: 1).
+        """
+        found = []
+        for layer in self.continuations():
+            each = None if weights is None else weights.to(layer.query.device)
+            found.append(layer.importance(layer.noted.norms, self.group, each).cpu())
+        return torch.stack(found, 1)
+
+    @torch.no_grad()
+    def importance_of(self, texts: Sequence[Tensor]) -> Tensor:
+        """Return what each of M texts, token ids [K], looks at where it follows the context, [M, L, Hkv, T] fp32.
+
+        Texts that can be are rows of one batch, `TOGETHER` at a time; equal to what `ask` returns up to rounding.
+        """
+        size = 1 if has_windows(self.model) else TOGETHER  # rows share what every layer of the model holds
+        parts = []
+        for first in range(0, len(texts), size):
+            some = texts[first : first + size]
+            tokens, counts = pad_sequence(list(some), batch_first=True), torch.tensor([len(text) for text in some])
+            real = (torch.arange(tokens.shape[1]) < counts[:, None]).float()  # padding is behind: no token sees it
+            rows = None if len(some) == 1 else torch.zeros(len(some), dtype=torch.long)
+            with self.following(tokens.to(self.model.device), rows=rows, logits_to_keep=1):
+                parts.append(self.importance(real))
+        return torch.cat(parts)
 
     def effects(self, tokens: Tensor, answer: int, logits: Tensor, protected: Tensor) -> Tensor:
         """Measure what the answer loses when one layer keeps only `protected` [L, Hkv, T] of the context, [L] nats.
 
         Attention norms differ between layers for reasons that do not reach the output, so the effect on it is measured
-        instead: one more pass over the K tokens for every layer that is measured.
+        instead: in one sweep where layers are known well enough, else by one more pass for every layer.
         `tokens` [1, K] hold the answer from index `answer` on, `logits` [K, V] are theirs under the full cache.
         """
         predicting = slice(answer - 1, -1)  # the rows that predict the answer's tokens
-        without = (self.logits_seeing(tokens, {row: keep})[predicting] for row, keep in enumerate(protected))
+        try:
+            hidden = self._hidden_without(tokens, protected)
+            without = (self.logits(each[0, predicting]) for each in hidden)
+        except IncompatibleError:
+            without = (self.logits_seeing(tokens, {row: keep})[predicting] for row, keep in enumerate(protected))
         return torch.tensor([divergence(logits[predicting], changed) for changed in without])
+
+    def _hidden_without(self, tokens: Tensor, protected: Tensor) -> Tensor:
+        """Return what enters the final norm where one layer keeps only `protected`, [L, 1, K, d_model].
+
+        Raises:
+            IncompatibleError: the layers cannot be swept.
+        """
+        if len(self.observed) < len(self.modules):
+            raise IncompatibleError("a sweep goes through layers of full attention alone")
+        with self.baseline_pass(tokens) as layers:
+
+            def outputs(index: int, rows: Sequence[int]) -> list[Tensor]:
+                layer = layers.pop(index)
+                states = (layer.query, layer.keys, layer.values)
+                seen = [protected[row].to(layer.query.device) for row in rows]
+                shut = torch.zeros_like(seen[0], dtype=torch.float32)  # gates of all other entries
+                return [gated_attention(states, keep, shut, layer.logits).transpose(1, 2) for keep in seen]
+
+            return self.sweep({layer.index: [row] for row, layer in enumerate(self.observed)}, outputs)
 
 
 @torch.enable_grad()

@@ -272,7 +272,7 @@ class Evaluation:
             IncompatibleError: it scores next to nothing, so nothing could be chosen by these questions.
         """
         samples = self._replies([method for method in self.methods if method.name == FULL], progress, store)
-        doubt = doubt_of(summarize(samples, FULL)[-1].scores[FULL].mean)
+        doubt = doubt_of(summarize(samples, FULL, self.contexts)[-1].scores[FULL])
         if doubt is not None:
             raise IncompatibleError(f"{self.loaded.name} on {', '.join(self.metrics)}: {doubt}")
 
@@ -376,7 +376,7 @@ class Evaluation:
     @property
     def doubt(self) -> str | None:
         """Why the comparison may say little, if it does."""
-        return doubt_of(self.blocks[0].overall.scores[FULL].mean)
+        return doubt_of(self.blocks[0].overall.scores[FULL])
 
     @property
     def following(self) -> str | None:

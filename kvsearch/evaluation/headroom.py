@@ -5,17 +5,20 @@ are asked, beside simple policies. The best of it, context by context, can be ke
 eviction keeps the score, the task cannot tell methods apart. How far importance leads without knowing the questions is
 said by that for questions about other contexts. Importance is for the model's own reply where that is right, else for
 the right one.
+
+All scores are of replies. Of the allocations by true importance two reply: the even one, and the one under which what
+importance is for is predicted best, teacher-forced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, counted, grouped
-from kvsearch.evaluation.compare import Split, replies_cost
+from kvsearch.evaluation.compare import RANKED, Split, replies_cost
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import answer_joints, score_replies
 from kvsearch.evaluation.samples import Sample
@@ -39,7 +42,8 @@ from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import PhaseProgram, full_cache
-from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
+from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
+from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, listed, readings
@@ -49,9 +53,9 @@ KNOWN = "true importance"  # allocations are called "true importance, NAME"
 RECENT = (32, 8)  # recent entries that an allocation protects
 EVEN_ALLOCATION = f"{KNOWN}, even, {RECENT[0]} recent"
 WINDOWS: dict[str, dict[str, int]] = {"snapkv": {}, "keydiff": {"window": 1}, "kvzip": {}}  # of policies
-MANY = 24  # questions about other contexts that are asked of a context
-AROUND = 3.0  # times that it takes as long as its passes: benchmarks/said_and_taken.py, on a CPU
-PROGRAMS = 30  # that are tried on every context: the full cache, allocations for either importance, and policies
+OTHERS = 3  # questions about other contexts that are asked of a context
+TRIED = 4 * len(RECENT)  # allocations by true importance, of which two reply
+PROGRAMS = 10  # that reply on every context: the full cache, two of these, two by other importance, and policies
 
 Replied = tuple[Tensor, Tensor]  # token ids of a question [K] and of the reply that is teacher-forced after it [A]
 
@@ -106,9 +110,14 @@ def headroom(
     for key, (task_number, reading, own), others in zip(keys, contexts, others_of, strict=True):
         if key in kept:
             continue
-        own_first = sorted(others, key=lambda number: contexts[number][0] != task_number)
-        questions = [question for number in own_first for question in contexts[number][2]]
-        items.append((task_number, reading, own, questions[:MANY]))
+        questions = [
+            (contexts[number][0] != task_number, place, question)
+            for number in others
+            for place, question in enumerate(contexts[number][2])
+        ]
+        # of the same task first, and each about another context
+        questions.sort(key=lambda ranked: ranked[:2])
+        items.append((task_number, reading, own, [question for *_, question in questions[:OTHERS]]))
     asked = loaded.map(partial(_ask, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
     for key in counted((key for key in keys if key not in kept), len(items), progress):
         kept[key] = next(asked)
@@ -119,18 +128,24 @@ def headroom(
     return list(chain.from_iterable(chosen))
 
 
-def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts]) -> StageCost:
-    """Return what `headroom` costs: own replies, importance for own and other questions, and replies under everything.
+def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio: float) -> StageCost:
+    """Return what `headroom` costs: own replies, importance, predicted replies, and those that are made.
 
-    Importance takes a pass over what is asked, and one more for every layer.
+    A context is read for each of these; questions about it and other ones follow it side by side for its importance.
     """
-    programs = [full_cache(loaded.model)] * (1 + PROGRAMS)
-    cost = replies_cost("true importance, replies", encoded, Split([task.task for task in encoded], batch=1), programs)
-    questions = [question for task in encoded for prompt in task.prompts for question in prompt.questions]
-    lengths = [len(question.ids) + question.query.max_new_tokens for question in questions]
-    times = 1 + cost.contexts * min(MANY, len(questions)) / len(questions)  # for its own context, and for others
-    layers = len(describe(loaded.model).full_layers)
-    return replace(cost, work=(cost.work + Work.over(lengths, times * (1 + layers))) * AROUND)
+    allocation, *others = _policies(loaded.model, lambda length: int(round_half_up((1 - ratio) * length))).values()
+    full = full_cache(loaded.model)
+    tasks = [task.task for task in encoded]
+    programs = [full, *[allocation] * (PROGRAMS - 1 - len(others)), *others]
+    cost = replies_cost("true importance, replies", encoded, Split(tasks, batch=1), programs)
+    work = cost.work + replies_cost("", encoded, Split(tasks), [full]).work
+    for task in encoded:
+        for prompt in task.prompts:
+            lengths = [len(question.ids) + question.query.max_new_tokens for question in prompt.questions]
+            longest = max(lengths) * (len(lengths) + OTHERS)  # padded
+            work += Work.over([len(prompt.context)], 2 + RANKED * TRIED)
+            work += Work(-(-(len(lengths) + OTHERS) // TOGETHER), longest) + Work(len(lengths), TRIED * sum(lengths))
+    return replace(cost, work=work)
 
 
 def _ask(
@@ -139,13 +154,15 @@ def _ask(
     tasks: Sequence[TaskPrompts],
     ratio: float,
 ) -> Replies:
-    """Return the replies of everything that is tried on one context.
+    """Return the replies of what is compared on one context.
 
     The `item` is a context of the task of that number, what is asked about it, and some of what is asked about others.
     """
     number, reading, asked, others = item
     with running(loaded.model):
-        programs = dict(_programs(loaded, reading.ids, asked, ratio, others))
+        tried, programs = _programs(loaded, reading.ids, asked, ratio, others)
+        losses = reply_losses(loaded.model, reading.ids, asked, tried)
+        programs |= {method: tried[method] for method in (EVEN_ALLOCATION, min(losses, key=losses.__getitem__))}
         joints = answer_joints(loaded, tasks[number], [reading], programs)
         samples = chain.from_iterable(score_replies(tasks[number], [reading], answered) for answered in joints)
         return grouped(samples, attrgetter("method"))
@@ -185,39 +202,59 @@ def replied(task: TaskPrompts, prompt: Prompt, forced: Mapping[Asked, ForcedAnsw
 
 def _programs(
     loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], ratio: float, others: Sequence[Replied]
-) -> Iterator[tuple[str, Program]]:
-    """Yield what is tried on a context, token ids [T]."""
-    passed = ImportancePass(loaded.model, [], context[None].to(loaded.device))
-    known, weights = measure_importance(passed, asked)
-    _, layers, heads, length = known.shape
-    total = int(round_half_up((1 - ratio) * layers * heads * length))
+) -> tuple[dict[str, Program], dict[str, Program]]:
+    """Return allocations by true importance of a context, token ids [T], and what replies whatever these lose."""
+    model = loaded.model
+    passed = ImportancePass(model, [], context[None].to(loaded.device))
+    importance = passed.importance_of([torch.cat(pair) for pair in (*asked, *others)])
+    known = importance[: len(asked)]
+    strange = importance[len(asked) :]
+    total = int(round_half_up((1 - ratio) * known[0].numel()))
+    weights = {"mass": 1 / _mass(known), "effect": _effects(passed, asked) / _mass(known)}
+    allocations = _allocations(loaded, known.amax(0), weights, total, RECENT)
+    tried = {f"{KNOWN}, {name}": program for name, program in allocations}
+    programs = {FULL: full_cache(model)}
+    if others:
+        allocations = _allocations(loaded, strange.amax(0), {"mass": 1 / _mass(strange)}, total, RECENT[:1])
+        programs |= {f"{AGNOSTIC}, {name}": program for name, program in allocations}
+    return tried, programs | _policies(model, lambda _: total)
+
+
+def _mass(importance: Tensor) -> Tensor:
+    """Return the importance [Q, L, Hkv, T] of all entries of each layer, for all questions, [L]."""
+    return importance.sum((0, 2, 3)).clamp(min=1e-30)
+
+
+def _effects(passed: ImportancePass, asked: Sequence[Replied]) -> Tensor:
+    """Return what entries of each layer do to the replies to some questions, [L] nats: what is lost without them."""
+    effects = torch.zeros(len(passed.observed))
+    for question, reply in asked:
+        tokens = torch.cat([question, reply])[None].to(passed.model.device)
+        looked_at, logits = passed.ask(tokens)
+        effects += passed.effects(tokens, len(question), logits, torch.zeros_like(looked_at, dtype=torch.bool))
+    return effects
+
+
+def _policies(model: Any, total: Callable[[int], int]) -> dict[str, Program]:
+    """Return what knows no question, with `total` entries of a context of that length, evenly over layers and heads."""
     even = {
-        name: equal_uniform(loaded.model, create_policy(name, {"sinks": 4, **window}), {"prefill": lambda _: total})
+        name: equal_uniform(model, create_policy(name, {"sinks": 4, **window}), {"prefill": total})
         for name, window in WINDOWS.items()
     }
-    uniform = even["snapkv"]
-    yield FULL, full_cache(loaded.model)
-    for name, program in _allocations(loaded, known.amax(0), weights, total):
-        yield f"{KNOWN}, {name}", program
-    if others:
-        strange, weights = measure_importance(passed, others)
-        for how, importance in (("mean", strange.mean(0)), ("largest", strange.amax(0))):
-            for name, program in _allocations(loaded, importance, weights, total):
-                yield f"{AGNOSTIC}, {how}, {name}", program
-    yield from even.items()
-    yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
+    return even | baselines(model, even["snapkv"], ("streaming", "random"))
 
 
 def _allocations(
-    loaded: LoadedModel, importance: Tensor, weights: Mapping[str, Tensor], total: int
+    loaded: LoadedModel, importance: Tensor, weights: Mapping[str, Tensor], total: int, windows: Sequence[int]
 ) -> Iterator[tuple[str, Program]]:
-    """Yield allocations of `total` entries that rank by `importance`.
+    """Yield allocations of `total` entries that rank by `importance`, [L, Hkv, T], and protect as many recent ones.
 
-    By measured effect and by equal mass of layers over all heads; by effect over layers, with equal heads; even.
+    Even; over all heads, with layers made comparable by each of the `weights` [L]; by effect over layers, too, with
+    equal heads.
     """
     ranked = dict(zip(describe(loaded.model).full_layers, importance, strict=True))
     layers, heads, length = importance.shape
-    for recent in RECENT:
+    for recent in windows:
         policy = GivenScores(window=recent)
         policies: dict[int, Policy] = {
             layer: replace(policy, scores=of_layer[None]) for layer, of_layer in ranked.items()
@@ -225,32 +262,30 @@ def _allocations(
         valid = torch.ones(layers, length, dtype=torch.bool)
         order = rank_entries(importance, valid, policy.sink_count, policy.recent_count).argsort(-1)
         floor = min(policy.protected(length), total // (layers * heads))
-        budgets = {}
+        budgets = {"even": largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)}
         for name, by_layer in weights.items():
             values = (importance * by_layer[:, None, None]).gather(-1, order).double().numpy()
             budgets[name] = MarginalSolver(values, floor).solve(total)
-        equal = np.repeat(budgets["effect"].sum(-1, keepdims=True) / heads, heads, 1)
-        budgets["layers"] = largest_remainder(equal, total, floor, length)
-        budgets["even"] = largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)
+        if "effect" in budgets:
+            equal = np.repeat(budgets["effect"].sum(-1, keepdims=True) / heads, heads, 1)
+            budgets["layers"] = largest_remainder(equal, total, floor, length)
         for name, table in budgets.items():
             program = Program(PhaseProgram(policies, partial(lambda budgets, _: budgets, table)))
             yield f"{name}, {recent} recent", program
 
 
-def measure_importance(passed: ImportancePass, asked: Sequence[Replied]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the importance of a context's entries for Q questions with their replies, [Q, L, Hkv, T] fp32.
+def reply_losses(
+    model: Any, context: Tensor, asked: Sequence[Replied], programs: Mapping[str, Program]
+) -> dict[str, float]:
+    """Return how well replies are predicted after a context, token ids [T], under each program.
 
-    Beside it weights [L] that make layers comparable: "effect" by what their entries do to the replies, "mass" by
-    giving every layer the same mass.
+    Losses are nats per token, means over the questions, of which each is one pass for all programs.
     """
-    importance: list[Tensor] = []
-    mass = effect = torch.zeros(1)
-    for question, reply in asked:
-        tokens = torch.cat([question, reply])[None].to(passed.model.device)
-        looked_at, logits = passed.ask(tokens)
-        nothing = torch.zeros_like(looked_at, dtype=torch.bool)
-        effect = effect + passed.effects(tokens, len(question), logits, nothing)
-        mass = mass + looked_at.sum((1, 2))
-        importance.append(looked_at)
-    mass = mass.clamp(min=1e-30)
-    return torch.stack(importance), {"effect": effect / mass, "mass": 1 / mass}
+    losses = dict.fromkeys(programs, 0.0)
+    for joint in compressed(model, programs, [context], set()):
+        for question, reply in asked:
+            rows = len(joint.methods)
+            predicted = joint.replies.predict([question] * rows, [reply.tolist()] * rows)
+            for method, loss in zip(joint.methods, predicted, strict=True):
+                losses[method] += loss / len(asked)
+    return losses

@@ -249,7 +249,7 @@ def estimate_headroom(options: HeadroomOptions, reporter: Reporter) -> Forecast:
 
     full = _full_cache(options, reporter)
     stated = {"tasks": [task.task.name for task in full.encoded], "ratio": options.ratio, "samples": options.samples}
-    stages = [full.cost("full cache"), importance_cost(full.loaded, full.encoded)]
+    stages = [full.cost("full cache"), importance_cost(full.loaded, full.encoded, options.ratio)]
     return Forecast(stated, stages, full.loaded.speed)
 
 

@@ -198,7 +198,7 @@ class Observation:
         return present(self.column_sums, undeclared)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # else subclasses that are equal to none but themselves would all be equal
 class Policy(ABC):
     """Base of all eviction patterns.
 

@@ -16,9 +16,9 @@ from kvsearch.selection.verdicts import AtBudget
 from kvsearch.tasks.metrics.likelihood import read_losses
 
 HEADROOM = {
-    "best tried": "what scores highest on a context of all that was tried, so it can be kept; more may be possible",
+    "best tried": "what scores highest on a context of all that replied, so it can be kept; more may be possible",
     "true importance, even": "what the questions to come look at, with even budgets",
-    "agnostic importance": "what up to 24 questions about other contexts look at, in the allocation that is best there",
+    "agnostic importance": "what up to 3 questions about other contexts look at, in the allocation that is best there",
 }
 SCORES = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
 GAINS = ("signal", "kind", "phases", "forward minus", "difference", "95% interval")
@@ -43,6 +43,11 @@ def headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
         listed = "; ".join(f"{method} {share:.2f}" for method, share in result.shares.items())
         yield f"share of the full-cache score: {listed}"
     yield from (f"{name}: {words}" for name, words in HEADROOM.items() if name in result.methods)
+    if not on_text:
+        yield (
+            "all scores are of replies; of 8 allocations by true importance those reply that are even, and under which "
+            "the teacher-forced right answers lose least"
+        )
 
 
 def progress_table(samples: Collection[Sample]) -> Table:

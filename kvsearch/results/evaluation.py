@@ -198,7 +198,7 @@ class EvaluationResult(Result):
     @property
     def doubt(self) -> str | None:
         """Why the evaluation may say little, if it does."""
-        return doubt_of(self.overall.of(self.full.scores).mean)
+        return doubt_of(self.overall.of(self.full.scores))
 
     def _questions(self, kind: Kind, name: str) -> int:
         """Return the questions of a row: those that any of its differences has won, tied and lost."""

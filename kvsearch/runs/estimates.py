@@ -11,16 +11,7 @@ from kvsearch.core.fields import End
 
 Number = Annotated[float, Strict()]  # in a file no text stands for one, such as "nan"
 LEAST_USEFUL = 0.1  # a full cache that scores less cannot tell methods apart
-
-
-def doubt_of(full: float) -> str | None:
-    """Return why scores beside those of a full cache with the mean `full` say next to nothing; None if they may."""
-    if full >= LEAST_USEFUL:
-        return None
-    return (
-        f"the full cache itself scores {full:.2f}: these questions cannot tell methods apart on this model, ask others "
-        "with --tasks"
-    )
+FEW = 8  # on fewer contexts one may score nothing by chance: a third right in the long run, nothing right on 7 in 6%
 
 
 @dataclass(frozen=True)
@@ -34,6 +25,22 @@ class Estimate:
     low: End
     high: End
     contexts: Annotated[int | None, Field(exclude_if=lambda count: count is None)] = field(default=None, kw_only=True)
+
+
+def doubt_of(full: Estimate) -> str | None:
+    """Return why scores beside those of a full cache that scores `full` say next to nothing; None if they may."""
+    if full.mean >= LEAST_USEFUL:
+        return None
+    if full.contexts is not None and full.contexts < FEW:
+        contexts = "1 context" if full.contexts == 1 else f"{full.contexts} contexts"
+        return (
+            f"the full cache itself scores {full.mean:.2f}, but on {contexts} that may be chance: ask about {FEW} or "
+            "more with --samples, or ask others with --tasks"
+        )
+    return (
+        f"the full cache itself scores {full.mean:.2f}: these questions cannot tell methods apart on this model, ask "
+        "others with --tasks"
+    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from kvsearch.evaluation.statistics import LEAST_CONTEXTS
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.report.table import markdown
+from kvsearch.runs.estimates import Estimate, doubt_of
 from kvsearch.strategies.compared import check_plans, with_baselines
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
@@ -200,6 +201,23 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     assert [(task["truncated"], task["excluded"]) for task in data["tasks"]] == [(1, {"empty answer": 1}), (1, {})]
     whole = made(model)
     assert whole.notes[:-1] == [whole.doubt]  # and the one context that task two lacks
+
+
+@pytest.mark.parametrize(
+    ("mean", "contexts", "words"),
+    [
+        (0.1, 1, None),
+        (0.0, 1, "scores 0.00, but on 1 context that may be chance: ask about 8 or more with --samples"),
+        (0.05, 7, "scores 0.05, but on 7 contexts that may be chance"),
+        (0.05, 8, "scores 0.05: these questions cannot tell methods apart on this model, ask others with --tasks"),
+        (0.0, None, "scores 0.00: these questions cannot tell methods apart"),
+    ],
+)
+def test_few_contexts_do_not_tell_what_the_full_cache_can_do(
+    mean: float, contexts: int | None, words: str | None
+) -> None:
+    doubt = doubt_of(Estimate(mean, 0.0, 1.0, contexts=contexts))
+    assert doubt is None if words is None else words in str(doubt)
 
 
 def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -> None:

@@ -21,13 +21,12 @@ from kvsearch.evaluation.headroom import (
     KNOWN,
     Replied,
     headroom,
-    measure_importance,
     replied,
 )
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
-from kvsearch.runtime import PlanCache
+from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
@@ -56,9 +55,11 @@ def given(model: LoadedModel, example: Example, task: tiny.Listed = TASK) -> tup
 def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
     with running(model.model, NAME):
         context, asked = given(model, example)
-        importance, weights = measure_importance(ImportancePass(model.model, [], context[None]), asked)
+        passed = ImportancePass(model.model, [], context[None])
+        importance = passed.importance_of([torch.cat(pair) for pair in asked])
+        weights = module._effects(passed, asked) / module._mass(importance)
     assert importance.dtype == torch.float32
-    return (importance.amax(0) * weights["effect"][:, None, None]).double().numpy()
+    return (importance.amax(0) * weights[:, None, None]).double().numpy()
 
 
 def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
@@ -88,7 +89,9 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
     ids = tiny.ids_of(example.context)
     lost = {}
     with running(model.model, NAME):
-        programs = dict(module._programs(model, *given(model, example), 0.8, ()))
+        tried, programs = module._programs(model, *given(model, example), 0.8, ())
+        assert len(tried) == module.TRIED
+        programs |= tried
         by_effect = f"{KNOWN}, effect, 32 recent"
         for method in (by_effect, EVEN_ALLOCATION, "snapkv", "random"):
             cache = PlanCache(model.model, programs[method])
@@ -108,6 +111,20 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
                 ordered = -np.sort(-worth, axis=-1)
                 assert lost[method] == pytest.approx(eviction_loss(ordered, budgets - len(PROTECTED)).sum())
     assert lost[by_effect] < lost[EVEN_ALLOCATION] < min(lost["snapkv"], lost["random"])
+
+
+def test_every_allocation_ranks_by_its_own_importance(model: LoadedModel) -> None:
+    """Also beside others that share the reading of the context: the loss of each is that which it has alone."""
+    other = TASK.rows[1].queries[0]
+    context, (_, *asked) = given(model, TASK.rows[0])
+    _, [strange] = given(model, replace(TASK.rows[1], queries=(other,)))
+    with running(model.model, NAME):
+        tried, programs = module._programs(model, context, asked, 0.5, [strange])
+        everything = {**programs, **tried}
+        together = module.reply_losses(model.model, context, asked, everything)
+        for name in (EVEN_ALLOCATION, f"{AGNOSTIC}, even, 32 recent"):
+            alone = module.reply_losses(model.model, context, asked, {name: everything[name]})
+            assert together[name] == pytest.approx(alone[name], rel=1e-4)
 
 
 def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: LoadedModel) -> None:
@@ -152,30 +169,37 @@ def test_the_best_is_of_everything_that_was_tried(model: LoadedModel) -> None:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Replied]]:
-    """What is asked of each context whose importance is measured."""
-    made: list[list[Replied]] = []
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Replied], list[Replied]]]:
+    """What is asked of each context whose importance is measured: about it, and about others."""
+    made: list[tuple[list[Replied], list[Replied]]] = []
+    programs = module._programs
 
-    def noted(passed: ImportancePass, asked: list[Replied]) -> tuple[Tensor, dict[str, Tensor]]:
-        made.append(list(asked))
-        return measure_importance(passed, asked)
+    def noted(
+        loaded: LoadedModel, context: Tensor, asked: list[Replied], ratio: float, others: list[Replied]
+    ) -> tuple[dict[str, Program], dict[str, Program]]:
+        made.append((list(asked), list(others)))
+        return programs(loaded, context, asked, ratio, others)
 
-    monkeypatch.setattr(module, "measure_importance", noted)
+    monkeypatch.setattr(module, "_programs", noted)
     return made
 
 
 @pytest.mark.slow
-def test_agnostic_importance_is_of_other_contexts_alone(model: LoadedModel, measured: list[list[Replied]]) -> None:
+def test_agnostic_importance_is_of_other_contexts_alone(
+    model: LoadedModel, measured: list[tuple[list[Replied], list[Replied]]]
+) -> None:
     """A context of the same text is no other one; what is alone has no agnostic importance."""
     same = replace(TASK.rows[0], key="same", queries=TASK.rows[0].queries[:1])
     samples = headroom(model, encode_tasks(model, [replace(TASK, rows=(*TASK.rows, same))], 3), 0.7)
-    assert [len(asked) for asked in measured] == [2, 1, 1, 3, 1, 1]
+    assert [(len(asked), len(others)) for asked, others in measured] == [(2, 1), (1, 3), (1, 1)]
     assert {sample.method for sample in samples} == set(METHODS)
     alone = headroom(model, encode_tasks(model, [replace(TASK, rows=(TASK.rows[0], same))], 2), 0.7)
     assert {sample.method for sample in alone} == {*METHODS} - {AGNOSTIC}
 
 
-def test_what_is_important_is_so_for_the_reply_that_is_right(model: LoadedModel, measured: list[list[Replied]]) -> None:
+def test_what_is_important_is_so_for_the_reply_that_is_right(
+    model: LoadedModel, measured: list[tuple[list[Replied], list[Replied]]]
+) -> None:
     """The model's own where the metric takes it, else all answers in the form of the task; never the first of many."""
     first, second = TASK.rows[0].queries
     rows = (replace(TASK.rows[0], queries=(replace(first, written="lantern green"), second)),)
@@ -186,7 +210,7 @@ def test_what_is_important_is_so_for_the_reply_that_is_right(model: LoadedModel,
 
     samples = headroom(model, encode_tasks(model, [Own("own", rows)], 1), 0.7)
     said = [sample.reply for sample in samples if sample.method == "full"]
-    ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked in measured)
+    ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked, _ in measured)
     assert written == "lantern green"
     assert own == said[1] != second.answers[0]
 
@@ -216,7 +240,9 @@ def test_importance_is_that_of_the_prompt_that_is_asked(model: LoadedModel, chat
     asked = " ".join([row.queries[0].question, *([". mark ="] if chat else []), "recall the"])
     question = tiny.ids_of(asked)[0, 1:].tolist()
     read = [ids for ids in seen if len(ids) > 1]  # the rest are tokens of replies
-    assert [ids for ids in read if len(ids) > 40] == [context] * 5, "for replies, importance, all methods; kvzip twice"
+    assert [ids for ids in read if len(ids) > 40] == [context] * 6, (
+        "for replies, importance, what is tried, all methods; kvzip twice"
+    )
     begun = [ids[: len(question)] for ids in read if len(ids) <= 40]
     assert len(begun) >= 2
     assert all(ids == question for ids in begun)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +19,13 @@ from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import grouped
-from kvsearch.models.architecture import decoder, text_config
+from kvsearch.models.architecture import decoder, describe, text_config
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import Output, additive_mask, causal_mask
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.observe import DensePass, ObservedLayer, States
-from kvsearch.runtime.replay.replay import FollowedLayer, at_rows
+from kvsearch.runtime.replay.replay import LayerContinuation, Noted, at_rows
 from kvsearch.runtime.stock import stateful_layers, stock_layers
 
 SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
@@ -33,7 +34,7 @@ TOLERANCE = 1e-2  # of our logits against the model's own, as a share of their s
 Item = TypeVar("Item")
 
 
-class TreeLayer(ObservedLayer[Observation]):
+class TreeLayer(ObservedLayer[Noted]):
     """Lets every group of a branching batch see the whole contexts and its own tokens.
 
     A group has all M rows of tokens. While the layer is `branching`, the last groups take these outputs
@@ -161,44 +162,43 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits
     return weights.reshape(batch, heads, -1, keys.shape[2]).to(values.dtype) @ values
 
 
-class Tree(DensePass[Observation]):
-    """A batch of contexts under the full cache, and sweeps over the tokens that follow.
+class SweptPass(DensePass[Noted]):
+    """The full-cache pass over contexts, and sweeps over the tokens that follow; all layers must be observed for these.
 
     Of the last pass over these under the full cache it has what was `entering` every layer, with its `arguments`, and
     `leaving` for the final norm, [M, K, d_model] each.
-
-    Args:
-        model: a model whose attention implementation is "kvsearch".
-        needs: by full-attention layer, what policies need of the contexts there.
-        prompts, mask: as for `DensePass`.
     """
 
     layer = TreeLayer
+    entering: list[Tensor]
+    arguments: list[dict[str, Any]]
+    leaving: Tensor
 
-    def __init__(
-        self, model: Any, needs: Mapping[int, Sequence[Needs]], prompts: Tensor, mask: Tensor | None = None
-    ) -> None:
-        modules: Any = decoder(model).layers
-        if stateful := stateful_layers(stock_layers(model)):
+    @cached_property
+    def modules(self) -> Any:
+        """The decoder's layers."""
+        return decoder(self.model).layers
+
+    @cached_property
+    def top(self) -> nn.Module:
+        """The decoder's final norm; IncompatibleError where it is not known."""
+        norm: nn.Module | None = getattr(decoder(self.model), "norm", None)
+        if norm is None:
             raise IncompatibleError(
-                f"layers {', '.join(map(str, stateful))} of {type(model).__name__} carry a running state from token to "
-                "token, so one sweep cannot ablate many layers: use --signals cosine,entropy"
+                f"{type(self.model).__name__} has its final norm in a place that is not known here: use --signals "
+                "cosine,entropy"
             )
-        every = {index: needs.get(index, ()) for index in range(len(modules))}
-        super().__init__(model, every, lambda prompt: prompt, prompts, mask)
-        self.modules = modules
-        self.entering: list[Tensor] = []
-        self.arguments: list[dict[str, Any]] = []
-        self.leaving = torch.zeros(0)
-        self.top: Any = decoder(model).norm
+        return norm
 
     @contextmanager
-    def baseline_pass(self, tokens: Tensor, rows: Tensor) -> Iterator[dict[int, FollowedLayer]]:
+    def baseline_pass(
+        self, tokens: Tensor, rows: Tensor | None = None
+    ) -> Iterator[dict[int, LayerContinuation[Noted]]]:
         """Teacher-force `tokens` [M, K] after contexts, and yield what that is in each layer.
 
         Sweeps over them are possible until this ends.
 
-        `rows` [M], on the host, says which context each row of tokens follows.
+        `rows` [M], on the host, says which context each row of tokens follows (None: one each, in order).
 
         Raises:
             IncompatibleError: the model makes its logits in a way that is not known here.
@@ -239,7 +239,7 @@ class Tree(DensePass[Observation]):
             made = outputs(index, some) if (some := ablated.get(index, ())) else []
             branches = self.entering[index]
             hidden = torch.cat([hidden.to(branches.device), branches.repeat(len(made), 1, 1)])
-            layer: TreeLayer = self.cache.layers[index]
+            layer: TreeLayer[Noted] = self.cache.layers[index]
             layer.branching = made
             try:
                 result = self.modules[index](hidden, **_repeated(self.arguments[index], batch, len(hidden) // batch))
@@ -264,6 +264,27 @@ class Tree(DensePass[Observation]):
                 f"{type(self.model).__name__} makes its logits in a way that is not known here (they differ by "
                 f"{float(apart):.0%}): use --signals cosine,entropy"
             )
+
+
+class Tree(SweptPass[Observation]):
+    """A batch of contexts as the policies of layers see them, and sweeps over the tokens that follow.
+
+    Args:
+        model: a model whose attention implementation is "kvsearch".
+        needs: by full-attention layer, what policies need of the contexts there.
+        prompts, mask: as for `DensePass`.
+    """
+
+    def __init__(
+        self, model: Any, needs: Mapping[int, Sequence[Needs]], prompts: Tensor, mask: Tensor | None = None
+    ) -> None:
+        if stateful := stateful_layers(stock_layers(model)):
+            raise IncompatibleError(
+                f"layers {', '.join(map(str, stateful))} of {type(model).__name__} carry a running state from token to "
+                "token, so one sweep cannot ablate many layers: use --signals cosine,entropy"
+            )
+        every = {index: needs.get(index, ()) for index in range(describe(model).layers)}
+        super().__init__(model, every, lambda prompt: prompt, prompts, mask)
 
 
 def _repeated(arguments: Mapping[str, Any], batch: int, times: int) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class ContextPass:
             some = evenly(asked)
             for after in asked:
                 with self.passed.following(after.tokens, logits_to_keep=1):
-                    importances.append(self.passed.importance()[..., self.free])
+                    importances.append(self.passed.importance()[0, ..., self.free])
                     if any(after is one for one in some):
                         rows = judging.setdefault(target, [])
                         rows.append(SomeRows.of(after.tokens.shape[1], len(rows), self.passed))
