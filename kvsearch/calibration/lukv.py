@@ -45,7 +45,6 @@ from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 
 CURVE_POINTS = 101
-GATED = 5.0  # times that a pass through gates takes as long as one without: benchmarks/said_and_taken.py, on a CPU
 KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 
@@ -83,7 +82,7 @@ class LukvCalibration(Calibration[LukvOptions]):
         """Return the passes over contexts and over what is asked of them, and own replies."""
         times = 1.0  # that what is asked of a context is read
         if self.options.normalization == "integrated":
-            times += 3 * GATED * NODES  # back takes twice as long as forth
+            times += 3 * NODES  # back takes twice as long as forth
         elif self.options.normalization == "effect":
             times += len(describe(self.loaded.model).full_layers)
         most = self.options.answer_tokens if self.options.answers == "own" else None

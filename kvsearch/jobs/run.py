@@ -304,7 +304,7 @@ def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
     """Return the stages with their costs; errors as `run` before anything is measured."""
     stages = RunStages(options, reporter)
     content = {"model": options.model, "sizes": [size.as_json() for size in options.sizes]}
-    return Forecast(content, stages.costs, stages.loaded.speed)
+    return Forecast(content, stages.costs, stages.loaded.model)
 
 
 @job(RunOptions)
@@ -325,8 +325,8 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
     recorded = options.recorded()
     config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
     with Run.open(directory, config, force=options.force, files=FILES) as opened:
-        speed = stages.loaded.speed
-        with overall(reporter, {cost.name: speed.seconds(cost.work) for cost in stages.costs}, directory) as display:
+        forecast = Forecast({}, stages.costs, stages.loaded.model)
+        with overall(reporter, forecast.work, directory, forecast.words) as display:
             calibrated = stages.calibrate(display)
             refined = stages.refine(calibrated, display)
             selections = stages.select(calibrated, refined, display)
@@ -456,7 +456,7 @@ class RunStages:
         # the rankings add a look at what is read anyway
         calibrations[MEASURING] = self.options.curves().with_policies(self.policies)
         costs = []
-        quiet = StageReporter(reporter, lambda _: None)
+        quiet = StageReporter(reporter, lambda *_: None)
         for name, calibration in calibrations.items():
             anew = calibration.model_copy(update={"force": True}).with_model(self.loaded)
             costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
@@ -36,7 +35,6 @@ from kvsearch.models.memory import (
     refuse_offloaded,
 )
 from kvsearch.models.real import REAL_MODELS
-from kvsearch.models.speed import Speed
 
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
@@ -90,8 +88,8 @@ class Workers(Protocol):
 class LoadedModel:
     """A model ready to be calibrated or run, under the attention implementation it was loaded with.
 
-    `workers` have loaded it, too, if there are any. `remark` says in which dtype it is and why, where that was not asked
-    for and is not float32 as in its files.
+    `workers` have loaded it, too, if there are any. `remark` says in which dtype it is and why, where that was not
+    asked for and is not float32 as in its files.
     """
 
     name: str
@@ -124,11 +122,6 @@ class LoadedModel:
     def device(self) -> Any:
         """Where inputs go."""
         return self.model.device
-
-    @cached_property
-    def speed(self) -> Speed:
-        """How fast it runs on this machine, measured when that is first asked for."""
-        return Speed(self.model)
 
 
 def adopt(model: Any, tokenizer: Any) -> LoadedModel:
@@ -300,7 +293,7 @@ def _default_dtype(name: str, options: LoadOptions, config: Any, file: Path | No
         )
     if file is not None:
         return "float32", f"{name}: in float32, as this processor does not compute in bfloat16"
-    return "auto", f"{name}: as stored, which this processor imitates (--dtype float32 is faster, with twice the memory)"
+    return "auto", f"{name}: {weights}, which this processor imitates (--dtype float32 is faster, in twice the memory)"
 
 
 def _choose_device(name: str, options: LoadOptions) -> str:

@@ -125,7 +125,7 @@ def computes_bfloat16() -> bool:
     """Tell whether this machine's processor multiplies matrices of bfloat16 itself: AMX or AVX512-BF16."""
     import torch
 
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - no public name
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()  # no public name
 
 
 def synchronise(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsearch.calibration.lukv import reply_work
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import COMPARED, LEAST_DRAWN, RankingOptions
-from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, Measure, QuestionBuilder
+from kvsearch.calibration.probe.context_pass import BUDGETS, MOST_CHUNKS, ContextPass, Measure, QuestionBuilder
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
@@ -34,7 +34,6 @@ from kvsearch.tasks.splits import group_by_text
 
 LEAST_CONTEXTS = 3
 MOST_JUDGED = 32  # contexts to choose on, and to report on
-RANKED = 1.6  # times that passes take as long with features and rankings: benchmarks/said_and_taken.py, on a CPU
 TIMES = 3  # that contexts to choose on are read: for what ranks best, for the spread, and for that in all heads
 
 
@@ -162,14 +161,17 @@ class RankingCalibration(Calibration[AnyRanking]):
         work = Work()
         if "answers" in builder.targets:
             work += reply_work(prompts, self.options)
-        readings = (  # contexts, passes over each, and times that what is asked of them is read
-            (fit, 1, 1),
-            (choose, TIMES, 1 + 2 * len(BUDGETS)),  # replies under the full cache and two rankings
-            (report, 1, 2 + (len(COMPARED) + 1) * len(BUDGETS)),
+        readings = (  # contexts, passes over each, and times that those replies are read by which rankings are judged
+            (fit, 1, 0),
+            (choose, TIMES, 1 + 2 * len(BUDGETS)),  # under the full cache and two rankings
+            (report, 1, 1 + (len(COMPARED) + 1) * len(BUDGETS)),
         )
         for some, passes, times in readings:
             for prompt in some:
-                asked = chain.from_iterable(builder.build(prompt, "cpu").values())
+                asked = builder.build(prompt, "cpu")
+                judged = asked.get("answers") or next(iter(asked.values()), [])[:MOST_CHUNKS]
                 work += Work.over([prompt.length], passes)
-                work += Work.over((after.tokens.shape[1] for after in asked), times)
-        return work * RANKED
+                read = chain.from_iterable(asked.values())
+                work += Work.over((after.tokens.shape[1] for after in read), behind=prompt.length)
+                work += Work.over((after.tokens.shape[1] for after in judged), times)
+        return work
