@@ -54,7 +54,7 @@ COMMANDS = {
 
 ASKED = "--tasks ruler:no-qa --length 1024"
 REAL = {
-    "generate": "generate {model}",
+    "generate": "generate {model} --prompt why? --max-new-tokens 64",
     "calibrate lukv": f"calibrate {{model}} --method lukv {ASKED} --samples 1 -o lukv",
     "calibrate probe": f"calibrate {{model}} --method probe {ASKED} --samples 1 -o probe",
     "calibrate query_bank": f"calibrate {{model}} --method query_bank {ASKED} --samples 1 -o query_bank",
@@ -83,7 +83,8 @@ def main() -> None:
             place.mkdir(parents=True, exist_ok=True)
             commands = COMMANDS if model.startswith("bundled") else REAL
             for name in options.only.split(";") if options.only else commands:
-                words = [*commands[name].format(model=model).split(), "--dtype", options.dtype]
+                words = commands[name].format(model=model).split()
+                words += [] if options.dtype == "auto" else ["--dtype", options.dtype]
                 said = json.loads(call([*words, "--dry-run", "--json"], place, options.cpu)[1])["estimate"]["seconds"]
                 taken, _ = call(words, place, options.cpu)
                 worst = max(worst, said / taken, taken / said)

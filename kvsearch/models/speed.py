@@ -136,10 +136,10 @@ class Speed:
         return seconds * min(self.fastest, 1 / SURE), seconds * max(self.slowest, SURE)
 
 
-def timed(action: Callable[[], None]) -> list[float]:
-    """Return the seconds that an action takes every time, but for the first one of all, which takes longer."""
+def timed(action: Callable[[], object], times: int = TIMES) -> list[float]:
+    """Return the seconds that an action takes every time, but for the first one of several, which takes longer."""
     seconds: list[float] = []
-    while len(seconds) <= TIMES and sum(seconds) < PATIENCE:
+    while len(seconds) <= times and sum(seconds) < PATIENCE:
         started = perf_counter()
         action()
         seconds.append(perf_counter() - started)

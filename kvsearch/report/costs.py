@@ -51,6 +51,14 @@ class Forecast:
         return self.start + sum(known) if len(known) == len(self.stages) else None
 
     @property
+    def range(self) -> tuple[float, float] | None:
+        """The least and the most that all may take; how long it takes to begin was seen."""
+        if self.speed is None or self.total is None:
+            return None
+        least, most = self.speed.range_of(self.total - self.start)
+        return self.start + least, self.start + most
+
+    @property
     def work(self) -> dict[str, float]:
         """About how long every stage takes, by its name, where a speed was measured."""
         return {stage.name: time or 0.0 for stage, time in zip(self.stages, self.seconds, strict=True)}
@@ -70,9 +78,8 @@ class Forecast:
             fields = asdict(stage)
             stages.append({**fields.pop("work"), **fields, "seconds": seconds})
         measured = None if self.speed is None else vars(self.speed)
-        within = None if self.speed is None or self.total is None else self.speed.range_of(self.total)
         estimate = {
-            "stages": stages, "start": self.start, "seconds": self.total, "range": within, "measured": measured,
+            "stages": stages, "start": self.start, "seconds": self.total, "range": self.range, "measured": measured,
         }  # fmt: skip
         return {**self.content, "estimate": estimate}
 
@@ -88,15 +95,17 @@ class Forecast:
             notes = [f"by passes over {self.speed.tokens:,} tokens and a few, measured here, on {self.speed.device}"]
             if self.speed.is_busy:
                 notes.append("this machine is busy: the same pass took more than 1.5 times as long as another time")
-        total = ["total", *[""] * 4, time_words(self.speed, self.total)]
+        total = ["total", *[""] * 4, _range_words(self.range)]
         yield Table.plain("", [*COUNTED, "time"], [*rows, total], notes=notes)
 
 
 def time_words(speed: Speed | None, seconds: float | None) -> str:
     """Return the least and the most that something may take; a dash where that is not known."""
-    if speed is None or seconds is None:
-        return "-"
-    return " to ".join(map(clock_words, speed.range_of(seconds)))
+    return _range_words(None if speed is None or seconds is None else speed.range_of(seconds))
+
+
+def _range_words(within: tuple[float, float] | None) -> str:
+    return "-" if within is None else " to ".join(map(clock_words, within))
 
 
 def _counts(stage: StageCost) -> list[str]:
