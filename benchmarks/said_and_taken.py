@@ -1,6 +1,8 @@
-"""Print what --dry-run says that each verb takes on the bundled models, and what it takes.
+"""Print what --dry-run says that each verb takes on some models, and what it takes.
 
-    python benchmarks/said_and_taken.py [--only NAME,...] [--cpu] [--output DIR]
+    python benchmarks/said_and_taken.py [--only NAME;...] [--models MODEL,...] [--dtype DTYPE] [--cpu] [--output DIR]
+
+A model that is not bundled is asked small jobs (`REAL`), on contexts of about a thousand tokens.
 
 Every command is asked first and run right after. With --cpu, seconds are those of one processor, for a machine that has
 other work: the passes that a dry run measures are timed by it, too, and PyTorch has one thread.
@@ -50,28 +52,43 @@ COMMANDS = {
     "run": "run {model} --budget 51 -o best",
 }
 
+ASKED = "--tasks ruler:no-qa --length 1024"
+REAL = {
+    "generate": "generate {model} --prompt why? --max-new-tokens 64",
+    "calibrate lukv": f"calibrate {{model}} --method lukv {ASKED} --samples 1 -o lukv",
+    "calibrate probe": f"calibrate {{model}} --method probe {ASKED} --samples 1 -o probe",
+    "calibrate query_bank": f"calibrate {{model}} --method query_bank {ASKED} --samples 1 -o query_bank",
+    "calibrate polykv": f"calibrate {{model}} --method polykv {ASKED} --samples 1 -o polykv",
+    "headroom": f"headroom {{model}} {ASKED} --samples 1",
+    "evaluate": f"evaluate {{model}} --methods snapkv,adakv --ratios 0.8 {ASKED} --samples 1",
+    "evolve": f"evolve {{model}} --budget 205 --generations 4 {ASKED} --samples 2 -o evolved",
+    "run": f"run {{model}} --ratio 0.8 --effort quick {ASKED} --samples 2 -o best",
+}
+
 
 def main() -> None:
     """Ask and run every command, and print a line for each."""
     parser = argparse.ArgumentParser(description="Print said and taken seconds of every verb.")
     parser.add_argument("--only", help="names of commands, joined by semicolons")
     parser.add_argument("--models", default="bundled,bundled-redundant")
+    parser.add_argument("--dtype", default="auto", help="that models are loaded in")
     parser.add_argument("--cpu", action="store_true", help="count seconds of one processor")
     parser.add_argument("--output", type=Path, help="directory for what the commands write")
     options = parser.parse_args()
-    wanted = options.only.split(";") if options.only else list(COMMANDS)
     worst = 1.0
     print(f"{'command':<28} {'model':<18} {'said':>8} {'taken':>8} {'said/taken':>10}")
     with tempfile.TemporaryDirectory() as made:
         for model in options.models.split(","):
-            place = (options.output or Path(made)) / model
+            place = (options.output or Path(made)) / Path(model).name
             place.mkdir(parents=True, exist_ok=True)
-            for name in wanted:
-                words = COMMANDS[name].format(model=model).split()
+            commands = COMMANDS if model.startswith("bundled") else REAL
+            for name in options.only.split(";") if options.only else commands:
+                words = commands[name].format(model=model).split()
+                words += [] if options.dtype == "auto" else ["--dtype", options.dtype]
                 said = json.loads(call([*words, "--dry-run", "--json"], place, options.cpu)[1])["estimate"]["seconds"]
                 taken, _ = call(words, place, options.cpu)
                 worst = max(worst, said / taken, taken / said)
-                print(f"{name:<28} {model:<18} {said:>8.1f} {taken:>8.1f} {said / taken:>10.2f}", flush=True)
+                print(f"{name:<28} {Path(model).name:<18} {said:>8.1f} {taken:>8.1f} {said / taken:>10.2f}", flush=True)
     print(f"furthest off by a factor of {worst:.2f}")
 
 

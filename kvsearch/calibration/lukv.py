@@ -38,14 +38,13 @@ from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, counted
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work
+from kvsearch.models.speed import Speed, Work, timed
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import KEPT, Arrays
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 
 CURVE_POINTS = 101
-GATED = 5.0  # times that a pass through gates takes as long as one without: benchmarks/said_and_taken.py, on a CPU
 KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 
@@ -80,14 +79,28 @@ class LukvCalibration(Calibration[LukvOptions]):
         return prompts
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
-        """Return the passes over contexts and over what is asked of them, and own replies."""
+        """Return the passes over contexts and over what is asked of them, and own replies.
+
+        What is done beside the passes is timed: the first context is measured.
+        """
         times = 1.0  # that what is asked of a context is read
         if self.options.normalization == "integrated":
-            times += 3 * GATED * NODES  # back takes twice as long as forth
+            times += 3 * NODES  # back takes twice as long as forth
         elif self.options.normalization == "effect":
             times += len(describe(self.loaded.model).full_layers)
         most = self.options.answer_tokens if self.options.answers == "own" else None
-        return sum((prompt.work(times, most) for prompt in prompts), reply_work(prompts, self.options))
+        policy, *compared_policies = self.policies
+
+        def measure_first() -> None:
+            steps = StepCache()
+            list(measure_importance(self.loaded, prompts[:1], policy, self.options, compared_policies, steps))
+
+        first = prompts[0].work(times)
+        [seconds] = timed(measure_first, 0)
+        beside = seconds - Speed(self.loaded.model, first.longest).seconds(first)
+        questions = self.data.questions / len(prompts[0].continuations)
+        work = sum((prompt.work(times, most) for prompt in prompts), reply_work(prompts, self.options))
+        return work + Work(seconds=beside * questions)
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies

@@ -80,14 +80,14 @@ FloorShare = Annotated[
 class CalibrationOptions(Seeded):
     """What all methods have: a policy, and its parameters where they differ from the method's own.
 
-    `unit` is what is counted while the method runs. `own_params` says whether `params` belong to `policy`, and not to
-    all policies that are measured. `bare` says whether contexts may have no questions. `protection` is by policy, where
-    the method differs from it.
+    `unit` is one of what is counted while the method runs. `own_params` says whether `params` belong to `policy`, and
+    not to all policies that are measured. `bare` says whether contexts may have no questions. `protection` is by
+    policy, where the method differs from it.
     """
 
     job: ClassVar[str] = "calibrate"
     recipes: ClassVar[bool] = True
-    unit: ClassVar[str] = "questions"
+    unit: ClassVar[str] = "question"
     own_params: ClassVar[bool] = True
     bare: ClassVar[bool] = False
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -271,7 +271,7 @@ class RankingOptions(AnsweredOptions):
     chunk by chunk). Contexts without questions are asked for themselves alone.
     """
 
-    unit: ClassVar[str] = "contexts"
+    unit: ClassVar[str] = "context"
     bare: ClassVar[bool] = True
     named: ClassVar[dict[str, tuple[str, ...]]] = {"targets": TARGETS}  # options that are names, and which there are
 
@@ -351,7 +351,7 @@ class ProbeOptions(RankingOptions):
 class QueryStatisticsOptions(CalibrationOptions):
     """Statistics of queries for other tools; the policy says how many first tokens are left out, its sinks."""
 
-    unit: ClassVar[str] = "contexts"
+    unit: ClassVar[str] = "context"
     bare: ClassVar[bool] = True
 
     method: Literal["query_statistics"] = "query_statistics"
@@ -365,7 +365,7 @@ class DynamicOptions(CalibrationOptions):
     A `minimum` of 0 is the rule as it runs.
     """
 
-    unit: ClassVar[str] = "prompts"
+    unit: ClassVar[str] = "prompt"
 
     method: str = "dynamic"
     policy: str = "snapkv"

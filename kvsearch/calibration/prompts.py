@@ -82,10 +82,13 @@ class CalibrationPrompt:
         return self.ids.shape[1]
 
     def work(self, times: float = 0, most: int | None = None) -> Work:
-        """Return a pass over the context, and so many over what follows: as given, or with own replies of `most`."""
+        """Return a pass over the context, and so many over what follows: as given, or with own replies of `most`.
+
+        The attention of what follows to the context is looked at.
+        """
         given = (after.tokens.shape[1] for after in self.continuations)
         own = (after.answer + (after.most or most or 0) for after in self.continuations)
-        return Work.over([self.length]) + Work.over(own if most else given, times)
+        return Work.over([self.length]) + Work.over(own if most else given, times, behind=self.length)
 
     def asking(self, model: str, stop: frozenset[int], most: int, limit: int) -> ForcedQuestions:
         """Return what is asked of a model for own replies, which end before a token of `stop`.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvsearch.core.items import Progress, Title, clock_words
+from kvsearch.core.items import Progress, Title, clock_words, item_words
 from kvsearch.core.printed import visible_line
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ EVERY = 30.0  # seconds between two lines
 SOON = 0.05  # share that is done before a time left is told
 SLACK = 0.1  # of the time left: an end that is later by less is no news
 SLOWER = "slower than before"
+FURTHER = "a further part has begun"
 LONGER = "longer than was said"
 
 
@@ -25,7 +27,7 @@ class Count:
     """How much of `what` is done, and the time left at the speed of what is done.
 
     The time left that is shown falls with the clock, also while one long step shows nothing; where it has to rise, it
-    says that the work is slower than before.
+    says why: the work is slower than before, or a further part has begun.
     """
 
     def __init__(self, what: Title, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,15 +38,17 @@ class Count:
         self._before: int | None = None  # what was done when this began: what is kept is found again in no time
         self._started = self._since = clock()
         self._end: float | None = None  # when all of this part is done, by the speed at its last step
-        self._shown_end: float | None = None  # the end that was shown
-        self._slower = False
+        self._shown_end = math.inf  # the end that was shown
+        self._reason = SLOWER  # why the next end that is shown is later, if it is
+        self._told = ""  # why the end that is shown is later than the one before
 
     def __call__(self, done: int, total: int) -> None:
         """Note how much of the total is done."""
         if self._before is None or done < self.done:  # another part begins
+            self._reason = SLOWER if self._before is None else FURTHER
             self._before = done
             self._since = self.clock()
-            self._end = self._shown_end = None
+            self._end = None
         new = done - self._before
         is_news = done > self.done  # what is told again says nothing of the speed
         self.done = done
@@ -55,8 +59,10 @@ class Count:
 
     @property
     def title(self) -> str:
-        """What is being done."""
-        return self.what if isinstance(self.what, str) else self.what()
+        """What is being done, and which of all items that is."""
+        if self.total is None:
+            return self.what if isinstance(self.what, str) else self.what()
+        return item_words(self.what, self.done, self.total)
 
     @property
     def spent(self) -> float:
@@ -68,15 +74,14 @@ class Count:
         if self._end is None:
             return ""
         now = self.clock()
-        if self._shown_end is None or self._end <= self._shown_end:
+        is_later = self._end > self._shown_end
+        if not is_later or self._end - self._shown_end > SLACK * (self._end - now):
+            self._told = f", {self._reason}" if is_later else ""
             self._shown_end = self._end
-            self._slower = False
-        elif self._end - self._shown_end > SLACK * (self._end - now):
-            self._shown_end = self._end
-            self._slower = True
+            self._reason = SLOWER
         if self._shown_end < now:
             return LONGER
-        return f"about {clock_words(self._shown_end - now)} left" + (f", {SLOWER}" if self._slower else "")
+        return f"about {clock_words(self._shown_end - now)} left{self._told}"
 
     def words(self) -> str:
         """Return how far it is, with the time left where that can be told."""

@@ -11,6 +11,9 @@ from typing import Any, TextIO
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.printed import brief
 
+# what says how OpenMP's threads wait: of any OpenMP, GNU's, Intel's
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
 
 class StandardOutput:
     """Standard output, whose errors say so; all else is the stream's own."""
@@ -61,8 +64,19 @@ def prepare_streams() -> None:
         setattr(sys, name, kind(stream))
 
 
+def let_threads_sleep() -> None:
+    """Let threads of a processor that wait for each other sleep, unless the user has said how they wait.
+
+    PyTorch's are OpenMP's, which would spin: where another process has one of the cores, all others do so for as long
+    as it runs, which takes several times the processor time of the work. It is read when PyTorch is imported.
+    """
+    if not any(name in os.environ for name in WAITING):
+        os.environ[WAITING[0]] = "passive"
+
+
 def run_guarded(command: Callable[[], None]) -> None:
     """Run a command; help that cannot be printed is an error of the environment, as results are."""
+    let_threads_sleep()
     prepare_streams()
     try:
         command()

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvsearch.core.limits import (
@@ -69,6 +79,25 @@ def _check_setting(value: Any) -> Any:
     return value if value is None else _check_scalar(value)
 
 
+_TIME = re.compile(r"(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
+
+
+def seconds_of(time: str) -> int:
+    """Return the seconds of a time such as 90s, 30m, 2h or 1h30m; 0 if it is none."""
+    found = _TIME.fullmatch(time)
+    hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _check_time(value: str) -> str:
+    if not seconds_of(value):
+        raise PydanticCustomError(
+            COMPLETE, "must be a time such as 90s, 30m, 2h or 1h30m, not {what}", {"what": repr(value)}
+        )
+    return value
+
+
+Time = Annotated[str, AfterValidator(_check_time)]
 Text = Annotated[str, Field(strict=True, min_length=1)]
 Sha256 = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(strict=True, ge=1, le=MOST_NUMBER)]

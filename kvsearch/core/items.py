@@ -8,7 +8,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 Progress = Callable[[int, int], None]  # what is done, and how much there is to do
-Title = str | Callable[[], str]  # of what is being done
+Title = str | Callable[[], str]  # the item that is being done, numbers follow: "asking: context"; or all that is said
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -19,14 +19,26 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
-def counted(items: Iterable[Item], total: int, progress: Progress | None) -> Iterator[Item]:
-    """Yield `items`, and tell `progress` before the first and after each how many of `total` are done."""
+def counted(
+    items: Iterable[Item], total: int, progress: Progress | None, weigh: Callable[[Item], int] = lambda _: 1
+) -> Iterator[Item]:
+    """Yield `items`, and tell `progress` before the first and after each how many of `total` are done.
+
+    An item may `weigh` more than one.
+    """
+    done = 0
     if progress is not None:
-        progress(0, total)
-    for done, item in enumerate(items, 1):
+        progress(done, total)
+    for item in items:
         yield item
+        done += weigh(item)
         if progress is not None:
             progress(done, total)
+
+
+def item_words(what: Title, done: int, total: int) -> str:
+    """Return which item is being done: "asking: context 3 of 27"."""
+    return f"{what} {min(done + 1, total):,} of {total:,}" if isinstance(what, str) else what()
 
 
 def clock_words(seconds: float) -> str:

@@ -89,7 +89,9 @@ def run_encoded(
     left = [(*item, done) for item, done in zip(work, finished, strict=True) if programs.keys() - done]
     answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], programs, memory), left)
     results: list[Sample] = []
-    for (number, part), recalled, done in counted(list(zip(work, known, finished, strict=True)), len(work), progress):
+    parts = list(zip(work, known, finished, strict=True))
+    contexts = sum(len(part) for _, part in work)
+    for (number, part), recalled, done in counted(parts, contexts, progress, lambda item: len(item[0][1])):
         task = tasks[number]
         samples = score_replies(task, part, recalled)
         for replies in next(answers) if programs.keys() - done else ():

@@ -100,11 +100,16 @@ def dry_run(options: BenchOptions, reporter: Reporter) -> Forecast:
     steps = options.new_tokens
     times = (1 + len(programs)) * options.rounds  # of the full cache, too
     stages = [
-        StageCost(f"batch {batch}, {length:,} tokens", batch, 0, Work(1 + steps, batch * (length + steps)) * times)
+        StageCost(
+            f"batch {batch}, {length:,} tokens",
+            batch,
+            0,
+            Work(1 + steps, batch * (length + steps), batch * length**2 / 2, longest=length) * times,
+        )
         for length in options.length
         for batch in options.batch
     ]
-    return Forecast(content, stages, loaded.speed if options.shape is None else None)
+    return Forecast(content, stages, loaded.model if options.shape is None else None)
 
 
 @job(BenchOptions)
@@ -128,7 +133,7 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
     costs: list[CacheCosts] = []
     roofline = measure_roofline(loaded.model.device, loaded.model.dtype)
     compiled = CompiledModel(loaded.model) if options.compile else None
-    with reporter.progress("measurements") as progress:
+    with reporter.progress("measuring: turn") as progress:
         for length in options.length:
             kinds = cache_kinds(loaded.model, programs, length + steps)
             for batch in options.batch:
@@ -136,7 +141,7 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
                 costs += measure(loaded.model, kinds, work, roofline, progress, compiled)
     if options.largest_batch:
         prompts = [Workload(1, length, steps, rounds) for length in options.length]
-        with reporter.progress("largest batches") as progress:
+        with reporter.progress("finding the largest batch: cache") as progress:
             capacities = largest_batches(loaded.model, programs, prompts, progress)
         costs = [
             replace(cost, largest_batch=batch, largest_tokens_per_second=rate)

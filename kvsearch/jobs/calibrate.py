@@ -160,7 +160,7 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
         work += estimate_check(prompts, calibration.options)
     data = calibration.data
     cost = StageCost(f"calibrate by {options.method}", len(data.contexts), data.questions, work)
-    return Forecast(config.content, [cost], calibration.loaded.speed)
+    return Forecast(config.content, [cost], calibration.loaded.model)
 
 
 @job(CalibrateOptions)
@@ -206,7 +206,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
     with (
         Run.open(directory, config, force=options.force, files=FILES) as run,
         on_interruption(reporter, words_to_go_on),
-        reporter.progress(options.unit) as progress,
+        reporter.progress(f"calibrating: {options.unit}") as progress,
     ):
         profile = calibration.measure(prompts, progress)
         profile = _checked_table(calibration, profile, reporter)
@@ -255,7 +255,7 @@ def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Re
         return profile
     checks: tuple[TableCheck, ...] = ()
     if HELD_OUT in profile.arrays:
-        with reporter.progress("contexts checked") as progress:
+        with reporter.progress("checking budgets: context") as progress:
             checks = check_table(calibration.loaded, calibration.data, settings, profile, progress)
     if not checks:
         reporter.say(

@@ -141,7 +141,7 @@ def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
         "contexts": sum(task.coverage.contexts for task in evaluation.encoded), "replies": evaluation.replies,
     }  # fmt: skip
     cost = evaluation.cost(f"replies under {len(evaluation.methods)} methods")
-    return Forecast(content, [cost], evaluation.loaded.speed)
+    return Forecast(content, [cost], evaluation.loaded.model)
 
 
 @job(EvaluateOptions)
@@ -160,7 +160,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
     config = evaluation.config().changed(options=options.recorded())
     with (
         open_replies(directory, config, evaluation.replies, reporter, options.force) as store,
-        reporter.progress("batches") as progress,
+        reporter.progress("asking: context") as progress,
     ):
         comparison = evaluation.run(progress, store)
         losses = _output_losses(evaluation, directory, options.losses, progress)
@@ -250,7 +250,7 @@ def estimate_headroom(options: HeadroomOptions, reporter: Reporter) -> Forecast:
     full = _full_cache(options, reporter)
     stated = {"tasks": [task.task.name for task in full.encoded], "ratio": options.ratio, "samples": options.samples}
     stages = [full.cost("full cache"), importance_cost(full.loaded, full.encoded, options.ratio)]
-    return Forecast(stated, stages, full.loaded.speed)
+    return Forecast(stated, stages, full.loaded.model)
 
 
 @job(HeadroomOptions)
@@ -271,9 +271,9 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
 
     config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.recorded())
     with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
-        with reporter.progress("batches of the full cache") as progress:
+        with reporter.progress("asking the full cache: context") as progress:
             full.require_answers(progress, store)
-        with reporter.progress("contexts") as progress:
+        with reporter.progress("measuring importance: context") as progress:
             results = measure(full.loaded, full.encoded, options.ratio, progress, store)
         rows = summarize(results, FULL, contexts_of(full.encoded))
         asked = tuple(task.coverage for task in full.encoded)

@@ -129,7 +129,7 @@ def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
         "most_candidates": candidates,
     }
     decisions = [cost for search in searches for cost in search.decision_costs()]
-    return Forecast(content, [*first.search_costs(candidates), *decisions], first.base.loaded.speed)
+    return Forecast(content, [*first.search_costs(candidates), *decisions], first.base.loaded.model)
 
 
 @job(EvolveOptions)
@@ -156,10 +156,10 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
     from kvsearch.search.evolve import keep_hard_questions, run_searches
 
     if force or not (directory / CONFIG).exists():
-        with reporter.progress("batches of the full cache") as progress:
+        with reporter.progress("asking the full cache: context") as progress:
             searches[0].require_answers(progress)
     if options.hard_below is not None:
-        with reporter.progress("how hard questions are") as progress:
+        with reporter.progress("finding out how hard questions are: context") as progress:
             searches, words = keep_hard_questions(searches, progress)
         reporter.say(words)
     store = stage_store(directory, lambda evaluation: evaluation.config(), reporter, force=True)

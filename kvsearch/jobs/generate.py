@@ -89,7 +89,7 @@ def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
     steps = len(prompts) * options.max_new_tokens  # one prompt after the other: a pass for each token
     work = Work.over(map(counter(loaded.tokenizer), texts)) + Work(steps, steps)
     content = {**source, "prompt": prompts[0] if len(prompts) == 1 else prompts}
-    return Forecast(content, [StageCost("read and reply", 1, len(prompts), work)], loaded.speed)
+    return Forecast(content, [StageCost("read and reply", 1, len(prompts), work)], loaded.model)
 
 
 @job(GenerateOptions)
@@ -149,7 +149,7 @@ def estimate_compression(options: CompressOptions, reporter: Reporter) -> Foreca
     loaded = options.load(options.model, reporter)
     work = Work.over([PromptFormat(loaded.tokenizer).context(context).shape[-1]])
     content = {"context": context, "output": str(options.output)}
-    return Forecast(content, [StageCost("read and compress", 1, 0, work)], loaded.speed)
+    return Forecast(content, [StageCost("read and compress", 1, 0, work)], loaded.model)
 
 
 @job(CompressOptions)

@@ -102,7 +102,10 @@ class Loading(LoadOptions):
         if self._loaded is not None:
             return self._loaded
         with reporter.loading(name):
-            return loading.load(name, self.loading(**instead))
+            loaded = loading.load(name, self.loading(**instead))
+        if loaded.remark:
+            reporter.say(loaded.remark)
+        return loaded
 
 
 class WithWorkers(Loading):

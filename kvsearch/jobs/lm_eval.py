@@ -65,7 +65,7 @@ def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
 
     tasks = load_tasks(manager, names)
     loaded = options.load(options.model, reporter)
-    with reporter.progress("batches") as progress:
+    with reporter.progress("asking: batch") as progress:
         results: dict[str, Any] = evaluate_tasks(
             loaded, plan, manager, tasks, limit=options.limit, num_fewshot=options.num_fewshot,
             chat_template=options.apply_chat_template, samples=options.log_samples is not None, seed=options.seed,

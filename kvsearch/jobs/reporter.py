@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.core.items import Progress, Title
+from kvsearch.core.items import Progress, Title, item_words
 from kvsearch.evaluation.reply_store import open_run, open_stage
 
 if TYPE_CHECKING:
@@ -81,11 +81,19 @@ def on_interruption(reporter: Reporter, words: Callable[[], str]) -> Iterator[No
 
 
 class Overall:
-    """The stages of a long job by name, with how long each is said to take; what was kept is left out of the whole."""
+    """The stages of a long job by name, with how long each is said to take; what was kept is left out of the whole.
 
-    def __init__(self, reporter: Reporter, work: Mapping[str, float]) -> None:
+    `words` returns what is said of a stage that begins, by its name and by how many times as long as was said those
+    before it took, None where none was really done.
+    """
+
+    def __init__(
+        self, reporter: Reporter, work: Mapping[str, float], words: Callable[[str, float | None], str] | None = None
+    ) -> None:
         self.reporter = reporter
         self.work = work
+        self.words = words
+        self.taken: dict[str, float] = {}
         self.whole = sum(work.values())
         self.show: Progress = lambda *_: None
         self.title = next(iter(work), "")
@@ -97,12 +105,22 @@ class Overall:
         before = self.done
         began = time.monotonic()
         self.title = name
-        self.reporter.say(f"stage {list(self.work).index(name) + 1} of {len(self.work)}: {name}")
-        yield StageReporter(self.reporter, lambda share: self._at(before + share * self.work[name]))
-        if time.monotonic() - began < AT_ONCE:
+        said = sum(self.work[done] for done in self.taken)
+        pace = sum(self.taken.values()) / said if said else None
+        more = "" if self.words is None else f" ({self.words(name, pace)})"
+        self.reporter.say(f"stage {list(self.work).index(name) + 1} of {len(self.work)}: {name}{more}")
+
+        def at(share: float, item: str) -> None:
+            self.title = f"{name}: {item}"
+            self._at(before + share * self.work[name])
+
+        yield StageReporter(self.reporter, at)
+        self.title = name
+        if (taken := time.monotonic() - began) < AT_ONCE:
             self.whole -= self.work[name]
             self.done = before
         else:
+            self.taken[name] = taken
             self._at(before + self.work[name])
 
     def _at(self, done: float) -> None:
@@ -111,9 +129,14 @@ class Overall:
 
 
 @contextmanager
-def overall(reporter: Reporter, work: Mapping[str, float], directory: Path) -> Iterator[Overall]:
+def overall(
+    reporter: Reporter,
+    work: Mapping[str, float],
+    directory: Path,
+    words: Callable[[str, float | None], str] | None = None,
+) -> Iterator[Overall]:
     """Show one bar for stages that take so long, see `Overall`; after Ctrl-C say where what is finished is kept."""
-    display = Overall(reporter, work)
+    display = Overall(reporter, work, words)
     again = f"what is finished is kept in {directory}: {AGAIN}"
     with on_interruption(reporter, lambda: again), reporter.progress(lambda: display.title) as show:
         display.show = show
@@ -121,9 +144,12 @@ def overall(reporter: Reporter, work: Mapping[str, float], directory: Path) -> I
 
 
 class StageReporter:
-    """A `Reporter` whose progress is that of a stage: each step does a `part` of what is left, and none goes back."""
+    """A `Reporter` whose progress is that of a stage: each step does a `part` of what is left, and none goes back.
 
-    def __init__(self, reporter: Reporter, at: Callable[[float], None]) -> None:
+    `at` is told the share of the stage that is done, and what is being done.
+    """
+
+    def __init__(self, reporter: Reporter, at: Callable[[float, str], None]) -> None:
         self.reporter = reporter
         self.at = at
         self.part = 1.0
@@ -136,13 +162,13 @@ class StageReporter:
         self.reporter.warn(text)
 
     @contextmanager
-    def progress(self, what: Title) -> Iterator[Progress]:  # noqa: ARG002 - one display
+    def progress(self, what: Title) -> Iterator[Progress]:
         before = self.done
 
         def show(done: int, total: int) -> None:
             share = done / total if total else 1.0
             self.done = max(self.done, before + self.part * share * (1 - before))
-            self.at(self.done)
+            self.at(self.done, item_words(what, done, total))
 
         yield show
 
@@ -205,7 +231,7 @@ def stage_store(
         place = directory / stage
         with (
             open_stage(place, config_of(evaluation), force) as store,
-            reporter.progress(f"{title}{stage.replace('/', ', ')}: batches") as progress,
+            reporter.progress(f"{title}{stage.replace('/', ', ')}: context") as progress,
             going_on(place, store, evaluation.replies, reporter),
         ):
             yield store, progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from pydantic import model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
-from kvsearch.config.options import RULE, SIZE, Names, one_of, option
-from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.fields import Entries, Samples, refuse
+from kvsearch.config.options import MACHINE, RULE, SIZE, Names, one_of, option
+from kvsearch.config.recipes import read_recipe, shipped_recipe
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.core.fields import Entries, Samples, Time, refuse, seconds_of
+from kvsearch.core.items import clock_words
 from kvsearch.core.naming import require_known
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate
 from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
@@ -35,8 +38,17 @@ from kvsearch.jobs.groups import (
     offer_plan,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Overall, Reporter, StageReporter, overall, stage_store, warn_of_coverage
-from kvsearch.models.speed import StageCost
+from kvsearch.jobs.reporter import (
+    FINISHED,
+    Overall,
+    Reporter,
+    Silent,
+    StageReporter,
+    overall,
+    stage_store,
+    warn_of_coverage,
+)
+from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -51,6 +63,7 @@ from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
 from kvsearch.strategies.joint import PolicyCurves, policy_curves
+from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import StageStore
@@ -83,6 +96,22 @@ MEASURING = "measure budgets"
 SEARCHING = "search"
 SMALLEST = "find the smallest budget, and report"
 ROUND = 0.3  # of what is left of a choice
+QUICK = "quick"  # an effort, and the recipe that it stands for
+LEAST_PART = 4  # contexts of a task, below which --time does not shorten a stage
+QUICK_TASKS = 4  # that are asked at most
+QUICK_CONTEXTS = {"measure": 4, "samples": 8}  # of all tasks together; as many as the latter are reported on
+LEFT_TO_QUICK = {
+    "effort",
+    "policies",
+    "rankings",
+    "form",
+    "fit",
+    "measure",
+    "samples",
+    "protect",
+    "refine",
+    "evaluations",
+}
 METHODS_ASKED = 15  # about how many a choice asks to its end, and a report
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
@@ -166,6 +195,18 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
     protect: int | None = option(
         None, "Recent entries that always stay.", shown="a sixth of the smallest size, at most 8", ge=0
     )
+    effort: Literal["full", "quick"] = option(
+        "full",
+        "quick: the recipe run/quick, a first look by 20 contexts, without fitted rankings and without a search.",
+        MACHINE,
+    )
+    time: Time | None = option(
+        None,
+        "Do what can be done in about so long, such as 90s, 30m or 1h30m: fewer contexts, or --effort quick.",
+        MACHINE,
+        metavar="TIME",
+        recorded=False,
+    )
     refine: bool = option(True, "Leave out the search from the best solved plan.", flag="--no-refine", negated=True)
     evaluations: int = option(200, "Plans that the search tries at each size, cheaply.", ge=1)
 
@@ -177,8 +218,21 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
 
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a recipe has `stated` with what was `given` over it; one size takes the place of others."""
-        return {**one_of(stated, given, (*SIZES, "within")), **given}
+        """Return what a recipe has `stated` with what was `given` over it; one size takes the place of others.
+
+        --effort quick stands for the recipe of that name, below both, on few contexts of few tasks.
+        """
+        both = {**one_of(stated, given, (*SIZES, "within")), **given}
+        if both.get("effort") != QUICK:
+            return both
+        quick = read_recipe(shipped_recipe(QUICK, cls.job)[1], cls.job)
+        spec = both.get("tasks") or default_tasks(both.get("model"))
+        entries = describe_tasks(spec if isinstance(spec, str) else "+".join(spec))
+        if len(entries) > QUICK_TASKS:
+            both["tasks"] = "+".join(entries[n * len(entries) // QUICK_TASKS].spec for n in range(QUICK_TASKS))
+        tasks = min(len(entries), QUICK_TASKS)
+        counts = {name: count // tasks for name, count in QUICK_CONTEXTS.items()}
+        return {**one_of(quick, both, SIZES), **counts, **both}
 
     def recorded(self) -> dict[str, Any]:
         """Return what config.json has as "options"; what may be lost is a part of --smallest."""
@@ -288,6 +342,61 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         return Refinement(loaded, search, searched)
 
 
+# --- what can be done in a time ---------------------------------------------------------------------------------------
+
+
+def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions, RunStages]:
+    """Return the options and stages of a run; with --time those of the most thorough form that it is enough for.
+
+    Where a form of this run was begun, it is gone on with.
+
+    Raises:
+        UsageError: the time is too short for the shortest form; else as `RunStages`.
+    """
+    stages = RunStages(options, reporter)
+    if options.time is None:
+        return options, stages
+    speed = Speed.of(stages.loaded.model, stages.costs)
+    began = None if options.force else run_in(options.output, "run")
+    needed = 0.0
+    for form, left_out in find_forms(options, stages):
+        tried = stages
+        if form is not options:
+            with warnings.catch_warnings():  # of forms that are not taken nothing is told
+                warnings.simplefilter("ignore", KvsearchWarning)
+                tried = RunStages(form.with_model(stages.loaded), Silent())
+        needed = sum(speed.seconds(cost.work) for cost in tried.costs)
+        if form.recorded() == began.options if began is not None else needed <= seconds_of(options.time):
+            takes = " to ".join(map(clock_words, speed.range_of(needed)))
+            reporter.say(f"--time {options.time}: {left_out}, takes about {takes}")
+            return (options, stages) if form is options else (form, RunStages(tried.given, reporter))
+    if began is not None:
+        return options, stages  # another run is there, which is refused
+    raise UsageError(
+        f"--time {options.time}: the shortest run there is takes about {clock_words(needed)} here: give more, fewer or "
+        "shorter contexts, or a faster device"
+    )
+
+
+def find_forms(options: RunOptions, stages: RunStages) -> Iterator[tuple[RunOptions, str]]:
+    """Yield forms of a run, each shorter than the one before, and what is left out of it."""
+    yield options, "nothing is left out"
+    counted = stages.options  # with the contexts of all stages
+    whole = {"fit": counted.fit, "measure": counted.measure, "samples": stages.splits["select"].samples}
+    if options.effort != QUICK:
+        for part in (2, 4, 8):
+            counts = {name: max(count // part, min(count, LEAST_PART)) for name, count in whole.items() if count}
+            words = ", ".join(f"{count} of {whole[name]} for --{name}" for name, count in counts.items())
+            yield options.model_copy(update=counts), f"left out are all but so many contexts per task: {words}"
+    stated = {name: getattr(options, name) for name in options.model_fields_set - LEFT_TO_QUICK}
+    quick = type(options).of(**{**stated, "effort": QUICK})
+    left_out = "left out are rankings, the search, all but three policies and all but"
+    if options.effort != QUICK:
+        yield quick, f"--effort quick: {left_out} 20 contexts"
+    tasks = len(quick.find_tasks(options.model, "select"))
+    yield quick.model_copy(update={"measure": 1, "samples": 2}), f"{left_out} {5 * tasks} contexts"
+
+
 def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
     """Say what was chosen, how good that is, where it is, and what to do with it."""
     files = []
@@ -302,9 +411,9 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
 
 def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
     """Return the stages with their costs; errors as `run` before anything is measured."""
-    stages = RunStages(options, reporter)
+    options, stages = prepare_stages(options, reporter)
     content = {"model": options.model, "sizes": [size.as_json() for size in options.sizes]}
-    return Forecast(content, stages.costs, stages.loaded.speed)
+    return Forecast(content, stages.costs, stages.loaded.model)
 
 
 @job(RunOptions)
@@ -320,13 +429,13 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
         IncompatibleError: the model computes NaN, or its full cache scores next to nothing.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    stages = RunStages(options, reporter)
+    options, stages = prepare_stages(options, reporter)
     directory = options.output
     recorded = options.recorded()
     config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
     with Run.open(directory, config, force=options.force, files=FILES) as opened:
-        speed = stages.loaded.speed
-        with overall(reporter, {cost.name: speed.seconds(cost.work) for cost in stages.costs}, directory) as display:
+        forecast = Forecast({}, stages.costs, stages.loaded.model)
+        with overall(reporter, forecast.work, directory, forecast.words) as display:
             calibrated = stages.calibrate(display)
             refined = stages.refine(calibrated, display)
             selections = stages.select(calibrated, refined, display)
@@ -393,6 +502,7 @@ class RunStages:
     """
 
     def __init__(self, options: RunOptions, reporter: Reporter) -> None:
+        self.given = options
         sizes = options.sizes
         run_in(options.output, "run")
         tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
@@ -457,7 +567,7 @@ class RunStages:
         # the rankings add a look at what is read anyway
         calibrations[MEASURING] = self.options.curves().with_policies(self.policies)
         costs = []
-        quiet = StageReporter(reporter, lambda _: None)
+        quiet = StageReporter(reporter, lambda *_: None)
         for name, calibration in calibrations.items():
             anew = calibration.model_copy(update={"force": True}).with_model(self.loaded)
             costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]

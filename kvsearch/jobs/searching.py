@@ -89,7 +89,7 @@ def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> t
     if not first.needs_replies:
         return tuple(searches)
     asked = first.settings
-    with reporter.progress("own replies") as progress:
+    with reporter.progress("own replies: context") as progress:
         found = forced_answers(first.base.loaded, first.encoded["search"], asked.protocol, asked.answers, progress)
     own = sum(answer.own for answer in found.values())
     reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
@@ -127,7 +127,7 @@ def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, repo
             f"every candidate is run whole on {len(first.samples)} questions{who}: budgets of the decode phase"
         )
     cap = max(search.cap for search in searches)
-    with reporter.progress("prompts") as progress:
+    with reporter.progress("reading: prompt") as progress:
         return make_executor(first, cap, progress)
 
 

@@ -93,7 +93,7 @@ def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
         },
     }
     costs = [cost for selection in selections for cost in selection.costs]
-    return Forecast(content, costs, selections[0].race.prepared.loaded.speed)
+    return Forecast(content, costs, selections[0].race.prepared.loaded.model)
 
 
 @job(SelectOptions)

@@ -179,7 +179,7 @@ def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
         "signals": [use._asdict() for use in first.compared],
     }
     stages = [validation.evaluation.cost(f"replies at {validation.budget:g} entries") for validation in prepared]
-    return Forecast(content, stages, first.evaluation.loaded.speed)
+    return Forecast(content, stages, first.evaluation.loaded.model)
 
 
 @job(ValidateOptions)

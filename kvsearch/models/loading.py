@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
@@ -29,13 +28,13 @@ from kvsearch.models.gguf import check_gguf, is_gguf, loading_arguments, make_or
 from kvsearch.models.memory import (
     accelerator,
     best_device,
+    computes_bfloat16,
     free_bytes,
     is_out_of_memory,
     reading_needs,
     refuse_offloaded,
 )
 from kvsearch.models.real import REAL_MODELS
-from kvsearch.models.speed import Speed
 
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
@@ -89,7 +88,8 @@ class Workers(Protocol):
 class LoadedModel:
     """A model ready to be calibrated or run, under the attention implementation it was loaded with.
 
-    `workers` have loaded it, too, if there are any.
+    `workers` have loaded it, too, if there are any. `remark` says in which dtype it is and why, where that was not
+    asked for and is not float32 as in its files.
     """
 
     name: str
@@ -97,6 +97,7 @@ class LoadedModel:
     tokenizer: Any
     fingerprint: ModelFingerprint
     workers: Workers | None = field(default=None, compare=False, repr=False)
+    remark: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """See to it that the tokenizer is called with care, however it came here."""
@@ -121,11 +122,6 @@ class LoadedModel:
     def device(self) -> Any:
         """Where inputs go."""
         return self.model.device
-
-    @cached_property
-    def speed(self) -> Speed:
-        """How fast it runs on this machine, measured when that is first asked for."""
-        return Speed(self.model)
 
 
 def adopt(model: Any, tokenizer: Any) -> LoadedModel:
@@ -203,21 +199,21 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         )  # fmt: skip
         if path is not None and not isinstance(json.loads(Path(path).read_bytes()), dict):
             raise ValueError("it must be an object")
+    dtype, remark = (options.dtype, "") if options.dtype != "auto" else _default_dtype(name, options, config, file)
     with checkpoint("its weights or code"), nullcontext() if file is None else without_progress():
         if weights:
             place = options.device_map or options.device
             if options.device_map is None and options.device == "auto":
                 place = _choose_device(name, options)
             model, info = AutoModelForCausalLM.from_pretrained(
-                source, dtype=options.dtype, device_map=place, output_loading_info=True, **common, **how,
+                source, dtype=dtype, device_map=place, output_loading_info=True, **common, **how,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )  # fmt: skip
             _require_all(name, info)
         else:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
-            dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype
-            model = model.to(dtype or torch.float32)
+            model = model.to(getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32)
     require_contract(model, name, weights)
     model.eval()
     model.config.name_or_path = name
@@ -236,7 +232,8 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
                 raise IncompatibleError(
                     f"model {name!r} has NaN or infinite values in {tensor_name}: the file is damaged"
                 )
-    return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights))
+    found = fingerprint(model, name, _revision(source, options), weights)
+    return LoadedModel(name, model, tokenizer, found, remark=remark)
 
 
 @contextmanager
@@ -273,6 +270,30 @@ def _require_all(name: str, info: Mapping[str, Any]) -> None:
             f"model {name!r} cannot be loaded: {weight} is {list(stored)} in its files, and {list(wanted)} by its "
             f"{CONFIG}: one of them belongs to another model"
         )
+
+
+def _default_dtype(name: str, options: LoadOptions, config: Any, file: Path | None) -> tuple[str, str]:
+    """Return in which dtype a model is loaded where none is asked for, and a remark on that; "auto": that of its files.
+
+    On a processor that multiplies matrices of bfloat16, weights of 16 bits or of a GGUF `file` are in that.
+    """
+    import torch
+
+    stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    kind = best_device() if options.device == "auto" else options.device
+    if options.device_map is not None or not kind.startswith("cpu") or getattr(config, "quantization_config", None):
+        return "auto", ""
+    if file is None and stored not in (torch.bfloat16, torch.float16):
+        return "auto", ""
+    weights = "quantised" if file is not None else f"stored in {str(stored).removeprefix('torch.')}"
+    if computes_bfloat16():
+        return "bfloat16", (
+            f"{name}: in bfloat16, as its weights are {weights} and this processor computes in bfloat16 (--dtype "
+            "float32 is more exact, and slower)"
+        )
+    if file is not None:
+        return "float32", f"{name}: in float32, as this processor does not compute in bfloat16"
+    return "auto", f"{name}: {weights}, which this processor imitates (--dtype float32 is faster, in twice the memory)"
 
 
 def _choose_device(name: str, options: LoadOptions) -> str:

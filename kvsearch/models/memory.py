@@ -121,6 +121,13 @@ def best_device() -> str:
     return str(max(gpus, key=free_bytes, default="cpu"))
 
 
+def computes_bfloat16() -> bool:
+    """Tell whether this machine's processor multiplies matrices of bfloat16 itself: AMX or AVX512-BF16."""
+    import torch
+
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()  # no public name
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until a device has done what it was asked to do."""
     if (module := accelerator(device)) is not None:

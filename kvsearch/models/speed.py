@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from operator import add
+from statistics import median
 from time import perf_counter
 from typing import Any
 
-SHORT = 16  # tokens of the first pass
-MOST = 1024  # and of the longest
-ENOUGH = 0.25  # seconds of a pass that is long enough to be believed
+SHORT = 16  # tokens of the short pass
+LEAST, MOST = 256, 4096  # and of the long one, which is as long as what is going to be read, within these
+TIMES = 3  # that each is timed; the median counts
+PATIENCE = 10.0  # seconds, after which a long pass is not repeated
+TABLE_ROWS = 32  # of the attention table that is timed
+SURE = 1.5  # what is said and what is taken differ by at most so many times, where the machine has no other work
 ROWS = 12  # replies that are decoded in one batch, of several questions and methods
-TIMES = 5  # that every length is read: other work on the machine slows down some of them
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a model has to do: `passes` over `tokens` in all."""
+    """What a model has to do.
+
+    Args:
+        passes: of the model, whatever their lengths.
+        tokens: of all passes.
+        pairs: of a token and one before it that attention compares within whole sequences.
+        tables: pairs of a token and a cached entry whose attention is made in fp32, to be looked at.
+        seconds: of work that was timed by itself.
+        longest: tokens of the longest sequence.
+    """
 
     passes: float = 0
     tokens: float = 0
+    pairs: float = 0
+    tables: float = 0
+    seconds: float = 0
+    longest: int = 0
 
     @classmethod
-    def over(cls, lengths: Iterable[int], times: float = 1) -> Work:
-        """Return so many passes over each of some sequences of these lengths."""
+    def over(cls, lengths: Iterable[int], times: float = 1, behind: int = 0) -> Work:
+        """Return so many passes over each of some sequences of these lengths.
+
+        Those that come `behind` so many cached tokens are read with the attention table of these.
+        """
         counts = list(lengths)
-        return cls(len(counts), sum(counts)) * times
+        tokens = sum(counts)
+        pairs = sum(length**2 for length in counts) / 2
+        return cls(len(counts), tokens, pairs, tokens * behind, 0, max(counts, default=0)) * times
 
     @classmethod
     def replying(cls, tokens: float) -> Work:
@@ -33,10 +56,11 @@ class Work:
         return cls(tokens / ROWS, tokens)
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.passes + other.passes, self.tokens + other.tokens)
+        sums = Work(*map(add, astuple(self), astuple(other)))
+        return replace(sums, longest=max(self.longest, other.longest))
 
     def __mul__(self, times: float) -> Work:
-        return Work(self.passes * times, self.tokens * times)
+        return replace(Work(*(part * times for part in astuple(self))), longest=self.longest)
 
 
 @dataclass(frozen=True)
@@ -50,40 +74,73 @@ class StageCost:
 
 
 class Speed:
-    """How fast a model runs where it is, timed by a short pass and by one over more and more tokens until that is long.
+    """How fast a model runs where it is, timed by a short pass and by one as long as what it is going to read.
 
-    `start` are the seconds of a pass on `device`, whatever its length, and `read` those of a token; `tokens` had the
-    longest pass.
+    `start` are the seconds of a pass on `device`, whatever its length, `read` those of a token, `pair` those of a pair
+    that attention compares, and `table` those of one whose attention is looked at. `tokens` had the long pass. Times of
+    the same pass were from `fastest` to `slowest` times their median.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, longest: int = 0) -> None:
         import torch
 
         from kvsearch.models.architecture import describe, text_config
 
-        most = min(MOST, describe(model).max_positions or MOST)
+        shape = describe(model)
+        most = min(max(longest, LEAST), MOST, shape.max_positions or MOST)
         ids = (torch.arange(most, device=model.device) % text_config(model).vocab_size)[None]
+        queries = torch.ones(shape.query_heads, TABLE_ROWS, shape.head_dim, device=model.device)
+        keys = torch.ones(shape.query_heads, shape.head_dim, most, device=model.device)
 
-        def once(length: int) -> float:
-            started = perf_counter()
+        def read(length: int) -> None:
             model(input_ids=ids[:, :length], logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
-            return perf_counter() - started
 
-        def least(length: int) -> float:  # what else runs on the machine only adds
-            return min(once(length) for _ in range(TIMES))
+        def make_table() -> None:
+            (queries @ keys).softmax(-1).amax(1)[0, 0].item()
 
         with torch.inference_mode():
-            length = first = min(SHORT, most)
-            once(first)  # the first one of all takes longer
-            short = took = least(first)
-            while took < ENOUGH and 2 * length <= most:
-                length *= 2
-                took = least(length)
+            first = min(SHORT, most)
+            times = [timed(partial(read, length)) for length in (first, most)]
+            table, short, long = (median(seconds) for seconds in (timed(make_table), *times))
+        embedding = model.get_input_embeddings().weight.numel()
+        weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
+        # multiplications of a pair, of those of a token
+        share = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim / weights
+        more = most - first + share * (most**2 - first**2) / 2
         self.device = str(model.device)
-        self.tokens = length
-        self.read = max(0.0, took - short) / max(1, length - first)
+        self.tokens = most
+        self.read = max(0.0, long - short) / max(1, more)
+        self.pair = self.read * share
+        self.table = table * len(shape.full_layers) / (TABLE_ROWS * most)
         self.start = max(0.0, short - first * self.read)
+        self.fastest = min(min(seconds) / median(seconds) for seconds in times)
+        self.slowest = max(max(seconds) / median(seconds) for seconds in times)
+
+    @classmethod
+    def of(cls, model: Any, stages: Iterable[StageCost]) -> Speed:
+        """Time a model by what is as long as the longest that these stages read."""
+        return cls(model, max((stage.work.longest for stage in stages), default=0))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the same pass took more than 1.5 times as long as another time: the machine has other work."""
+        return self.slowest > SURE * self.fastest
 
     def seconds(self, work: Work) -> float:
         """Return about how long work takes."""
-        return work.passes * self.start + work.tokens * self.read
+        passes = work.passes * self.start + work.tokens * self.read + work.pairs * self.pair
+        return passes + work.tables * self.table + work.seconds
+
+    def range_of(self, seconds: float) -> tuple[float, float]:
+        """Return the least and the most that what is said to take so long may take."""
+        return seconds * min(self.fastest, 1 / SURE), seconds * max(self.slowest, SURE)
+
+
+def timed(action: Callable[[], object], times: int = TIMES) -> list[float]:
+    """Return the seconds that an action takes every time, but for the first one of several, which takes longer."""
+    seconds: list[float] = []
+    while len(seconds) <= times and sum(seconds) < PATIENCE:
+        started = perf_counter()
+        action()
+        seconds.append(perf_counter() - started)
+    return seconds[1:] or seconds

@@ -24,19 +24,19 @@ MEANING = (
     "to it the time is.",
 )
 
+COUNTED = ("stage", "contexts", "questions", "passes", "tokens")
+
 
 class Forecast:
-    """What a command would do, as JSON, and what its stages cost at a measured speed.
+    """What a command would do, as JSON, and what its stages cost; seconds where a `model` is there, which is timed.
 
     `start` are the seconds until the first stage begins: the model is loaded, and questions are prepared.
     """
 
-    def __init__(
-        self, content: Mapping[str, Any], stages: Sequence[StageCost] = (), speed: Speed | None = None
-    ) -> None:
+    def __init__(self, content: Mapping[str, Any], stages: Sequence[StageCost] = (), model: Any = None) -> None:
         self.content = content
         self.stages = stages
-        self.speed = speed
+        self.speed = None if model is None else Speed.of(model, stages)
         self.start = 0.0
 
     @property
@@ -50,6 +50,27 @@ class Forecast:
         known = [seconds for seconds in self.seconds if seconds is not None]
         return self.start + sum(known) if len(known) == len(self.stages) else None
 
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The least and the most that all may take; how long it takes to begin was seen."""
+        if self.speed is None or self.total is None:
+            return None
+        least, most = self.speed.range_of(self.total - self.start)
+        return self.start + least, self.start + most
+
+    @property
+    def work(self) -> dict[str, float]:
+        """About how long every stage takes, by its name, where a speed was measured."""
+        return {stage.name: time or 0.0 for stage, time in zip(self.stages, self.seconds, strict=True)}
+
+    def words(self, name: str, pace: float | None = None) -> str:
+        """Return what a stage has to do, and how long that may take: `pace` times what is said, if that is known."""
+        [stage] = [stage for stage in self.stages if stage.name == name]
+        seconds = self.work[name]
+        takes = time_words(self.speed, seconds) if pace is None else f"about {clock_words(seconds * pace)}"
+        counts = (f"{count} {noun}" for count, noun in zip(_counts(stage)[1:], COUNTED[1:], strict=True) if count)
+        return f"{', '.join(counts)}; {takes}"
+
     def as_json(self) -> dict[str, Any]:
         """Return what would be done, and what that costs."""
         stages = []
@@ -57,26 +78,39 @@ class Forecast:
             fields = asdict(stage)
             stages.append({**fields.pop("work"), **fields, "seconds": seconds})
         measured = None if self.speed is None else vars(self.speed)
-        estimate = {"stages": stages, "start": self.start, "seconds": self.total, "measured": measured}
+        estimate = {
+            "stages": stages, "start": self.start, "seconds": self.total, "range": self.range, "measured": measured,
+        }  # fmt: skip
         return {**self.content, "estimate": estimate}
 
     def parts(self) -> Iterator[Table]:
         """Yield a row for every stage, with about how long it takes here, and their total."""
         rows = [
-            [stage.name, f"{stage.contexts:,}", f"{stage.questions:,}", time_words(time)]
+            [*_counts(stage), time_words(self.speed, time)]
             for stage, time in zip(self.stages, self.seconds, strict=True)
         ]
-        note = "no times: no pass was measured, as no weights are read here"
+        notes = ["no times: no pass was measured, as no weights are read here"]
         if self.speed is not None:
-            rows.insert(0, ["load the model, prepare questions", "", "", time_words(self.start)])
-            note = f"about, by passes over up to {self.speed.tokens:,} tokens measured here, on {self.speed.device}"
-        total = ["total", "", "", time_words(self.total)]
-        yield Table.plain("", ["stage", "contexts", "questions", "time"], [*rows, total], notes=(note,))
+            rows.insert(0, ["load the model, prepare questions", *[""] * 4, clock_words(self.start)])
+            notes = [f"by passes over {self.speed.tokens:,} tokens and a few, measured here, on {self.speed.device}"]
+            if self.speed.is_busy:
+                notes.append("this machine is busy: the same pass took more than 1.5 times as long as another time")
+        total = ["total", *[""] * 4, _range_words(self.range)]
+        yield Table.plain("", [*COUNTED, "time"], [*rows, total], notes=notes)
 
 
-def time_words(seconds: float | None) -> str:
-    """Return seconds as a clock shows them; a dash where they are not known."""
-    return "-" if seconds is None else clock_words(seconds)
+def time_words(speed: Speed | None, seconds: float | None) -> str:
+    """Return the least and the most that something may take; a dash where that is not known."""
+    return _range_words(None if speed is None or seconds is None else speed.range_of(seconds))
+
+
+def _range_words(within: tuple[float, float] | None) -> str:
+    return "-" if within is None else " to ".join(map(clock_words, within))
+
+
+def _counts(stage: StageCost) -> list[str]:
+    counts = (stage.contexts, stage.questions, round(stage.work.passes), round(stage.work.tokens))
+    return [stage.name, *(f"{count:,}" if count else "" for count in counts)]
 
 
 class SpeedView(Result):

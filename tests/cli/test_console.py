@@ -16,8 +16,13 @@ from kvsearch.cli.console import Console
 from kvsearch.cli.progress import Count, lines
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.jobs.reporter import Overall, on_interruption
+from kvsearch.models.speed import Speed, StageCost, Work
+from kvsearch.report.costs import Forecast
+from tests import tiny
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE
+
+WORK = {"fit": 60.0, "search": 30.0, "report": 10.0}  # seconds of the stages of a job
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -65,26 +70,29 @@ def test_the_warnings_of_others_are_left_alone(capsys: pytest.CaptureFixture[str
 
 def test_time_left_is_of_what_this_process_does() -> None:
     now = [0.0]
-    count = Count("batches", clock=lambda: now[0])
-    assert count.words() == "batches: begun 0:00 ago"
+    count = Count("asking: context", clock=lambda: now[0])
+    assert count.words() == "asking: context: begun 0:00 ago"
     count(10, 40)  # what is kept
-    assert count.words() == "batches: 25% in 0:00"
+    assert count.words() == "asking: context 11 of 40: 25% in 0:00"
     now[0] = 20.0
     count(20, 40)
-    assert count.words() == "batches: 50% in 0:20, about 0:40 left"
+    assert count.words() == "asking: context 21 of 40: 50% in 0:20, about 0:40 left"
     count(0, 5)
-    whole = Count("batches", clock=lambda: now[0])
+    whole = Count("asking: context", clock=lambda: now[0])
     whole(5, 5)  # all of it is kept
-    assert whole.words() == "batches: 100% in 0:00"
+    assert whole.words() == "asking: context 5 of 5: 100% in 0:00"
     now[0] = 3690.0
     count(1, 5)
-    assert count.words() == "batches: 20% in 1:01:30, about 4:04:40 left"
+    told = "asking: context 2 of 5: 20% in 1:01:30, about 4:04:40 left"
+    assert count.words() == f"{told}, a further part has begun"
+    count(2, 5)
+    assert count.words() == "asking: context 3 of 5: 40% in 1:01:30, about 1:31:45 left"
 
 
 def test_a_time_left_rises_only_with_the_reason() -> None:
     """It falls with the clock through a long step; a later end that is hardly news is not told."""
     now = [0.0]
-    count = Count("batches", clock=lambda: now[0])
+    count = Count("asking: context", clock=lambda: now[0])
     count(0, 100)
     told = []
     steps = {60: 10, 120: 20, 150: 20, 190: 30, 400: 40, 430: 50, 1500: 50, 1530: 60, 1560: 80}
@@ -110,9 +118,17 @@ def test_stages_have_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that was finished before is left out of the whole."""
     now = [0.0]
     monkeypatch.setattr("kvsearch.jobs.reporter.time.monotonic", lambda: now[0])
-    display = Overall(Console(quiet=True), {"fit": 60.0, "search": 30.0, "report": 10.0})
-    with display.stage("fit") as stage, stage.progress("contexts") as show:
+    stages = [StageCost(name, 1, 0, Work(seconds=seconds)) for name, seconds in WORK.items()]
+    forecast = Forecast({}, stages)
+    forecast.speed = Speed(tiny.loaded("llama").model)
+    forecast.speed.fastest, forecast.speed.slowest = 0.5, 1.2
+    said: list[str] = []
+    console = Console(quiet=True)
+    monkeypatch.setattr(Console, "say", lambda _, text: said.append(text))
+    display = Overall(console, forecast.work, forecast.words)
+    with display.stage("fit") as stage, stage.progress("context") as show:
         show(5, 10)
+        assert display.title == "fit: context 6 of 10"
         show(1, 10)  # steps count anew
         assert display.done == 30
     assert (display.done, display.whole) == (0, 40)
@@ -124,6 +140,13 @@ def test_stages_have_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         assert display.done == 30 * 0.75
         now[0] = 60.0
     assert (display.done, display.whole) == (30, 40)
+    with display.stage("report"):
+        pass
+    assert said == [  # after what was really done its pace counts
+        "stage 1 of 3: fit (1 contexts; 0:30 to 1:30)",
+        "stage 2 of 3: search (1 contexts; 0:15 to 0:45)",
+        "stage 3 of 3: report (1 contexts; about 0:20)",
+    ]
 
 
 def test_lines_come_while_one_step_takes_long() -> None:
@@ -135,10 +158,10 @@ def test_lines_come_while_one_step_takes_long() -> None:
         if len(said) == 2:
             twice.set()
 
-    with lines(Count("batches"), say, every=0.01) as progress:
+    with lines(Count("batch"), say, every=0.01) as progress:
         progress(0, 3)
         assert twice.wait(60)
-    assert said[-1].startswith("batches: 0% in ")
+    assert said[-1].startswith("batch 1 of 3: 0% in ")
 
 
 def test_a_log_goes_to_the_end_of_a_file(run: Run, tmp_path: Path) -> None:

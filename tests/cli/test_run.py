@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from kvsearch.jobs.run import RunOptions, planned_size
+from kvsearch.cli.console import Console
+from kvsearch.core.errors import UsageError
+from kvsearch.jobs.run import RunOptions, planned_size, prepare_stages
+from kvsearch.models.speed import Speed
 from kvsearch.plan import Size, load_plan
 from kvsearch.report.integrity import Verification
 from kvsearch.report.selections import smallest_words
 from kvsearch.runs.estimates import Difference
+from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import read_contexts
 from kvsearch.selection.selection import TriedBudget
 from tests.cli.conftest import done, invoke
@@ -159,6 +163,58 @@ def test_a_dry_run_says_what_every_stage_costs(questions: Path, tmp_path: Path) 
     for name in ("choose at 40 entries per kv head", "report at 40 entries per kv head"):
         assert (stages[name]["contexts"], stages[name]["questions"]) == (4, 8)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_quick_run_is_the_quick_recipe(questions: Path, tmp_path: Path) -> None:
+    """Twenty contexts in all, of four tasks at most; what is typed wins over the recipe."""
+    model = {"model": "some/model", "output": tmp_path}
+    quick = RunOptions.of(**model, effort="quick")
+    assert quick == RunOptions.of(recipe="quick", **model)
+    assert (quick.ratio, quick.rankings, quick.refine, quick.measure, quick.samples) == (0.8, (), False, 1, 2)
+    assert len(quick.find_tasks("some/model")) == 4
+    assert RunOptions.of(**quick.recorded() | model) == quick
+    mine = RunOptions.of(**model, tasks=f"jsonl:{questions}", effort="quick", budget=40, refine=True)
+    assert (mine.budget, mine.ratio, mine.measure, mine.samples, mine.refine) == (40, None, 4, 8, True)
+    assert RunOptions.of(**model, budget=40, effort="full") == RunOptions.of(**model, budget=40)
+
+
+def test_what_can_be_had_in_a_time(
+    questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer contexts, then a quick run; a run that was begun is gone on with in its form."""
+    monkeypatch.setattr(Speed, "seconds", lambda _, work: work.tokens / 100)
+    options = {"model": "bundled", "tasks": f"jsonl:{questions}", "output": tmp_path / "run", "budget": 40}
+    console = Console()
+    whole, stages = prepare_stages(RunOptions.of(**options), console)
+    full = sum(cost.work.tokens for cost in stages.costs) / 100
+
+    def form_in(seconds: float) -> tuple[RunOptions, str]:
+        options_of_form, _ = prepare_stages(RunOptions.of(**options, time=f"{round(seconds)}s"), console)
+        return options_of_form, capsys.readouterr().err
+
+    taken, talk = form_in(full + 1)
+    assert (taken.recorded(), "nothing is left out" in talk) == (whole.recorded(), True)
+    taken, talk = form_in(full * 0.7)
+    assert taken.samples < stages.splits["select"].samples
+    assert f"{taken.samples} of {stages.splits['select'].samples} for --samples" in talk
+    assert taken.rankings == whole.rankings
+    quick = RunOptions.of(**options, effort="quick")
+    _, stages = prepare_stages(quick, console)
+    needed = sum(cost.work.tokens for cost in stages.costs) / 100
+    taken, talk = form_in(needed + 1)
+    assert (taken.recorded(), "--effort quick: left out are rankings" in talk) == (quick.recorded(), True)
+    with pytest.raises(UsageError, match="--time 1s: the shortest run there is takes about "):
+        form_in(1)
+    config = RunConfig(job="run", options=quick.recorded(), content={})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(config.model_dump_json())
+    assert form_in(full + 1)[0].recorded() == quick.recorded()
+
+
+@pytest.mark.parametrize("time", ["30", "0s", "-5m", "1d", "m", "1h30", "1.5h", "90s "])
+def test_a_time_that_is_none_is_one_line(tmp_path: Path, time: str) -> None:
+    code, _, talk = invoke("run", "bundled", "--budget", 40, "-o", tmp_path / "run", "--time", time)
+    assert (code, talk) == (2, f"kvsearch: error: --time: must be a time such as 90s, 30m, 2h or 1h30m, not {time!r}\n")
 
 
 @pytest.mark.nightly

@@ -142,6 +142,8 @@ def test_a_dry_run_writes_nothing(inputs: Path, tmp_path: Path, verb: str) -> No
     estimate = json.loads(out)["estimate"]
     seconds = [stage["seconds"] for stage in estimate["stages"]]
     assert estimate["seconds"] == pytest.approx(estimate["start"] + sum(seconds))
+    least, most = (end - estimate["start"] for end in estimate["range"])
+    assert least * 1.49 < sum(seconds) < most / 1.49
     assert min(seconds) > 0
     assert contents(tmp_path) == before
     assert (tmp_path / "run").exists() == asked.reads_run
@@ -149,8 +151,12 @@ def test_a_dry_run_writes_nothing(inputs: Path, tmp_path: Path, verb: str) -> No
 
 def test_a_dry_run_is_a_table(run: Run) -> None:
     _, out, _ = run("generate", "bundled", "--dry-run")
-    header, _, start, *stages = (line.split() for line in out.splitlines() if line.strip() and "measured" not in line)
-    assert (header, start[0], stages[-1][0]) == (["stage", "contexts", "questions", "time"], "load", "total")
+    lines = [
+        line.split() for line in out.splitlines() if line.strip() and "measured" not in line and "busy" not in line
+    ]
+    header, _, start, *stages = lines
+    columns = ["stage", "contexts", "questions", "passes", "tokens", "time"]
+    assert (header, start[0], stages[-1][0], stages[-1][-2]) == (columns, "load", "total", "to")
     _, out, _ = run("generate", "bundled", "--dry-run", "--json")
     named = [stage["name"].split()[0] for stage in json.loads(out)["estimate"]["stages"]]
     assert named == [stage[0] for stage in stages[:-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -103,6 +104,31 @@ def test_a_file_is_the_model_that_was_written(tiny: tuple[Path, Any, Any], tmp_p
     assert reply.entries < reply.full_entries
 
 
+@pytest.mark.parametrize("computes", [True, False])
+def test_what_the_processor_computes_in_is_the_default(
+    tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computes: bool
+) -> None:
+    path, model, tokenizer = tiny
+    monkeypatch.setattr("kvsearch.models.loading.computes_bfloat16", lambda: computes)
+    monkeypatch.setattr("kvsearch.models.loading.best_device", lambda: "cpu")
+    stored = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16" if computes else "float16"}
+    wanted = {path: "bfloat16" if computes else "float32"}
+    for dtype, default in stored.items():
+        folder = tmp_path / dtype
+        copy.deepcopy(model).to(getattr(torch, dtype)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        wanted[folder] = default
+    for source, default in wanted.items():
+        for weights in (True, False):
+            loaded = load(str(source), weights=weights)
+            assert str(loaded.model.dtype) == f"torch.{default}"
+            assert bool(loaded.remark) == (source.name != "float32")
+    _, talk = done("generate", path, "--context", TEXT[:200], "--prompt", "who?", "--max-new-tokens", 1)
+    assert talk.startswith(f"{path}: in {wanted[path]}, as ")
+    _, talk = done("generate", path, "--context", TEXT[:200], "--prompt", "who?", "--dtype", "float32")
+    assert ": in " not in talk
+
+
 def plan_of(source: object, path: Path) -> Path:
     """A plan file of twelve entries a head."""
     done("plan", "uniform", source, "--policy", "snapkv:window=4", "--budget", 12, "-o", path)
@@ -154,7 +180,7 @@ def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(
 @pytest.mark.slow
 def test_where_no_folder_of_a_model_can_be_made(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
     plan, folder = plan_of(tiny[0], tmp_path / "plan.json"), tmp_path / "folder"
-    export = ("export", plan, "--to", "model", "-o")
+    export = ("export", plan, "--to", "model", "--dtype", "float32", "-o")
     folder.mkdir()
     (folder / "tokenizer.json").write_text("mine")
     code, _, talk = invoke(*export, folder)

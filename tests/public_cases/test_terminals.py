@@ -241,3 +241,15 @@ def test_results_are_safe_before_they_are_printed(streams_of_it: str, code: int,
     found, output = kvsearch(f"{asked} {streams_of_it}", plan, PYTHONIOENCODING="ascii", HOME="/nowhere")
     assert found == code, output
     assert {"report.json", "samples.csv", "tables.md"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize("known", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, known: str | None
+) -> None:
+    variables = {"PATH": "here", **({known: "mine"} if known else {})}
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(streams, "prepare_streams", lambda: None)
+    wanted = dict(variables) if known else {**variables, "OMP_WAIT_POLICY": "passive"}
+    run_guarded(lambda: None)
+    assert variables == wanted

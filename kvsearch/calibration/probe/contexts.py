@@ -44,7 +44,6 @@ from kvsearch.tasks.splits import group_by_text
 
 LEAST_CONTEXTS = 3
 MOST_JUDGED = 32  # contexts to choose on, and to report on
-RANKED = 1.6  # times that passes take as long with features and rankings: benchmarks/said_and_taken.py, on a CPU
 # that contexts are read where they do not fit in memory together
 CHOOSING = 3  # for what ranks best, for the spread, and for that in all heads
 SCORES = 10  # at most, that are held of an entry of a kv head: of candidates, ranks, importance
@@ -227,6 +226,7 @@ class RankingCalibration(Calibration[AnyRanking]):
                 asked = builder.build(prompt, "cpu")
                 judged = asked.get("answers") or evenly(asked["reconstruction"])
                 work += Work.over([prompt.length], readings_of)
-                work += Work.over((after.tokens.shape[1] for after in chain.from_iterable(asked.values())), 1)
+                read = chain.from_iterable(asked.values())
+                work += Work.over((after.tokens.shape[1] for after in read), behind=prompt.length)
                 work += Work.over((after.tokens.shape[1] for after in judged), times)
-        return work * RANKED
+        return work

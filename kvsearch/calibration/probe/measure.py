@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,13 @@ from kvsearch.calibration.probe.context_pass import (
     recalls,
     reported,
 )
-from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
+from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration, split
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work
+from kvsearch.models.speed import Work, timed
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation
@@ -54,7 +55,7 @@ FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apar
 LayerFits = list[list[Coefficients]]  # by layer and candidate
 LayerSample = tuple[Tensor, Tensor, Tensor]  # features [Hkv, N, F], targets [Hkv, N], unseen heads [Hkv]
 FEW = 4  # contexts to fit on, below which there is strong shrinkage alone
-FITTED = 9  # passes that a step of the network takes as long as, in all layers: benchmarks/said_and_taken.py, on a CPU
+TIMED_STEPS = 4  # of a network, for a forecast
 
 
 class ProbeCalibration(RankingCalibration[ProbeOptions]):
@@ -67,8 +68,20 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     """
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
+        """Return the passes, own replies, and how long the networks are fitted, by steps that are timed."""
         work = super().estimate(prompts)
-        return work + Work(FITTED * STEPS) if self.options.form == "network" else work
+        fit, *_ = split(prompts, self.options.seed)
+        if self.options.form != "network" or len(fit) < FEW:
+            return work
+        shape = describe(self.loaded.model)
+        columns = columns_of(self.options.looked_at, shape.head_dim)
+        drawn = torch.rand(shape.kv_heads, BATCH, len(columns) + 1)
+
+        def fit_some() -> None:
+            fit_network(drawn[..., 1:], drawn[..., 0], WIDTH, TIMED_STEPS, BATCH, DECAY, self.options.seed)
+
+        seconds = median(timed(fit_some)) * STEPS / TIMED_STEPS
+        return work + Work(seconds=seconds * len(shape.full_layers))
 
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:

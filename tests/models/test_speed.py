@@ -1,0 +1,69 @@
+"""How fast a model is, from a clock that is made up: every pass has a start, time per token, and attention's part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvsearch.models import speed
+from kvsearch.models.speed import Speed, StageCost, Work
+from tests import tiny
+
+START, READ = 0.5, 0.01  # seconds: more than any pass takes here, so that a short one is slow, too
+
+
+class Passes:
+    """Makes every pass of a model take so long; `share` is the part of a token's work that a pair is."""
+
+    def __init__(self, model: Any, now: list[float]) -> None:
+        self.model = model
+        self.now = now
+        self.share = 0.0
+        self.factors: Iterator[float] = iter(())
+        self.seen: set[int] = set()
+
+    def __call__(self, _: Any, arguments: Any, keywords: Any) -> None:
+        length = keywords["input_ids"].shape[1]
+        self.seen.add(length)
+        self.now[0] += (START + READ * (length + self.share * length**2 / 2)) * next(self.factors, 1.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
+    """Passes over a tiny model, by which the clock goes on."""
+    model = tiny.loaded("llama").model
+    now = [0.0]
+    passes = Passes(model, now)
+    monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(speed, "LEAST", 64)
+    monkeypatch.setattr(speed, "PATIENCE", 1e9)
+    handle = model.register_forward_pre_hook(passes, with_kwargs=True)
+    yield passes
+    handle.remove()
+
+
+def test_a_slow_start_is_not_taken_for_all(clock: Passes) -> None:
+    """Two lengths are timed, whatever the first one takes: else all were passes times the start."""
+    found = Speed.of(clock.model, [StageCost("read", 2, 0, Work.over([80, 96]))])
+    assert (found.tokens, clock.seen) == (96, {speed.SHORT, 96})
+    clock.share = found.pair / found.read
+    again = Speed(clock.model, 96)
+    assert (again.start, again.read) == (pytest.approx(START, rel=0.02), pytest.approx(READ))
+    for length in (32, 96, 192):  # the part that grows with the square of the length, too
+        exact = START + READ * (length + clock.share * length**2 / 2)
+        assert again.seconds(Work.over([length])) == pytest.approx(exact, rel=0.02)
+    assert not again.is_busy
+
+
+def test_a_busy_machine_is_told(clock: Passes) -> None:
+    clock.factors = iter([9.0, 1.0, 1.0, 2.0])  # the first pass of all does not count
+    found = Speed(clock.model)
+    assert found.is_busy
+    assert found.range_of(60.0) == (pytest.approx(40.0), pytest.approx(120.0))
+
+
+def test_work_adds_up() -> None:
+    work = Work.over([10, 20], behind=100) + Work.replying(24) * 2 + Work(seconds=3) + Work.over([5], times=3)
+    assert work == Work(2 + 4 + 3, 30 + 48 + 15, 250 + 37.5, 3000, 3, 20)
