@@ -112,7 +112,8 @@ class ImportancePass(SweptPass[RankedContext]):
         parts = []
         for first in range(0, len(texts), size):
             some = texts[first : first + size]
-            tokens, counts = pad_sequence(list(some), batch_first=True), torch.tensor([len(text) for text in some])
+            tokens = pad_sequence(list(some), batch_first=True)
+            counts = torch.tensor([len(text) for text in some])
             real = (torch.arange(tokens.shape[1]) < counts[:, None]).float()  # padding is behind: no token sees it
             rows = None if len(some) == 1 else torch.zeros(len(some), dtype=torch.long)
             with self.following(tokens.to(self.model.device), rows=rows, logits_to_keep=1):

@@ -11,7 +11,8 @@ from time import perf_counter
 from typing import Any
 
 SHORT = 16  # tokens of the short pass
-LEAST, MOST = 256, 4096  # and of the long one, which is as long as what is going to be read, within these
+LEAST = 256  # and of the long one, which is as long as what is going to be read, but for these limits
+MOST = 4096
 TIMES = 3  # that each is timed; the median counts
 PATIENCE = 10.0  # seconds, after which a long pass is not repeated
 TABLE_ROWS = 32  # of the attention table that is timed

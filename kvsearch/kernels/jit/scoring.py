@@ -143,7 +143,8 @@ def find_peaks(
         given = tl.zeros((BM, BN), tl.float32)
         for g in range(G):
             query = Q + batch * q_batch + (head * G + g) * q_head
-            place_at, lse_at = Places + batch * p_batch, Lse + (segment * G + g) * rows
+            place_at = Places + batch * p_batch
+            lse_at = Lse + (segment * G + g) * rows
             p, _ = probabilities(query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP)
             if NORMED:
                 p *= tl.load(Norms + (segment * G + g) * context + c, mask=c < context, other=0.0)[None, :]
