@@ -18,7 +18,7 @@ from kvsearch.tasks.metrics.likelihood import read_losses
 HEADROOM = {
     "best tried": "what scores highest on a context of all that replied, so it can be kept; more may be possible",
     "true importance, even": "what the questions to come look at, with even budgets",
-    "agnostic importance": "what up to 3 questions about other contexts look at, in the allocation that is best there",
+    "agnostic importance": "what up to 24 questions about other contexts look at, in the allocation that is best there",
 }
 SCORES = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
 GAINS = ("signal", "kind", "phases", "forward minus", "difference", "95% interval")
