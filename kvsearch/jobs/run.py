@@ -198,7 +198,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
     effort: Literal["full", "quick"] = option(
         "full",
         "quick: the recipe run/quick, a first look by 20 contexts, without fitted rankings and without a search.",
-        MACHINE,
     )
     time: Time | None = option(
         None,
@@ -382,7 +381,8 @@ def find_forms(options: RunOptions, stages: RunStages) -> Iterator[tuple[RunOpti
     """Yield forms of a run, each shorter than the one before, and what is left out of it."""
     yield options, "nothing is left out"
     counted = stages.options  # with the contexts of all stages
-    whole = {"fit": counted.fit, "measure": counted.measure, "samples": stages.splits["select"].samples}
+    asked = max(task.coverage.contexts for task in stages.encoded["select"])
+    whole = {"fit": counted.fit, "measure": counted.measure, "samples": asked}
     if options.effort != QUICK:
         for part in (2, 4, 8):
             counts = {name: max(count // part, min(count, LEAST_PART)) for name, count in whole.items() if count}
