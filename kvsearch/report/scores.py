@@ -16,8 +16,8 @@ from kvsearch.selection.verdicts import AtBudget
 from kvsearch.tasks.metrics.likelihood import read_losses
 
 HEADROOM = {
-    "best tried": "what scores highest on a context of these and of that allocation by true importance, of 8, under which "
-    "teacher-forced right answers lose least; all scores are of replies, so it can be kept; more may be possible",
+    "best tried": "what scores highest on a context of these and of that allocation by true importance, of 8, under "
+    "which teacher-forced right answers lose least; all scores are of replies, so it can be kept; more may be possible",
     "true importance, even": "what the questions to come look at, with even budgets",
     "agnostic importance": "what up to 24 questions about other contexts look at, in the allocation that is best there",
 }
