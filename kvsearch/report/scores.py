@@ -16,7 +16,8 @@ from kvsearch.selection.verdicts import AtBudget
 from kvsearch.tasks.metrics.likelihood import read_losses
 
 HEADROOM = {
-    "best tried": "what scores highest on a context of all that replied, so it can be kept; more may be possible",
+    "best tried": "what scores highest on a context of these and of that allocation by true importance, of 8, under "
+    "which teacher-forced right answers lose least; all scores are of replies, so it can be kept; more may be possible",
     "true importance, even": "what the questions to come look at, with even budgets",
     "agnostic importance": "what up to 24 questions about other contexts look at, in the allocation that is best there",
 }
@@ -43,11 +44,6 @@ def headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
         listed = "; ".join(f"{method} {share:.2f}" for method, share in result.shares.items())
         yield f"share of the full-cache score: {listed}"
     yield from (f"{name}: {words}" for name, words in HEADROOM.items() if name in result.methods)
-    if not on_text:
-        yield (
-            "all scores are of replies; of 8 allocations by true importance those reply that are even, and under which "
-            "the teacher-forced right answers lose least"
-        )
 
 
 def progress_table(samples: Collection[Sample]) -> Table:
