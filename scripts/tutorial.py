@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^```console ?(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMPT = "$ "
 FILE = re.compile(r"^```\w+ (\w+\.\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROGRESS = re.compile(r"^.*: (\d+ of \d+|\d+%) in \d+:\d\d\b.*\n", re.MULTILINE)
-LEFT = re.compile(r" \(about [^)]* left\)$", re.MULTILINE)
+TIMES = re.compile(r" \(about [^)]* left\)$|^(stage \d+ of \d+: [^\n(]*?) \([^)\n]*; [^)\n]*\)$", re.MULTILINE)
 TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 
 Run = Callable[[list[str]], str]
@@ -52,8 +52,8 @@ def rendered(page: str, run: Run, model: str = "") -> str:
 
 
 def _shown(output: str) -> str:
-    """Return an output without what says how far a slow machine is."""
-    output = LEFT.sub("", PROGRESS.sub("", output))
+    """Return an output without what says how far a slow machine is, and how long stages take."""
+    output = TIMES.sub(lambda found: found[1] or "", PROGRESS.sub("", output))
     text = TRAILING.sub("", output).strip("\n")
     return f"{text}\n" if text else ""
 
