@@ -9,8 +9,8 @@ A step is a command of kvsearch with a directory of its own in runs/real. It goe
 repeated once it is finished. Three kinds of questions are asked: needles in essays, defaults that documentation states,
 and plain text, of which the rest is predicted. Needles are RULER's kinds of which the full cache finds about half or
 more, on contexts that nothing else uses; they are asked again at twice the length. For each kind `kvsearch run` writes
-a plan per size (50, 25, 20, 10 and 5% of the entries), on contexts of its own; then plans, policies with even budgets
-and the allocations of papers answer the same questions about other contexts.
+a plan per size (50, 25, 20, 10 and 5% of the entries; of questions 20 and 10%), on contexts of its own; then plans,
+policies with even budgets and the allocations of papers answer the same questions about other contexts.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Kind:
 
     name: str
     tasks: str
-    budgets: tuple[int, ...]  # about 50, 25, 20, 10 and 5% of a context
+    budgets: tuple[int, ...]  # entries per kv head of each size
     fit: int
     measure: int
     choose: int
@@ -126,7 +126,7 @@ class Kind:
     @property
     def main_budgets(self) -> tuple[int, ...]:
         """About 20 and 10% of a context: what README, the tables of single tasks and the controls are about."""
-        return self.budgets[2:4]
+        return self.budgets if len(self.budgets) == 2 else self.budgets[2:4]
 
     def search(self, home: Path) -> Step:
         """Return the search for a plan of every size."""
@@ -307,7 +307,7 @@ def find_kind(home: Path, name: str) -> Kind:
         return Kind(name, tasks, (512, 256, 205, 102, 51), fit=4, measure=4, choose=8, report=32)
     if name == "questions":
         tasks = f"jsonl:{home / 'data' / 'questions.jsonl'}"
-        return Kind(name, tasks, (512, 256, 205, 102, 51), fit=10, measure=10, choose=12, report=26)
+        return Kind(name, tasks, (205, 102), fit=10, measure=10, choose=12, report=26)
     passed = [task for task, score in gate_scores(home, name).items() if score >= GATE]
     if not passed:
         sys.exit(
@@ -315,7 +315,7 @@ def find_kind(home: Path, name: str) -> Kind:
         )
     tasks = f"ruler:{','.join(passed)}"
     if name == "needles":
-        return Kind(name, tasks, (417, 208, 167, 83, 42), fit=3, measure=3, choose=4, report=12)
+        return Kind(name, tasks, (417, 208, 167, 83, 42), fit=3, measure=3, choose=4, report=10)
     return Kind(name, tasks, (925, 462, 370, 185, 92), fit=2, measure=2, choose=3, report=5)
 
 
