@@ -117,33 +117,42 @@ class Kind:
 
     name: str
     tasks: str
-    budgets: tuple[int, ...]  # entries per kv head of each size
+    main_budgets: tuple[int, ...]  # about 20 and 10% of a context: for README, single tasks and controls
+    groups: tuple[tuple[int, ...], ...]  # of all sizes, in entries per kv head; each is a search of its own
     fit: int
     measure: int
     choose: int
     report: int
 
     @property
-    def main_budgets(self) -> tuple[int, ...]:
-        """About 20 and 10% of a context: what README, the tables of single tasks and the controls are about."""
-        return self.budgets if len(self.budgets) == 2 else self.budgets[2:4]
+    def budgets(self) -> list[int]:
+        """All sizes, the largest first."""
+        return sorted((budget for group in self.groups for budget in group), reverse=True)
 
-    def search(self, home: Path) -> Step:
-        """Return the search for a plan of every size."""
-        budgets = ",".join(map(str, self.budgets))
+    def steps(self, home: Path) -> list[tuple[Step, Step]]:
+        """Return the search for plans of every group of sizes, and their comparison with methods of the field."""
+        searches = [self._search(home / self.name / name, group) for name, group in self._named("run")]
+        return [
+            (search, self._comparison(home / self.name / name, group, search.directory))
+            for search, (name, group) in zip(searches, self._named("evaluation"), strict=True)
+        ]
+
+    def _named(self, name: str) -> list[tuple[str, tuple[int, ...]]]:
+        return [(f"{name}{'-others' * bool(number)}", group) for number, group in enumerate(self.groups)]
+
+    def _search(self, directory: Path, group: tuple[int, ...]) -> Step:
         counts = ("--fit", str(self.fit), "--measure", str(self.measure), "--samples", str(self.choose))
         fitted = ("--rankings", "query_bank", "--no-refine")
-        return Step(home / self.name / "run", ("run", *self._asked, "--budgets", budgets, *fitted, *counts))
+        return Step(directory, ("run", *self._asked, "--budgets", ",".join(map(str, group)), *fitted, *counts))
 
-    def comparison(self, home: Path) -> Step:
-        """Return the comparison of these plans with methods of the field, on contexts that none of them saw."""
-        search = self.search(home).directory
-        plans = [word for budget in self.budgets for word in ("--plan", str(search / f"plan-{budget}.json"))]
+    def _comparison(self, directory: Path, group: tuple[int, ...], search: Path) -> Step:
+        """Return the comparison on contexts that no plan saw."""
+        plans = [word for budget in group for word in ("--plan", str(search / f"plan-{budget}.json"))]
         methods = ",".join([*POLICIES, *CONTROLS, *ALLOCATIONS, f"lukv={search / 'curves'}"])
-        sizes = ("--methods", methods, "--budgets", ",".join(map(str, self.budgets)))
-        # 120 methods of two contexts are rows enough of a batch, and take 3 GB
+        sizes = ("--methods", methods, "--budgets", ",".join(map(str, group)))
+        # many methods of two contexts are rows enough of a batch, and take 3 GB
         asked = (*self._asked, "--split", "report", "--samples", str(self.report), "--batch", "2")
-        return Step(home / self.name / "evaluation", ("evaluate", *asked, *sizes, *plans))
+        return Step(directory, ("evaluate", *asked, *sizes, *plans))
 
     @property
     def _asked(self) -> tuple[str, ...]:
@@ -153,23 +162,36 @@ class Kind:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The finished comparison of a kind, with every reply."""
+    """The finished comparison of a kind, with every reply; of each group of sizes there is one on the same contexts."""
 
     kind: Kind
-    result: EvaluationResult
-    samples: tuple[Sample, ...]
+    results: tuple[EvaluationResult, ...]
+    samples: dict[int, Sequence[Sample]]  # by size
 
     @classmethod
     def read(cls, kind: Kind, home: Path) -> Comparison:
-        """Read it from its directory."""
-        directory = kind.comparison(home).directory
-        result = open_path(directory).content
-        return cls(kind, result, tuple(read_replies(directory / LEDGER).values()))
+        """Read it from its directories."""
+        directories = [comparison.directory for _, comparison in kind.steps(home)]
+        results = tuple(open_path(directory).content for directory in directories)
+        replies = [tuple(read_replies(directory / LEDGER).values()) for directory in directories]
+        return cls(
+            kind, results, {size: each for sizes, each in zip(kind.groups, replies, strict=True) for size in sizes}
+        )
+
+    @property
+    def result(self) -> EvaluationResult:
+        """The comparison of the first group of sizes."""
+        return self.results[0]
 
     @property
     def blocks(self) -> dict[int, SizeScores]:
-        """The methods of every size, by its budget."""
-        return dict(zip(self.kind.budgets, self.result.blocks, strict=True))
+        """The methods of every size, by its budget, the largest first."""
+        blocks = {
+            budget: block
+            for group, result in zip(self.kind.groups, self.results, strict=True)
+            for budget, block in zip(group, result.blocks, strict=True)
+        }
+        return {budget: blocks[budget] for budget in self.kind.budgets}
 
     @property
     def format(self) -> tuple[float, str]:
@@ -204,9 +226,9 @@ class Comparison:
         """Return what the plan of a size scores above another method, or loses less on text; paired by context."""
         plan = self.plan(budget)
         if self.result.on_text:
-            [task] = scores_by_task(self.samples).values()
+            [task] = scores_by_task(self.samples[budget]).values()
             return student_estimate(task.losses[over.label][0] - task.losses[plan.label][0])
-        return contrast(self.samples, {plan.label: 1, over.label: -1})
+        return contrast(self.samples[budget], {plan.label: 1, over.label: -1})
 
 
 def main() -> None:
@@ -257,9 +279,9 @@ def find_steps(home: Path, names: Sequence[str]) -> Iterator[Step]:
     for name in names:
         if name.startswith("needles"):
             yield gate_step(home, name)
-        kind = find_kind(home, name)
-        yield kind.search(home)
-        yield kind.comparison(home)
+        for search, comparison in find_kind(home, name).steps(home):
+            yield search
+            yield comparison
 
 
 def write_page(home: Path, names: Sequence[str]) -> None:
@@ -273,7 +295,8 @@ def write_page(home: Path, names: Sequence[str]) -> None:
         parts |= {name: write_methods(comparison), f"{name}-leads": write_leads(comparison)}
         if len(comparison.result.tasks) > 1:
             parts[f"{name}-tasks"] = write_tasks(comparison)
-        pack(comparison.kind.comparison(home).directory, ITEMS / f"{name}.tar.xz")
+        for _, step in comparison.kind.steps(home):
+            pack(step.directory, ITEMS / f"{name}{step.directory.name.removeprefix('evaluation')}.tar.xz")
     controls = [control for comparison in comparisons for control in find_controls(comparison)]
     parts["controls"] = "\n".join(f"- {words}: {'yes' if holds else '**no**'}" for words, holds in controls)
     parts["summary"] = write_summary(comparisons)
@@ -304,10 +327,10 @@ def find_kind(home: Path, name: str) -> Kind:
     """Return a kind of questions: of needles those that pass the gate, of others what api_questions.py has written."""
     if name == "text":
         tasks = f"ppl:{home / 'data' / 'documentation.txt'}"
-        return Kind(name, tasks, (512, 256, 205, 102, 51), fit=4, measure=4, choose=8, report=32)
+        return Kind(name, tasks, (205, 102), ((512, 256, 205, 102, 51),), fit=4, measure=4, choose=8, report=32)
     if name == "questions":
         tasks = f"jsonl:{home / 'data' / 'questions.jsonl'}"
-        return Kind(name, tasks, (205, 102), fit=10, measure=10, choose=12, report=26)
+        return Kind(name, tasks, (205, 102), ((205, 102),), fit=10, measure=10, choose=12, report=26)
     passed = [task for task, score in gate_scores(home, name).items() if score >= GATE]
     if not passed:
         sys.exit(
@@ -315,8 +338,8 @@ def find_kind(home: Path, name: str) -> Kind:
         )
     tasks = f"ruler:{','.join(passed)}"
     if name == "needles":
-        return Kind(name, tasks, (417, 208, 167, 83, 42), fit=3, measure=3, choose=4, report=10)
-    return Kind(name, tasks, (925, 462, 370, 185, 92), fit=2, measure=2, choose=3, report=5)
+        return Kind(name, tasks, (167, 83), ((167, 83), (417, 208, 42)), fit=3, measure=3, choose=4, report=8)
+    return Kind(name, tasks, (370, 185), ((370, 185),), fit=2, measure=2, choose=3, report=5)
 
 
 def add_cost(path: Path, name: str, seconds: float) -> None:
@@ -372,7 +395,7 @@ def write_methods(comparison: Comparison) -> str:
     names = [method.name for method in comparison.result.blocks[0].methods if not method.name.startswith("plan-")]
 
     def mean(name: str) -> float:
-        values = [comparison.value(present(block.method(name), name)).mean for block in comparison.result.blocks]
+        values = [comparison.value(present(block.method(name), name)).mean for block in comparison.blocks.values()]
         return sum(values) if comparison.result.on_text else -sum(values)
 
     rows = [
@@ -386,7 +409,8 @@ def write_methods(comparison: Comparison) -> str:
     ]
     for name in sorted(names, key=mean):
         values = [
-            comparison.write(comparison.value(present(block.method(name), name))) for block in comparison.result.blocks
+            comparison.write(comparison.value(present(block.method(name), name)))
+            for block in comparison.blocks.values()
         ]
         rows.append([label_of(name), *values])
     if not comparison.result.on_text:
