@@ -8,9 +8,9 @@
 A step is a command of kvsearch with a directory of its own in runs/real. It goes on where it was stopped, and is not
 repeated once it is finished. Three kinds of questions are asked: needles in essays, defaults that documentation states,
 and plain text, of which the rest is predicted. Needles are RULER's kinds of which the full cache finds about half or
-more, on contexts that nothing else uses; they are asked again at twice the length. For each kind `kvsearch run` writes
-a plan per size (50, 25, 20, 10 and 5% of the entries; of questions 20 and 10%), on contexts of its own; then plans,
-policies with even budgets and the allocations of papers answer the same questions about other contexts.
+more, on contexts that nothing else uses. For each kind `kvsearch run` writes a plan per size (50, 25, 20, 10 and 5% of
+the entries; of questions 20 and 10%), on contexts of its own; then plans, policies with even budgets and the
+allocations of papers answer the same questions about other contexts. Plans for needles answer about longer ones, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
@@ -62,7 +62,7 @@ ALLOCATIONS = ("pyramid", "adakv", "adakv:expected_attention", "cake", "lava", "
 RIVALS = (POLICIES, (*ALLOCATIONS, "lukv"))  # of which the best of each stands beside the plan
 NAMES = {
     "needles": "needles, RULER's kinds that the full cache finds",
-    "needles-2048": "the same, contexts of about 1,850 tokens",
+    "needles-2048": "the same plans, contexts of twice the length",
     "questions": "questions about documentation",
     "text": "documentation, nats per token lost",
 }
@@ -123,17 +123,24 @@ class Kind:
     measure: int
     choose: int
     report: int
+    plans: Path | None = None  # of another search, in place of one of its own
 
     @property
     def budgets(self) -> list[int]:
         """All sizes, the largest first."""
         return sorted((budget for group in self.groups for budget in group), reverse=True)
 
-    def steps(self, home: Path) -> list[tuple[Step, Step]]:
-        """Return the search for plans of every group of sizes, and their comparison with methods of the field."""
-        searches = [self._search(home / self.name / name, group) for name, group in self._named("run")]
+    def searches(self, home: Path) -> list[Step]:
+        """Return the search for plans of every group of sizes."""
+        if self.plans is not None:
+            return []
+        return [self._search(home / self.name / name, group) for name, group in self._named("run")]
+
+    def comparisons(self, home: Path) -> list[Step]:
+        """Return the comparison of the plans of every group of sizes with methods of the field."""
+        searches = [self.plans] if self.plans else [search.directory for search in self.searches(home)]
         return [
-            (search, self._comparison(home / self.name / name, group, search.directory))
+            self._comparison(home / self.name / name, group, search)
             for search, (name, group) in zip(searches, self._named("evaluation"), strict=True)
         ]
 
@@ -171,7 +178,7 @@ class Comparison:
     @classmethod
     def read(cls, kind: Kind, home: Path) -> Comparison:
         """Read it from its directories."""
-        directories = [comparison.directory for _, comparison in kind.steps(home)]
+        directories = [step.directory for step in kind.comparisons(home)]
         results = tuple(open_path(directory).content for directory in directories)
         replies = [tuple(read_replies(directory / LEDGER).values()) for directory in directories]
         return cls(
@@ -277,11 +284,11 @@ def list_steps(home: Path, names: Sequence[str]) -> None:
 def find_steps(home: Path, names: Sequence[str]) -> Iterator[Step]:
     """Yield the steps of some kinds of questions; those after the first are known once it is finished."""
     for name in names:
-        if name.startswith("needles"):
-            yield gate_step(home, name)
-        for search, comparison in find_kind(home, name).steps(home):
-            yield search
-            yield comparison
+        if name == "needles":
+            yield gate_step(home)
+        kind = find_kind(home, name)
+        yield from kind.searches(home)
+        yield from kind.comparisons(home)
 
 
 def write_page(home: Path, names: Sequence[str]) -> None:
@@ -290,12 +297,12 @@ def write_page(home: Path, names: Sequence[str]) -> None:
     parts = {"costs": write_costs(find_steps(home, names), read_costs(home / COSTS))}
     for comparison in comparisons:
         name = comparison.kind.name
-        if name.startswith("needles"):
-            parts[f"{name}-gate"] = write_gate(home, name)
+        if name == "needles":
+            parts["needles-gate"] = write_gate(home)
         parts |= {name: write_methods(comparison), f"{name}-leads": write_leads(comparison)}
         if len(comparison.result.tasks) > 1:
             parts[f"{name}-tasks"] = write_tasks(comparison)
-        for _, step in comparison.kind.steps(home):
+        for step in comparison.kind.comparisons(home):
             pack(step.directory, ITEMS / f"{name}{step.directory.name.removeprefix('evaluation')}.tar.xz")
     controls = [control for comparison in comparisons for control in find_controls(comparison)]
     parts["controls"] = "\n".join(f"- {words}: {'yes' if holds else '**no**'}" for words, holds in controls)
@@ -309,17 +316,17 @@ def write_page(home: Path, names: Sequence[str]) -> None:
         sys.exit(f"a control came out wrong: {'; '.join(failed)}")
 
 
-def gate_step(home: Path, name: str) -> Step:
+def gate_step(home: Path) -> Step:
     """Return the step that asks the full cache, beside a control, all needles, on contexts that nothing else uses."""
-    length = str(LENGTHS[name])
+    length = str(LENGTHS["needles"])
     asked = ("--tasks", f"ruler:{','.join(NEEDLES)}", "--length", length, "--split", "select", "--seed", "7")
     options = ("--samples", "12", "--methods", "streaming", "--ratios", "0.8")
-    return Step(home / name / "gate", ("evaluate", *asked, *options))
+    return Step(home / "needles" / "gate", ("evaluate", *asked, *options))
 
 
-def gate_scores(home: Path, name: str) -> dict[str, float]:
+def gate_scores(home: Path) -> dict[str, float]:
     """Return the scores of the full cache by task."""
-    scores = open_path(gate_step(home, name).directory).content.full.scores["tasks"]
+    scores = open_path(gate_step(home).directory).content.full.scores["tasks"]
     return {task: scores[task].mean for task in NEEDLES}
 
 
@@ -331,15 +338,17 @@ def find_kind(home: Path, name: str) -> Kind:
     if name == "questions":
         tasks = f"jsonl:{home / 'data' / 'questions.jsonl'}"
         return Kind(name, tasks, (205, 102), ((205, 102),), fit=10, measure=10, choose=12, report=26)
-    passed = [task for task, score in gate_scores(home, name).items() if score >= GATE]
+    passed = [task for task, score in gate_scores(home).items() if score >= GATE]
     if not passed:
         sys.exit(
             f"the full cache answers less than {GATE:.0%} of every kind of needles: nothing can be compared on them"
         )
     tasks = f"ruler:{','.join(passed)}"
+    needles = Kind("needles", tasks, (167, 83), ((167, 83), (417, 208, 42)), fit=3, measure=3, choose=4, report=8)
     if name == "needles":
-        return Kind(name, tasks, (167, 83), ((167, 83), (417, 208, 42)), fit=3, measure=3, choose=4, report=8)
-    return Kind(name, tasks, (370, 185), ((370, 185),), fit=2, measure=2, choose=3, report=5)
+        return needles
+    plans = needles.searches(home)[1].directory
+    return replace(needles, name=name, main_budgets=(417, 208), groups=((417, 208),), report=4, plans=plans)
 
 
 def add_cost(path: Path, name: str, seconds: float) -> None:
@@ -357,9 +366,9 @@ def read_costs(path: Path) -> dict[str, float]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def write_gate(home: Path, name: str) -> str:
+def write_gate(home: Path) -> str:
     """Say which needles are asked, and which are not."""
-    scores = gate_scores(home, name)
+    scores = gate_scores(home)
     passed = {name: score for name, score in scores.items() if score >= GATE}
     asked, left_out = (
         ", ".join(f"{name} {percent(score, 0)}" for name, score in some.items())

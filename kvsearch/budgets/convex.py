@@ -49,12 +49,12 @@ def sorted_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
     head's next block pops them in: slopes fall strictly inside a head, so sorting cannot break its prefix order.
     `rows` is [heads, T], `floors` and `caps` are [heads].
     """
-    from sklearn.isotonic import isotonic_regression
+    from scipy.optimize import isotonic_regression
 
     gains = np.zeros_like(rows)
     for row, (floor, cap) in enumerate(zip(floors.tolist(), caps.tolist(), strict=True)):
         if floor < cap:
-            gains[row, floor:cap] = isotonic_regression(rows[row, floor:cap], increasing=False)
+            gains[row, floor:cap] = isotonic_regression(rows[row, floor:cap], increasing=False).x
     rank = np.arange(rows.shape[1])
     inside = (rank >= floors[:, None]) & (rank < caps[:, None])
     first = rank == floors[:, None]

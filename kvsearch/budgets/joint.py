@@ -209,7 +209,7 @@ def _curves(solver: MarginalSolver) -> list[_Curve]:
 
 def _envelope(curves: Sequence[_Curve]) -> _Corners:
     """Return the corners of the least concave curve above those of all policies."""
-    from sklearn.isotonic import isotonic_regression
+    from scipy.optimize import isotonic_regression
 
     entries = np.concatenate([curve.entries for curve in curves])
     kept = np.concatenate([curve.kept for curve in curves])
@@ -221,6 +221,6 @@ def _envelope(curves: Sequence[_Curve]) -> _Corners:
     corner = np.ones(len(entries), dtype=bool)
     if len(entries) > 2:
         width = np.diff(entries)
-        pooled = isotonic_regression(np.diff(kept) / width, sample_weight=width.astype(np.float64), increasing=False)
+        pooled = isotonic_regression(np.diff(kept) / width, weights=width.astype(np.float64), increasing=False).x
         corner[1:-1] = np.diff(pooled) != 0
     return _Corners(entries[corner], kept[corner], policy[corner], blocks[corner])

@@ -152,28 +152,45 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
     if first is None:
         return ranks
     quota = [policy.quota(budget) for budget in range(valid.shape[-1] + 1)]
-    both = torch.stack([rank_entries(first, valid, sinks, window), ranks], 2).flatten(0, 1)
-    merged = [_two_stage_order(one, two, quota) for one, two in both.argsort(-1).tolist()]
-    return inverse(torch.tensor(merged, device=ranks.device)).view_as(ranks).int()
+    return merge_ranks(rank_entries(first, valid, sinks, window), ranks, quota)
 
 
-def _two_stage_order(first: list[int], second: list[int], quota: list[int]) -> list[int]:
-    """Order columns as growing budgets take them: `quota[b]` of `first`, the rest by `second`."""
-    order: list[int] = []
-    kept = [False] * len(first)
-    taken = 0
-    rest = iter(second)
-    for budget in range(1, len(first) + 1):
-        column = -1
-        while taken < min(quota[budget], budget) and column < 0:
-            if not kept[first[taken]]:
-                column = first[taken]
-            taken += 1
-        if column < 0:
-            column = next(candidate for candidate in rest if not kept[candidate])
-        kept[column] = True
-        order.append(column)
-    return order
+def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
+    """Return the rank of entries as growing budgets take them: `quota[b]` by their `first` rank, the rest by `second`.
+
+    All ranks are permutations [..., T] int32. An entry is taken at the first budget at which it is among the quota, or
+    at which the second ranks have come to it: how far they have is the rank, by `second`, of the (b - quota)-th of the
+    entries that are not among the quota. That is found bit by bit for all budgets at once (a wavelet matrix).
+    """
+    length = first.shape[-1]
+    counts = [0]
+    for budget in range(1, length + 1):  # at most one entry more at a time: what is kept stays
+        counts.append(min(max(counts[-1], min(quota[budget], budget)), counts[-1] + 1))
+    among = torch.tensor(counts, device=first.device)  # [T + 1]
+    by_quota = torch.searchsorted(among, first.long(), right=True)
+    values = second.long().gather(-1, inverse(first.long()))  # by `first`
+    low = among.expand(*first.shape[:-1], -1)
+    high = torch.full_like(low, length)
+    wanted = torch.arange(length + 1, device=first.device) - among - 1  # of those from `low` on, counted from 0
+    left = wanted.clamp(min=0).expand_as(low)
+    reached = torch.zeros_like(low)
+    for bit in reversed(range(length.bit_length())):
+        is_one = values >> bit & 1
+        zeros = torch.nn.functional.pad((1 - is_one).cumsum(-1), (1, 0))
+        count = zeros[..., -1:]
+        zeros_low = zeros.gather(-1, low)
+        zeros_high = zeros.gather(-1, high)
+        goes_up = left >= zeros_high - zeros_low
+        left = torch.where(goes_up, left - (zeros_high - zeros_low), left)
+        low = torch.where(goes_up, count + low - zeros_low, zeros_low)
+        high = torch.where(goes_up, count + high - zeros_high, zeros_high)
+        reached = reached | goes_up.long() << bit
+        index = torch.arange(length, device=first.device)
+        before = zeros[..., :-1]
+        values = torch.empty_like(values).scatter_(-1, torch.where(is_one > 0, count + index - before, before), values)
+    reached = torch.where(wanted < 0, -1, reached).cummax(-1).values
+    by_second = torch.searchsorted(reached.contiguous(), second.long().contiguous())
+    return (torch.minimum(by_quota, by_second) - 1).int()
 
 
 def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:

@@ -4,9 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvsearch.policies import rank_entries, scoring
+from kvsearch.policies.ranking import merge_ranks
 from kvsearch.policies.scoring import column_sums, mean_window_attention, window_rows
 from kvsearch.policies.snapkv import SnapKV
 from tests.combinations import every_value
@@ -139,3 +142,16 @@ def test_column_sums_never_hold_all_rows_at_once() -> None:
 def test_ranks(scores: list[float], pads: int, ranks: list[int]) -> None:
     valid = torch.arange(len(scores))[None] >= pads
     assert rank_entries(torch.tensor([[scores]]), valid).tolist() == [[ranks]]
+
+
+@given(length=st.integers(1, 30), share=st.floats(0, 1), spared=st.integers(0, 3), seed=st.integers(0, 2**31))
+def test_two_orders_are_merged_to_what_every_budget_keeps(length: int, share: float, spared: int, seed: int) -> None:
+    """Below each budget are its quota of the first order, and the best of the rest by the second."""
+    generator = torch.Generator().manual_seed(seed)
+    first, second = (torch.stack([torch.randperm(length, generator=generator) for _ in range(3)]) for _ in range(2))
+    quota = [int(share * max(0, budget - spared)) for budget in range(length + 1)]
+    merged = merge_ranks(first.int(), second.int(), quota)
+    for budget in range(length + 1):
+        taken = first < quota[budget]
+        rest = second.masked_fill(taken, length).argsort(-1).argsort(-1) < budget - quota[budget]
+        assert torch.equal(merged < budget, taken | rest)

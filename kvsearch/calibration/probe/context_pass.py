@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
 from kvsearch.calibration.importance import ImportancePass, RankedContext
 from kvsearch.calibration.options import COMPARED, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
@@ -285,8 +284,8 @@ def losses(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
 def recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
     """Return the recall of several rankings by their scores [L, Hkv, T], [R, B, L, Hkv]."""
     device = context_pass.passed.model.device
-    orders = [ranked.to(device).argsort(dim=-1, descending=True, stable=True).cpu() for ranked in scores]
-    return torch.from_numpy(np.stack([recall_of(context_pass.largest.gather(-1, order).numpy()) for order in orders]))
+    orders = (ranked.to(device).argsort(dim=-1, descending=True, stable=True) for ranked in scores)
+    return recall_of(context_pass.largest.to(device), orders).float().cpu()
 
 
 def reported(fit: Ranking, read: Measured, method: str, first: int = 0) -> tuple[dict[str, Floats], tuple[str, ...]]:
@@ -316,11 +315,16 @@ def reported(fit: Ranking, read: Measured, method: str, first: int = 0) -> tuple
     return arrays, tuple((method, *COMPARED)[number] for number in judged)
 
 
-def recall_of(importance: Floats) -> Floats:
-    """Return the importance kept at each of `BUDGETS`, as a share of what the oracle keeps there, [B, ...].
+def recall_of(importance: Tensor, orders: Iterable[Tensor]) -> Tensor:
+    """Return the importance that orders keep at each of `BUDGETS`, as a share of what the oracle keeps, [R, B, ...].
 
-    `importance` [..., T] is in the order of the ranking. A head without importance has nothing to lose: 1.
+    Both are [..., T]. A head without importance has nothing to lose: 1.
     """
-    at = [max(1, round(budget * importance.shape[-1])) for budget in BUDGETS]
-    kept, best = recall_curve(importance)[..., at], oracle_recall_curve(importance)[..., at]
-    return np.moveaxis(kept / best, -1, 0)
+
+    def kept(ranked: Tensor) -> Tensor:
+        counts = (max(1, round(budget * ranked.shape[-1])) for budget in BUDGETS)
+        return torch.stack([ranked[..., :count].sum(-1, dtype=torch.float64) for count in counts])
+
+    best = kept(importance.sort(descending=True).values)
+    found = torch.stack([kept(importance.gather(-1, order)) for order in orders])
+    return torch.where(best > 0, found / best, 1.0)

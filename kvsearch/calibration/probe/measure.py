@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -43,7 +44,8 @@ from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, column
 
 RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts
-WIDTH, STEPS, BATCH, DECAY = 32, 1200, 1024, 1e-2
+WIDTH, STEPS, BATCH, DECAY = 32, 400, 1024, 1e-2
+FITTED_BYTES = 2**27  # of features of the layers that are fitted at once, which are copied about five times
 OWN = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
 FEATURE = "features"  # arrays of what is drawn
 TARGET = "target"  # the largest importance over all that is asked
@@ -53,7 +55,8 @@ UNSEEN = -30.0  # log importance where nothing was looked at: below all others, 
 FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apart
 
 LayerFits = list[list[Coefficients]]  # by layer and candidate
-LayerSample = tuple[Tensor, Tensor, Tensor]  # features [Hkv, N, F], targets [Hkv, N], unseen heads [Hkv]
+# of some layers: features [layers * Hkv, N, F], targets [layers * Hkv, N], unseen heads [layers, Hkv]
+LayerSample = tuple[Tensor, Tensor, Tensor]
 FEW = 4  # contexts to fit on, below which there is strong shrinkage alone
 TIMED_STEPS = 4  # of a network, for a forecast
 
@@ -177,10 +180,11 @@ def sample_entries(context_pass: ContextPass, places: Mapping[int, Tensor]) -> d
 class LayerSamples(Sequence[LayerSample]):
     """The samples of some layers, by their `rows`; each is read when it is asked for: all may be more than memory.
 
-    `samples` are those of all contexts, `worth` [L, Hkv, N] their targets, `unseen` is [L, Hkv].
+    Those of several layers are together, one after the other. `samples` are those of all contexts, `worth` [L, Hkv, N]
+    their targets, `unseen` is [L, Hkv].
     """
 
-    def __init__(self, samples: Sequence[Arrays], worth: Tensor, unseen: Tensor, rows: Sequence[int]) -> None:
+    def __init__(self, samples: Sequence[Arrays], worth: Tensor, unseen: Tensor, rows: Sequence[Sequence[int]]) -> None:
         self.samples = samples
         self.worth = worth
         self.unseen = unseen
@@ -190,9 +194,10 @@ class LayerSamples(Sequence[LayerSample]):
         return len(self.rows)
 
     def __getitem__(self, number: Any) -> Any:
-        row = self.rows[number]
-        features = torch.cat([torch.from_numpy(arrays[f"{FEATURE}.{row}"]) for arrays in self.samples], 1)
-        return features, self.worth[row].clone(), self.unseen[row].clone()
+        rows = list(self.rows[number])
+        layers = [[torch.from_numpy(arrays[f"{FEATURE}.{row}"]) for arrays in self.samples] for row in rows]
+        features = torch.cat([torch.cat(parts, 1) for parts in layers])
+        return features, self.worth[rows].flatten(0, 1), self.unseen[rows]
 
 
 def fit_candidates(
@@ -204,14 +209,16 @@ def fit_candidates(
     these have the even spread under every candidate.
 
     Regressions are tried on all features, and on those that are an entry's own alone. With `few` contexts there is
-    strong shrinkage only, and no network.
+    strong shrinkage only, and no network. Some layers are fitted at once, as many as `FITTED_BYTES` hold.
     """
     worth = torch.cat([torch.from_numpy(arrays[TARGET]) for arrays in samples], -1)
     unseen = (worth == 0).all(-1)  # where all importance is 0, so is what is fitted
-    work = partial(_fit_layer, options=options, few=few)
+    work = partial(_fit_layers, options=options, few=few)
+    together = max(1, FITTED_BYTES // sum(arrays[f"{FEATURE}.0"].nbytes for arrays in samples))
 
     def make(rows: Sequence[int]) -> Iterator[Arrays]:
-        return loaded.map(work, LayerSamples(samples, worth, unseen, rows))
+        groups = [rows[first : first + together] for first in range(0, len(rows), together)]
+        return chain.from_iterable(loaded.map(work, LayerSamples(samples, worth, unseen, groups)))
 
     fits = []
     names = Coefficients._fields
@@ -221,9 +228,10 @@ def fit_candidates(
     return fits, unseen
 
 
-def _fit_layer(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions, few: bool) -> Arrays:
-    """Return the candidates of a layer."""
+def _fit_layers(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions, few: bool) -> list[Arrays]:
+    """Return the candidates of each of some layers."""
     x, wanted, unseen = sample
+    layers, heads = unseen.shape
     columns = columns_of(options.looked_at, loaded.fingerprint.head_dim)
     read = torch.tensor([name != SPREAD for name in columns])
     own = torch.tensor([name in OWN for name in columns])
@@ -237,17 +245,21 @@ def _fit_layer(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions, 
             for strength in (STRONG if few else RIDGE)
         ]
         if options.form == "network" and not few and subsets:
-            network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed)
+            network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed, layers)
             forms.append(restrict_to(network, read))
         forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
         even = spread_fit(z, z[..., columns.index(SPREAD)], columns.index(SPREAD))
         none = even._replace(bias=torch.full_like(even.bias, UNSEEN))
-        heads = [mixed((form, none), unseen.long(), form.output.shape[-1]) for form in forms]
-    return {
-        f"{number}.{name}": array.numpy()
-        for number, fit in enumerate(heads)
-        for name, array in fit._replace(center=center, scale=scale)._asdict().items()
-    }
+        fits = [mixed((form, none), unseen.flatten().long(), form.output.shape[-1]) for form in forms]
+    whole = [fit._replace(center=center, scale=scale)._asdict() for fit in fits]
+    return [
+        {
+            f"{number}.{name}": array[first : first + heads].numpy()
+            for number, fit in enumerate(whole)
+            for name, array in fit.items()
+        }
+        for first in range(0, layers * heads, heads)
+    ]
 
 
 # --- regressions of the heads of a layer -----------------------------------------------------------------------------
@@ -296,17 +308,20 @@ def fit_ridge(z: Tensor, target: Tensor, strength: float) -> Coefficients:
     return constant_fit(z, mean)._replace(linear=linear.float())
 
 
-def fit_network(z: Tensor, target: Tensor, width: int, steps: int, batch: int, decay: float, seed: int) -> Coefficients:
+def fit_network(
+    z: Tensor, target: Tensor, width: int, steps: int, batch: int, decay: float, seed: int, layers: int = 1
+) -> Coefficients:
     """Fit target = output . gelu(hidden z + hidden_bias) + bias by AdamW on squared errors, all heads at once.
 
     Args:
-        z: standardised features [Hkv, N, F].
+        z: standardised features [Hkv, N, F], of several layers one after the other.
         target: [Hkv, N].
         width: hidden units of every head.
         steps: of the optimiser, with a cosine schedule.
         batch: entries drawn for a step, the same columns of every head.
         decay: weight decay.
-        seed: of the first weights and the draws.
+        seed: of the first weights and the draws, which are the same in all layers.
+        layers: how many they are.
     """
     heads, count, size = z.shape
     random = torch.Generator().manual_seed(seed)
@@ -315,20 +330,22 @@ def fit_network(z: Tensor, target: Tensor, width: int, steps: int, batch: int, d
     wanted = (target - mean) / spread
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random).to(z.device)
+        return torch.randn(heads // layers, *shape, generator=random).repeat(layers, 1, 1).to(z.device)
 
-    hidden = drawn(heads, size, width) / size**0.5
-    output = drawn(heads, width, 1) / width**0.5
+    hidden = drawn(size, width) / size**0.5
+    output = drawn(width, 1) / width**0.5
     hidden_bias = z.new_zeros(heads, 1, width)
     bias = z.new_zeros(heads, 1)
     parameters = [part.requires_grad_() for part in (hidden, output, hidden_bias, bias)]
     optimiser = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    entries = z.transpose(0, 1).contiguous()  # entries are drawn many times as fast where they lie in one piece
     with torch.enable_grad():
         for _ in range(steps):
             some = torch.randint(0, count, (min(batch, count),), generator=random).to(z.device)
-            inner = nn.functional.gelu(torch.baddbmm(hidden_bias, z[:, some], hidden))
-            loss = ((inner @ output)[..., 0] + bias - wanted[:, some]).square().mean(1).sum()
+            drawn_entries = entries.index_select(0, some).transpose(0, 1)
+            inner = nn.functional.gelu(torch.baddbmm(hidden_bias, drawn_entries, hidden))
+            loss = ((inner @ output)[..., 0] + bias - wanted.index_select(1, some)).square().mean(1).sum()
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()

@@ -46,6 +46,15 @@ def test_a_network_fits_what_no_line_does() -> None:
     assert lost[1].max() < 0.2
 
 
+def test_layers_that_are_fitted_at_once_are_those_that_are_fitted_alone() -> None:
+    z, target = drawn(4, 80, 4), drawn(4, 80)
+    both = fit_network(z, target, 5, 20, 32, 1e-2, 0, layers=2)
+    for layer in (slice(0, 2), slice(2, 4)):
+        alone = fit_network(z[layer], target[layer], 5, 20, 32, 1e-2, 0)
+        for whole, part in zip(both, alone, strict=True):
+            torch.testing.assert_close(whole[layer], part)
+
+
 def test_every_head_gets_its_own_fit() -> None:
     z, target = drawn(3, 80, 4), drawn(3, 80)
     fits = [fit_ridge(z, target, 1.0), fit_network(z, target, 5, 10, 32, 1e-2, 0)]

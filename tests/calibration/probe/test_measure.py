@@ -141,10 +141,12 @@ def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
 def test_recall_is_a_share_of_the_oracle() -> None:
     """Of 10 entries, 5% and 10% are one entry, 20% are two."""
     values = [8.0, 4.0, 2.0, 1.0] + [0.0] * 6
+    importance = torch.tensor(values)
     for order in permutations(range(4)):
-        ranked = np.array([values[i] for i in order] + values[4:])
-        assert recall_of(ranked) == pytest.approx([ranked[0] / 8, ranked[0] / 8, (ranked[0] + ranked[1]) / 12])
-    assert recall_of(np.zeros(10)).tolist() == [1, 1, 1]
+        first, second = (values[place] for place in order[:2])
+        found = recall_of(importance, [torch.tensor([*order, *range(4, 10)])])
+        assert found.tolist() == [pytest.approx([first / 8, first / 8, (first + second) / 12])]
+    assert recall_of(torch.zeros(10), [torch.arange(10)]).tolist() == [[1, 1, 1]]
 
 
 def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedModel, data: CalibrationData) -> None:
