@@ -7,7 +7,7 @@ made comparable across layers, and all 99 budgets solved at once by marginal gai
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,7 @@ class LukvCalibration(Calibration[LukvOptions]):
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         """Return the passes over contexts and over what is asked of them, and own replies.
 
-        What is done beside the passes is timed: the first context is measured.
+        What is done beside the passes is timed: the first question is measured.
         """
         times = 1.0  # that what is asked of a context is read
         if self.options.normalization == "integrated":
@@ -89,18 +89,21 @@ class LukvCalibration(Calibration[LukvOptions]):
         elif self.options.normalization == "effect":
             times += len(describe(self.loaded.model).full_layers)
         most = self.options.answer_tokens if self.options.answers == "own" else None
+        work = sum((prompt.work(times, most) for prompt in prompts), reply_work(prompts, self.options))
+        return work + Work(seconds=self._seconds_beside(prompts[0], times) * self.data.questions)
+
+    def _seconds_beside(self, prompt: CalibrationPrompt, times: float) -> float:
+        """Measure the first question of a prompt, and return how much longer than its passes that takes, in seconds."""
         policy, *compared_policies = self.policies
+        first = [replace(prompt, continuations=prompt.continuations[:1])]
+        if self.options.answers == "own":
+            first = with_own_replies(self.loaded, [first], self.options.answer_tokens)
 
         def measure_first() -> None:
-            steps = StepCache()
-            list(measure_importance(self.loaded, prompts[:1], policy, self.options, compared_policies, steps))
+            list(measure_importance(self.loaded, first, policy, self.options, compared_policies, StepCache()))
 
-        first = prompts[0].work(times)
         [seconds] = timed(measure_first, 0)
-        beside = seconds - Speed(self.loaded.model, first.longest).seconds(first)
-        questions = self.data.questions / len(prompts[0].continuations)
-        work = sum((prompt.work(times, most) for prompt in prompts), reply_work(prompts, self.options))
-        return work + Work(seconds=beside * questions)
+        return seconds - Speed(self.loaded.model, prompt.length).seconds(first[0].work(times))
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies
