@@ -81,10 +81,14 @@ def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> N
 PROTECTED = [*range(4), *range(-32, 0)]  # sinks and window, as under LU-KV over SnapKV
 
 
-def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> None:
+def long_example() -> Example:
+    """One whose budgets leave something to choose beside the protected entries."""
     short = TASK.rows[0]
-    # budgets must leave something to choose beside the protected entries
-    example = replace(short, context=" ".join([short.context] * math.ceil(300 / len(short.context.split()))))
+    return replace(short, context=" ".join([short.context] * math.ceil(300 / len(short.context.split()))))
+
+
+def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> None:
+    example = long_example()
     importance = importance_of(model, example)
     ids = tiny.ids_of(example.context)
     lost = {}
@@ -114,17 +118,16 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
 
 
 def test_every_allocation_ranks_by_its_own_importance(model: LoadedModel) -> None:
-    """Also beside others that share the reading of the context: the loss of each is that which it has alone."""
-    other = TASK.rows[1].queries[0]
-    context, (_, *asked) = given(model, TASK.rows[0])
-    _, [strange] = given(model, replace(TASK.rows[1], queries=(other,)))
+    """Also beside others that share the reading of the context: replies lose under each what they lose alone."""
+    context, asked = given(model, long_example())
+    _, strange = given(model, TASK.rows[1])
     with running(model.model, NAME):
-        tried, programs = module._programs(model, context, asked, 0.5, [strange])
-        everything = {**programs, **tried}
-        together = module.reply_losses(model.model, context, asked, everything)
-        for name in (EVEN_ALLOCATION, f"{AGNOSTIC}, even, 32 recent"):
-            alone = module.reply_losses(model.model, context, asked, {name: everything[name]})
-            assert together[name] == pytest.approx(alone[name], rel=1e-4)
+        tried, programs = module._programs(model, context, asked, 0.8, strange)
+        both = {name: (programs | tried)[name] for name in (f"{AGNOSTIC}, even, 32 recent", EVEN_ALLOCATION)}
+        together = module.reply_losses(model.model, context, asked, both)
+        alone = [module.reply_losses(model.model, context, asked, {name: both[name]})[name] for name in both]
+    assert list(together.values()) == pytest.approx(alone, rel=1e-4)
+    assert alone[0] != pytest.approx(alone[1], rel=1e-3)
 
 
 def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: LoadedModel) -> None:
