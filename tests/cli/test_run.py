@@ -69,7 +69,9 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert plan.total == budget * 24 == found["total"]
         assert plan.provenance.method == "run"
         outcome = found["chosen"]
-        kinds = {one["name"]: one["kind"] for one in outcome["methods"]}
+        dropped = outcome["screening"]["dropped"]
+        kinds = {one["name"]: one["kind"] for one in [*outcome["methods"], *dropped]}
+        assert len(kinds) == len(outcome["methods"]) + len(dropped)
         written = outcome["winner"] or outcome["best"]
         assert outcome["level"] in (0.025, 0.05)  # two sizes share 5%
         assert {kinds[name] for name in ("probe", "lukv:probe", "adakv:probe", "query_bank")} == {"candidate"}
