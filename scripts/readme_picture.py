@@ -1,8 +1,9 @@
-"""Draw the picture of README: score against entries kept, beside the heat map of the smallest plan of a run.
+"""Draw the picture of README: score against entries kept, beside the heat map of the plan at 10% of the entries.
 
-    python scripts/readme_picture.py RUN [docs/images/result.svg]
+    python scripts/readme_picture.py [docs/images/result.svg]
 
-The picture that is there is of the plans for needles that `make real` makes, in runs/real/needles/run.
+It is of the needles that `make real` compares, in runs/real: the plans, the best policies with even budgets, the best
+allocations of papers, and SnapKV.
 
 It has the colours of a report, in the light and in the dark as the reader's system has it, on a ground of its own.
 """
@@ -11,15 +12,24 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 from markupsafe import escape
+from real_results import RIVALS, Comparison, find_kind, label_of
 
+from kvsearch.core.errors import KvsearchError, present
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.figures import Figure, LineChart
+from kvsearch.report.charts import SCORE, level, measured
+from kvsearch.report.figures import Figure, LineChart, Role
 from kvsearch.report.page import draw_svg
+from kvsearch.results.evaluation import MethodScores
+from kvsearch.strategies.names import FULL
 
+PLAN = "plan"
 WIDTHS = (6.0, 3.6)  # inches of the two figures
 SCALE = 1.15  # pixels per point
 EDGE = 24  # pixels around figures
@@ -31,18 +41,41 @@ PAIR = re.compile(r"(--[a-z0-9-]+): light-dark\(([^,]+), ([^)]+)\)")
 def main() -> None:
     """Read the arguments and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="the directory of a finished `kvsearch run`")
     parser.add_argument("picture", type=Path, nargs="?", default=Path("docs/images/result.svg"))
+    parser.add_argument("--home", type=Path, default=Path("runs/real"), help="where the steps are kept")
     args = parser.parse_args()
-    run = open_path(args.run)
-    scores = next((figure for figure in run.figures if isinstance(figure.body, LineChart)), None)
-    plans = [part for part in run.inner if part.kind == "plan"]
-    if scores is None or not plans:
-        parser.error(f"{args.run} is no finished run")
+    try:
+        kind = find_kind(args.home, "needles")
+        scores = draw_scores(Comparison.read(kind, args.home))
+        plan = open_path(kind.searches(args.home)[0].directory / f"plan-{min(kind.main_budgets)}.json")
+    except KvsearchError as error:
+        sys.exit(f"{error}: measure it first, by `make real`")
     args.picture.parent.mkdir(parents=True, exist_ok=True)
-    args.picture.write_text(
-        compose([scores, plans[0].figures[0]], [scores.title, f"Entries kept by {plans[0].path.name}"])
+    args.picture.write_text(compose([scores, plan.figures[0]], [scores.title, f"Entries kept by {plan.path.name}"]))
+
+
+def draw_scores(comparison: Comparison) -> Figure:
+    """Return the scores of the plans over their sizes, with those of the best others of some size, and SnapKV's."""
+    budgets = comparison.kind.budgets
+    even, allocations = (dict.fromkeys(comparison.best(budget, names).name for budget in budgets) for names in RIVALS)
+    full = comparison.result.full
+    series = [level(FULL, comparison.result.overall.of(full.scores))]
+
+    def draw_line(name: str, methods: Iterable[MethodScores], role: Role) -> None:
+        points = [(method.held.entries, comparison.value(method)) for method in methods]
+        series.append(replace(measured(name, points, role), low=None, high=None))
+
+    plans = [comparison.plan(budget) for budget in budgets]
+    draw_line(PLAN, plans, "candidate")
+    roles: dict[str, Role] = {**dict.fromkeys(allocations, "candidate"), **dict.fromkeys([*even, "snapkv"], "baseline")}
+    for name, role in roles.items():
+        methods = [present(block.method(name), name) for block in comparison.blocks.values()]
+        draw_line(label_of(name), methods, role)
+    series += [measured(PLAN, [(plan.held.entries, comparison.value(plan))], "written") for plan in plans]
+    body = LineChart(
+        "entries kept, and their share of the full cache", SCORE, tuple(series), log_x=True, full=full.held.entries
     )
+    return Figure("scores", "Score against entries kept", "", body, leads=True)
 
 
 def compose(figures: list[Figure], titles: list[str]) -> str:

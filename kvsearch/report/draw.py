@@ -255,8 +255,8 @@ def _plans(picture: Picture, body: LineChart) -> None:
     kinds = dict(zip(names, handles, strict=True))
     axes.legend(kinds.values(), kinds.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handlelength=1.2)
     _begin_at_tick(axes.yaxis, body)
-    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])
     low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= min(high, 100)])  # others stretch the axis
     line = LINE * (high - low) / (picture.get_figheight() - 1)
     for side in (-1, 1):
         column = sorted(point for point in points if side == (1 if is_alone and point[1] > 0 else -1))
