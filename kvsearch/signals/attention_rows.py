@@ -37,16 +37,18 @@ def score_rows(
     rows = query.shape[2]
     queries = query.reshape(batch, heads, -1, query.shape[-1])  # a kv head's query heads as rows of one matrix
     group = query.shape[1] // heads
-    columns = torch.arange(length, device=keys.device)
-    later = columns > (columns[length - rows :] if places is None else places)[:, None]
+    first_later = length - rows if places is None else 0  # no row is before it
+    columns = torch.arange(first_later, length, device=keys.device)
+    later = columns > (columns if places is None else places)[:, None]
     step = max(1, chunk_bytes(keys.device) // (4 * tables * batch * group * rows * length))
     for first in range(0, heads, step):
         part = slice(first, first + step)
-        scores = queries[:, part].float() @ keys[:, part].float().transpose(-1, -2) * scaling
+        scores = (queries[:, part].float() * scaling) @ keys[:, part].float().transpose(-1, -2)
         scores = scores.view(batch, -1, group, rows, length)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        yield part, scores.masked_fill_(later, float("-inf"))
+        scores[..., first_later:].masked_fill_(later, float("-inf"))
+        yield part, scores
 
 
 def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
@@ -83,7 +85,7 @@ def importance_rows(
     for part, scores in score_rows(query, keys, scaling, softcap, tables=2):
         taken = attention_rows(scores, part, sinks)[..., :context]
         if norms is not None:
-            taken = taken * norms[:, part, :, None]
+            taken = taken.mul_(norms[:, part, :, None])
         if weights is not None:
             taken = taken * weights[:, None, None, :, None]
         over_group = taken.amax(2) if group == "max" else taken.sum(2)

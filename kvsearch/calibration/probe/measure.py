@@ -45,6 +45,7 @@ from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, column
 RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts
 WIDTH, STEPS, BATCH, DECAY = 32, 400, 1024, 1e-2
+RATE = 1e-2  # of the optimiser: 400 steps recall as much as 1,200 at a third of it
 FITTED_BYTES = 2**27  # of features of the layers that are fitted at once, which are copied about five times
 OWN = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
 FEATURE = "features"  # arrays of what is drawn
@@ -337,7 +338,7 @@ def fit_network(
     hidden_bias = z.new_zeros(heads, 1, width)
     bias = z.new_zeros(heads, 1)
     parameters = [part.requires_grad_() for part in (hidden, output, hidden_bias, bias)]
-    optimiser = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=decay)
+    optimiser = torch.optim.AdamW(parameters, lr=RATE, weight_decay=decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     entries = z.transpose(0, 1).contiguous()  # entries are drawn many times as fast where they lie in one piece
     with torch.enable_grad():
