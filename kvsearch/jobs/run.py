@@ -56,7 +56,6 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, is_last, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.ranking import find_losses
 from kvsearch.report.selections import selection_result, sentences, smallest_words
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
@@ -615,8 +614,7 @@ class RunStages:
         for name, fit in self.options.fits().items():
             with display.stage(f"fit ranking {name}") as stage:
                 profile = calibrate(fit.with_model(self.loaded), reporter=stage)
-                losses = find_losses(profile)
-                if losses is not None and is_last(losses.values):
+                if is_last(profile.arrays):
                     stage.warn(f"the ranking {name} is left out: every built-in one is better on held-out contexts")
                 else:
                     rankings[name] = profile

@@ -162,19 +162,24 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     if policy.published:
         return name, {WEIGHTS: digest, **settings}
     profile = profile_of(digest, name)
-    loss = profile.arrays.get("text_loss")  # older fits did not measure it
-    if loss is not None and loss.ndim == 3 and is_last(loss):
+    if is_last(profile.arrays):
         raise UsageError(
-            f"policy {text}: on contexts that it never saw, mean of all sizes, every built-in ranking is better than "
-            f"this fit: fit on more contexts with calibrate --method {name}"
+            f"policy {text}: on contexts that it never saw every built-in ranking is better than this fit: fit on more "
+            f"contexts with calibrate --method {name}"
         )
     return name, {**profile.metadata.policy.params, WEIGHTS: digest, **settings}
 
 
-def is_last(loss: Floats) -> bool:
-    """Return whether the first ranking loses most, mean over texts and sizes, of the loss [texts, rankings, sizes]."""
-    mean = loss.mean((0, 2))
-    return bool((mean[1:] < mean[0]).all())
+def is_last(arrays: Mapping[str, Floats]) -> bool:
+    """Return whether the fit of a profile with these arrays loses more than all that it was compared with.
+
+    By "middle_loss" [P], at one size, or "text_loss" [N, P, B], mean of all, as of older fits; the oldest have neither.
+    """
+    mean = arrays.get("middle_loss")
+    every = arrays.get("text_loss")
+    if mean is None and every is not None and every.ndim == 3:
+        mean = every.mean((0, 2))
+    return mean is not None and mean.ndim == 1 and len(mean) > 1 and bool((mean[1:] < mean[0]).all())
 
 
 @lru_cache(maxsize=16)

@@ -24,6 +24,8 @@ class TextLosses:
     A ranking is better than another where that is so at every size, beyond chance: by a sign-flip test over texts,
     whose chance is that of the luckiest of all that it is compared with. Below five texts nothing is beyond chance.
 
+    `is_last` where all that it was compared with is better, though only the best of these are here.
+
     They are those of a profile that has them: `values` [N, P, B] by text, ranking and size, `at` [B] shares of entries.
     """
 
@@ -32,6 +34,7 @@ class TextLosses:
         self.values: Floats = profile.arrays["text_loss"].astype(np.float64)
         self.rankings: Sequence[str] = settings.get("judged", settings["rankings"])  # older fits judged all
         self.at: Sequence[float] = settings["at"]
+        self.is_last = is_last(profile.arrays)
 
     @property
     def mean(self) -> Floats:
@@ -70,7 +73,7 @@ class TextLosses:
     @property
     def preferred(self) -> str | None:
         """The built-in ranking to use in place of the fit; None where the fit may be as good."""
-        return self.rankings[self.best] if is_last(self.values) or self.is_better is False else None
+        return self.rankings[self.best] if self.is_last or self.is_better is False else None
 
 
 def find_losses(profile: Profile) -> TextLosses | None:
@@ -95,8 +98,8 @@ def ranking_remarks(profile: Profile) -> Iterator[str]:
     if (losses := find_losses(profile)) is None:
         return
     best = losses.rankings[losses.best]
-    if is_last(losses.values):
-        yield f"on average over sizes every other ranking is better than the fit, {losses.words}: it is not used"
+    if losses.is_last:
+        yield f"every other ranking is better than the fit, {losses.words}: it is not used"
     elif losses.is_better:
         yield f"the fit ranks better than each of {len(losses.rankings) - 1} others: {losses.words}"
     elif losses.is_better is False:

@@ -36,6 +36,7 @@ from kvsearch.tasks.splits import group_by_text
 
 RIVALS = 3  # policies whose losses are reported
 BUDGETS = (0.05, 0.1, 0.2)  # at which rankings are judged
+MIDDLE = slice(1, 2)  # of them, at which all policies are
 MOST_CHUNKS = 4  # of what is asked of a context, by which heads are judged, and rankings where there are no questions
 MOST_ROWS = 64  # tokens of each by which heads are judged
 REPEAT = "Repeat the text above, word for word."
@@ -275,10 +276,10 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
     return torch.zeros_like(better) if chance <= LEVEL else better
 
 
-def losses(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
-    """Return how far replies move under several rankings' scores [L, Hkv, T], [questions, R, B]."""
-    keeps = [keep for ranked in scores for keep in context_pass.kept(ranked)]
-    return context_pass.losses(keeps).view(-1, len(scores), len(BUDGETS))
+def losses(scores: Sequence[Tensor], context_pass: ContextPass, sizes: slice = slice(None)) -> Tensor:
+    """Return how far replies move under several rankings' scores [L, Hkv, T] at `sizes`, [questions, R, B]."""
+    keeps = [keep for ranked in scores for keep in context_pass.kept(ranked)[sizes]]
+    return context_pass.losses(keeps).view(-1, len(scores), len(keeps) // len(scores))
 
 
 def recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
@@ -289,29 +290,33 @@ def recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
 
 
 def reported(fit: Ranking, read: Measured, method: str, first: int = 0) -> tuple[dict[str, Floats], tuple[str, ...]]:
-    """Return "recall" [P, B, L, Hkv] of a fit and of the policies that it is compared with, and losses, and of whom.
+    """Return arrays of how good a fit and the policies are that it is compared with, and whose "text_loss" it is.
 
-    "text_loss" [N, P', B] has a row of every text, of the fit, which is named `method`, and of the `RIVALS` of the
-    policies with the best recall. The policies are those that contexts are read with, from the number `first` on; all
+    "recall" [P, B, L, Hkv], and "middle_loss" [P] at the middle size. "text_loss" [N, P', B] has a row of every text,
+    of the fit, which is named `method`, and of the `RIVALS` of the policies that lose least at the middle size: those
+    that recall most may lose more. The policies are those that contexts are read with, from the number `first` on; all
     protect the same entries.
     """
     rankings = [fit, *(by_policy(first + number) for number in range(len(COMPARED)))]
 
-    def recalled(context_pass: ContextPass) -> dict[str, Tensor]:
-        return {"recall": recalls([ranking(context_pass) for ranking in rankings], context_pass)}
+    def compared(context_pass: ContextPass) -> dict[str, Tensor]:
+        scores = [ranking(context_pass) for ranking in rankings]
+        lost = losses(scores, context_pass, MIDDLE).mean((0, 2))
+        return {"recall": recalls(scores, context_pass), "middle_loss": lost}
 
-    recall = np.mean([arrays["recall"] for arrays in read(recalled)], axis=0).astype(np.float32)
-    best = 1 + (-recall[1:].mean((1, 2, 3))).argsort(kind="stable")[:RIVALS]
+    contexts = list(read(compared))
+    means = {name: np.mean([arrays[name] for arrays in contexts], axis=0).astype(np.float32) for name in contexts[0]}
+    best = 1 + means["middle_loss"][1:].argsort(kind="stable")[:RIVALS]
     judged = [0, *sorted(best.tolist())]
 
     def lost(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [rankings[number](context_pass) for number in judged]
         return {"text": torch.tensor([context_pass.prompt.text]), "loss": losses(scores, context_pass).mean(0)}
 
-    contexts = [dict(arrays) for arrays in read(lost)]
+    contexts = list(read(lost))
     texts = group_by_text(arrays["text"].item() for arrays in contexts)
     text_losses = [np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts]
-    arrays = {"text_loss": np.stack(text_losses).astype(np.float32), "recall": recall}
+    arrays = {"text_loss": np.stack(text_losses).astype(np.float32), **means}
     return arrays, tuple((method, *COMPARED)[number] for number in judged)
 
 

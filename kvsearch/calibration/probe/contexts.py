@@ -47,7 +47,7 @@ MOST_JUDGED = 32  # contexts to choose on, and to report on
 # that contexts are read where they do not fit in memory together
 CHOOSING = 3  # for what ranks best, for the spread, and for that in all heads
 SCORES = 10  # at most, that are held of an entry of a kv head: of candidates, ranks, importance
-REPORTING = 2  # for what all policies recall, and for what the best lose
+REPORTING = 2  # for how good all policies are, and for what the best lose at every size
 
 
 def split(prompts: Sequence[CalibrationPrompt], seed: int) -> tuple[list[CalibrationPrompt], ...]:
@@ -218,7 +218,7 @@ class RankingCalibration(Calibration[AnyRanking]):
         readings = (  # contexts, times that they are measured, and that what is judged is read in all
             (fit, 1, 0),
             (choose, CHOOSING, 1 + 2 * len(BUDGETS)),  # replies under the full cache and two rankings
-            (report, REPORTING, 1 + (RIVALS + 1) * len(BUDGETS)),
+            (report, REPORTING, 1 + 1 + len(COMPARED) + 1 + (RIVALS + 1) * len(BUDGETS)),
         )
         for some, measured, times in readings:
             readings_of = 1 if self.fit_in_memory(some) else measured

@@ -67,8 +67,9 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
 
     "recall" [P, B, L, Hkv] is the importance that a ranking keeps at a budget, as a share of what the oracle keeps
     there; "text_loss" [N, P', B] is how far next-token distributions of replies move where all heads keep as much
-    (total variation), on every text. Policies are the setting "rankings" of the provenance, the probe first, and those
-    whose losses are measured are the setting "judged"; all protect the same entries.
+    (total variation), on every text, and "middle_loss" [P] the mean of that at the middle size. Policies are the
+    setting "rankings" of the provenance, the probe first, and those whose losses are measured at every size are the
+    setting "judged"; all protect the same entries.
     """
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
