@@ -216,8 +216,9 @@ def test_a_full_disk_leaves_no_part_of_a_model(
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", fail)
     code, _, talk = invoke("export", plan, "--to", "model", "-o", tmp_path / "folder")
-    assert (code, talk.count("\n")) == (3, 1)
-    assert "No space left on device" in talk
+    problem = talk.splitlines()[-1]  # before it may stand in which numbers the weights are
+    assert code == 3
+    assert "No space left on device" in problem
     assert not (tmp_path / "folder").exists()
 
 
