@@ -23,8 +23,8 @@ real-demo: setup
 	$(BIN)/python docs/examples/api_questions.py $(REAL_DEMO)
 	$(BIN)/kvsearch headroom smollm2 --dtype bfloat16 --ratio 0.8 --tasks jsonl:$(REAL_DEMO)/questions.jsonl --samples 3
 	$(BIN)/kvsearch run smollm2 --dtype bfloat16 --recipe quick --tasks jsonl:$(REAL_DEMO)/questions.jsonl -o $(REAL_DEMO)/run
-	$(BIN)/kvsearch generate smollm2 --dtype bfloat16 --plan $(REAL_DEMO)/run/plan.json --context @llms.txt \
-		--prompt "What does kvsearch do?" --max-new-tokens 60
+	$(BIN)/kvsearch generate smollm2 --dtype bfloat16 --plan $(REAL_DEMO)/run/plan.json --max-new-tokens 16 \
+		--context @$(REAL_DEMO)/document.txt --prompt @$(REAL_DEMO)/question.txt
 
 # From nothing to the tables of docs/results.md: hours, in steps that go on where they were stopped.
 real: setup

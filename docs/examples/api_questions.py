@@ -6,7 +6,8 @@
 OUT_DIR/questions.jsonl holds contexts, each the documentation of several functions and classes of numpy, scipy,
 scikit-learn and pandas, and questions about default values, for `--tasks jsonl:OUT_DIR/questions.jsonl`. Answers are
 those of `inspect.signature`, where the documentation says the same. OUT_DIR/documentation.txt is the documentation of
-other functions, for `--tasks ppl:OUT_DIR/documentation.txt`. The same versions of the packages give the same files.
+other functions, for `--tasks ppl:OUT_DIR/documentation.txt`; document.txt and question.txt are the first context with its
+first question, for `kvsearch generate`. The same versions of the packages give the same files.
 """
 
 from __future__ import annotations
@@ -114,9 +115,13 @@ def main() -> None:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (options.folder / "questions.jsonl").write_text(lines, encoding="utf-8")
     (options.folder / "documentation.txt").write_text(text, encoding="utf-8")
+    first = rows[0]
+    (options.folder / "document.txt").write_text(first["context"], encoding="utf-8")
+    (options.folder / "question.txt").write_text(f"{first['question']}\n{first['prefix']}", encoding="utf-8")
     contexts = len({row["context"] for row in rows})
     print(f"questions.jsonl: {len(rows)} questions about {contexts} contexts of {len(used)} functions and classes")
     print(f"documentation.txt: {len(text):,} characters about others")
+    print("document.txt, question.txt: the first context, and its first question")
 
 
 def find_members(holders: tuple[str, ...]) -> dict[str, Any]:
