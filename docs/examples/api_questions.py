@@ -6,8 +6,8 @@
 OUT_DIR/questions.jsonl holds contexts, each the documentation of several functions and classes of numpy, scipy,
 scikit-learn and pandas, and questions about default values, for `--tasks jsonl:OUT_DIR/questions.jsonl`. Answers are
 those of `inspect.signature`, where the documentation says the same. OUT_DIR/documentation.txt is the documentation of
-other functions, for `--tasks ppl:OUT_DIR/documentation.txt`; document.txt and question.txt are the first context with its
-first question, for `kvsearch generate`. The same versions of the packages give the same files.
+other functions, for `--tasks ppl:OUT_DIR/documentation.txt`; document.txt and question.txt are the first context with
+its first question, for `kvsearch generate`. The same versions of the packages give the same files.
 """
 
 from __future__ import annotations
