@@ -124,7 +124,7 @@ def queries_asked(context_pass: ContextPass, places: Tensor) -> Tensor:
     """Return un-rotated queries of the tokens at `places` [n] of all that is asked of a context, [L, Hkv, G, n, D]."""
     parts = []
     for after in chain.from_iterable(context_pass.asked.values()):
-        with context_pass.passed.following(after.tokens):
+        with context_pass.passed.following(after.tokens, logits_to_keep=1):
             positions = (
                 context_pass.prompt.length + torch.arange(after.tokens.shape[1], device=after.tokens.device)[None]
             )
