@@ -55,9 +55,11 @@ def main() -> None:
 
 
 def draw_scores(comparison: Comparison) -> Figure:
-    """Return the scores of the plans over their sizes, with those of the best others of some size, and SnapKV's."""
-    budgets = comparison.kind.budgets
-    even, allocations = (dict.fromkeys(comparison.best(budget, names).name for budget in budgets) for names in RIVALS)
+    """Return the scores of the plans over their sizes, beside those of the best others at 20 and 10%, and SnapKV's."""
+    main = comparison.kind.main_budgets
+    middle = comparison.kind.budgets[1]
+    blocks = {budget: block for budget, block in comparison.blocks.items() if budget != middle}  # too close to the next
+    even, allocations = (dict.fromkeys(comparison.best(budget, names).name for budget in main) for names in RIVALS)
     full = comparison.result.full
     series = [level(FULL, comparison.result.overall.of(full.scores))]
 
@@ -65,11 +67,11 @@ def draw_scores(comparison: Comparison) -> Figure:
         points = [(method.held.entries, comparison.value(method)) for method in methods]
         series.append(replace(measured(name, points, role), low=None, high=None))
 
-    plans = [comparison.plan(budget) for budget in budgets]
+    plans = [comparison.plan(budget) for budget in blocks]
     draw_line(PLAN, plans, "candidate")
     roles: dict[str, Role] = {**dict.fromkeys(allocations, "candidate"), **dict.fromkeys([*even, "snapkv"], "baseline")}
     for name, role in roles.items():
-        methods = [present(block.method(name), name) for block in comparison.blocks.values()]
+        methods = [present(block.method(name), name) for block in blocks.values()]
         draw_line(label_of(name), methods, role)
     series += [measured(PLAN, [(plan.held.entries, comparison.value(plan))], "written") for plan in plans]
     body = LineChart(

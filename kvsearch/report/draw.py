@@ -260,7 +260,7 @@ def _plans(picture: Picture, body: LineChart) -> None:
     line = LINE * (high - low) / (picture.get_figheight() - 1)
     for side in (-1, 1):
         column = sorted(point for point in points if side == (1 if is_alone and point[1] > 0 else -1))
-        heights = _spread([y for y, *_ in column], line, high)
+        heights = _spread([y for y, *_ in column], line, low + line / 2, high)
         for (y, x, name, colour), height in zip(column, heights, strict=True):
             edge = side * EDGE + (x if is_alone else 0)
             axes.plot([x, edge - side * GAP], [y, height], color=MUTED, linewidth=0.5, zorder=1, scaley=False)
@@ -276,15 +276,17 @@ def _plans(picture: Picture, body: LineChart) -> None:
             )  # fmt: skip
 
 
-def _spread(places: list[float], gap: float, top: float) -> list[float]:
-    """Return ascending places, moved as little as it takes that all are `gap` apart and none is above `top`."""
+def _spread(places: list[float], gap: float, bottom: float, top: float) -> list[float]:
+    """Return ascending places, moved as little as it takes that all are `gap` apart, between `bottom` and `top`."""
     raised = list(places)
     lowered = list(places)
     for at in range(1, len(places)):
         raised[at] = max(raised[at], raised[at - 1] + gap)
         lowered[-at - 1] = min(lowered[-at - 1], lowered[-at] - gap)
     middle = [(one + other) / 2 for one, other in zip(raised, lowered, strict=True)]
-    return [min(place, top - gap * (len(places) - at)) for at, place in enumerate(middle, 1)]
+    return [
+        min(max(place, bottom + gap * (at - 1)), top - gap * (len(places) - at)) for at, place in enumerate(middle, 1)
+    ]
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------
