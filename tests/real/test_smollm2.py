@@ -179,7 +179,7 @@ def test_the_plan_goes_into_an_ordinary_folder_with_its_model(
     smollm2: LoadedModel, fifth: tuple[Path, Plan], tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
-    done("export", fifth[0], "--to", "model", "-o", folder)
+    done("export", fifth[0], "--to", "model", "--dtype", "float32", "-o", folder)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template == smollm2.tokenizer.chat_template
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
