@@ -201,7 +201,7 @@ class SparseVLLM(BudgetExporter):
         recent = min(policy.recent_count, min(kept) - sinks)
         free = [entries - sinks - recent for entries in kept]
         base = max(free[0], 1)
-        most = max(*free, 1) + 1
+        most = 1 << max(*free, 1).bit_length()  # a power of two: base times its ratio, over it, is base again
         ratios = [base / most, *((entries + 0.25) / most for entries in free[1:])]
         settings = {
             "sparse_method": "pyramidkv",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvsearch.core.arrays import Ints
@@ -114,6 +114,7 @@ def test_what_is_said_to_be_lost_is_what_the_tool_does_not_hold(
 
 @pytest.mark.parametrize("name", SIMULATIONS)
 @given(st.integers(1, LENGTH - 1), st.integers(1, 5), policies)
+@example(120, 1, ("snapkv", {"window": 1, "sinks": 1}))
 def test_even_budgets_lose_no_entries_where_the_tool_can_say_them(
     name: str, entries: int, layers: int, policy: tuple[str, dict[str, Any]]
 ) -> None:
