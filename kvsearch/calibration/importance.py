@@ -28,7 +28,6 @@ from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import gated_attention
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.runtime.decode.replies import has_windows
 from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.signals.predictions import divergence, token_losses
 
@@ -108,7 +107,7 @@ class ImportancePass(SweptPass[RankedContext]):
 
         Texts that can be are rows of one batch, `TOGETHER` at a time; equal to what `ask` returns up to rounding.
         """
-        size = 1 if has_windows(self.model) else TOGETHER  # rows share what every layer of the model holds
+        size = TOGETHER if self.observes_all else 1  # rows share what every layer of the model holds
         parts = []
         for first in range(0, len(texts), size):
             some = texts[first : first + size]
@@ -141,7 +140,7 @@ class ImportancePass(SweptPass[RankedContext]):
         Raises:
             IncompatibleError: the layers cannot be swept.
         """
-        if len(self.observed) < len(self.modules):
+        if not self.observes_all:
             raise IncompatibleError("a sweep goes through layers of full attention alone")
         with self.baseline_pass(tokens) as layers:
 

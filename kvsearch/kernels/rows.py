@@ -25,6 +25,26 @@ class Rows:
     sinks: Tensor | None = None  # [B or 1, Hkv, G] fp32, logits that are no entry
     causal: bool = False  # row r sees no column behind T - rows + r
 
+    @classmethod
+    def of_last(
+        cls,
+        queries: Tensor,
+        keys: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+        valid: Tensor | None = None,
+    ) -> Rows:
+        """Return the rows of the last tokens of `keys`, each of which sees those up to itself that are `valid` [B, T].
+
+        `sinks` [Hkv, G] are logits beside every row that are no entry.
+        """
+        index = torch.arange(keys.shape[2], device=keys.device).expand(len(keys), -1)
+        columns = index if valid is None else index.masked_fill(~valid, -1)
+        beside = None if sinks is None else sinks[None]
+        places = columns[:, -queries.shape[2] :]
+        return cls(queries, keys, columns, places, scaling, softcap, beside, causal=True)
+
     @property
     def group(self) -> int:
         return self.queries.shape[1] // self.keys.shape[1]

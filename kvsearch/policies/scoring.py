@@ -166,10 +166,7 @@ def column_sums(
 
     batch, heads, length, _ = keys.shape
     if serves(queries, keys):
-        index = torch.arange(length, device=keys.device).masked_fill(~valid, -1)
-        places = index[:, -queries.shape[2] :]
-        beside = None if sinks is None else sinks[None]
-        return Rows(queries, keys, index, places, scaling, softcap, beside, causal=True).received("mean")
+        return Rows.of_last(queries, keys, scaling, softcap, sinks, valid).received("mean")
     rows = queries.shape[2]
     width = queries.shape[1] // heads
     packed = queries.detach().reshape(batch * heads, width, rows, -1)

@@ -38,7 +38,7 @@ Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entri
 States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 LED_BY = 8  # tokens before a chunk that is read again
 LEAST_CHUNK = 16
-TOGETHER = 1024  # tokens of rows that see different entries
+MASKED_TOKENS = 1024  # at most, of rows of one batch that see different entries
 
 
 class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
@@ -226,6 +226,11 @@ class DensePass(Generic[Noted]):
         """What `look` made of the prompts, by layer."""
         return [layer.noted for layer in self.observed]
 
+    @property
+    def observes_all(self) -> bool:
+        """Whether every layer is observed, so that rows of tokens may follow the same prompt."""
+        return len(self.observed) == describe(self.model).layers
+
     @contextmanager
     def following(
         self,
@@ -274,9 +279,9 @@ class DensePass(Generic[Noted]):
 
         Several masks are rows of one batch where all layers are observed.
         """
-        whole = len(self.observed) == len(self.cache.layers)
-        for some in torch.split(keeps, max(1, TOGETHER // tokens.shape[1]) if whole else 1):
-            rows = torch.zeros(len(some), dtype=torch.long) if whole else None
+        size = max(1, MASKED_TOKENS // tokens.shape[1]) if self.observes_all else 1
+        for some in torch.split(keeps, size):
+            rows = torch.zeros(len(some), dtype=torch.long) if self.observes_all else None
             keep = dict(enumerate(some.unbind(1)))
             with self.following(tokens.expand(len(some), -1), keep, rows=rows, logits_to_keep=count) as output:
                 yield from output.logits

@@ -77,9 +77,7 @@ def importance_rows(
     from kvsearch.kernels.rows import Rows
 
     if serves(query, keys):
-        index = torch.arange(keys.shape[2], device=keys.device).expand(len(keys), -1)
-        beside = None if sinks is None else sinks[None]
-        rows = Rows(query, keys, index, index[:, -query.shape[2] :], scaling, softcap, beside, causal=True)
+        rows = Rows.of_last(query, keys, scaling, softcap, sinks)
         return rows.peaks(context, norms, weights, "max" if group == "max" else "sum")
     parts = []
     for part, scores in score_rows(query, keys, scaling, softcap, tables=2):

@@ -65,6 +65,23 @@ def probabilities(
 
 
 @triton.jit
+def entries(
+    key_at, column_at, rows, length, k_col,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return a program's block of entries: their indices, positions and keys, and the first row that may see them."""
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    column = tl.load(column_at + c, mask=c < length, other=-1)
+    key = key_at + c.to(tl.int64)[:, None] * k_col
+    k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
+    first = 0
+    if CAUSAL:
+        first = tl.maximum(0, tl.program_id(0) * BN - (length - rows)) // BM * BM
+    return c, column, k, first
+
+
+@triton.jit
 def add_columns(
     Q, K, Columns, Places, Lse, Counts, Out, Scatter, scale, softcap, heads, rows, length,
     q_batch, q_head, q_row, k_batch, k_head, k_col, c_batch, p_batch,
@@ -79,14 +96,9 @@ def add_columns(
     """
     segment = tl.program_id(1).to(tl.int64)
     batch, head = segment // heads, segment % heads
-    c = tl.program_id(0) * BN + tl.arange(0, BN)
-    d = tl.arange(0, BD)
-    column = tl.load(Columns + batch * c_batch + c, mask=c < length, other=-1)
-    key = K + batch * k_batch + head * k_head + c.to(tl.int64)[:, None] * k_col
-    k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
-    first = 0
-    if CAUSAL:
-        first = tl.maximum(0, tl.program_id(0) * BN - (length - rows)) // BM * BM
+    c, column, k, first = entries(
+        K + batch * k_batch + head * k_head, Columns + batch * c_batch, rows, length, k_col, D, BM, BN, BD, CAUSAL
+    )
     found = tl.zeros((BN,), tl.float32)
     for g in range(G):
         query = Q + batch * q_batch + (head * G + g) * q_head
@@ -130,14 +142,9 @@ def find_peaks(
     """
     segment = tl.program_id(1).to(tl.int64)
     batch, head = segment // heads, segment % heads
-    c = tl.program_id(0) * BN + tl.arange(0, BN)
-    d = tl.arange(0, BD)
-    column = tl.load(Columns + batch * c_batch + c, mask=c < length, other=-1)
-    key = K + batch * k_batch + head * k_head + c.to(tl.int64)[:, None] * k_col
-    k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
-    first = 0
-    if CAUSAL:
-        first = tl.maximum(0, tl.program_id(0) * BN - (length - rows)) // BM * BM
+    c, column, k, first = entries(
+        K + batch * k_batch + head * k_head, Columns + batch * c_batch, rows, length, k_col, D, BM, BN, BD, CAUSAL
+    )
     peak = tl.zeros((BN,), tl.float32)
     for r in range(first, rows, BM):
         given = tl.zeros((BM, BN), tl.float32)

@@ -128,7 +128,8 @@ class Replies:
         asked = [torch.cat([question, row[:-1]]) for question, row in zip(questions, rows, strict=True)]
         lengths = np.array([len(tokens) for tokens in asked])
         longest = max(map(len, rows))
-        if has_windows(self.model):  # padding comes last there, where nothing sees it
+        is_windowed = has_windows(self.model)
+        if is_windowed:  # padding comes last there, where nothing sees it
             asked = [nn.functional.pad(one, (0, longest - len(row))) for one, row in zip(asked, rows, strict=True)]
         held = self._peak()
         last = None if any(map(len, questions)) else self._prompt_logits()
@@ -141,7 +142,7 @@ class Replies:
         losses = []
         for place, row in enumerate(rows):
             later = len(row) - ahead
-            begin = 0 if has_windows(self.model) else width - later
+            begin = 0 if is_windowed else width - later
             predicting = forced[place, begin : begin + later]
             if last is not None:
                 predicting = torch.cat([last[place], predicting])

@@ -178,7 +178,10 @@ def _replies(
                     rows = [(row, first + int(copy)) for copy in joint.methods for row in range(size)]
                     # a prompt without a question of that number repeats its first one, unheard
                     chosen = [(part[row], number if number < len(part[row].questions) else 0) for row, number in rows]
-                    limits = [one.limits[number] for one, number in chosen]
+                    limits = [
+                        one.limits[number] if asked == number else 1
+                        for (_, asked), (one, number) in zip(rows, chosen, strict=True)
+                    ]
                     questions = [one.questions[number] for one, number in chosen]
                     found.update(zip(rows, joint.replies.ask(questions, limits), strict=True))
     except NonFiniteError as error:
