@@ -132,7 +132,8 @@ class ImportancePass(SweptPass[RankedContext]):
             without = (self.logits(each[0, predicting]) for each in hidden)
         except IncompatibleError:
             without = (self.logits_seeing(tokens, {row: keep})[predicting] for row, keep in enumerate(protected))
-        return torch.tensor([divergence(logits[predicting], changed) for changed in without])
+        full = logits[predicting]
+        return torch.tensor([divergence(full, changed.to(full.device)) for changed in without])
 
     def _hidden_without(self, tokens: Tensor, protected: Tensor) -> Tensor:
         """Return what enters the final norm where one layer keeps only `protected`, [L, 1, K, d_model].
