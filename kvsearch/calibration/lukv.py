@@ -1,7 +1,8 @@
 """LU-KV: a table of local eviction ratios for every global ratio, from the true importance of calibration contexts.
 
-For each question: oracle importance of every entry, put in the order in which the policy would keep entries,
-made comparable across layers, and all 99 budgets solved at once by marginal gain. The profile is their mean.
+For each question: what every entry is worth, in the order in which the policy would keep entries, and all 99 budgets
+solved at once by marginal gain. The worth is the output error that an entry takes away, or the paper's oracle
+importance, made comparable across layers. The profile is solved for the mean error, or is the mean of the tables.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvsearch.budgets.convex import oracle_recall_curve, prefix_sums, recall_curve, without_gap
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
-from kvsearch.calibration.importance import NODES, ImportancePass, integrated_gradients
+from kvsearch.calibration.importance import NODES, ImportancePass, output_errors
 from kvsearch.calibration.methods import Calibration
-from kvsearch.calibration.options import IN_NATS, AnsweredOptions, LukvOptions, Normalization
-from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
+from kvsearch.calibration.options import AnsweredOptions, LukvOptions
+from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import (
     CHECKED_RATIOS,
@@ -33,10 +33,8 @@ from kvsearch.calibration.tables import (
     folds_of,
     sampled,
 )
-from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, counted
-from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Speed, Work, timed
 from kvsearch.plan import Profile
@@ -50,12 +48,11 @@ KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 @dataclass(frozen=True)
 class MeasuredQuestion:
-    """One question's importance in the order of the policy's ranking, and what may make its layers comparable."""
+    """One question's importance in the order of the policy's ranking, and what makes its layers comparable."""
 
     context: int
     importance: NDArray[np.float32]  # [L, Hkv, T]
-    scale: NDArray[np.float64]  # [L] divisor of each layer (in nats: the importance of the entries that may go)
-    effect: NDArray[np.float64]  # [L] nats that the answer loses for lack of the layer's context; ones if not in nats
+    scale: NDArray[np.float64]  # [L] what makes the importance of its layers, and questions, comparable: a divisor
     curves: NDArray[np.float64]  # [R, L, Hkv, KEPT_POINTS] importance that each compared policy keeps at every budget
 
 
@@ -66,9 +63,6 @@ class LukvCalibration(Calibration[LukvOptions]):
     """LU-KV for the first of the policies.
 
     With others the profile also has what every head keeps under each of them, for joint plans.
-
-    Where layers are compared in nats, the profile has what the answers lose for lack of each layer's entries, mean over
-    the questions: "layer_worth" float32 [2, L], and the standard error of that over the questions.
     """
 
     def prepare(self) -> list[CalibrationPrompt]:
@@ -84,10 +78,8 @@ class LukvCalibration(Calibration[LukvOptions]):
         What is done beside the passes is timed: the first question is measured.
         """
         times = 1.0  # that what is asked of a context is read
-        if self.options.normalization == "integrated":
+        if self.options.normalization == "error":
             times += 3 * NODES  # back takes twice as long as forth
-        elif self.options.normalization == "effect":
-            times += len(describe(self.loaded.model).full_layers)
         most = self.options.answer_tokens if self.options.answers == "own" else None
         work = sum((prompt.work(times, most) for prompt in prompts), reply_work(prompts, self.options))
         return work + Work(seconds=self._seconds_beside(prompts[0], times) * self.data.questions)
@@ -114,19 +106,16 @@ class LukvCalibration(Calibration[LukvOptions]):
         questions = list(counted(measuring, self.data.questions, progress))
         is_checked = options.check and checkable(self.data)
         tables = RatioTables(policy, options.minimum)
-        if options.normalization in IN_NATS:
-            # the weights come from all questions together: effects are noisy one by one
-            effects = np.stack([question.effect for question in questions])
-            weights = layer_weights(effects.sum(0), questions)
-            arrays = _summarize(questions, [weights] * len(questions), tables, options)
+        arrays = _summarize(questions, tables, options)
+        if is_checked:
+            arrays[HELD_OUT] = tables.held_out(folds_of(self.data))
+        if options.normalization == "error":
+            arrays["evicted_ratio"] = _table_of_mean(questions, tables, options)
             if is_checked:
-                arrays[HELD_OUT] = _held_out(questions, effects, folds_of(self.data), policy, options)
-            worth = np.stack([effects.mean(0), effects.std(0) / len(questions) ** 0.5])
-            arrays["layer_worth"] = worth.astype(np.float32)
-        else:
-            arrays = _summarize(questions, [1 / question.scale for question in questions], tables, options)
-            if is_checked:
-                arrays[HELD_OUT] = tables.held_out(folds_of(self.data))
+                folds = folds_of(self.data)
+                others = ([q for q in questions if folds[q.context] != fold] for fold in range(FOLDS))
+                rows = [round(100 * ratio) - 1 for ratio in CHECKED_RATIOS]
+                arrays[HELD_OUT] = np.stack([_table_of_mean(some, tables, options)[rows] for some in others])
         settings = {**options.texts(self.data), **options.settings()}
         rivals = [compared.spec for compared in compared_policies]
         floor = tables.floor(tables.length)
@@ -182,103 +171,66 @@ def _measure_prompt(
         order, *compared_orders = (each.to(loaded.device).argsort(-1).cpu() for each in (ranks, *others))
         protected = ranks < policy.protected(prompt.length)
         for number, continuation in enumerate(prompt.continuations):
-            importance, logits = context_pass.ask(continuation.tokens.to(loaded.device))
-            ordered = importance.gather(-1, order)
-            if not bool(ordered.isfinite().all()) or bool(logits.isnan().any()):
+            if options.normalization == "error":
+                orders = [order, *compared_orders]
+                errors = output_errors(context_pass, continuation, protected, orders)
+                # an entry that makes the error larger takes nothing away
+                worth, *compared_worth = -errors.cummin(-1).values.diff(dim=-1)
+                scale = errors[0, ..., 0].sum().expand(len(protected))  # questions weigh alike
+                is_finite = bool(errors.isfinite().all())
+            else:
+                importance, logits = context_pass.ask(continuation.tokens.to(loaded.device))
+                worth, *compared_worth = (importance.gather(-1, each) for each in (order, *compared_orders))
+                layers = importance.sum((1, 2)) if options.normalization == "layer" else importance.new_ones(len(order))
+                scale = torch.where(layers > 0, layers, 1.0)
+                is_finite = bool(worth.isfinite().all()) and not bool(logits.isnan().any())
+            if not is_finite:
                 raise IncompatibleError(refusal)
             arrays |= {
-                f"{number} importance": ordered.numpy(),
-                f"{number} scale": _scale(importance, protected, options.normalization).double().numpy(),
-                f"{number} effect": _effects(context_pass, continuation, logits, protected, options.normalization),
-                f"{number} curves": np.array(
-                    [_kept_curve(importance.gather(-1, order).numpy()) for order in compared_orders]
-                ),
+                f"{number} importance": worth.numpy(),
+                f"{number} scale": torch.where(scale > 0, scale, 1.0).double().numpy(),
+                f"{number} curves": np.array([_kept_curve(each.numpy()) for each in compared_worth]),
             }
     return arrays
 
 
-def _effects(
-    context_pass: ImportancePass,
-    continuation: Continuation,
-    logits: Tensor,
-    protected: Tensor,
-    normalization: Normalization,
-) -> Floats:
-    """Return what each layer is worth to an answer in nats, [L]; ones where layers are not compared in nats."""
-    if normalization == "effect":
-        tokens = continuation.tokens.to(context_pass.model.device)
-        return context_pass.effects(tokens, continuation.answer, logits, protected).double().numpy()
-    if normalization == "integrated":
-        entries = integrated_gradients(context_pass, continuation, protected)
-        return entries.sum((1, 2), dtype=torch.float64).numpy()
-    return np.ones(len(protected))
-
-
-def layer_weights(effects: Floats, questions: Sequence[MeasuredQuestion]) -> Floats:
-    """Return nats per unit of each layer's importance, [L]; `effects` are nats of all questions together, [L]."""
-    mass = np.sum([question.scale for question in questions], axis=0)
-    weights: Floats = np.divide(effects.clip(min=0), mass, out=np.zeros_like(mass), where=mass > 0)
-    return weights
-
-
-def _solved_shares(
-    questions: Sequence[MeasuredQuestion], weights: Floats, policy: Policy, options: LukvOptions, ratio: float
-) -> Floats:
-    """Return the share of a prompt that heads keep where `ratio` is evicted, [L, Hkv], mean over the questions."""
-    shares = []
-    for question in questions:
-        values = comparable_importance(question, weights, policy, options)
-        length = values.shape[-1]
-        heads = values.shape[0] * values.shape[1]
-        floor = floor_entries(length, policy, options.minimum)
-        total = max(round((1 - ratio) * length * heads), floor * heads)
-        shares.append(MarginalSolver(values, floor).solve(total) / length)
-    mean: Floats = np.mean(shares, axis=0)
-    return mean
-
-
-def comparable_importance(
-    question: MeasuredQuestion, weights: Floats, policy: Policy, options: LukvOptions
-) -> NDArray[np.float64]:
-    """Return what budgets are solved with, [L, Hkv, T]; `weights` [L] make layers comparable."""
-    values: NDArray[np.float64] = question.importance.astype(np.float64) * weights[:, None, None]
+def _comparable(question: MeasuredQuestion, policy: Policy, options: LukvOptions) -> NDArray[np.float64]:
+    """Return what budgets are solved with, [L, Hkv, T]."""
+    values: NDArray[np.float64] = question.importance / question.scale[:, None, None]
     return values if options.gap else without_gap(values, policy.protected(values.shape[-1]))
 
 
-def _held_out(
-    questions: Sequence[MeasuredQuestion], effects: Floats, folds: Sequence[int], policy: Policy, options: LukvOptions
+def _table_of_mean(
+    questions: Sequence[MeasuredQuestion], tables: RatioTables, options: LukvOptions
 ) -> NDArray[np.float32]:
-    """Return what `RatioTables.held_out` does where layers are compared by all questions: by those of the others."""
-    tables = []
-    for fold in range(FOLDS):
-        numbers = [number for number, question in enumerate(questions) if folds[question.context] != fold]
-        others = [questions[number] for number in numbers]
-        weights = layer_weights(effects[numbers].sum(0), others)
-        tables.append([1 - _solved_shares(others, weights, policy, options, ratio) for ratio in CHECKED_RATIOS])
-    return np.array(tables, dtype=np.float32)
+    """Return the table that is best for the mean question, float32 [99, L, Hkv].
+
+    Expected errors are averaged before they are solved: questions that need different heads need all of these.
+    """
+    length = max(question.importance.shape[-1] for question in questions)
+    kept = [sampled(prefix_sums(_comparable(question, tables.policy, options)), length + 1) for question in questions]
+    gains = np.maximum(np.diff(np.mean(kept, axis=0), axis=-1), 0.0)
+    return profile_grid(MarginalSolver(gains, tables.floor(length)))
 
 
 def _summarize(
-    questions: Sequence[MeasuredQuestion], weights: Sequence[Floats], tables: RatioTables, options: LukvOptions
+    questions: Sequence[MeasuredQuestion], tables: RatioTables, options: LukvOptions
 ) -> dict[str, NDArray[Any]]:
-    """Return what the questions say together; `weights` [L] make the layers of each comparable.
-
-    The table of every question goes into `tables`.
-    """
+    """Return what the questions say together. The table of every question goes into `tables`."""
     curves = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
     by_policy = []  # [1 + R, L, Hkv, KEPT_POINTS]
-    for question, weight in zip(questions, weights, strict=True):
-        values = question.importance.astype(np.float64) * weight[:, None, None]
+    for question in questions:
+        values = question.importance.astype(np.float64) / question.scale[:, None, None]
         length = values.shape[-1]
         if len(question.curves):
             kept = np.concatenate([_kept_curve(question.importance)[None], question.curves])
-            by_policy.append(kept * weight[:, None, None])
+            by_policy.append(kept / question.scale[:, None, None])
         recall = sampled(recall_curve(question.importance), CURVE_POINTS)
         oracle = sampled(oracle_recall_curve(question.importance), CURVE_POINTS)
         mass = sampled(recall_curve(values), CURVE_POINTS) * values.sum(-1, keepdims=True)
         curves.append(np.stack([recall, oracle, mass]))
-        values = comparable_importance(question, weight, tables.policy, options)
-        tables.add(profile_grid(MarginalSolver(values, tables.floor(length))), length, question.context)
+        solver = MarginalSolver(_comparable(question, tables.policy, options), tables.floor(length))
+        tables.add(profile_grid(solver), length, question.context)
     arrays = tables.arrays()
     if by_policy:
         arrays[KEPT] = (np.sum(by_policy, axis=0) / len(questions)).astype(np.float32)
@@ -291,13 +243,3 @@ def _summarize(
 def _kept_curve(importance: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return what heads keep of ranked importance [L, Hkv, T] at budgets 0 ... T, read at `KEPT_POINTS` of them."""
     return sampled(prefix_sums(importance), KEPT_POINTS)
-
-
-def _scale(importance: Tensor, protected: Tensor, normalization: Normalization) -> Tensor:
-    """Return what the importance [L, Hkv, T] of each layer is measured against, [L]."""
-    if normalization in IN_NATS:
-        return importance.masked_fill(protected, 0.0).sum((1, 2))
-    if normalization == "layer":
-        scale = importance.sum((1, 2))
-        return torch.where(scale > 0, scale, 1.0)
-    return torch.ones(importance.shape[0])

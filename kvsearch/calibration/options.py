@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.policies import Policy
 
-Normalization = Literal["integrated", "layer", "effect", "none"]
-IN_NATS = ("integrated", "effect")  # a layer's importance is what it adds to a loss
+Normalization = Literal["error", "layer", "none"]
 Group = Literal["sum", "max"]
 Number = Annotated[float, Field(strict=True)]
 Exponent = Annotated[Number | None, Field(gt=0, allow_inf_nan=False)]
@@ -191,11 +190,9 @@ class AnsweredOptions(CalibrationOptions):
 class LukvOptions(AnsweredOptions):
     """What LU-KV's paper leaves open, and its ablations.
 
-    `normalization` makes layers comparable, which the paper asks for without saying how. "integrated" measures it: what
-    the answer loses when all layers see only the protected entries of the context is shared out to layers by integrated
-    gradients, and a layer's importance adds up to its part. "effect" takes what the answer loses when one layer alone
-    sees only protected entries, which is next to nothing where layers can stand in for each other. "layer" gives every
-    layer the same mass, the usual reading of the paper, and "none" takes importance as it is.
+    `normalization` makes layers comparable, which the paper asks for without saying how. "error" does without: what an
+    entry is worth is the weighted output error that it takes away, see `output_errors`. "layer" gives the importance of
+    every layer the same mass, the usual reading of the paper, and "none" takes importance as it is.
 
     `group` is how the query heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking.
     `answers` is what the importance of entries and the effects of layers are for: "own" replies (the paper's
@@ -212,8 +209,9 @@ class LukvOptions(AnsweredOptions):
     method: Literal["lukv"] = "lukv"
     policy: str = "snapkv"
     normalization: Normalization = option(
-        "integrated",
-        "What makes layers comparable: integrated, layer (the usual reading of the paper), effect or none.",
+        "error",
+        "What entries are worth: the output error they take away, or importance, by layer (the usual reading of the "
+        "paper) or none.",
     )
     gap: bool = option(True, "Ablation: trust the policy's ranking.", flag="--no-gap", negated=True)
     minimum: Minimum = 0.01

@@ -10,7 +10,7 @@ row, which is high for two heads that look at one place each) and CAKE's prefere
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -211,6 +211,49 @@ def eviction_errors(
             of_rows = change.view(count, -1, rows, change.shape[-1]).transpose(1, 2).flatten(2)  # [n, K, G * Dv]
             errors.append(((of_rows @ factors[head]) * of_rows).sum(-1).clamp(min=0).mean(-1))
     return torch.stack(errors, 1)
+
+
+def kept_prefix_errors(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slopes: Tensor,
+    orders: Sequence[Tensor],
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted output error of kv heads at every budget under each of n orders, [n, Hkv, T + 1] fp32.
+
+    A head that keeps the first b entries of an order has the error sum over tokens and query heads of (g . (o_b - o))^2
+    (a Fisher-weighted output error where g are the derivatives of log-likelihoods), with o the attention output under
+    the full cache, o_b that with attention renormalised over what is kept, and `slopes` g [Hq, K, Dv].
+
+    `query` [Hq, K, D] are the last K of N tokens, `keys` [Hkv, N, D] and `values` [Hkv, N, Dv] are of all N; `orders`
+    [Hkv, T] have the columns of the first T, the entry that stays longest first, and the others are always seen.
+    `sinks` [Hkv, G] are logits beside every row that are no entry.
+    """
+    length = orders[0].shape[1]
+    slopes = slopes.view(len(keys), -1, *slopes.shape[1:])
+    errors = []
+    for part, scores in score_rows(query[None], keys[None], scaling, softcap, tables=6):
+        own = None if sinks is None else sinks[part, :, None, None]
+        largest = scores[0].amax(-1, keepdim=True)
+        largest = largest if own is None else torch.maximum(largest, own)
+        masses = scores[0].sub_(largest - SHIFT).exp_()  # [heads, G, K, N]
+        pulls = (slopes[part] @ values[part, None].float().transpose(-1, -2)).mul_(masses)
+        seen = masses[..., length:].sum(-1, keepdim=True)
+        seen = seen if own is None else seen + (own - largest + SHIFT).exp()
+        pulled = pulls[..., length:].sum(-1, keepdim=True)
+        full = pulls.sum(-1, keepdim=True) / (masses[..., :length].sum(-1, keepdim=True) + seen)
+        of_orders = []
+        for order in orders:
+            columns = order[part, None, None].to(keys.device).expand(*masses.shape[:-1], -1)
+            kept = torch.cat([seen, masses.gather(-1, columns)], -1).cumsum(-1)
+            moved = torch.cat([pulled, pulls.gather(-1, columns)], -1).cumsum(-1)
+            of_orders.append(moved.div_(kept).sub_(full).square_().sum((1, 2)))
+        errors.append(torch.stack(of_orders))
+    return torch.cat(errors, 1)
 
 
 def output_loss(change: Tensor, weight: Tensor) -> Tensor:

@@ -29,6 +29,14 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses).reshape(logits.shape[:-1])
 
 
+def log_odds(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return log p / (1 - p) of `targets` [K] under `logits` [K, V], in nats, [K] fp32."""
+    scores = logits.float()
+    wanted = targets.to(logits.device)[:, None]
+    others = scores.scatter(-1, wanted, float("-inf")).logsumexp(-1)
+    return scores.gather(-1, wanted)[:, 0] - others
+
+
 def answer_losses(logits: Tensor, answers: Tensor) -> Floats:
     """Sum the negative log-likelihoods of answers over their tokens, in nats, [S].
 

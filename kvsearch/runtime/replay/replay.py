@@ -27,7 +27,12 @@ from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.replay.replay_state import ReplayState, Stretch, spread
 from kvsearch.runtime.store.blocks import right_aligned
-from kvsearch.signals.attention_rows import attention_change, eviction_errors, importance_rows
+from kvsearch.signals.attention_rows import (
+    attention_change,
+    eviction_errors,
+    importance_rows,
+    kept_prefix_errors,
+)
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,16 @@ class LayerContinuation(Generic[Noted]):
         states = self.query[0], self.keys[0], self.values[0]
         at = self.prompt[0].shape[2] + places.to(self.query.device)
         return eviction_errors(*states, at, keeps, factors, how.scaling, how.softcap, how.sinks)
+
+    def prefix_errors(self, slopes: Tensor, orders: Sequence[Tensor]) -> Tensor:
+        """Return the weighted output errors of kv heads that keep the first entries of the one prompt, [n, Hkv, T + 1].
+
+        `slopes` [K, Hq * Dv] fp32 are of what enters the output projection; see `kept_prefix_errors`.
+        """
+        how = self.logits
+        by_head = slopes.to(self.query.device).view(len(slopes), self.query.shape[1], -1).transpose(0, 1)
+        states = self.query[0], self.keys[0], self.values[0]
+        return kept_prefix_errors(*states, by_head, orders, how.scaling, how.softcap, how.sinks)
 
     @cached_property
     def output_weight(self) -> Tensor:
