@@ -9,7 +9,7 @@ A step is a command of kvsearch with a directory of its own in runs/real. It goe
 repeated once it is finished. Three kinds of questions are asked: needles in essays, defaults that documentation states,
 and plain text, of which the rest is predicted. Needles are RULER's kinds of which the full cache finds about half or
 more, on contexts that nothing else uses. For each kind `kvsearch run` writes a plan per size (50, 25, 20, 10 and 5% of
-the entries; of questions 20 and 10%), on contexts of its own; then plans, policies with even budgets and the
+the entries), on contexts of its own; then plans, policies with even budgets and the
 allocations of papers answer the same questions about other contexts. Plans for needles answer about longer ones, too.
 """
 
@@ -122,7 +122,7 @@ class Kind:
     fit: int
     measure: int
     choose: int
-    report: int
+    report: tuple[int, ...]  # of each group
     plans: Path | None = None  # of another search, in place of one of its own
 
     @property
@@ -140,8 +140,8 @@ class Kind:
         """Return the comparison of the plans of every group of sizes with methods of the field."""
         searches = [self.plans] if self.plans else [search.directory for search in self.searches(home)]
         return [
-            self._comparison(home / self.name / name, group, search)
-            for search, (name, group) in zip(searches, self._named("evaluation"), strict=True)
+            self._comparison(home / self.name / name, group, search, count)
+            for search, (name, group), count in zip(searches, self._named("evaluation"), self.report, strict=True)
         ]
 
     def _named(self, name: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -152,13 +152,13 @@ class Kind:
         fitted = ("--rankings", "query_bank", "--no-refine")
         return Step(directory, ("run", *self._asked, "--budgets", ",".join(map(str, group)), *fitted, *counts))
 
-    def _comparison(self, directory: Path, group: tuple[int, ...], search: Path) -> Step:
-        """Return the comparison on contexts that no plan saw."""
+    def _comparison(self, directory: Path, group: tuple[int, ...], search: Path, count: int) -> Step:
+        """Return the comparison on `count` contexts of every task that no plan saw."""
         plans = [word for budget in group for word in ("--plan", str(search / f"plan-{budget}.json"))]
         methods = ",".join([*POLICIES, *CONTROLS, *ALLOCATIONS, f"lukv={search / 'curves'}"])
         sizes = ("--methods", methods, "--budgets", ",".join(map(str, group)))
         # many methods of two contexts are rows enough of a batch, and take 3 GB
-        asked = (*self._asked, "--split", "report", "--samples", str(self.report), "--batch", "2")
+        asked = (*self._asked, "--split", "report", "--samples", str(count), "--batch", "2")
         return Step(directory, ("evaluate", *asked, *sizes, *plans))
 
     @property
@@ -169,7 +169,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The finished comparison of a kind, with every reply; of each group of sizes there is one on the same contexts."""
+    """The finished comparison of a kind, with every reply, one for each group of sizes."""
 
     kind: Kind
     results: tuple[EvaluationResult, ...]
@@ -199,6 +199,10 @@ class Comparison:
             for budget, block in zip(group, result.blocks, strict=True)
         }
         return {budget: blocks[budget] for budget in self.kind.budgets}
+
+    def result_of(self, budget: int) -> EvaluationResult:
+        """Return the comparison of the group that a size is in."""
+        return next(result for sizes, result in zip(self.kind.groups, self.results, strict=True) if budget in sizes)
 
     @property
     def format(self) -> tuple[float, str]:
@@ -334,21 +338,21 @@ def find_kind(home: Path, name: str) -> Kind:
     """Return a kind of questions: of needles those that pass the gate, of others what api_questions.py has written."""
     if name == "text":
         tasks = f"ppl:{home / 'data' / 'documentation.txt'}"
-        return Kind(name, tasks, (205, 102), ((512, 256, 205, 102, 51),), fit=4, measure=4, choose=8, report=32)
+        return Kind(name, tasks, (205, 102), ((512, 256, 205, 102, 51),), 4, 4, 8, (32,))
     if name == "questions":
         tasks = f"jsonl:{home / 'data' / 'questions.jsonl'}"
-        return Kind(name, tasks, (205, 102), ((205, 102),), fit=10, measure=10, choose=12, report=26)
+        return Kind(name, tasks, (205, 102), ((205, 102), (512, 256, 51)), 10, 10, 12, (26, 26))
     passed = [task for task, score in gate_scores(home).items() if score >= GATE]
     if not passed:
         sys.exit(
             f"the full cache answers less than {GATE:.0%} of every kind of needles: nothing can be compared on them"
         )
     tasks = f"ruler:{','.join(passed)}"
-    needles = Kind("needles", tasks, (167, 83), ((167, 83), (417, 208, 42)), fit=3, measure=3, choose=4, report=8)
+    needles = Kind("needles", tasks, (167, 83), ((167, 83), (417, 208, 42)), 3, 3, 4, (12, 8))
     if name == "needles":
         return needles
     plans = needles.searches(home)[1].directory
-    return replace(needles, name=name, main_budgets=(417, 208), groups=((417, 208),), report=4, plans=plans)
+    return replace(needles, name=name, main_budgets=(417, 208), groups=((417, 208),), report=(4,), plans=plans)
 
 
 def add_cost(path: Path, name: str, seconds: float) -> None:
@@ -423,16 +427,16 @@ def write_methods(comparison: Comparison) -> str:
         ]
         rows.append([label_of(name), *values])
     if not comparison.result.on_text:
-        rows.insert(
-            0,
-            [
-                "full cache",
-                *[comparison.write(comparison.result.overall.of(comparison.result.full.scores))]
-                * len(comparison.kind.budgets),
-            ],
-        )
+        results = map(comparison.result_of, comparison.kind.budgets)
+        rows.insert(0, ["full cache", *(comparison.write(result.overall.of(result.full.scores)) for result in results)])
     sizes = table(["", *(f"{comparison.share(budget)} kept" for budget in comparison.kind.budgets)], rows)
-    return f"{asked_words(comparison.result.tasks)}:\n\n{sizes}"
+    asked = [asked_words(result.tasks) for result in comparison.results]
+    others = [
+        f"at {', '.join(map(comparison.share, group))}: {words}"
+        for group, words in zip(comparison.kind.groups, asked, strict=True)
+        if words != asked[0]
+    ]
+    return f"{'; '.join([asked[0], *others])}:\n\n{sizes}"
 
 
 def write_leads(comparison: Comparison) -> str:
