@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from kvsearch.budgets.convex import oracle_recall_curve, prefix_sums, recall_curve, without_gap
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.importance import NODES, ImportancePass, output_errors
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import AnsweredOptions, LukvOptions
-from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
+from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import (
     CHECKED_RATIOS,
@@ -167,31 +168,51 @@ def _measure_prompt(
         refusal = prompt.refusal(loaded.name)
         policies = [policy, *compared_policies]
         context_pass = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal)
-        ranks, *others = (context_pass.ranks(number) for number in range(len(policies)))
-        order, *compared_orders = (each.to(loaded.device).argsort(-1).cpu() for each in (ranks, *others))
-        protected = ranks < policy.protected(prompt.length)
+        ranks = [context_pass.ranks(number) for number in range(len(policies))]
+        orders = [of_policy.to(loaded.device).argsort(-1).cpu() for of_policy in ranks]
+        protected = ranks[0] < policy.protected(prompt.length)
         for number, continuation in enumerate(prompt.continuations):
-            if options.normalization == "error":
-                orders = [order, *compared_orders]
-                errors = output_errors(context_pass, continuation, protected, orders)
-                # an entry that makes the error larger takes nothing away
-                worth, *compared_worth = -errors.cummin(-1).values.diff(dim=-1)
-                scale = errors[0, ..., 0].sum().expand(len(protected))  # questions weigh alike
-                is_finite = bool(errors.isfinite().all())
-            else:
-                importance, logits = context_pass.ask(continuation.tokens.to(loaded.device))
-                worth, *compared_worth = (importance.gather(-1, each) for each in (order, *compared_orders))
-                layers = importance.sum((1, 2)) if options.normalization == "layer" else importance.new_ones(len(order))
-                scale = torch.where(layers > 0, layers, 1.0)
-                is_finite = bool(worth.isfinite().all()) and not bool(logits.isnan().any())
-            if not is_finite:
+            measure = _errors_taken_away if options.normalization == "error" else _importances
+            (worth, *compared_worths), scale = measure(context_pass, continuation, protected, orders, options)
+            if not bool(worth.isfinite().all()):
                 raise IncompatibleError(refusal)
             arrays |= {
                 f"{number} importance": worth.numpy(),
                 f"{number} scale": torch.where(scale > 0, scale, 1.0).double().numpy(),
-                f"{number} curves": np.array([_kept_curve(each.numpy()) for each in compared_worth]),
+                f"{number} curves": np.array([_kept_curve(compared.numpy()) for compared in compared_worths]),
             }
     return arrays
+
+
+def _errors_taken_away(
+    context_pass: ImportancePass,
+    continuation: Continuation,
+    protected: Tensor,
+    orders: Sequence[Tensor],
+    _: LukvOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return what each entry takes of the output error, by order, [n, L, Hkv, T], and what makes it comparable, [L]."""
+    errors = output_errors(context_pass, continuation, protected, orders)
+    always = int(protected[0, 0].sum())
+    # nothing is decided about entries that always stay, and one that makes the error larger is worth nothing
+    worth = -errors[..., always:].cummin(-1).values.diff(dim=-1)
+    whole = errors[0, ..., 0].sum()  # what is lost without the context: questions weigh alike
+    return nn.functional.pad(worth, (always, 0)), whole.expand(len(protected))
+
+
+def _importances(
+    context_pass: ImportancePass,
+    continuation: Continuation,
+    _: Tensor,
+    orders: Sequence[Tensor],
+    options: LukvOptions,
+) -> tuple[Tensor, Tensor]:
+    """Return the importance of entries by order, [n, L, Hkv, T], NaN if the model computes NaN, and its scale, [L]."""
+    importance, logits = context_pass.ask(continuation.tokens.to(context_pass.model.device))
+    mass = importance.sum((1, 2))
+    scale = mass if options.normalization == "layer" else torch.ones_like(mass)
+    ordered = torch.stack([importance.gather(-1, order) for order in orders])
+    return ordered.masked_fill(logits.isnan().any().cpu(), torch.nan), scale
 
 
 def _comparable(question: MeasuredQuestion, policy: Policy, options: LukvOptions) -> NDArray[np.float64]:
