@@ -19,17 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.nn.utils.rnn import pad_sequence
 
-from kvsearch.calibration.polykv.tree import SweptPass
 from kvsearch.calibration.prompts import Continuation
-from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import attention_modules, describe, output_projection
 from kvsearch.models.weights import require_gradients
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
-from kvsearch.runtime.attention import gated_attention
 from kvsearch.runtime.cache import check_rotary
+from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import TOGETHER
-from kvsearch.signals.predictions import divergence, log_odds
+from kvsearch.signals.predictions import log_odds
 
 NODES = 3  # of the quadrature along the path: budgets of SmolLM2 by 3 keep more answers than by the end alone
 
@@ -45,7 +43,7 @@ class RankedContext(NamedTuple):
     noted: Any
 
 
-class ImportancePass(SweptPass[RankedContext]):
+class ImportancePass(DensePass[RankedContext]):
     """The full-cache pass over one context, and the questions asked of it.
 
     Args:
@@ -119,41 +117,6 @@ class ImportancePass(SweptPass[RankedContext]):
                 parts.append(self.importance(real))
         return torch.cat(parts)
 
-    def effects(self, tokens: Tensor, answer: int, logits: Tensor, protected: Tensor) -> Tensor:
-        """Measure what the answer loses when one layer keeps only `protected` [L, Hkv, T] of the context, [L] nats.
-
-        Attention norms differ between layers for reasons that do not reach the output, so the effect on it is measured
-        instead: in one sweep where layers are known well enough, else by one more pass for every layer.
-        `tokens` [1, K] hold the answer from index `answer` on, `logits` [K, V] are theirs under the full cache.
-        """
-        predicting = slice(answer - 1, -1)  # the rows that predict the answer's tokens
-        try:
-            hidden = self._hidden_without(tokens, protected)
-            without = (self.logits(each[0, predicting]) for each in hidden)
-        except IncompatibleError:
-            without = (self.logits_seeing(tokens, {row: keep})[predicting] for row, keep in enumerate(protected))
-        full = logits[predicting]
-        return torch.tensor([divergence(full, changed.to(full.device)) for changed in without])
-
-    def _hidden_without(self, tokens: Tensor, protected: Tensor) -> Tensor:
-        """Return what enters the final norm where one layer keeps only `protected`, [L, 1, K, d_model].
-
-        Raises:
-            IncompatibleError: the layers cannot be swept.
-        """
-        if not self.observes_all:
-            raise IncompatibleError("a sweep goes through layers of full attention alone")
-        with self.baseline_pass(tokens) as layers:
-
-            def outputs(index: int, rows: Sequence[int]) -> list[Tensor]:
-                layer = layers.pop(index)
-                states = (layer.query, layer.keys, layer.values)
-                seen = [protected[row].to(layer.query.device) for row in rows]
-                shut = torch.zeros_like(seen[0], dtype=torch.float32)  # gates of all other entries
-                return [gated_attention(states, keep, shut, layer.logits).transpose(1, 2) for keep in seen]
-
-            return self.sweep({layer.index: [row] for row, layer in enumerate(self.observed)}, outputs)
-
 
 def output_errors(
     passed: ImportancePass, after: Continuation, protected: Tensor, orders: Sequence[Tensor], nodes: int = NODES
@@ -175,6 +138,15 @@ def output_errors(
         for row, (layer, slope) in enumerate(zip(layers, slopes, strict=True))
     ]
     return torch.stack(errors, 1).masked_fill(torch.tensor(refused), torch.nan)
+
+
+def errors_taken_away(errors: Tensor, always: int) -> Tensor:
+    """Return what each entry takes away from `errors` [..., T + 1] by the entries before it, [..., T].
+
+    Nothing is decided about the first entries, which stay `always`: they take nothing away, and nor does an entry that
+    makes the error larger.
+    """
+    return nn.functional.pad(-errors[..., always:].cummin(-1).values.diff(dim=-1), (always, 0))
 
 
 @torch.enable_grad()

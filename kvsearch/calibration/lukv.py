@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvsearch.budgets.convex import oracle_recall_curve, prefix_sums, recall_curve, without_gap
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
-from kvsearch.calibration.importance import NODES, ImportancePass, output_errors
+from kvsearch.calibration.importance import NODES, ImportancePass, errors_taken_away, output_errors
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import AnsweredOptions, LukvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
@@ -193,11 +193,8 @@ def _errors_taken_away(
 ) -> tuple[Tensor, Tensor]:
     """Return what each entry takes of the output error, by order, [n, L, Hkv, T], and what makes it comparable, [L]."""
     errors = output_errors(context_pass, continuation, protected, orders)
-    always = int(protected[0, 0].sum())
-    # nothing is decided about entries that always stay, and one that makes the error larger is worth nothing
-    worth = -errors[..., always:].cummin(-1).values.diff(dim=-1)
     whole = errors[0, ..., 0].sum()  # what is lost without the context: questions weigh alike
-    return nn.functional.pad(worth, (always, 0)), whole.expand(len(protected))
+    return errors_taken_away(errors, int(protected[0, 0].sum())), whole.expand(len(protected))
 
 
 def _importances(

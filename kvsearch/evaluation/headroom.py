@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.calibration.importance import ImportancePass
+from kvsearch.calibration.importance import NODES, ImportancePass, errors_taken_away, output_errors
+from kvsearch.calibration.prompts import Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, counted, grouped
 from kvsearch.evaluation.compare import RANKED, Split, replies_cost
@@ -135,7 +136,6 @@ def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio: 
     """
     allocation, *others = _policies(loaded.model, lambda length: int(round_half_up((1 - ratio) * length))).values()
     full = full_cache(loaded.model)
-    layers = len(describe(loaded.model).full_layers)
     tasks = [task.task for task in encoded]
     programs = [full, *[allocation] * (PROGRAMS - 1 - len(others)), *others]
     cost = replies_cost("true importance, replies", encoded, Split(tasks, batch=1), programs)
@@ -146,8 +146,9 @@ def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio: 
             rows = min(len(lengths) + OTHERS, cost.questions)
             work += Work.over([len(prompt.context)], 2 + RANKED * TRIED)
             work += Work(rows / TOGETHER, rows * max(lengths)) + Work(len(lengths), TRIED * sum(lengths))
-            # a sweep begins every token again in each layer, halfway through the model on the mean
-            work += Work(2 * len(lengths), (1 + layers / 2) * sum(lengths))
+            work += Work(
+                (1 + NODES) * len(lengths), (1 + 3 * NODES) * sum(lengths)
+            )  # back takes twice as long as forth
     return replace(cost, work=work)
 
 
@@ -213,29 +214,12 @@ def _programs(
     known = importance[: len(asked)]
     strange = importance[len(asked) :]
     total = int(round_half_up((1 - ratio) * known[0].numel()))
-    weights = {"mass": 1 / _mass(known), "effect": _effects(passed, asked) / _mass(known)}
-    allocations = _allocations(loaded, known.amax(0), weights, total, RECENT)
-    tried = {f"{KNOWN}, {name}": program for name, program in allocations}
+    tried = {f"{KNOWN}, {name}": program for name, program in _allocations(passed, known.amax(0), total, RECENT, asked)}
     programs = {FULL: full_cache(model)}
     if others:
-        allocations = _allocations(loaded, strange.amax(0), {"mass": 1 / _mass(strange)}, total, RECENT[:1])
+        allocations = _allocations(passed, strange.amax(0), total, RECENT[:1])
         programs |= {f"{AGNOSTIC}, {name}": program for name, program in allocations}
     return tried, programs | _policies(model, lambda _: total)
-
-
-def _mass(importance: Tensor) -> Tensor:
-    """Return the importance [Q, L, Hkv, T] of all entries of each layer, for all questions, [L]."""
-    return importance.sum((0, 2, 3)).clamp(min=1e-30)
-
-
-def _effects(passed: ImportancePass, asked: Sequence[Replied]) -> Tensor:
-    """Return what entries of each layer do to the replies to some questions, [L] nats: what is lost without them."""
-    effects = torch.zeros(len(passed.observed))
-    for question, reply in asked:
-        tokens = torch.cat([question, reply])[None].to(passed.model.device)
-        looked_at, logits = passed.ask(tokens)
-        effects += passed.effects(tokens, len(question), logits, torch.zeros_like(looked_at, dtype=torch.bool))
-    return effects
 
 
 def _policies(model: Any, total: Callable[[int], int]) -> dict[str, Program]:
@@ -248,33 +232,41 @@ def _policies(model: Any, total: Callable[[int], int]) -> dict[str, Program]:
 
 
 def _allocations(
-    loaded: LoadedModel, importance: Tensor, weights: Mapping[str, Tensor], total: int, windows: Sequence[int]
+    passed: ImportancePass, importance: Tensor, total: int, windows: Sequence[int], asked: Sequence[Replied] = ()
 ) -> Iterator[tuple[str, Program]]:
     """Yield allocations of `total` entries that rank by `importance`, [L, Hkv, T], and protect as many recent ones.
 
-    Even; over all heads, with layers made comparable by each of the `weights` [L]; by effect over layers, too, with
-    equal heads.
+    Even; over all heads, by the importance of every layer as a share; with what is `asked` by the output errors that
+    entries take away, too, and by these over layers, with equal heads.
     """
-    ranked = dict(zip(describe(loaded.model).full_layers, importance, strict=True))
     layers, heads, length = importance.shape
-    for recent in windows:
-        policy = GivenScores(window=recent)
-        policies: dict[int, Policy] = {
-            layer: replace(policy, scores=of_layer[None]) for layer, of_layer in ranked.items()
-        }
-        valid = torch.ones(layers, length, dtype=torch.bool)
-        order = rank_entries(importance, valid, policy.sink_count, policy.recent_count).argsort(-1)
-        floor = min(policy.protected(length), total // (layers * heads))
+    model_layers = describe(passed.model).full_layers
+    policies = [GivenScores(window=recent) for recent in windows]
+    valid = torch.ones(layers, length, dtype=torch.bool)
+    ranks = [rank_entries(importance, valid, policy.sink_count, policy.recent_count) for policy in policies]
+    orders = [of_window.argsort(-1) for of_window in ranks]
+    protected = [policy.protected(length) for policy in policies]
+    errors = sum(
+        output_errors(passed, Continuation(torch.cat(pair)[None], len(pair[0])), ranks[0] < protected[0], orders)
+        for pair in asked
+    )
+    shares = importance / importance.sum((1, 2), keepdim=True).clamp(min=1e-30)
+    for number, (policy, order) in enumerate(zip(policies, orders, strict=True)):
+        floor = min(protected[number], total // (layers * heads))
+        gains = {"mass": shares.gather(-1, order)}
+        if isinstance(errors, Tensor):
+            gains["error"] = errors_taken_away(errors[number], protected[number])
         budgets = {"even": largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)}
-        for name, by_layer in weights.items():
-            values = (importance * by_layer[:, None, None]).gather(-1, order).double().numpy()
-            budgets[name] = MarginalSolver(values, floor).solve(total)
-        if "effect" in budgets:
-            equal = np.repeat(budgets["effect"].sum(-1, keepdims=True) / heads, heads, 1)
+        budgets |= {name: MarginalSolver(values.double().numpy(), floor).solve(total) for name, values in gains.items()}
+        if "error" in budgets:
+            equal = np.repeat(budgets["error"].sum(-1, keepdims=True) / heads, heads, 1)
             budgets["layers"] = largest_remainder(equal, total, floor, length)
+        ranked: dict[int, Policy] = {
+            layer: replace(policy, scores=scores[None]) for layer, scores in zip(model_layers, importance, strict=True)
+        }
         for name, table in budgets.items():
-            program = Program(PhaseProgram(policies, partial(lambda budgets, _: budgets, table)))
-            yield f"{name}, {recent} recent", program
+            program = Program(PhaseProgram(ranked, partial(lambda budgets, _: budgets, table)))
+            yield f"{name}, {policy.window} recent", program
 
 
 def reply_losses(

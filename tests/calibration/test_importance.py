@@ -14,7 +14,6 @@ from kvsearch.models.architecture import attention_modules, describe, output_wei
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.signals.predictions import divergence
 from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import assert_close, feed, reference, running
 
@@ -152,23 +151,3 @@ def test_masks_that_are_rows_of_one_batch_are_those_of_one_pass_each(family: str
     for row, one in zip(rows, alone, strict=True):
         assert_close(row, one[-2:])
     assert_close(rows[0], full[-2:])
-
-
-@some_families
-def test_effects_are_zero_when_nothing_is_hidden_and_positive_otherwise(family: str) -> None:
-    model = build(family)
-    context, question = tokens()
-    with running(model, NAME):
-        passed = pass_over(model, context, POLICY)
-        importance, logits = passed.ask(question)
-        everything = torch.ones_like(importance, dtype=torch.bool)
-        protected = passed.ranks() < POLICY.protected(CONTEXT)
-        assert passed.effects(question, 1, logits, everything).tolist() == pytest.approx(
-            [0.0] * len(everything), abs=1e-5
-        )
-        effects = passed.effects(question, 1, logits, protected)
-        assert float(effects.min()) > 1e-3
-        assert effects.dtype == torch.float32
-        for layer, keep in enumerate(protected):
-            alone = passed.logits_seeing(question, {layer: keep})[:-1]
-            assert effects[layer] == pytest.approx(divergence(logits[:-1], alone), rel=1e-4)

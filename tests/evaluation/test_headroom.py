@@ -57,9 +57,9 @@ def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
         context, asked = given(model, example)
         passed = ImportancePass(model.model, [], context[None])
         importance = passed.importance_of([torch.cat(pair) for pair in asked])
-        weights = module._effects(passed, asked) / module._mass(importance)
     assert importance.dtype == torch.float32
-    return (importance.amax(0) * weights[:, None, None]).double().numpy()
+    largest = importance.amax(0)
+    return (largest / largest.sum((1, 2), keepdim=True)).double().numpy()
 
 
 def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
@@ -95,9 +95,10 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
     with running(model.model, NAME):
         tried, programs = module._programs(model, *given(model, example), 0.8, ())
         assert len(tried) == module.TRIED
+        losses = module.reply_losses(model.model, *given(model, example), tried)
         programs |= tried
-        by_effect = f"{KNOWN}, effect, 32 recent"
-        for method in (by_effect, EVEN_ALLOCATION, "snapkv", "random"):
+        by_mass = f"{KNOWN}, mass, 32 recent"
+        for method in (by_mass, EVEN_ALLOCATION, "snapkv", "random"):
             cache = PlanCache(model.model, programs[method])
             feed(model.model, cache, [(ids, torch.ones_like(ids))])
             kept = np.zeros(importance.shape, dtype=bool)
@@ -105,7 +106,7 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
                 for head in range(importance.shape[1]):
                     kept[row, head, cache.kept_positions(layer, 0, head)] = True
             lost[method] = importance[~kept].sum()
-            if method in (by_effect, EVEN_ALLOCATION):  # nothing evicted is worth more than anything kept by choice
+            if method in (by_mass, EVEN_ALLOCATION):  # nothing evicted is worth more than anything kept by choice
                 assert kept[..., PROTECTED].all()
                 budgets = programs[method].prefill.table(ids.shape[1])
                 assert (kept.sum(-1) == budgets).all()
@@ -114,7 +115,8 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
                 assert (np.where(chosen, 0, worth).max(-1) <= worst_kept).all()
                 ordered = -np.sort(-worth, axis=-1)
                 assert lost[method] == pytest.approx(eviction_loss(ordered, budgets - len(PROTECTED)).sum())
-    assert lost[by_effect] < lost[EVEN_ALLOCATION] < min(lost["snapkv"], lost["random"])
+    assert lost[by_mass] < lost[EVEN_ALLOCATION] < min(lost["snapkv"], lost["random"])
+    assert losses[f"{KNOWN}, error, 32 recent"] < 1.01 * losses[EVEN_ALLOCATION]
 
 
 def test_every_allocation_ranks_by_its_own_importance(model: LoadedModel) -> None:
