@@ -199,14 +199,12 @@ def test_errors_at_every_budget_are_those_of_attention_over_what_is_kept(case: C
     logits = 0.7 * query.double() @ keys.double().repeat_interleave(group, 0).transpose(1, 2)
     logits = logits if case.softcap is None else case.softcap * torch.tanh(logits / case.softcap)
     logits = logits.masked_fill(torch.ones(rows, length).triu(context + 1).bool(), -torch.inf)
-    beside = torch.full((len(query), rows, 1), -torch.inf).double()
-    if sinks is not None:
-        beside = sinks.double().view(-1, 1, 1).expand(-1, rows, 1)
+    beside = (torch.full((heads, group), -torch.inf) if sinks is None else sinks).double()
 
     def pull(shown: Tensor) -> Tensor:
         """Outputs along the slopes, [Hq, K], where kv heads see `shown` [Hkv, N]."""
         seen = logits.masked_fill(~shown.repeat_interleave(group, 0)[:, None], -torch.inf)
-        attention = torch.cat([seen, beside], -1).softmax(-1)[..., :-1]
+        attention = torch.cat([seen, beside.view(-1, 1, 1).expand(-1, rows, 1)], -1).softmax(-1)[..., :-1]
         return ((attention @ values.double().repeat_interleave(group, 0)) * slopes).sum(-1)
 
     full = pull(torch.ones(heads, length, dtype=torch.bool))
