@@ -1,10 +1,9 @@
-"""One full-cache pass per context: policy ranks of its entries, then true importance from each question asked of it.
+"""One full-cache pass per context: policy ranks of its entries, then what each question and its answer look at.
 
-The importance comes from the rows of the question and answer tokens only.
-
-What an answer loses when one layer alone sees nothing but protected entries says little where layers can stand in for
-each other: with three of them that retrieve the same, each alone may go. Gradients along the way on which all layers
-lose their entries share out what is lost together. `protected` [L, Hkv, T] bool are the entries that stay.
+Importance is how much the tokens of question and answer attend to an entry. An output error is how the answer suffers
+where a head loses entries. What one layer is worth alone says little where layers can stand in for each other: of three
+that retrieve the same, each may go. So errors are weighted by gradients along the way on which all layers lose their
+entries together. `protected` [L, Hkv, T] bool are the entries that stay.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.nn.utils.rnn import pad_sequence
 
 from kvsearch.calibration.prompts import Continuation
-from kvsearch.models.architecture import attention_modules, describe, output_projection
+from kvsearch.models.architecture import describe
 from kvsearch.models.weights import require_gradients
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
@@ -29,7 +28,7 @@ from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.signals.predictions import log_odds
 
-NODES = 3  # of the quadrature along the path: budgets of SmolLM2 by 3 keep more answers than by the end alone
+NODES = 3  # of the quadrature along the way; at the full cache alone, gradients make worse budgets
 
 
 Look = tuple[Needs, Callable[[Observation], Any]]
@@ -121,23 +120,27 @@ class ImportancePass(DensePass[RankedContext]):
 def output_errors(
     passed: ImportancePass, after: Continuation, protected: Tensor, orders: Sequence[Tensor], nodes: int = NODES
 ) -> Tensor:
-    """Measure how far an answer moves where a head keeps the first entries of an order, [n, L, Hkv, T + 1] fp32.
+    """Measure how an answer suffers where a head keeps only the first entries of an order, [n, L, Hkv, T + 1] fp32.
 
-    `orders` [L, Hkv, T] have the columns of the entries of every head, n times; with the first b of them a head has the
-    error at index b, see `kept_prefix_errors`: its outputs change, weighted by what the answer loses for that.
+    Each of the n `orders` [L, Hkv, T] has the entries of every head, the one that stays longest first. The error at
+    index b is that of the head alone with its first b entries: how its attention output changes, weighted by what the
+    answer loses for that (`output_slopes`); see `kept_prefix_errors`.
 
-    Takes `nodes` passes forward and back over the tokens, and one forward, whatever n is. Errors are NaN where the
+    Takes `nodes` passes forward and back over the tokens, and one forward, whatever n is. All errors are NaN where the
     model computes NaN.
+
+    Raises:
+        IncompatibleError: the model passes no gradients back.
     """
     slopes = output_slopes(passed, after, protected, nodes)
     with passed.following(after.tokens.to(passed.model.device)) as output:
         layers = list(passed.continuations())
-        refused = bool(output.logits.isnan().any())
     errors = [
         layer.prefix_errors(slope, [order[row] for order in orders]).cpu()
         for row, (layer, slope) in enumerate(zip(layers, slopes, strict=True))
     ]
-    return torch.stack(errors, 1).masked_fill(torch.tensor(refused), torch.nan)
+    computes_nan = bool(output.logits.isnan().any())
+    return torch.stack(errors, 1).fill_(torch.nan) if computes_nan else torch.stack(errors, 1)
 
 
 def errors_taken_away(errors: Tensor, always: int) -> Tensor:
@@ -146,17 +149,18 @@ def errors_taken_away(errors: Tensor, always: int) -> Tensor:
     Nothing is decided about the first entries, which stay `always`: they take nothing away, and nor does an entry that
     makes the error larger.
     """
-    return nn.functional.pad(-errors[..., always:].cummin(-1).values.diff(dim=-1), (always, 0))
+    worth: Tensor = nn.functional.pad(-errors[..., always:].cummin(-1).values.diff(dim=-1), (always, 0))
+    return worth
 
 
 @torch.enable_grad()
 def output_slopes(passed: ImportancePass, after: Continuation, protected: Tensor, nodes: int = NODES) -> list[Tensor]:
-    """Return the mean derivatives of an answer's log-odds by the attention outputs of each layer, [K, Hq * Dv] fp32.
+    """Return the derivatives of an answer's log-odds by the attention outputs of each layer, [K, Hq, Dv] fp32.
 
-    They are a mean along the way from the full cache to the `protected` entries alone: one gate for all other entries,
-    in all layers, goes from 1 to 0 (Gauss-Legendre quadrature of `nodes` points, as integrated gradients have it,
-    arXiv 1703.01365, Eq. 1). So layers that stand in for each other share what is lost for lack of both; under the full
-    cache alone none of them seems to matter. Of log p / (1 - p), as log p is flat where the model is sure.
+    They are means along the way from the full cache to the `protected` entries alone: one gate for all other entries of
+    all layers goes from 1 to 0 (Gauss-Legendre quadrature of `nodes` points, as for integrated gradients, arXiv
+    1703.01365, Eq. 1). So layers that stand in for each other share what is lost for lack of both, while under the full
+    cache none of them seems to matter. Log-odds have a slope where the model is sure, and log p has none.
 
     Raises:
         IncompatibleError: the model passes no gradients back.
@@ -165,28 +169,16 @@ def output_slopes(passed: ImportancePass, after: Continuation, protected: Tensor
     tokens = after.tokens.to(passed.model.device)
     answer = after.tokens[0, max(after.answer, 1) :]
     keep = dict(enumerate(protected))
-    added: list[Tensor] = []  # zeros, one for the outputs of each layer: derivatives are by these
-
-    def add_zeros(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        added.append(torch.zeros_like(args[0], requires_grad=True))
-        return (args[0] + added[-1], *args[1:])
-
-    modules = attention_modules(passed.model)
-    projections = [output_projection(modules[layer.index]) for layer in passed.observed]
-    hooks = [projection.register_forward_pre_hook(add_zeros) for projection in projections]
     # recurrent layers write their states in place; allowing for that is slow
     recurrent = not all(hasattr(layer, "keys") for layer in passed.cache.layers)
-    sums: list[Tensor] = []
-    try:
-        for node, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
-            gates = torch.full(protected.shape, (1 + float(node)) / 2)
-            writable = allow_mutation_on_saved_tensors() if recurrent else nullcontext()
-            added.clear()
-            with writable, passed.following(tokens, keep, dict(enumerate(gates))) as output:
-                odds = log_odds(output.logits[0][after.predicting], answer).sum()
-                slopes = [float(weight) / 2 * slope[0].float() for slope in torch.autograd.grad(odds, added)]
-            sums = [sum_ + slope for sum_, slope in zip(sums, slopes, strict=True)] if sums else slopes
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sums
+    means: list[Tensor] = []
+    for node, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
+        # gates have gradients so that outputs do, whatever the weights of the model have
+        gates = torch.full(protected.shape, (1 + float(node)) / 2, requires_grad=True)
+        writable = allow_mutation_on_saved_tensors() if recurrent else nullcontext()
+        with writable, passed.following(tokens, keep, dict(enumerate(gates))) as output:
+            odds = log_odds(output.logits[0][after.predicting], answer).sum()
+            outputs = [layer.gated_output for layer in passed.observed if layer.gated_output is not None]
+            slopes = [float(weight) / 2 * slope[0].float() for slope in torch.autograd.grad(odds, outputs)]
+        means = [mean + slope for mean, slope in zip(means, slopes, strict=True)] if means else slopes
+    return means

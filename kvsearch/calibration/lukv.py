@@ -1,8 +1,9 @@
-"""LU-KV: a table of local eviction ratios for every global ratio, from the true importance of calibration contexts.
+"""LU-KV: a table of local eviction ratios for every global ratio, from what entries are worth to later answers.
 
-For each question: what every entry is worth, in the order in which the policy would keep entries, and all 99 budgets
-solved at once by marginal gain. The worth is the output error that an entry takes away, or the paper's oracle
-importance, made comparable across layers. The profile is solved for the mean error, or is the mean of the tables.
+The worth of each entry is measured for every question, in the order in which the policy would keep entries, and all 99
+budgets are solved at once by marginal gain. It is the output error that an entry takes away, and then the table is
+solved for the mean of the questions; or it is the paper's oracle importance, made comparable across layers, and then
+the table is the mean of those of the questions.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from kvsearch.calibration.options import AnsweredOptions, LukvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import (
-    CHECKED_RATIOS,
-    FOLDS,
     HELD_OUT,
     RatioTables,
     checkable,
@@ -39,7 +38,7 @@ from kvsearch.core.items import Progress, counted
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Speed, Work, timed
 from kvsearch.plan import Profile
-from kvsearch.plan.profile_arrays import KEPT, Arrays
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT, Arrays
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 
@@ -49,12 +48,18 @@ KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 @dataclass(frozen=True)
 class MeasuredQuestion:
-    """One question's importance in the order of the policy's ranking, and what makes its layers comparable."""
+    """What entries are worth to one question, in the order of the policy's ranking."""
 
     context: int
-    importance: NDArray[np.float32]  # [L, Hkv, T]
-    scale: NDArray[np.float64]  # [L] what makes the importance of its layers, and questions, comparable: a divisor
+    importance: NDArray[np.float32]  # [L, Hkv, T] >= 0
+    scale: NDArray[np.float64]  # [L] > 0, what it is divided by to be comparable across layers, or questions
     curves: NDArray[np.float64]  # [R, L, Hkv, KEPT_POINTS] importance that each compared policy keeps at every budget
+
+    @property
+    def comparable(self) -> NDArray[np.float64]:
+        """Importance in units that compare, [L, Hkv, T]."""
+        values: NDArray[np.float64] = self.importance / self.scale[:, None, None]
+        return values
 
 
 MEASURED = tuple(field.name for field in fields(MeasuredQuestion) if field.name != "context")
@@ -80,7 +85,7 @@ class LukvCalibration(Calibration[LukvOptions]):
         """
         times = 1.0  # that what is asked of a context is read
         if self.options.normalization == "error":
-            times += 3 * NODES  # back takes twice as long as forth
+            times += 3 * NODES  # passes forward, and back, which takes twice as long
         most = self.options.answer_tokens if self.options.answers == "own" else None
         work = sum((prompt.work(times, most) for prompt in prompts), reply_work(prompts, self.options))
         return work + Work(seconds=self._seconds_beside(prompts[0], times) * self.data.questions)
@@ -105,18 +110,14 @@ class LukvCalibration(Calibration[LukvOptions]):
             prompts = with_own_replies(self.loaded, [prompts], options.answer_tokens, self.steps)
         measuring = measure_importance(self.loaded, prompts, policy, options, compared_policies, self.steps)
         questions = list(counted(measuring, self.data.questions, progress))
-        is_checked = options.check and checkable(self.data)
         tables = RatioTables(policy, options.minimum)
         arrays = _summarize(questions, tables, options)
-        if is_checked:
-            arrays[HELD_OUT] = tables.held_out(folds_of(self.data))
+        table_of = None
         if options.normalization == "error":
-            arrays["evicted_ratio"] = _table_of_mean(questions, tables, options)
-            if is_checked:
-                folds = folds_of(self.data)
-                others = ([q for q in questions if folds[q.context] != fold] for fold in range(FOLDS))
-                rows = [round(100 * ratio) - 1 for ratio in CHECKED_RATIOS]
-                arrays[HELD_OUT] = np.stack([_table_of_mean(some, tables, options)[rows] for some in others])
+            table_of = partial(_table_of_mean, questions, tables, options)
+            arrays[EVICTED_RATIO] = table_of(range(len(questions)))
+        if options.check and checkable(self.data):
+            arrays[HELD_OUT] = tables.held_out(folds_of(self.data), table_of)
         settings = {**options.texts(self.data), **options.settings()}
         rivals = [compared.spec for compared in compared_policies]
         floor = tables.floor(tables.length)
@@ -193,8 +194,9 @@ def _errors_taken_away(
 ) -> tuple[Tensor, Tensor]:
     """Return what each entry takes of the output error, by order, [n, L, Hkv, T], and what makes it comparable, [L]."""
     errors = output_errors(context_pass, continuation, protected, orders)
-    whole = errors[0, ..., 0].sum()  # what is lost without the context: questions weigh alike
-    return errors_taken_away(errors, int(protected[0, 0].sum())), whole.expand(len(protected))
+    always = int(protected[0, 0].sum())
+    whole = errors[0, ..., always].sum()  # the error of what may go: questions weigh alike
+    return errors_taken_away(errors, always), whole.expand(len(protected))
 
 
 def _importances(
@@ -213,21 +215,25 @@ def _importances(
 
 
 def _comparable(question: MeasuredQuestion, policy: Policy, options: LukvOptions) -> NDArray[np.float64]:
-    """Return what budgets are solved with, [L, Hkv, T]."""
-    values: NDArray[np.float64] = question.importance / question.scale[:, None, None]
+    """Return the importance that budgets are solved with, [L, Hkv, T]."""
+    values = question.comparable
     return values if options.gap else without_gap(values, policy.protected(values.shape[-1]))
 
 
 def _table_of_mean(
-    questions: Sequence[MeasuredQuestion], tables: RatioTables, options: LukvOptions
+    questions: Sequence[MeasuredQuestion], tables: RatioTables, options: LukvOptions, some: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Return the table that is best for the mean question, float32 [99, L, Hkv].
+    """Return the table that keeps most importance of `some` of the questions on average, float32 [99, L, Hkv].
 
-    Expected errors are averaged before they are solved: questions that need different heads need all of these.
+    Where questions need different heads it gives to all of these, in proportion to how much and how often; a mean of
+    the questions' tables would give every head something of what any question has to spare.
+    Shorter questions are stretched to the longest.
     """
-    length = max(question.importance.shape[-1] for question in questions)
-    kept = [sampled(prefix_sums(_comparable(question, tables.policy, options)), length + 1) for question in questions]
-    gains = np.maximum(np.diff(np.mean(kept, axis=0), axis=-1), 0.0)
+    length = max(questions[number].importance.shape[-1] for number in some)
+    kept = np.zeros((*questions[0].importance.shape[:2], length + 1))
+    for number in some:
+        kept += sampled(prefix_sums(_comparable(questions[number], tables.policy, options)), length + 1)
+    gains = np.diff(kept / len(some)).clip(min=0.0)
     return profile_grid(MarginalSolver(gains, tables.floor(length)))
 
 
@@ -238,7 +244,7 @@ def _summarize(
     curves = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
     by_policy = []  # [1 + R, L, Hkv, KEPT_POINTS]
     for question in questions:
-        values = question.importance.astype(np.float64) / question.scale[:, None, None]
+        values = question.comparable
         length = values.shape[-1]
         if len(question.curves):
             kept = np.concatenate([_kept_curve(question.importance)[None], question.curves])

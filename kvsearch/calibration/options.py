@@ -190,13 +190,13 @@ class AnsweredOptions(CalibrationOptions):
 class LukvOptions(AnsweredOptions):
     """What LU-KV's paper leaves open, and its ablations.
 
-    `normalization` makes layers comparable, which the paper asks for without saying how. "error" does without: what an
-    entry is worth is the weighted output error that it takes away, see `output_errors`. "layer" gives the importance of
-    every layer the same mass, the usual reading of the paper, and "none" takes importance as it is.
+    `normalization` makes layers comparable, which the paper asks for without saying how. "layer" gives the importance
+    of every layer the same mass, the usual reading of the paper, and "none" takes importance as it is. "error" measures
+    something that compares as it is: the weighted output error that an entry takes away, see `output_errors`.
 
-    `group` is how the query heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking.
-    `answers` is what the importance of entries and the effects of layers are for: "own" replies (the paper's
-    full-attention decoding) of up to `answer_tokens`, or the "given" answers.
+    `group` is how importance is combined over the query heads of a kv head; errors add up. `gap=False` is the ablation
+    that trusts the ranking. `answers` is what entries are worth something to: "own" replies (the paper's full-attention
+    decoding) of up to `answer_tokens`, or the "given" answers.
     """
 
     # App. E: four sinks; 32 recent tokens under SnapKV, one under policies that score every key
@@ -210,8 +210,8 @@ class LukvOptions(AnsweredOptions):
     policy: str = "snapkv"
     normalization: Normalization = option(
         "error",
-        "What entries are worth: the output error they take away, or importance, by layer (the usual reading of the "
-        "paper) or none.",
+        "What entries are worth: error (of the output without them), or importance: layer (each layer has as much, the "
+        "usual reading of the paper) or none (as it is).",
     )
     gap: bool = option(True, "Ablation: trust the policy's ranking.", flag="--no-gap", negated=True)
     minimum: Minimum = 0.01
@@ -229,6 +229,12 @@ class LukvOptions(AnsweredOptions):
         metavar="NAME,...",
         shown="none",
     )
+
+    @model_validator(mode="after")
+    def _errors_add_up(self) -> Self:
+        if self.normalization == "error" and self.group != "sum":
+            refuse([(("group",), "is of importance: leave it out, or give normalization layer or none")])
+        return self
 
     def make_rivals(self) -> list[Policy]:
         """Return the policies that are measured beside `make_policy`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ CHECKED_RATIOS = (0.8, 0.9, 0.95)  # at which a table is compared with even budg
 HELD_OUT = "held_out_ratio"  # [FOLDS, len(CHECKED_RATIOS), L, Hkv]: tables of all contexts but those of a fold
 FOLDS = 4
 LEAST_CONTEXTS = 6  # of fewer, all agree by chance more often than one time in twenty (2 * 0.5**6 = 0.031)
+CHECKED_ROWS = [round(100 * ratio) - 1 for ratio in CHECKED_RATIOS]
 STABILITY_ROWS = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
 
 
@@ -71,14 +72,16 @@ class RatioTables:
     def length(self) -> int:
         return max(self.lengths)
 
-    def held_out(self, folds: Sequence[int]) -> NDArray[np.float32]:
-        """Return the mean tables at `CHECKED_RATIOS` without the contexts of each fold, [FOLDS, R, L, Hkv].
+    def held_out(
+        self, folds: Sequence[int], table_of: Callable[[Sequence[int]], NDArray[np.float32]] | None = None
+    ) -> NDArray[np.float32]:
+        """Return the tables at `CHECKED_RATIOS` without the contexts of each fold, [FOLDS, R, L, Hkv].
 
-        `folds` has that of every context, see `folds_of`.
+        `folds` has that of every context, see `folds_of`; `table_of` makes a table of some prompts (None: `mean`).
         """
-        rows = [round(100 * ratio) - 1 for ratio in CHECKED_RATIOS]
+        table_of = table_of or self.mean
         parts = [[n for n, context in enumerate(self.contexts) if folds[context] != fold] for fold in range(FOLDS)]
-        return np.stack([self.mean(part)[rows] for part in parts])
+        return np.stack([table_of(part)[CHECKED_ROWS] for part in parts])
 
     def mean(self, some: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Return mean local ratios, float32 [99, L, Hkv]; each row over those of the prompts that can be cut that far.

@@ -65,7 +65,7 @@ def run(options: JobOptions, result: RunResult) -> Output:
 def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
     """Measure which cache entries a model can live without, and write a profile.
 
-    lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
+    lukv: from what entries are worth to later answers. lava, cake, adakv: what these rules decide prompt by
     prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns. probe: a ranking
     of entries, fitted to what they are worth, which other methods and `evaluate` then take as the policy probe=DIR.
     query_bank: likewise, by stored queries of questions, as query_bank=DIR. The same command goes on where it stopped;

@@ -36,6 +36,7 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost, Work
+from kvsearch.models.weights import passes_gradients
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.plan.size import round_half_up
@@ -214,7 +215,9 @@ def _programs(
     known = importance[: len(asked)]
     strange = importance[len(asked) :]
     total = int(round_half_up((1 - ratio) * known[0].numel()))
-    tried = {f"{KNOWN}, {name}": program for name, program in _allocations(passed, known.amax(0), total, RECENT, asked)}
+    weighed = asked if passes_gradients(model) else ()  # quantised models may pass none: importance alone shares out
+    allocations = _allocations(passed, known.amax(0), total, RECENT, weighed)
+    tried = {f"{KNOWN}, {name}": program for name, program in allocations}
     programs = {FULL: full_cache(model)}
     if others:
         allocations = _allocations(passed, strange.amax(0), total, RECENT[:1])

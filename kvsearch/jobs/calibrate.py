@@ -167,7 +167,7 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
 def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
     """Measure which cache entries a model can live without, and write a profile into `output`.
 
-    lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
+    lukv: from what entries are worth to later answers. lava, cake, adakv: what these rules decide prompt by
     prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns. probe,
     query_bank: a ranking. A calibration that was interrupted goes on when the call is repeated; of a finished one the
     profile is read. query_statistics: mean and covariance of queries, which `export_to` hands

@@ -81,13 +81,24 @@ def effective_bias(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor
         return _apply(module, torch.zeros(1, inputs, dtype=dtype), {})[0]
 
 
-@torch.enable_grad()
 def require_gradients(model: Any, instead: str) -> None:
-    """Refuse a model whose layers, of each class one is tried, pass no gradients back, as some of quantised ones do.
+    """Refuse a model whose layers pass no gradients back, see `passes_gradients`.
 
     Raises:
         IncompatibleError: that is so; `instead` says what to do.
     """
+    if kind := _without_gradients(model):
+        raise IncompatibleError(f"layers of class {kind} pass no gradients back on {model.device.type}: {instead}")
+
+
+def passes_gradients(model: Any) -> bool:
+    """Return whether layers pass gradients back, as some of quantised ones do not; of each class one is tried."""
+    return not _without_gradients(model)
+
+
+@torch.enable_grad()
+def _without_gradients(model: Any) -> str:
+    """Return the name of a class of layers that pass no gradients back, empty if there is none."""
     kinds = {type(part): part for part in model.modules() if hasattr(part, "in_features") and not is_plain(part)}
     for kind, module in kinds.items():
         try:
@@ -100,9 +111,8 @@ def require_gradients(model: Any, instead: str) -> None:
         except (RuntimeError, NotImplementedError):
             slope = None
         if slope is None or not bool(slope.any()):
-            raise IncompatibleError(
-                f"layers of class {kind.__name__} pass no gradients back on {model.device.type}: {instead}"
-            )
+            return kind.__name__
+    return ""
 
 
 def state_of(module: nn.Module) -> tuple[object, ...]:

@@ -83,7 +83,6 @@ BESIDE_TABLE = {
     "recall": Measured(("L", "H", 101)),
     "oracle_recall": Measured(("L", "H", 101)),
     "mass": Measured(("L", "H", 101)),
-    "layer_worth": Measured((2, "L")),
     "held_out_ratio": Measured(("F", "K", "L", "H"), 0, 1),
 }
 COMPARED = {KEPT: Measured(("C", "L", "H", "K1"), 0, needed=True)}

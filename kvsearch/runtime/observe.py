@@ -110,6 +110,7 @@ class ObservedLayer(PromptLayer[Noted]):
         # [Hkv, T] bool: entries of a single prompt that tokens may see, [M, Hkv, T] of each row; None: all
         self.keep: Tensor | None = None
         self.gates: Tensor | None = None  # [Hkv, T]: how far they see the others; None: not at all
+        self.gated_output: Tensor | None = None  # [1, K, Hq, Dv]: what they attend to through gates
         self.continuation: LayerContinuation[Noted] | None = None
 
     def attend(
@@ -130,7 +131,8 @@ class ObservedLayer(PromptLayer[Noted]):
             keys = torch.cat([self.keys, key], 2)
             values = torch.cat([self.values, value], 2)
             gated = (self.keep.to(query.device), self.gates.to(query.device))
-            return gated_attention((query, keys, values), *gated, logits), None
+            self.gated_output = gated_attention((query, keys, values), *gated, logits)
+            return self.gated_output, None
         if self.keep is not None:
             keeps = self.keep if self.keep.dim() == 3 else self.keep[None]
             rows = [

@@ -223,15 +223,15 @@ def kept_prefix_errors(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted output error of kv heads at every budget under each of n orders, [n, Hkv, T + 1] fp32.
+    """Return the weighted output error of kv heads that keep the first b entries of an order, [n, Hkv, T + 1] fp32.
 
-    A head that keeps the first b entries of an order has the error sum over tokens and query heads of (g . (o_b - o))^2
-    (a Fisher-weighted output error where g are the derivatives of log-likelihoods), with o the attention output under
-    the full cache, o_b that with attention renormalised over what is kept, and `slopes` g [Hq, K, Dv].
+    The error at index b is the sum of (g . (o_b - o))^2 over tokens and query heads: o is the attention output under
+    the full cache, o_b that with attention renormalised over the b entries, and g its weight, `slopes` [Hq, K, Dv]. It
+    is Fisher-weighted where g are derivatives of a log-likelihood.
 
-    `query` [Hq, K, D] are the last K of N tokens, `keys` [Hkv, N, D] and `values` [Hkv, N, Dv] are of all N; `orders`
-    [Hkv, T] have the columns of the first T, the entry that stays longest first, and the others are always seen.
-    `sinks` [Hkv, G] are logits beside every row that are no entry.
+    `query` [Hq, K, D] are the last K of N tokens, `keys` [Hkv, N, D] and `values` [Hkv, N, Dv] are of all N. Each of
+    the n `orders` [Hkv, T] has the columns of the first T, the entry that stays longest first; the others are always
+    seen. `sinks` [Hkv, G] are logits beside every row that are no entry.
     """
     length = orders[0].shape[1]
     slopes = slopes.view(len(keys), -1, *slopes.shape[1:])
@@ -250,6 +250,7 @@ def kept_prefix_errors(
         for order in orders:
             columns = order[part, None, None].to(keys.device).expand(*masses.shape[:-1], -1)
             kept = torch.cat([seen, masses.gather(-1, columns)], -1).cumsum(-1)
+            kept.clamp_(min=torch.finfo(torch.float32).tiny)  # of masses too far below the largest is nothing left
             moved = torch.cat([pulled, pulls.gather(-1, columns)], -1).cumsum(-1)
             of_orders.append(moved.div_(kept).sub_(full).square_().sum((1, 2)))
         errors.append(torch.stack(of_orders))

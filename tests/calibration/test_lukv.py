@@ -8,32 +8,39 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from pydantic import ValidationError
 
+from kvsearch.budgets.convex import prefix_sums
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.analysis import lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
-from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.lukv import KEPT_POINTS, LukvCalibration, MeasuredQuestion, measure_importance
+from kvsearch.calibration.importance import ImportancePass, output_errors
+from kvsearch.calibration.lukv import (
+    KEPT_POINTS,
+    LukvCalibration,
+    MeasuredQuestion,
+    _table_of_mean,
+    measure_importance,
+)
 from kvsearch.calibration.options import LukvOptions, Normalization
 from kvsearch.calibration.prompts import prompts_of, with_own_replies
+from kvsearch.calibration.tables import RatioTables
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import NAME
-from kvsearch.signals.predictions import divergence
 from tests import tiny
 from tests.calibrations import calibrate_lukv
 from tests.combinations import in_turn
-from tests.runtime.helpers import feed, reference, running
+from tests.runtime.helpers import running
 
 POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
 PROTECTED = 6
 GRID = np.arange(1, 100) / 100
 LAYER = LukvOptions(normalization="layer", answers="given")
 GIVEN = LukvOptions(answers="given")
-OWN = LukvOptions(answer_tokens=32)  # so many that every layer has an effect
+OWN = LukvOptions(answer_tokens=32)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +81,6 @@ def test_what_a_profile_holds(profile: Profile, data: CalibrationData) -> None:
         "recall": (layers, heads, 101),
         "oracle_recall": (layers, heads, 101),
         "mass": (layers, heads, 101),
-        "layer_worth": (2, layers),
     }
     assert profile.arrays["question_context"].tolist() == [0, 0, 1, 1]
     metadata = profile.metadata
@@ -82,13 +88,13 @@ def test_what_a_profile_holds(profile: Profile, data: CalibrationData) -> None:
     assert (metadata.length, metadata.questions, metadata.floor) == (length_of(data), questions, PROTECTED)
     assert metadata.layers == (0, 1, 2, 3)
     assert metadata.provenance.data_sha256 == data.sha256
-    assert metadata.provenance.settings["normalization"] == "integrated"
+    assert metadata.provenance.settings["normalization"] == "error"
     assert "seed" not in metadata.provenance.settings
 
 
 CHOICES = [
     *product(get_args(Normalization), ["sum"], [True]),
-    ("integrated", "sum", False),
+    ("error", "sum", False),
     ("layer", "max", False),
 ]
 
@@ -102,12 +108,31 @@ def test_every_choice_makes_a_valid_profile(
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     settings = made.metadata.provenance.settings
     assert (settings["normalization"], settings["group"], settings["gap"]) == (normalization, group, gap)
-    assert ("layer_worth" in made.arrays) == (normalization in ("integrated", "effect"))
-    if "layer_worth" in made.arrays:
-        worth, error = made.arrays["layer_worth"]
-        assert np.isfinite(worth).all()
-        assert (error > 0).all()
     assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_errors_of_query_heads_add_up() -> None:
+    with pytest.raises(ValidationError, match="group"):
+        LukvOptions(group="max")
+
+
+def question(head: int, entries: int, length: int) -> MeasuredQuestion:
+    """A question that looks at the first entries of one head, of two heads in each of two layers."""
+    importance = np.zeros((4, length), dtype=np.float32)
+    importance[head, :entries] = 1 / entries
+    return MeasuredQuestion(0, importance.reshape(2, 2, length), np.ones(2), np.zeros((0, 2, 2, KEPT_POINTS)))
+
+
+def test_questions_that_need_different_heads_both_keep_theirs() -> None:
+    """The one needs 12 of 100 entries, the other a tenth; layer 1, which nobody looks at, keeps the floor of 1."""
+    questions = [question(0, 12, 100), question(1, 5, 50)]
+    tables = RatioTables(create_policy("knorm"), 0.01)
+    table = _table_of_mean(questions, tables, GIVEN, [0, 1])
+    assert_rows_average_to_their_ratio(table, 100, 1)
+    budgets = (1 - table) * 100
+    np.testing.assert_allclose(budgets[93], [[12, 10], [1, 1]], atol=1e-4)
+    alone = (1 - _table_of_mean(questions, tables, GIVEN, [1])) * 50  # the second one by itself, as long as it is
+    np.testing.assert_allclose(alone[95], [[1, 5], [1, 1]], atol=1e-4)
 
 
 def test_the_ablation_of_the_gap_leaves_protected_entries_in_front(model: LoadedModel, data: CalibrationData) -> None:
@@ -122,8 +147,9 @@ def test_the_ablation_of_the_gap_leaves_protected_entries_in_front(model: Loaded
     assert not np.array_equal(everything, expected)
 
 
-def test_normalised_mass(model: LoadedModel, data: CalibrationData) -> None:
-    """ "layer" gives every layer the same mass, "none" leaves importance as it is."""
+def test_normalised_mass(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
+    """ "error" gives every question the same mass, "layer" every layer; "none" leaves importance as it is."""
+    assert profile.arrays["mass"][..., -1].sum() == pytest.approx(1.0)
     mass = calibrate_lukv(model, data, POLICY, LAYER).arrays["mass"]
     assert mass[..., -1].sum(-1) == pytest.approx(1.0)
     none = LukvOptions(normalization="none", answers="given")
@@ -132,38 +158,23 @@ def test_normalised_mass(model: LoadedModel, data: CalibrationData) -> None:
     np.testing.assert_allclose(mass[..., -1], np.mean(plain, axis=0).sum(-1), rtol=1e-5)
 
 
-def test_importance_beyond_the_protected_entries_adds_up_to_the_effect(
-    model: LoadedModel, data: CalibrationData, profile: Profile
-) -> None:
-    items = measured(model, data, OWN)
-    beyond = np.array([item.importance[..., PROTECTED:].sum((1, 2), dtype=np.float64) for item in items])
-    effects = np.array([item.effect for item in items])
-    assert effects.sum(0).min() > 0
-    weights = effects.sum(0) / beyond.sum(0)
-    np.testing.assert_allclose((weights * beyond).mean(0), effects.mean(0))
-    mass = np.mean([item.importance.sum((1, 2), dtype=np.float64) for item in items], axis=0) * weights
-    np.testing.assert_allclose(profile.arrays["mass"][..., -1].sum(-1), mass, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_effects_are_those_of_masked_runs_on_the_answer(model: LoadedModel, data: CalibrationData) -> None:
-    """Only rows that predict the answer count: the question's last token and all but the last of the answer."""
-    context, pair = data.contexts[0], data.contexts[0].questions[0]
-    ids, asked, answer = (tiny.ids_of(text) for text in (context.text, pair.question, pair.answer))
-    asked, answer = asked[:, 1:], answer[:, 1:]  # <bos> starts the context only
-    tokens = torch.cat([asked, answer], 1)
-    rows = slice(asked.shape[1] - 1, asked.shape[1] + answer.shape[1] - 1)
-    pieces = [(ids, torch.ones_like(ids)), (tokens, torch.ones_like(tokens))]
-
-    def logits(kept: dict[int, Tensor]) -> Tensor:
-        with reference(model.model, kept) as cache:
-            return feed(model.model, cache, pieces)[1][0, rows]
-
-    effect = measured(model, data, LukvOptions(answers="given", normalization="effect"))[0].effect
-    protected = torch.zeros(1, 2, ids.shape[1], dtype=torch.bool)
-    protected[..., :2] = protected[..., -4:] = True
-    for layer in range(4):
-        assert effect[layer] == pytest.approx(divergence(logits({}), logits({layer: protected})), rel=1e-3)
+def test_an_entry_is_worth_the_error_that_it_takes_away(model: LoadedModel, data: CalibrationData) -> None:
+    """What is kept is worth the most that was taken away on the way there; an entry that adds to it, nothing."""
+    (prompt,) = prompts_of(model, data.limited(1))
+    (item,) = measured(model, data.limited(1), GIVEN)
+    with running(model.model, NAME):
+        passed = ImportancePass(model.model, [POLICY], prompt.ids)
+        ranks = passed.ranks()
+        errors = output_errors(passed, prompt.continuations[0], ranks < PROTECTED, [ranks.argsort(-1)])[0].numpy()
+    assert (np.diff(errors) > 0).any()
+    may_go = errors[..., PROTECTED:]
+    taken = np.maximum.accumulate(may_go[..., :1] - may_go, axis=-1)
+    assert (item.importance[..., :PROTECTED] == 0).all()
+    np.testing.assert_allclose(
+        prefix_sums(item.importance)[..., PROTECTED:], taken, rtol=1e-4, atol=1e-6 * errors.max()
+    )
+    assert item.importance.min() >= 0
+    assert item.scale == pytest.approx(may_go[..., 0].sum())
 
 
 def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: CalibrationData) -> None:
@@ -181,14 +192,14 @@ def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: 
 
 
 def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None:
-    """No layer has an effect, so there is nothing to tell heads apart; the ranking can be judged all the same."""
+    """There are no errors, so there is nothing to tell heads apart and nothing to lose."""
     model = tiny.loaded()
     with torch.no_grad():
         model.model.lm_head.weight.zero_()
     made = calibrate_lukv(model, data, POLICY, OWN)
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     assert made.arrays["mass"].max() == 0.0
-    assert made.arrays["recall"][..., 50].max() < 1.0
+    assert made.arrays["recall"].min() == 1.0
     assert lost_mass(made, np.full((4, 2), 0.5)).sum() == 0.0
 
 
@@ -277,7 +288,7 @@ def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData) ->
 
 @in_turn(
     where=["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
-    normalization=["effect", "layer"],
+    normalization=["error", "layer"],
 )
 def test_a_model_that_computes_nan(where: str, normalization: Any, data: CalibrationData) -> None:
     model = tiny.loaded()
@@ -291,7 +302,7 @@ def test_a_model_that_computes_nan(where: str, normalization: Any, data: Calibra
 def test_rivals_rank_the_same_importance_in_the_same_pass(
     model: LoadedModel, data: CalibrationData, profile: Profile
 ) -> None:
-    rivals = [create_policy("keydiff", {"sinks": 2, "window": 4}), create_policy("tova")]
+    rivals = [create_policy("keydiff", {"sinks": 2, "window": 4}), create_policy("knorm", {"sinks": 2, "window": 4})]
     several = calibrate_lukv(model, data, POLICY, OWN, compared_policies=rivals)
     assert several.metadata.policies == (POLICY.spec, *(rival.spec for rival in rivals))
     kept = several.arrays["kept"]

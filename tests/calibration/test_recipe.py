@@ -129,7 +129,7 @@ def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
         ("polcy: snapkv", ["polcy: unknown key"]),
         ("normalization: layers\ngroup: mean", ["normalization: ", "group: "]),
         ("method: evolkv", ["method: 'evolkv' is unknown", "lukv, lava, cake, adakv"]),
-        ("method: lava\nnormalization: effect\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),
+        ("method: lava\nnormalization: layer\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),
         ("method: adakv\nfloor_share: 2\nvariant: official", ["floor_share: ", "variant: "]),
         ("method: cake\ntau1: 0\ntau2: .inf", ["a number in it is NaN or infinite"]),
         ("params: {sinks: [8]}", ["1 problem:", "params.sinks: must be a finite number, true, false or a text"]),

@@ -20,7 +20,7 @@ from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
 # a tenth of the time of the default
-QUICKLY = ("--questions", 2, "--no-check", "--normalization", "effect", "--answer-tokens", 2)
+QUICKLY = ("--questions", 2, "--no-check", "--normalization", "layer", "--answer-tokens", 2)
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -69,7 +69,7 @@ COMPLETED = {
     "run bundled --tasks ruler:vt+ruler:no": "ruler:vt+ruler:no-qa",
     "run --recipe run/b": "run/bundled",
     "calibrate bundled --method query_b": "query_bank",
-    "calibrate bundled --normalization eff": "effect",
+    "calibrate bundled --normalization err": "error",
     "evaluate bundled --methods lava-e": "lava-equal-heads",
     "export runs/x --to kvpress-l": "kvpress-lukv",
     "evolve bundled-r": "bundled-redundant",

@@ -48,7 +48,7 @@ class Kept:
 TASKS = "--tasks jsonl:IN/mine.jsonl"
 KEPT = {
     "calibrate": Kept(
-        "calibrate bundled --data IN/texts.json --policy knorm --no-check --normalization effect "
+        "calibrate bundled --data IN/texts.json --policy knorm --no-check --normalization layer "
         "--questions 3 --answer-tokens 2 -o RUN",
         "--questions 2", ("run/profile.safetensors", "run/contexts.json"), None, 4,
     ),

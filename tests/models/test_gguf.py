@@ -231,7 +231,7 @@ def test_every_command_takes_a_file(tiny: tuple[Path, Any, Any], tmp_path: Path)
     tasks = ("--tasks", f"jsonl:{data}")
     few = (*tasks, "--samples", 2)
     plan = plan_of(source, tmp_path / "plan.json")
-    done("calibrate", source, "--policy", "streaming", "--normalization", "effect", *tasks, "--questions", 2,
+    done("calibrate", source, "--policy", "streaming", "--normalization", "layer", *tasks, "--questions", 2,
          "--answer-tokens", 2, "--no-check", "-o", tmp_path / "cal")  # fmt: skip
     done("export", tmp_path / "cal", "--ratio", 0.5, "--to", "folder", "-o", tmp_path / "deploy")
     done("export", tmp_path / "cal", "--ratio", 0.5, "--to", "model", "-o", tmp_path / "model")

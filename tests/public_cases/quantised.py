@@ -183,9 +183,9 @@ def four_bits_calibrate_or_say_why(folder: Path) -> None:
     text = "recall mark . " * 60
     rows.write_text(f'{{"context": "{text}", "question": "recall", "answers": ["mark"], "max_new_tokens": 2}}\n' * 4)
     common = {"tokenizer": tokenizer(), "method": "lukv", "tasks": f"jsonl:{rows}", "samples": 2, "check": False}
-    kvsearch.calibrate(four, output=str(folder / "effect"), normalization="effect", **common)
+    kvsearch.calibrate(four, output=str(folder / "layer"), normalization="layer", **common)
     try:
-        kvsearch.calibrate(four, output=str(folder / "integrated"), **common)
+        kvsearch.calibrate(four, output=str(folder / "error"), **common)
     except IncompatibleError as error:
         assert "Linear4bit pass no gradients back on cpu" in str(error)
 

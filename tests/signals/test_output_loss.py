@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import scoring
-from kvsearch.signals.attention_rows import attention_change, eviction_errors, loss_bounds, output_loss
+from kvsearch.signals.attention_rows import (
+    attention_change,
+    eviction_errors,
+    kept_prefix_errors,
+    loss_bounds,
+    output_loss,
+)
 
 
 def example(*hidden: int) -> tuple[Tensor, ...]:
@@ -156,6 +162,61 @@ def test_errors_under_many_masks_are_those_of_one_after_the_other(case: Case, ma
         torch.testing.assert_close(found, moved.square().sum(-1).mean(-1), atol=1e-5, rtol=1e-4)
         if bool(keep.all()):
             assert float(found.max()) == 0
+
+
+def test_errors_of_two_entries_in_either_order() -> None:
+    """A token gives .5 and .3 to two entries and .2 to itself; along g they have 1, 2 and 4, so the output is 1.9.
+
+    Alone it has 4, with the second entry (.6 + .8) / .5 = 2.8, with the first (.5 + .8) / .7.
+    """
+    keys = torch.tensor([0.5, 0.3, 0.2]).log().view(1, 3, 1)
+    values = torch.tensor([[1.0, 0.0], [0.0, 2.0], [4.0, 0.0]])[None]
+    orders = [torch.tensor([[1, 0]]), torch.tensor([[0, 1]])]
+    errors = kept_prefix_errors(torch.ones(1, 1, 1), keys, values, torch.ones(1, 1, 2), orders, 1.0)
+    expected = torch.tensor([[[2.1**2, 0.9**2, 0.0]], [[2.1**2, (1.3 / 0.7 - 1.9) ** 2, 0.0]]])
+    torch.testing.assert_close(errors, expected)
+
+
+def test_errors_of_a_token_that_hardly_sees_itself_are_finite() -> None:
+    keys = torch.tensor([0.0, 0.0, -300.0]).view(1, 3, 1)
+    values = torch.tensor([1.0, 3.0, 2.0]).view(1, 3, 1)
+    errors = kept_prefix_errors(torch.ones(1, 1, 1), keys, values, torch.ones(1, 1, 1), [torch.tensor([[1, 0]])], 1.0)
+    assert errors.isfinite().all()
+    assert errors[0, 0, 1:].tolist() == pytest.approx([1.0, 0.0])
+
+
+@given(cases(), st.booleans())
+def test_errors_at_every_budget_are_those_of_attention_over_what_is_kept(case: Case, has_sinks: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads, rows, length = case.shown.shape[1:]
+    context = length - rows
+    assume(context > 0)
+    query, keys, values = case.query[0], case.keys[0], case.values[0]
+    group = len(query) // heads
+    slopes = torch.randn(len(query), rows, values.shape[-1], generator=generator)
+    sinks = torch.randn(heads, group, generator=generator) if has_sinks else None
+    orders = [torch.rand(heads, context, generator=generator).argsort(-1) for _ in range(2)]
+    logits = 0.7 * query.double() @ keys.double().repeat_interleave(group, 0).transpose(1, 2)
+    logits = logits if case.softcap is None else case.softcap * torch.tanh(logits / case.softcap)
+    logits = logits.masked_fill(torch.ones(rows, length).triu(context + 1).bool(), -torch.inf)
+    beside = (torch.full((heads, group), -torch.inf) if sinks is None else sinks).double()
+
+    def pull(shown: Tensor) -> Tensor:
+        """Outputs along the slopes, [Hq, K], where kv heads see `shown` [Hkv, N]."""
+        seen = logits.masked_fill(~shown.repeat_interleave(group, 0)[:, None], -torch.inf)
+        attention = torch.cat([seen, beside.view(-1, 1, 1).expand(-1, rows, 1)], -1).softmax(-1)[..., :-1]
+        return ((attention @ values.double().repeat_interleave(group, 0)) * slopes).sum(-1)
+
+    full = pull(torch.ones(heads, length, dtype=torch.bool))
+    found = kept_prefix_errors(query, keys, values, slopes, orders, 0.7, case.softcap, sinks)
+    assert found.shape == (2, heads, context + 1)
+    for errors, order in zip(found, orders, strict=True):
+        for budget in range(context + 1):
+            shown = torch.ones(heads, length, dtype=torch.bool)
+            shown.scatter_(1, order[:, budget:], value=False)
+            expected = (pull(shown) - full).square().view(heads, -1).sum(-1)
+            torch.testing.assert_close(errors[:, budget].double(), expected, atol=1e-4, rtol=1e-3)
+    assert float(found[..., -1].max()) < 1e-8
 
 
 @given(cases())

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvsearch.signals import predictions
-from kvsearch.signals.predictions import answer_losses, divergence, token_losses
+from kvsearch.signals.predictions import answer_losses, divergence, log_odds, token_losses
 
 
 def test_a_worked_example() -> None:
@@ -40,6 +40,17 @@ def test_a_sure_prediction_costs_next_to_nothing() -> None:
     assert token_losses(logits, torch.tensor([0])).item() == pytest.approx(math.exp(-10), rel=0.01)
     assert token_losses(logits, torch.tensor([1])).item() == pytest.approx(10, rel=1e-4)
     assert token_losses(logits, torch.tensor([2])).item() == math.inf
+
+
+def test_log_odds() -> None:
+    """Probabilities 1/2, 1/4, 1/4 have odds of 1 and 1/3; odds of e^10 stay exact where p is 1 in fp32."""
+    logits = torch.tensor([2.0, 1.0, 1.0]).log().expand(2, 3)
+    assert log_odds(logits, torch.tensor([0, 1])).tolist() == pytest.approx([0.0, -math.log(3)], abs=1e-6)
+    assert log_odds(torch.tensor([[1000.0, 980.0, -math.inf]]), torch.tensor([0])).item() == pytest.approx(20)
+    generator = torch.Generator().manual_seed(0)
+    drawn, targets = torch.randn(7, 50, generator=generator).bfloat16(), torch.randint(0, 50, (7,), generator=generator)
+    chances = drawn.double().softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(log_odds(drawn, targets).double(), chances.log() - (1 - chances).log())
 
 
 def logits(seed: int, rows: int = 4) -> torch.Tensor:

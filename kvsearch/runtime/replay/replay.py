@@ -199,10 +199,10 @@ class LayerContinuation(Generic[Noted]):
     def prefix_errors(self, slopes: Tensor, orders: Sequence[Tensor]) -> Tensor:
         """Return the weighted output errors of kv heads that keep the first entries of the one prompt, [n, Hkv, T + 1].
 
-        `slopes` [K, Hq * Dv] fp32 are of what enters the output projection; see `kept_prefix_errors`.
+        `slopes` [K, Hq, Dv] fp32 are derivatives by the attention outputs; see `kept_prefix_errors`.
         """
         how = self.logits
-        by_head = slopes.to(self.query.device).view(len(slopes), self.query.shape[1], -1).transpose(0, 1)
+        by_head = slopes.to(self.query.device).transpose(0, 1)
         states = self.query[0], self.keys[0], self.values[0]
         return kept_prefix_errors(*states, by_head, orders, how.scaling, how.softcap, how.sinks)
 

@@ -1,0 +1,129 @@
+"""What answers lose by attention outputs: against finite differences, and where layers can stand in for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch.calibration.data import default_data, load_calibration_data
+from kvsearch.calibration.importance import ImportancePass, output_errors, output_slopes
+from kvsearch.calibration.prompts import Continuation, prompts_of
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import load
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime import observe
+from kvsearch.runtime.attention import NAME, gated_attention
+from kvsearch.runtime.logits import Logits
+from kvsearch.signals.predictions import log_odds
+from tests.families import build, prompts
+from tests.runtime.helpers import assert_close, running
+
+CONTEXT, ANSWER = 40, 3
+POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+
+
+@contextmanager
+def asked(model: Any) -> Iterator[tuple[ImportancePass, Continuation, Tensor]]:
+    """A context with a question of 4 tokens and an answer of 3, and which entries of it stay."""
+    ids, _ = prompts(1, CONTEXT + 7)
+    with running(model, NAME):
+        passed = ImportancePass(model, [POLICY], ids[:, :CONTEXT])
+        after = Continuation(ids[:, CONTEXT:], 7 - ANSWER)
+        yield passed, after, passed.ranks() < POLICY.protected(CONTEXT)
+
+
+def smooth(family: str) -> Any:
+    """A random model whose log-odds are smooth in its attention outputs."""
+    model = build(family)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "_proj" in name:
+                weight.mul_(0.5)
+    return model
+
+
+# qwen3_5 gates attention outputs and bitnet normalises them in front of the output projection
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3_5", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("bitnet", "gemma2", "lfm2"))],
+)
+def test_slopes_are_finite_differences_of_the_log_odds(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node is in the middle of the way: all layers see half of the entries that are not protected."""
+    model = smooth(family)
+    generator = torch.Generator().manual_seed(1)
+    layers = len(describe(model).full_layers)
+    with asked(model) as (passed, after, protected):
+        slopes = output_slopes(passed, after, protected, 1)
+        answer = after.tokens[0, -ANSWER:]
+
+        def odds(row: int, added: Tensor) -> float:
+            calls = iter(range(layers))
+
+            def shifted(*args: Any) -> Tensor:
+                return gated_attention(*args) + (added if next(calls) == row else 0.0)
+
+            gates = torch.full(protected.shape, 0.5)
+            with monkeypatch.context() as patch, torch.no_grad():
+                patch.setattr(observe, "gated_attention", shifted)
+                with passed.following(after.tokens, dict(enumerate(protected)), dict(enumerate(gates))) as output:
+                    return float(log_odds(output.logits[0][after.predicting], answer).double().sum())
+
+        for row, slope in enumerate(slopes):
+            assert slope.shape == (7, model.config.num_attention_heads, slope.shape[-1])
+            direction = slope / slope.norm() + torch.randn(slope.shape, generator=generator) / slope.numel() ** 0.5
+            step = 0.02 * direction
+            found = (odds(row, step) - odds(row, -step)) / 2
+            assert found == pytest.approx(float((slope * step).sum()), rel=0.02, abs=1e-5)
+            assert abs(found) > 1e-4
+
+
+def test_layers_that_stand_in_for_each_other_all_have_errors() -> None:
+    """The last three layers all retrieve, so that under the full cache alone hardly anything hangs on one of them.
+
+    Gradients there would give them errors of .7, .3 and .2, and layer 2 .7.
+    """
+    loaded = load("bundled-redundant")
+    data = load_calibration_data(default_data("bundled-redundant")).limited(1)
+    policy = create_policy("snapkv", {"sinks": 4})
+    [prompt] = prompts_of(loaded, data)
+    with running(loaded.model, NAME):
+        passed = ImportancePass(loaded.model, [policy], prompt.ids)
+        ranks, kept = passed.ranks(), policy.protected(prompt.length)
+        errors = output_errors(passed, prompt.continuations[0], ranks < kept, [ranks.argsort(-1)])[0]
+    of_layers = errors[..., kept].sum(-1)
+    assert of_layers[3:].min() > 3
+    assert of_layers[:3].max() < 1
+
+
+def test_gates_lead_in_a_straight_line_from_the_full_cache_to_one_without() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(1, n, t, 8, generator=generator) for n, t in ((4, 3), (2, 13), (2, 13)))
+    keep = torch.rand(2, 10, generator=generator) < 0.4
+    how = Logits(8**-0.5)
+
+    def output(gate: Tensor) -> Tensor:
+        return gated_attention((query, keys, values), keep, gate, how)
+
+    def attended(shown: Tensor) -> Tensor:
+        mask = torch.cat([shown[:, None].expand(-1, 3, -1), torch.ones(3, 3).tril().bool().expand(2, -1, -1)], -1)
+        spread = (one.repeat_interleave(2, 1) for one in (keys, values))
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, *spread, attn_mask=mask.repeat_interleave(2, 0)[None]
+        ).transpose(1, 2)
+
+    some = torch.rand(2, 10, generator=generator)
+    full, without = attended(torch.ones_like(keep)), attended(keep)
+    assert_close(output(torch.ones(2, 10)), full)
+    assert_close(output(torch.zeros(2, 10)), without)
+    assert_close(output(torch.full((2, 10), 0.25)), 0.25 * full + 0.75 * without)
+    assert_close(output(some), output(some.masked_fill(keep, 0.5)))
+    for entry in range(10):  # each entry by itself, so that what they add sums up to the whole
+        one = torch.zeros(2, 10)
+        one[:, entry] = 1.0
+        full = full - (output(one) - without)
+    assert_close(full, without)
