@@ -386,6 +386,8 @@ def write_summary(comparisons: Sequence[Comparison]) -> str:
     """Return the table of README: a row per kind of questions and size."""
     rows = []
     for comparison in comparisons:
+        if comparison.kind.plans is not None:  # of other lengths than its plans
+            continue
         unit, form = comparison.format
         full = comparison.result.overall
         for budget in comparison.kind.main_budgets:
