@@ -204,7 +204,8 @@ def test_steps_of_the_results_are_commands(
     steps = [*results.find_steps(tmp_path, [*results.NAMES])]
     assert [step.arguments[0] for step in steps] == [
         *["evaluate", *["run"] * 2, *["evaluate"] * 2],  # needles: the gate, and two groups of sizes
-        *["evaluate", *["run", "evaluate"] * 2],  # those of twice the length, questions and text
+        *["evaluate", *["run"] * 2, *["evaluate"] * 2],  # those of twice the length, and questions
+        *["run", "evaluate"],  # text
     ]
     for step in steps:
         assert not step.is_finished

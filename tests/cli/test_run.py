@@ -120,15 +120,18 @@ def test_the_card_of_a_plan_has_what_it_scores(finished: tuple[Path, str], tmp_p
 def test_plans_are_searched_on_from_what_was_solved(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     sizes = json.loads((directory / "run.json").read_bytes())["sizes"]
+    refined = []
     for budget in ("40", "60"):
         starts = json.loads((directory / "refine" / "config.json").read_bytes())["content"]["starts"]
         assert {"probe", "lukv:probe", "half:probe", "lukv:snapkv", "joint"} & set().union(*starts)
         plans = [load_plan(path) for path in sorted((directory / "refine").glob(f"plan-{budget}-*.json"))]
-        assert plans
         assert all(plan.total == int(budget) * 24 for plan in plans)
         kinds = {found["name"]: found["kind"] for found in sizes[budget]["chosen"]["methods"]}
-        assert {kinds["refined"], kinds["half:probe"]} == {"candidate"}
+        assert kinds.get("refined", "candidate") == kinds["half:probe"] == "candidate"
+        assert ("refined" in kinds) == bool(plans)  # a search may find nothing that is better than where it starts
         assert kinds["half:snapkv"] == "baseline"
+        refined += plans
+    assert refined
     evaluated = {key for line in ledger(directory / "refine") for key in line.get("keys", ())}
     assert len(evaluated) <= 2 * EVALUATIONS
 
