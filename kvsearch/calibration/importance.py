@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.nn.utils.rnn import pad_sequence
 
+from kvsearch.calibration.polykv.tree import TreeLayer
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.models.architecture import describe
 from kvsearch.models.weights import require_gradients
@@ -53,6 +54,8 @@ class ImportancePass(DensePass[RankedContext]):
         refusal: see `DensePass`.
         look: what else to note of the context in every layer, and what that needs.
     """
+
+    layer = TreeLayer  # rows of tokens share the context, without a copy for each
 
     def __init__(
         self,
@@ -139,8 +142,7 @@ def output_errors(
         layer.prefix_errors(slope, [order[row] for order in orders]).cpu()
         for row, (layer, slope) in enumerate(zip(layers, slopes, strict=True))
     ]
-    computes_nan = bool(output.logits.isnan().any())
-    return torch.stack(errors, 1).fill_(torch.nan) if computes_nan else torch.stack(errors, 1)
+    return torch.stack(errors, 1).masked_fill(output.logits.isnan().any().cpu(), torch.nan)
 
 
 def errors_taken_away(errors: Tensor, always: int) -> Tensor:

@@ -25,7 +25,7 @@ from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import Output, additive_mask, causal_mask
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.observe import DensePass, ObservedLayer, States
-from kvsearch.runtime.replay.replay import LayerContinuation, Noted, at_rows
+from kvsearch.runtime.replay.replay import FollowedLayer, Noted, at_rows
 from kvsearch.runtime.stock import stateful_layers, stock_layers
 
 SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
@@ -162,17 +162,33 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits
     return weights.reshape(batch, heads, -1, keys.shape[2]).to(values.dtype) @ values
 
 
-class SweptPass(DensePass[Noted]):
-    """The full-cache pass over contexts, and sweeps over the tokens that follow; all layers must be observed for these.
+class Tree(DensePass[Observation]):
+    """A batch of contexts as the policies of layers see them, and sweeps over the tokens that follow.
 
     Of the last pass over these under the full cache it has what was `entering` every layer, with its `arguments`, and
     `leaving` for the final norm, [M, K, d_model] each.
+
+    Args:
+        model: a model whose attention implementation is "kvsearch".
+        needs: by full-attention layer, what policies need of the contexts there.
+        prompts, mask: as for `DensePass`.
     """
 
     layer = TreeLayer
     entering: list[Tensor]
     arguments: list[dict[str, Any]]
     leaving: Tensor
+
+    def __init__(
+        self, model: Any, needs: Mapping[int, Sequence[Needs]], prompts: Tensor, mask: Tensor | None = None
+    ) -> None:
+        if stateful := stateful_layers(stock_layers(model)):
+            raise IncompatibleError(
+                f"layers {', '.join(map(str, stateful))} of {type(model).__name__} carry a running state from token to "
+                "token, so one sweep cannot ablate many layers: use --signals cosine,entropy"
+            )
+        every = {index: needs.get(index, ()) for index in range(describe(model).layers)}
+        super().__init__(model, every, lambda prompt: prompt, prompts, mask)
 
     @cached_property
     def modules(self) -> Any:
@@ -191,9 +207,7 @@ class SweptPass(DensePass[Noted]):
         return norm
 
     @contextmanager
-    def baseline_pass(
-        self, tokens: Tensor, rows: Tensor | None = None
-    ) -> Iterator[dict[int, LayerContinuation[Noted]]]:
+    def baseline_pass(self, tokens: Tensor, rows: Tensor | None = None) -> Iterator[dict[int, FollowedLayer]]:
         """Teacher-force `tokens` [M, K] after contexts, and yield what that is in each layer.
 
         Sweeps over them are possible until this ends.
@@ -239,7 +253,7 @@ class SweptPass(DensePass[Noted]):
             made = outputs(index, some) if (some := ablated.get(index, ())) else []
             branches = self.entering[index]
             hidden = torch.cat([hidden.to(branches.device), branches.repeat(len(made), 1, 1)])
-            layer: TreeLayer[Noted] = self.cache.layers[index]
+            layer: TreeLayer[Observation] = self.cache.layers[index]
             layer.branching = made
             try:
                 result = self.modules[index](hidden, **_repeated(self.arguments[index], batch, len(hidden) // batch))
@@ -264,27 +278,6 @@ class SweptPass(DensePass[Noted]):
                 f"{type(self.model).__name__} makes its logits in a way that is not known here (they differ by "
                 f"{float(apart):.0%}): use --signals cosine,entropy"
             )
-
-
-class Tree(SweptPass[Observation]):
-    """A batch of contexts as the policies of layers see them, and sweeps over the tokens that follow.
-
-    Args:
-        model: a model whose attention implementation is "kvsearch".
-        needs: by full-attention layer, what policies need of the contexts there.
-        prompts, mask: as for `DensePass`.
-    """
-
-    def __init__(
-        self, model: Any, needs: Mapping[int, Sequence[Needs]], prompts: Tensor, mask: Tensor | None = None
-    ) -> None:
-        if stateful := stateful_layers(stock_layers(model)):
-            raise IncompatibleError(
-                f"layers {', '.join(map(str, stateful))} of {type(model).__name__} carry a running state from token to "
-                "token, so one sweep cannot ablate many layers: use --signals cosine,entropy"
-            )
-        every = {index: needs.get(index, ()) for index in range(describe(model).layers)}
-        super().__init__(model, every, lambda prompt: prompt, prompts, mask)
 
 
 def _repeated(arguments: Mapping[str, Any], batch: int, times: int) -> dict[str, Any]:
