@@ -56,6 +56,19 @@ def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
     return softmax(scores, None if sinks is None else sinks[None, part, :, None, None])
 
 
+def row_masses(scores: Tensor, part: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the exponentials of what `score_rows` yields, in its place, and those of the `sinks` [Hkv, G] beside them.
+
+    Those of a row are divided by its largest, and multiplied by exp(`SHIFT`).
+    """
+    largest = scores.amax(-1, keepdim=True)
+    if sinks is None:
+        return scores.sub_(largest - SHIFT).exp_(), None
+    beside = sinks[None, part, :, None, None]
+    largest = torch.maximum(largest, beside)
+    return scores.sub_(largest - SHIFT).exp_(), (beside - largest + SHIFT).exp()
+
+
 def importance_rows(
     query: Tensor,
     keys: Tensor,
@@ -185,10 +198,8 @@ def eviction_errors(
     values = nn.functional.pad(values, (0, 1), value=1.0)  # a row's last sum is its mass
     errors = []
     for part, scores in score_rows(query[None], keys[None], scaling, softcap, tables=2, places=places):
-        largest = scores.amax(-1, keepdim=True)
-        own = None if sinks is None else sinks[None, part, :, None, None]
-        largest = largest if own is None else torch.maximum(largest, own)
-        exponentials = scores.sub_(largest - SHIFT).exp_()[0].flatten(1, 2)  # [heads, G * K, N]
+        masses_of_rows, beside = row_masses(scores, part, sinks)
+        exponentials = masses_of_rows[0].flatten(1, 2)  # [heads, G * K, N]
         for number, head in enumerate(range(heads)[part]):
             patterns, sizes = torch.unique_consecutive(shown[head], return_counts=True)  # [P] each
             pieces = [*sizes.tolist(), keys.shape[1] - length]
@@ -198,8 +209,8 @@ def eviction_errors(
                     torch.split(exponentials[number], pieces, 1), torch.split(values[head], pieces), strict=True
                 )
             )
-            if own is not None:
-                kept[:, -1:] += (own - largest + SHIFT).exp()[0, number].view(-1, 1)
+            if beside is not None:
+                kept[:, -1:] += beside[0, number].view(-1, 1)
             is_kept = (patterns >> bits & 1).to(kept)  # [n, P]
             of_patterns = torch.stack(sums)
             kept = kept + torch.einsum("np,prd->nrd", is_kept, of_patterns)
@@ -237,13 +248,10 @@ def kept_prefix_errors(
     slopes = slopes.view(len(keys), -1, *slopes.shape[1:])
     errors = []
     for part, scores in score_rows(query[None], keys[None], scaling, softcap, tables=6):
-        own = None if sinks is None else sinks[part, :, None, None]
-        largest = scores[0].amax(-1, keepdim=True)
-        largest = largest if own is None else torch.maximum(largest, own)
-        masses = scores[0].sub_(largest - SHIFT).exp_()  # [heads, G, K, N]
+        (masses,), beside = row_masses(scores, part, sinks)  # [heads, G, K, N]
         pulls = (slopes[part] @ values[part, None].float().transpose(-1, -2)).mul_(masses)
         seen = masses[..., length:].sum(-1, keepdim=True)
-        seen = seen if own is None else seen + (own - largest + SHIFT).exp()
+        seen = seen if beside is None else seen + beside[0]
         pulled = pulls[..., length:].sum(-1, keepdim=True)
         full = pulls.sum(-1, keepdim=True) / (masses[..., :length].sum(-1, keepdim=True) + seen)
         of_orders = []
