@@ -336,19 +336,23 @@ def gate_scores(home: Path) -> dict[str, float]:
 
 def find_kind(home: Path, name: str) -> Kind:
     """Return a kind of questions: of needles those that pass the gate, of others what api_questions.py has written."""
+    groups: tuple[tuple[int, ...], ...]
     if name == "text":
         tasks = f"ppl:{home / 'data' / 'documentation.txt'}"
-        return Kind(name, tasks, (205, 102), ((512, 256, 205, 102, 51),), 4, 4, 8, (32,))
+        groups = ((512, 256, 205, 102, 51),)
+        return Kind(name, tasks, (205, 102), groups, fit=4, measure=4, choose=8, report=(32,))
     if name == "questions":
         tasks = f"jsonl:{home / 'data' / 'questions.jsonl'}"
-        return Kind(name, tasks, (205, 102), ((205, 102), (512, 256, 51)), 10, 10, 12, (26, 26))
+        groups = ((205, 102), (512, 256, 51))
+        return Kind(name, tasks, (205, 102), groups, fit=10, measure=10, choose=12, report=(26, 26))
     passed = [task for task, score in gate_scores(home).items() if score >= GATE]
     if not passed:
         sys.exit(
             f"the full cache answers less than {GATE:.0%} of every kind of needles: nothing can be compared on them"
         )
     tasks = f"ruler:{','.join(passed)}"
-    needles = Kind("needles", tasks, (167, 83), ((167, 83), (417, 208, 42)), 3, 3, 4, (12, 8))
+    groups = ((167, 83), (417, 208, 42))
+    needles = Kind("needles", tasks, (167, 83), groups, fit=3, measure=3, choose=4, report=(12, 8))
     if name == "needles":
         return needles
     plans = needles.searches(home)[1].directory

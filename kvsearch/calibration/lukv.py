@@ -171,10 +171,11 @@ def _measure_prompt(
         context_pass = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal)
         ranks = [context_pass.ranks(number) for number in range(len(policies))]
         orders = [of_policy.to(loaded.device).argsort(-1).cpu() for of_policy in ranks]
-        protected = ranks[0] < policy.protected(prompt.length)
+        measure = partial(_measure_importance, by_layer=options.normalization == "layer")
+        if options.normalization == "error":
+            measure = partial(_measure_errors, protected=ranks[0] < policy.protected(prompt.length))
         for number, continuation in enumerate(prompt.continuations):
-            measure = _errors_taken_away if options.normalization == "error" else _importances
-            (worth, *compared_worths), scale = measure(context_pass, continuation, protected, orders, options)
+            (worth, *compared_worths), scale = measure(context_pass, continuation, orders)
             if not bool(worth.isfinite().all()):
                 raise IncompatibleError(refusal)
             arrays |= {
@@ -185,12 +186,8 @@ def _measure_prompt(
     return arrays
 
 
-def _errors_taken_away(
-    context_pass: ImportancePass,
-    continuation: Continuation,
-    protected: Tensor,
-    orders: Sequence[Tensor],
-    _: LukvOptions,
+def _measure_errors(
+    context_pass: ImportancePass, continuation: Continuation, orders: Sequence[Tensor], protected: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return what each entry takes of the output error, by order, [n, L, Hkv, T], and what makes it comparable, [L]."""
     errors = output_errors(context_pass, continuation, protected, orders)
@@ -199,17 +196,13 @@ def _errors_taken_away(
     return errors_taken_away(errors, always), whole.expand(len(protected))
 
 
-def _importances(
-    context_pass: ImportancePass,
-    continuation: Continuation,
-    _: Tensor,
-    orders: Sequence[Tensor],
-    options: LukvOptions,
+def _measure_importance(
+    context_pass: ImportancePass, continuation: Continuation, orders: Sequence[Tensor], *, by_layer: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the importance of entries by order, [n, L, Hkv, T], NaN if the model computes NaN, and its scale, [L]."""
     importance, logits = context_pass.ask(continuation.tokens.to(context_pass.model.device))
     mass = importance.sum((1, 2))
-    scale = mass if options.normalization == "layer" else torch.ones_like(mass)
+    scale = mass if by_layer else torch.ones_like(mass)
     ordered = torch.stack([importance.gather(-1, order) for order in orders])
     return ordered.masked_fill(logits.isnan().any().cpu(), torch.nan), scale
 

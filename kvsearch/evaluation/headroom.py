@@ -147,9 +147,8 @@ def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio: 
             rows = min(len(lengths) + OTHERS, cost.questions)
             work += Work.over([len(prompt.context)], 2 + RANKED * TRIED)
             work += Work(rows / TOGETHER, rows * max(lengths)) + Work(len(lengths), TRIED * sum(lengths))
-            work += Work(
-                (1 + NODES) * len(lengths), (1 + 3 * NODES) * sum(lengths)
-            )  # back takes twice as long as forth
+            # output errors: passes forward, and back, which takes twice as long
+            work += Work((1 + NODES) * len(lengths), (1 + 3 * NODES) * sum(lengths))
     return replace(cost, work=work)
 
 
@@ -249,16 +248,17 @@ def _allocations(
     ranks = [rank_entries(importance, valid, policy.sink_count, policy.recent_count) for policy in policies]
     orders = [of_window.argsort(-1) for of_window in ranks]
     protected = [policy.protected(length) for policy in policies]
-    errors = sum(
+    errors = [
         output_errors(passed, Continuation(torch.cat(pair)[None], len(pair[0])), ranks[0] < protected[0], orders)
         for pair in asked
-    )
+    ]
     shares = importance / importance.sum((1, 2), keepdim=True).clamp(min=1e-30)
     for number, (policy, order) in enumerate(zip(policies, orders, strict=True)):
         floor = min(protected[number], total // (layers * heads))
         gains = {"mass": shares.gather(-1, order)}
-        if isinstance(errors, Tensor):
-            gains["error"] = errors_taken_away(errors[number], protected[number])
+        if errors:
+            together = torch.stack([of_question[number] for of_question in errors]).sum(0)
+            gains["error"] = errors_taken_away(together, protected[number])
         budgets = {"even": largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)}
         budgets |= {name: MarginalSolver(values.double().numpy(), floor).solve(total) for name, values in gains.items()}
         if "error" in budgets:
