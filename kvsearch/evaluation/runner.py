@@ -87,7 +87,9 @@ def run_encoded(
     known = [[] if kept is None else kept.recall(tasks[number], part, programs) for number, part in work]
     finished = [{sample.method for sample in samples} for samples in known]
     left = [(*item, done) for item, done in zip(work, finished, strict=True) if programs.keys() - done]
-    answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], programs, memory), left)
+    # methods that are finished everywhere, as of an earlier evaluation, are not read and compressed beside new ones
+    asked = {method: program for method, program in programs.items() if any(method not in done for _, _, done in left)}
+    answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], asked, memory), left)
     results: list[Sample] = []
     parts = list(zip(work, known, finished, strict=True))
     contexts = sum(len(part) for _, part in work)

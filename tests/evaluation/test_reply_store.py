@@ -13,6 +13,7 @@ import pytest
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.evaluation import runner
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
 from kvsearch.evaluation.runner import KeptReplies, environment, rows_hash, tokenizer_hash
@@ -102,6 +103,23 @@ def told(line: bytes) -> list[Any]:
     """A line but for what depends on the clock."""
     samples = json.loads(line)["samples"]
     return [{name: value for name, value in item.items() if "seconds" not in name} for item in samples]
+
+
+def test_only_methods_that_are_new_are_compressed(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ReplyStore(tmp_path / "l") as ledger:
+        known = evaluation(model, "pyramid").run(store=ledger).samples
+        compressed: set[str] = set()
+        compress = runner.compressed
+        monkeypatch.setattr(
+            runner,
+            "compressed",
+            lambda model, programs, *rest: compressed.update(programs) or compress(model, programs, *rest),
+        )
+        both = evaluation(model, "pyramid,lava").run(store=ledger).samples
+    assert compressed == {"lava@8", "lava@0.6"}
+    assert set(known) < set(both)
 
 
 def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path) -> None:
