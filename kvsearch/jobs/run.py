@@ -111,7 +111,7 @@ LEFT_TO_QUICK = {
     "refine",
     "evaluations",
 }
-METHODS_ASKED = 15  # about how many a choice asks to its end, and a report
+METHODS_ASKED = 15  # about how many --smallest asks at a budget
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
 
@@ -560,7 +560,8 @@ class RunStages:
         """
         from kvsearch.evaluation.compare import replies_cost
         from kvsearch.runtime.program import full_cache
-        from kvsearch.selection.comparison import screened_questions
+        from kvsearch.selection.comparison import choice_cost, screened_questions
+        from kvsearch.selection.race import FINALISTS
 
         calibrations = {f"fit ranking {name}": fit for name, fit in self.options.fits().items()}
         # the rankings add a look at what is read anyway
@@ -575,14 +576,12 @@ class RunStages:
         screened = screened_questions(self.encoded["select"], self.options.seed)
         for size, programs in asked.items():
             name = f"choose at {size.words}"
-            cost = replies_cost(name, self.encoded["select"], self.splits["select"], programs[:METHODS_ASKED])
-            if screened is not None:
-                more = replies_cost(name, screened, self.splits["select"], programs)
-                cost = replace(cost, work=cost.work + more.work)
-            costs.append(cost)
+            costs.append(choice_cost(name, self.encoded["select"], self.splits["select"], programs, screened))
         for size, programs in asked.items():
             name = f"report at {size.words}"
-            costs.append(replies_cost(name, self.encoded["report"], self.splits["report"], programs[:METHODS_ASKED]))
+            costs.append(
+                replies_cost(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
+            )
         if self.options.smallest:  # some six budgets on half of the questions, under a few methods
             programs = [full_cache(self.loaded.model)] * METHODS_ASKED
             tried = replies_cost(SMALLEST, self.encoded["select"], self.splits["select"], programs)

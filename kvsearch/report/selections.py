@@ -11,7 +11,6 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.selection import (
-    HOPELESS,
     LEAST_CONTEXTS,
     Kind,
     MethodResult,
@@ -97,8 +96,7 @@ def screening_words(screening: Screening) -> str:
     return (
         f"dropped by loss, before any reply: {counted(screening.count('candidate'), 'candidate')} and "
         f"{counted(screening.count('baseline'), 'baseline')}; on {asked(screening.asked)} the right replies lose at "
-        f"least {least:.2f} nats per token more than under {screening.best} ({MOST_LOST:g} more with a probability of "
-        f"{100 * HOPELESS:g}%)"
+        f"least {least:.2f} nats per token more than under {screening.best}"
     )
 
 
@@ -281,7 +279,8 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
     lead = f"{100 * method.lead.mean:+.2f} points{least}"
     if method.nats is not None and method.nats.difference is not None:
         lead = f"{nats(method.nats.difference, '+')} nats per token, lower is better"
-    return f"{lead} (chance {chance_of(method.chance)}{shared})"
+    spared = "" if method.spared is None else f", right replies lose {nats(method.spared)} nats per token less"
+    return f"{lead} (chance {chance_of(method.chance)}{shared}){spared}"
 
 
 def run_parts(content: RunResult) -> Iterator[str | Table]:

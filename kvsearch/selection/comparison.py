@@ -9,19 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.items import grouped
-from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast, estimate, summarize
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size
+from kvsearch.runtime import Program
 from kvsearch.selection.candidates import CandidateSet
-from kvsearch.selection.race import LEAVES, Race, find_hopeless, lead_bound, plan_rounds, plan_screening
+from kvsearch.selection.race import (
+    FINALISTS,
+    LEAVES,
+    SCREENED,
+    WEIGHED,
+    Race,
+    find_hopeless,
+    lead_bound,
+    plan_rounds,
+    plan_screening,
+)
 from kvsearch.selection.scores import Scores
 from kvsearch.selection.selection import (
     FOREMOST,
@@ -38,6 +49,7 @@ from kvsearch.tasks.encode import TaskPrompts, force_replies
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import loss_of
 
+HOPEFUL = 16  # methods that are about left after the first screening, for forecasts
 SCREENED_TOKENS = 32  # of a right reply that are forced to screen methods: the logits of all rows are held at once
 
 
@@ -70,8 +82,8 @@ class PlanRace:
         return divide_contexts(self.encoded, plan_rounds(counts), self.prepared.split.seed)
 
     @cached_property
-    def screened(self) -> list[TaskPrompts] | None:
-        """The questions that methods are screened by, with right replies to force; None where none is screened.
+    def screened(self) -> list[list[TaskPrompts]] | None:
+        """The questions of each screening, with right replies to force; None where nobody is screened.
 
         That is where screening is not wanted, cannot be done, could not drop half of the methods, or is no cheaper.
         """
@@ -83,11 +95,8 @@ class PlanRace:
 
     def cost(self, name: str) -> StageCost:
         """Return what the stage `name` costs that decides, at most."""
-        cost = self.prepared.cost(name)
-        if self.screened is None:
-            return cost
-        screen = replace(self.prepared, encoded=self.screened).cost(name)
-        return replace(cost, work=cost.work + screen.work)
+        programs = [method.program for method in self.prepared.methods]
+        return choice_cost(name, self.encoded, self.prepared.split, programs, self.screened)
 
     def ask(
         self,
@@ -117,55 +126,84 @@ class PlanRace:
         rule = replace(self.rule, level=level)
         race = Race(list(self.candidate_set.candidates), list(self.candidate_set.baselines), rule)
         rounds: list[Evaluation] = []
+        forced: list[Evaluation] = []
         behind: dict[str, str] = {}
         screening = None
         if self.screened is not None:
             if answered:  # before anything else
                 self.ask(self.rounds[0], (), "round-1", store, answered=True)
-            screening = self._screen(self.screened, store)
+            forced, screening = self._screen(self.screened, store)
             left_out = {method.name for method in screening.dropped}
             race.candidates = [name for name in race.candidates if name not in left_out]
             race.baselines = [name for name in race.baselines if name not in left_out]
+            race.losses = losses_of(forced)
+        is_text = all(is_forced(task.task) for task in self.encoded)
+        available = sum(len(texts_of(task)) for task in self.encoded)
         for number, questions in enumerate(self.rounds, 1):
             names = [*race.candidates, *race.baselines]
             comparison = self.ask(questions, names, f"round-{number}", store, answered=answered and number == 1)
             rounds.append(comparison)
+            if is_text:  # scores are losses within bounds, beyond which methods still differ
+                forced = rounds
+                race.losses = losses_of(forced)
             behind |= behind_on_kinds(rounds, race.candidates, race.baselines)
             race.candidates = [name for name in race.candidates if name not in behind]
-            asked = Scores.of(comparison.samples, comparison.contexts)
-            race.judge_round(asked, is_last=number == len(self.rounds))
+            race.judge_round(Scores.of(comparison.samples, comparison.contexts), available=available)
             if race.winner is not None:
                 break
-        return replace(self._result(race, rounds, tuple(behind.values()), level), screening=screening)
+        result = self._result(race, rounds, forced, tuple(behind.values()), level)
+        return replace(result, screening=screening)
 
-    def _screen(self, questions: list[TaskPrompts], store: StageStore | None) -> Screening:
-        """Drop the methods whose losses of the right replies to `questions` leave no hope."""
+    def _screen(
+        self, questions: Sequence[list[TaskPrompts]], store: StageStore | None
+    ) -> tuple[list[Evaluation], Screening]:
+        """Drop all but the finalists, by the losses of right replies: first of all methods, then of those with hope."""
         plans = self.candidate_set
-        forced = self.ask(questions, list(plans.plans), "screen", store)
-        losses = Scores.of(
-            [replace(sample, score=-loss_of(sample.reply)) for sample in forced.samples], forced.contexts
-        )
+        names = list(plans.plans)
+        first, *others = questions
+        forced = [self.ask(first, names, "screen", store)]
+        losses = losses_of(forced)
         hopeless = find_hopeless(losses, list(plans.candidates), list(plans.baselines))
-        best = losses.ranked(list(plans.plans))[0]
-        dropped = [
-            DroppedMethod(
-                name,
-                "candidate" if name in plans.candidates else "baseline",
-                losses.mean(best) - losses.mean(name),
-            )
-            for name in hopeless
-        ]
-        return Screening(best, QuestionCount.of([forced]), tuple(dropped))
+        dropped = self._dropped(losses, hopeless)
+        hopeful = [name for name in names if name not in hopeless]
+        for number, more in enumerate(others, 2):
+            forced.append(self.ask(more, hopeful, f"screen-{number}", store))
+        losses = losses_of(forced)
+        kinds = ([name for name in hopeful if name in kind] for kind in (plans.candidates, plans.baselines))
+        dropped += self._dropped(losses, [name for kind in kinds for name in losses.ranked(kind)[FINALISTS:]])
+        return forced, Screening(losses.ranked(hopeful)[0], QuestionCount.of(forced), tuple(dropped))
 
-    def _result(self, race: Race, rounds: Sequence[Evaluation], behind: tuple[str, ...], level: float) -> PhaseResult:
-        """Return how a race ended; methods that were asked longest come first, then those with the higher score."""
+    def _dropped(self, losses: Scores, names: Sequence[str]) -> list[DroppedMethod]:
+        """Return the record of methods that do not reply, with what they lose more than the best one."""
+        least = max(losses.mean(name) for name in self.candidate_set.plans if name in losses.sums)
+        candidates = self.candidate_set.candidates
+        return [
+            DroppedMethod(name, "candidate" if name in candidates else "baseline", least - losses.mean(name))
+            for name in names
+        ]
+
+    def _result(
+        self,
+        race: Race,
+        rounds: Sequence[Evaluation],
+        forced: Sequence[Evaluation],
+        behind: tuple[str, ...],
+        level: float,
+    ) -> PhaseResult:
+        """Return how a race ended; methods that were asked longest come first, then the foremost of the race."""
         assert race.winner is not None
         assert race.verdict is not None
         plans = self.candidate_set
         contexts = rounds[-1].contexts  # of all rounds
         replied = [name for name in plans.plans if name in rounds[0].names]
-        methods = [_method_result(name, race, rounds, contexts) for name in replied]
-        methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
+        methods = [_method_result(name, race, rounds, forced) for name in replied]
+
+        def standing(method: MethodResult) -> float:
+            if method.nats is not None:
+                return method.nats.excess.mean
+            return -(race.losses.mean(method.name) if race.losses is not None else method.score.mean)
+
+        methods.sort(key=lambda method: (-method.contexts, standing(method)))
         samples = [sample for asked in rounds for sample in asked.samples]
         return PhaseResult(
             phases=plans.phases,
@@ -184,8 +222,9 @@ class PlanRace:
         )
 
 
-def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], contexts: Contexts) -> MethodResult:
+def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: Sequence[Evaluation]) -> MethodResult:
     """Return what a candidate or baseline scored in the rounds that asked it, and what a candidate leads by there."""
+    contexts = rounds[-1].contexts  # of all rounds
     asked_in = [asked for asked in rounds if name in asked.names]
     samples = [sample for asked in asked_in for sample in asked.samples]
     row = summarize([sample for sample in samples if sample.method in {name, race.best}], race.best, contexts)[-1]
@@ -194,21 +233,53 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], contexts
     count = sum(sum(asked.distinct.values()) for asked in asked_in)
     if name not in race.wealths:
         return MethodResult(name, "baseline", score, count, nats=nats)
-    lead = contrast(samples, {name: 1.0, race.best: -1.0}, contexts)
+    signs = {name: 1.0, race.best: -1.0}
+    lead = contrast(samples, signs, contexts)
     chance = min(1.0, math.exp(-race.evidence(name)))
-    return MethodResult(name, "candidate", score, count, lead, chance, nats)
+    spared = contrast(_minus_losses(forced), signs, forced[-1].contexts) if forced and nats is None else None
+    return MethodResult(name, "candidate", score, count, lead, chance, nats, spared)
 
 
-def screened_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[TaskPrompts] | None:
-    """Return questions with right replies to force, so that methods are screened by their losses.
+def _minus_losses(forced: Sequence[Evaluation]) -> list[Sample]:
+    """Return teacher-forced samples whose scores are minus their losses, in nats per token."""
+    return [replace(sample, score=-loss_of(sample.reply)) for asked in forced for sample in asked.samples]
 
-    They are about contexts that the first round of a race asks about, too. None where some question has no right reply,
-    or all are answered by force anyway.
+
+def losses_of(forced: Sequence[Evaluation]) -> Scores:
+    """Return minus the losses of teacher-forced replies, of methods that all evaluations asked."""
+    parts = (Scores.of(_minus_losses([asked]), asked.contexts) for asked in forced)
+    return reduce(Scores.beside, parts)
+
+
+def screened_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[list[TaskPrompts]] | None:
+    """Return the questions of each screening, with right replies to force, so that methods are ranked by their losses.
+
+    The first is about contexts that the first round of a race asks about, too; a second one is about others, if there
+    are any. None where some question has no right reply, or all are answered by force anyway.
     """
     if all(is_forced(task.task) for task in encoded):
         return None
-    [first] = divide_contexts(encoded, [plan_screening([len(texts_of(task)) for task in encoded])], seed)
-    return force_replies(first, SCREENED_TOKENS)
+    counts = [len(texts_of(task)) for task in encoded]
+    ends = [plan_screening(counts, least) for least in (SCREENED, WEIGHED)]
+    parts = divide_contexts(encoded, ends if ends[0] != ends[1] else ends[:1], seed)
+    forced = [force_replies(part, SCREENED_TOKENS) for part in parts]
+    return None if any(part is None for part in forced) else [part for part in forced if part is not None]
+
+
+def choice_cost(
+    name: str,
+    encoded: Sequence[TaskPrompts],
+    split: Split,
+    programs: Sequence[Program],
+    screened: Sequence[list[TaskPrompts]] | None,
+) -> StageCost:
+    """Return what the stage `name` costs that chooses among some programs, at most as many as are likely to be left."""
+    if screened is None:
+        return replies_cost(name, encoded, split, programs)
+    cost = replies_cost(name, encoded, split, programs[: 2 * FINALISTS + 1])
+    left = (programs, programs[:HOPEFUL])
+    screenings = [replies_cost(name, part, split, some) for part, some in zip(screened, left, strict=False)]
+    return replace(cost, work=sum((screening.work for screening in screenings), cost.work))
 
 
 def lower_kinds(samples: Sequence[Sample], contexts: Contexts, written: str, best: str) -> list[str]:

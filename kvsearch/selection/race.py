@@ -17,10 +17,15 @@ A candidate that is not proven may still be the best guess: it is *likely* bette
 over the best baseline is above zero after all contexts. That is no proof: the best of several looks better than it is,
 and few contexts do not show what happens rarely. Else the best *baseline* is written.
 
-Before the first round of replies those leave that are hopeless by what is cheap: the loss of the right replies, which
-are teacher-forced (`find_hopeless`). A loss is no score, so that takes far more than being behind.
+A score of 0 or 1 says little of a context, and many methods that score alike differ: the one that scores highest on a
+few contexts is picked by luck. The loss of the right replies, which are teacher-forced, says more, and takes one pass
+for a question. So losses rank the methods (`screen` in `PlanRace`): first those leave that are hopeless
+(`find_hopeless`), then the `FINALISTS` of either kind that lose least on more contexts reply. Among these, losses say
+who is foremost, and scores who leaves and what is proven. A candidate is also *likely* better if the one-sided bound of
+its lead in losses is above zero. A race that has losses ends where a proof is out of reach: if the evidence, growing on
+as it has until then, would not do after all contexts.
 
-After every round those leave that cannot win any more: who is behind another one beyond a 95% bound. That, too, may be
+After every round those leave that cannot win any more: who scores less than another one beyond a 95% bound. That may be
 wrong for the best one, but then another that is about as good is ahead of it.
 
 `benchmarks/study_decisions.py` shows what the rule does where nobody leads and where somebody does, beside others.
@@ -35,13 +40,17 @@ import numpy as np
 from scipy.special import logsumexp, stdtrit
 
 from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import present
 from kvsearch.selection.scores import Scores
 from kvsearch.selection.selection import FOREMOST, HOPELESS, LEAST_CONTEXTS, Rule, Verdict
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
 LEAVES = 0.95  # of the one-sided bound by which one that is behind leaves
-SCREENED = 6  # contexts at least that losses are of, as far as there are so many
+SCREENED = 6  # contexts at least that losses of all methods are of, as far as there are so many
+WEIGHED = 24  # and of those that are not hopeless
+FINALISTS = 3  # candidates, and as many baselines, that reply
+OPEN = 24  # contexts, before which no proof is given up
 GROWTH = 1.5  # of the contexts from one round to the next
 
 
@@ -118,11 +127,11 @@ def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence
     return [name for name in methods if name not in kept and lead_bound(losses, best, name, HOPELESS) > MOST_LOST]
 
 
-def plan_screening(counts: Sequence[int]) -> list[int]:
+def plan_screening(counts: Sequence[int], least: int = SCREENED) -> list[int]:
     """Return on how many contexts of each task methods are screened, of `counts` in all: some of every task."""
     most = max(counts)
     shares = ([-(-size * count // most) for count in counts] for size in range(1, most + 1))
-    return next((asked for asked in shares if sum(asked) >= SCREENED), list(counts))
+    return next((asked for asked in shares if sum(asked) >= least), list(counts))
 
 
 def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
@@ -149,62 +158,80 @@ class Race:
 
     `candidates` and `baselines` are those that the next round asks, `scores` all rounds of those that the last one
     asked, and `wealths` the logarithm of what bets on every candidate made of 1 as of the last round that asked it.
-    `winner` and `verdict` are None until the race ends. `best` is the baseline with the highest score, `bound` the
-    one-sided bound at `Rule.sure` of what the candidate with the highest score leads it by.
+    `losses` have minus the losses of the right replies; None: methods are ranked by their scores.
+    `winner` and `verdict` are None until the race ends. `best` is the foremost baseline, `bound` the one-sided bound at
+    `Rule.sure` of what the foremost candidate scores above it, and `loss_bound` that of what it loses less.
     """
 
-    def __init__(self, candidates: list[str], baselines: list[str], rule: Rule) -> None:
-        self.candidates = candidates
-        self.baselines = baselines
+    def __init__(
+        self, candidates: Sequence[str], baselines: Sequence[str], rule: Rule, losses: Scores | None = None
+    ) -> None:
+        self.candidates = list(candidates)
+        self.baselines = list(baselines)
         self.rule = rule
+        self.losses = losses
         self.scores: Scores | None = None
         self.wealths: dict[str, float] = {}
         self.best = ""
-        self.bound = -math.inf
+        self.bound = self.loss_bound = -math.inf
         self.winner: str | None = None
         self.verdict: Verdict | None = None
         self._bettors: dict[tuple[str, str], Floats] = {}
 
-    def judge_round(self, asked: Scores, *, is_last: bool) -> None:
-        """Take in the scores of a round, and let those leave that cannot win any more."""
+    def judge_round(self, asked: Scores, *, available: int) -> None:
+        """Take in the scores of a round, let those leave that cannot win any more, and end the race if it is decided.
+
+        `available` are the contexts of all rounds.
+        """
         scores = asked if self.scores is None else self.scores.beside(asked)
         self.scores = scores
-        self.best = scores.ranked(self.baselines)[0]
         for name in self.candidates:
             for other in self.baselines:
                 before = self._bettors.get((name, other), 0.0)
                 self._bettors[name, other] = before + log_wealths(bets(asked, name, other))
             against = np.stack([self._bettors[name, other] for other in self.baselines])
             self.wealths[name] = float(mix_bettors(against).min())
-        leader = scores.ranked(self.candidates)[0] if self.candidates else None
-        self.bound = lead_bound(scores, leader, self.best, self.rule.sure) if leader else -math.inf
+        self._let_leave(scores)
+        self.best = self.rank(self.baselines)[0]
+        leader = self.rank(self.candidates)[0] if self.candidates else None
+        is_last = len(scores.tasks) == available
         if leader is None:
-            self._let_leave(scores, self.best)
-        elif self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= LEAST_CONTEXTS:
-            self._end(leader, "beats")
-        elif is_last:
-            if self.rule.writes_likely and self.bound > 0:
-                self._end(leader, "likely")
-            else:
+            if is_last or len(self.baselines) == 1:
                 self._end(self.best, "baseline")
-        else:
-            self._let_leave(scores, leader)
-        if self.verdict is None and not self.candidates and (is_last or len(self.baselines) == 1):
-            self._end(self.best, "baseline")
+            return
+        self.bound = lead_bound(scores, leader, self.best, self.rule.sure)
+        if self.losses is not None:
+            self.loss_bound = lead_bound(self.losses, leader, self.best, self.rule.sure)
+        if self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= LEAST_CONTEXTS:
+            self._end(leader, "beats")
+        elif is_last or self._is_out_of_reach(leader, available):
+            is_likely = self.rule.writes_likely and max(self.bound, self.loss_bound) > 0
+            self._end(leader if is_likely else self.best, "likely" if is_likely else "baseline")
+
+    def rank(self, names: Sequence[str]) -> list[str]:
+        """Rank candidates or baselines, the foremost first."""
+        ranking = present(self.scores, "no round was judged") if self.losses is None else self.losses
+        return ranking.ranked(names)
 
     def evidence(self, name: str) -> float:
         """Return the logarithm of the evidence for a candidate, with all others taken into account."""
         names = list(self.wealths)
         return float(adjust_for_several(np.array(list(self.wealths.values())))[names.index(name)])
 
-    def _let_leave(self, scores: Scores, leader: str) -> None:
-        ahead = [leader, self.best]
-        self.candidates = [
-            name
-            for name in self.candidates
-            if all(lead_bound(scores, other, name, LEAVES) <= 0 for other in ahead if other != name)
-        ]
-        self.baselines = [name for name in self.baselines if lead_bound(scores, self.best, name, LEAVES) <= 0]
+    def _is_out_of_reach(self, leader: str, available: int) -> bool:
+        """Tell whether losses decide, as the evidence for the leader grows too slowly for a proof by scores."""
+        asked = len(present(self.scores, "no round was judged").tasks)
+        grown = self.evidence(leader) * available / asked
+        return self.losses is not None and asked >= OPEN and grown < -math.log(self.rule.level)
+
+    def _let_leave(self, scores: Scores) -> None:
+        ahead = [scores.ranked(kind)[0] for kind in (self.candidates, self.baselines) if kind]
+
+        def stays(name: str, others: Sequence[str]) -> bool:
+            return all(lead_bound(scores, other, name, LEAVES) <= 0 for other in others if other != name)
+
+        self.candidates = [name for name in self.candidates if stays(name, ahead)]
+        self.baselines = [name for name in self.baselines if stays(name, ahead[-1:])]
 
     def _end(self, winner: str, verdict: Verdict) -> None:
         self.winner = winner

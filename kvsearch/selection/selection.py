@@ -79,7 +79,8 @@ class MethodResult:
 
     Of a candidate `lead` is what it scored there above the best baseline, and `chance` a bound of the probability that
     any candidate leads so much by luck, whenever one looks. `nats` are its losses there, with the difference to
-    those of the best baseline, where all tasks are teacher-forced.
+    those of the best baseline, where all tasks are teacher-forced. Else, where methods were screened, `spared` are the
+    nats per token of the right replies that a candidate loses less than the best baseline.
     """
 
     name: str
@@ -89,6 +90,7 @@ class MethodResult:
     lead: Difference | None = None
     chance: float | None = None
     nats: Annotated[TextLoss | None, Field(exclude_if=is_none)] = None
+    spared: Annotated[Difference | None, Field(exclude_if=is_none)] = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class DroppedMethod:
 
 @dataclass(frozen=True)
 class Screening:
-    """What was dropped before it replied, by the loss of right replies, see `find_hopeless`; `best` has the least."""
+    """What was dropped before it replied, by the loss of right replies, see `PlanRace`; `best` has the least."""
 
     best: str
     asked: QuestionCount

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -140,14 +141,16 @@ def test_every_round_asks_every_task(counts: list[int]) -> None:
     assert sum(rounds[1]) >= min(LEAST_CONTEXTS, sum(counts))
 
 
-def run_race(rows: dict[str, np.ndarray], candidates: list[str], rule: Rule | None = None) -> tuple[Race, int]:
+def run_race(
+    rows: dict[str, np.ndarray], candidates: list[str], rule: Rule | None = None, losses: Scores | None = None
+) -> tuple[Race, int]:
     """Return a finished race of scores by context, and how many contexts it asked."""
-    race = Race(list(candidates), [name for name in rows if name not in candidates], rule or Rule())
+    race = Race(candidates, [name for name in rows if name not in candidates], rule or Rule(), losses)
     contexts = len(next(iter(rows.values())))
     begin = 0
     for (end,) in plan_rounds([contexts]):
         asked = made(**{name: rows[name][begin:end] for name in (*race.candidates, *race.baselines)})
-        race.judge_round(asked, is_last=end == contexts)
+        race.judge_round(asked, available=contexts)
         begin = end
         if race.winner is not None:
             break
@@ -181,6 +184,24 @@ def test_what_is_likely() -> None:
     alternating = {"a": 0.5 + np.tile([0.3, -0.25], 10), "b": np.full(20, 0.5)}
     assert run_race(alternating, ["a"])[0].verdict == "baseline"
     assert run_race(alternating, ["a"], Rule(sure=0.5))[0].verdict == "likely"
+
+
+def test_losses_say_who_is_foremost_and_scores_who_leaves() -> None:
+    """Two candidates score alike, as do two baselines; a third of each loses least and scores far less."""
+    even = np.tile([1.0, 0.0], 30)
+    rows = {"a": even, "b": even, "c": 0.2 * even, "d": even, "e": even, "f": 0.2 * even}
+    lost = {"a": 0.6, "b": 0.5, "c": 0.1, "d": 0.8, "e": 0.7, "f": 0.2}
+    noise = np.tile([0.1, -0.1], 12)
+    losses = made(**{name: -loss + noise * (name < "d") for name, loss in lost.items()})
+    race, asked = run_race(rows, ["a", "b", "c"], losses=losses)
+    assert (race.winner, race.verdict, race.best) == ("b", "likely", "e")
+    # 0.2 less on average, differences of 0.3 and 0.1 in turn: 24 of them have a deviation of 0.1 * sqrt(24 / 23)
+    assert race.loss_bound == pytest.approx(0.2 - 1.3195 * 0.1 / math.sqrt(23), abs=1e-4)
+    assert race.bound == 0.0
+    assert asked == 27  # of 60: no proof is in reach where scores do not differ
+    worse = replace(losses, sums={**losses.sums, "b": losses.sums["e"] - 0.01, "a": losses.sums["e"] - 0.02})
+    race, _ = run_race(rows, ["a", "b", "c"], losses=worse)
+    assert (race.winner, race.verdict) == ("e", "baseline")
 
 
 def simulated(rng: np.random.Generator, quality: Sequence[float], contexts: int, loses: float = 0.0) -> np.ndarray:

@@ -8,6 +8,7 @@ import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.selection.splits import halve_contexts
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.metrics.likelihood import loss_of
 from tests import tiny
 from tests.evaluation.results import rendered
 from tests.evaluation.test_statistics import samples
@@ -247,9 +249,10 @@ def test_the_hopeless_do_not_reply(
     model: LoadedModel, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a random model methods hardly differ, so any lead is made to count."""
-    for name, value in (("HOPELESS", 0.5), ("MOST_LOST", 0.0), ("FOREMOST", 2)):
+    for name, value in (("HOPELESS", 0.5), ("MOST_LOST", 0.0), ("FOREMOST", 3)):
         monkeypatch.setattr(race, name, value)
-    monkeypatch.setattr(comparison, "FOREMOST", 2)
+    monkeypatch.setattr(comparison, "FOREMOST", 3)
+    monkeypatch.setattr(comparison, "FINALISTS", 2)
     job = prepared_of(model, profile, "error + entropy")
     store = stage_store(tmp_path, job.config, Silent())
     chosen = job.race.decide(store)
@@ -266,7 +269,19 @@ def test_the_hopeless_do_not_reply(
     kept = {path.parent.name: read_replies(path) for path in tmp_path.rglob(LEDGER)}
     methods = {stage: {reply.method for reply in replies.values()} for stage, replies in kept.items()}
     assert methods["screen"] == {"full", *plans.plans}
-    assert methods["round-1"] == {"full", *plans.plans} - left_out
+    assert methods["round-1"] == {"full", *plans.plans} - left_out < methods["screen-2"] < methods["screen"]
+    # two of either kind reply, those that lose least on the contexts of both screenings
+    assert [len([name for name in kind if name not in left_out]) for kind in (plans.candidates, plans.baselines)] == [
+        2,
+        2,
+    ]
+    losses: dict[str, list[float]] = {}
+    for stage in ("screen", "screen-2"):
+        for reply in kept[stage].values():
+            losses.setdefault(reply.method, []).append(loss_of(reply.reply))
+    weighed = {name: fmean(losses[name]) for name in methods["screen-2"] & plans.baselines.keys()}
+    assert set(sorted(weighed, key=weighed.__getitem__)[:2]) == plans.baselines.keys() - left_out
+    assert len(losses["full"]) > len(kept["screen"]) / len(methods["screen"])
     # who is killed while methods are screened goes on to the same
     ledger = tmp_path / "prefill" / "screen" / LEDGER
     ledger.write_bytes(ledger.read_bytes()[:-200])
@@ -277,7 +292,7 @@ def test_the_hopeless_do_not_reply(
 
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
     asked = encode_tasks(model, [questions_of(0, each=2)], 8)
-    (forced,) = screened_questions(asked, 0) or ()
+    ((forced,),) = screened_questions(asked, 0) or ()
     questions = forced.prompts[0].questions
     assert [question.right.tolist() for question in questions] == [
         question.right[:SCREENED_TOKENS].tolist() for question in asked[0].prompts[0].questions
@@ -288,7 +303,7 @@ def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) ->
     lottery = tiny.Lottery("open", (open_ended,))
     assert screened_questions([*asked, *encode_tasks(model, [lottery], 8)], 0) is None
     drawn = encode_tasks(model, [questions_of(0, each=2)], 8, sampling=Sampling(1.0, replies=3))
-    (once,) = screened_questions(drawn, 0) or ()
+    ((once,),) = screened_questions(drawn, 0) or ()
     assert len(once.prompts[0].questions) == 2
     assert once.sampling is None
 
