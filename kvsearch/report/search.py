@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.report.numbers import asked_words, chance_of, counted, interval, percent
+from kvsearch.report.numbers import asked_words, chance_of, counted, interval, nats, percent
 from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells, lower_words
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import Finalist, FoundAtBudget, SearchResult, Trace
@@ -146,18 +146,18 @@ def _choice_words(evolved: Evolved) -> str:
     outcome = evolved.outcome
     if outcome.flat:
         return f"{outcome.ended}; {choice.name} was written"
-    score = percent(choice.race.method(choice.name).score.mean)
+    score = _scored(choice, choice.name)
     found = choice.finalists[choice.name].where
     if outcome.result is not None:
         words = f"the paper's result: {choice.name} ({found}), {score} on the second split"
         if choice.best != choice.name:
-            words += f"; {choice.best} scores {percent(choice.race.method(choice.best).score.mean)} there"
+            words += f"; {choice.best} scores {_scored(choice, choice.best)} there"
         return words
     if choice.race.winner is not None:
         lead, chance = _led(choice, choice.name)
         verb = "beats" if choice.race.verdict == "beats" else "is likely better than"
         return (
-            f"{choice.name} ({found}) {verb} the best start plan, {choice.race.best}: {lead} points, chance "
+            f"{choice.name} ({found}) {verb} the best start plan, {choice.race.best}: {lead}, chance "
             f"{chance}; {score} on the second split{lower_words(choice.race)}"
         )
     kept = f"the start plan {choice.name} is written ({score} on the second split)"
@@ -165,15 +165,26 @@ def _choice_words(evolved: Evolved) -> str:
         judged = counted(choice.race.count("candidate"), "found plan")
         return f"{kept}: none of {judged} that it was compared with scores above it"
     lead, chance = _led(choice, choice.best)
-    return f"{kept}: {choice.best} scores {lead} points above it, chance {chance}, which is too little"
+    return f"{kept}: {choice.best} is nearest, {lead}, chance {chance}, which is too little"
 
 
 def _led(choice: Choice, name: str) -> tuple[str, str]:
-    """Return what a finalist leads the best start plan by, and the chance of that."""
+    """Return what a finalist leads the best start plan by, on text in losses, and the chance of that."""
     finalist = choice.race.method(name)
     assert finalist.lead is not None
     assert finalist.chance is not None
-    return interval(finalist.lead, "+.2f"), chance_of(finalist.chance)
+    lead = f"{interval(finalist.lead, '+.2f')} points"
+    if finalist.nats is not None and finalist.nats.difference is not None:
+        lead = f"{nats(finalist.nats.difference, '+')} nats per token, lower is better"
+    return lead, chance_of(finalist.chance)
+
+
+def _scored(choice: Choice, name: str) -> str:
+    """Return what a finalist scores on the second split, on text what it loses above the full cache."""
+    finalist = choice.race.method(name)
+    if finalist.nats is not None:
+        return f"{nats(finalist.nats.excess)} nats per token above the full cache"
+    return percent(finalist.score.mean)
 
 
 def _phases(result: SearchResult) -> str:
