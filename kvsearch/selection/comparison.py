@@ -148,7 +148,8 @@ class PlanRace:
                 race.losses = losses_of(forced)
             behind |= behind_on_kinds(rounds, race.candidates, race.baselines)
             race.candidates = [name for name in race.candidates if name not in behind]
-            race.judge_round(Scores.of(comparison.samples, comparison.contexts), available=available)
+            asked = Scores.of(comparison.samples, comparison.contexts)
+            race.judge_round(asked, is_last=number == len(self.rounds), available=available)
             if race.winner is not None:
                 break
         result = self._result(race, rounds, forced, tuple(behind.values()), level)

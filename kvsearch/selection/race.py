@@ -178,10 +178,10 @@ class Race:
         self.verdict: Verdict | None = None
         self._bettors: dict[tuple[str, str], Floats] = {}
 
-    def judge_round(self, asked: Scores, *, available: int) -> None:
+    def judge_round(self, asked: Scores, *, is_last: bool, available: int) -> None:
         """Take in the scores of a round, let those leave that cannot win any more, and end the race if it is decided.
 
-        `available` are the contexts of all rounds.
+        `available` are about the contexts of all rounds, of which this one may be the last.
         """
         scores = asked if self.scores is None else self.scores.beside(asked)
         self.scores = scores
@@ -194,7 +194,6 @@ class Race:
         self._let_leave(scores)
         self.best = self.rank(self.baselines)[0]
         leader = self.rank(self.candidates)[0] if self.candidates else None
-        is_last = len(scores.tasks) == available
         if leader is None:
             if is_last or len(self.baselines) == 1:
                 self._end(self.best, "baseline")

@@ -110,7 +110,7 @@ def test_the_luckiest_of_many_candidates_is_not_written(
     assert choice.race.verdict == "baseline"
     told = decision(evolved)
     assert told.startswith("the start plan uniform is written (")
-    assert f"{choice.best} scores " in told
+    assert f"{choice.best} is nearest, +" in told
 
 
 def test_a_candidate_that_beats_the_start_plans_is_written(

@@ -150,7 +150,7 @@ def run_race(
     begin = 0
     for (end,) in plan_rounds([contexts]):
         asked = made(**{name: rows[name][begin:end] for name in (*race.candidates, *race.baselines)})
-        race.judge_round(asked, available=contexts)
+        race.judge_round(asked, is_last=end == contexts, available=contexts)
         begin = end
         if race.winner is not None:
             break
