@@ -174,8 +174,8 @@ def _measure_prompt(
         measure = partial(_measure_importance, by_layer=options.normalization == "layer")
         if options.normalization == "error":
             measure = partial(_measure_errors, protected=ranks[0] < policy.protected(prompt.length))
-        for number, continuation in enumerate(prompt.continuations):
-            (worth, *compared_worths), scale = measure(context_pass, continuation, orders)
+        measured = measure(context_pass, prompt.continuations, orders)
+        for number, ((worth, *compared_worths), scale) in enumerate(measured):
             if not bool(worth.isfinite().all()):
                 raise IncompatibleError(refusal)
             arrays |= {
@@ -187,24 +187,31 @@ def _measure_prompt(
 
 
 def _measure_errors(
-    context_pass: ImportancePass, continuation: Continuation, orders: Sequence[Tensor], protected: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return what each entry takes of the output error, by order, [n, L, Hkv, T], and what makes it comparable, [L]."""
-    errors = output_errors(context_pass, continuation, protected, orders)
+    context_pass: ImportancePass, asked: Sequence[Continuation], orders: Sequence[Tensor], protected: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each question what entries take of the output error, and what makes it comparable.
+
+    By order, [n, L, Hkv, T], and by layer, [L].
+    """
     always = int(protected[0, 0].sum())
-    whole = errors[0, ..., always].sum()  # the error of what may go: questions weigh alike
-    return errors_taken_away(errors, always), whole.expand(len(protected))
+    for errors in output_errors(context_pass, asked, protected, orders):
+        whole = errors[0, ..., always].sum()  # the error of what may go: questions weigh alike
+        yield errors_taken_away(errors, always), whole.expand(len(protected))
 
 
 def _measure_importance(
-    context_pass: ImportancePass, continuation: Continuation, orders: Sequence[Tensor], *, by_layer: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the importance of entries by order, [n, L, Hkv, T], NaN if the model computes NaN, and its scale, [L]."""
-    importance, logits = context_pass.ask(continuation.tokens.to(context_pass.model.device))
-    mass = importance.sum((1, 2))
-    scale = mass if by_layer else torch.ones_like(mass)
-    ordered = torch.stack([importance.gather(-1, order) for order in orders])
-    return ordered.masked_fill(logits.isnan().any().cpu(), torch.nan), scale
+    context_pass: ImportancePass, asked: Sequence[Continuation], orders: Sequence[Tensor], *, by_layer: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each question the importance of entries by order, [n, L, Hkv, T], and its scale, [L].
+
+    It is NaN if the model computes NaN.
+    """
+    for after in asked:
+        importance, logits = context_pass.ask(after.tokens.to(context_pass.model.device))
+        mass = importance.sum((1, 2))
+        scale = mass if by_layer else torch.ones_like(mass)
+        ordered = torch.stack([importance.gather(-1, order) for order in orders])
+        yield ordered.masked_fill(logits.isnan().any().cpu(), torch.nan), scale
 
 
 def _comparable(question: MeasuredQuestion, policy: Policy, options: LukvOptions) -> NDArray[np.float64]:

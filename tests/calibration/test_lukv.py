@@ -165,7 +165,7 @@ def test_an_entry_is_worth_the_error_that_it_takes_away(model: LoadedModel, data
     with running(model.model, NAME):
         passed = ImportancePass(model.model, [POLICY], prompt.ids)
         ranks = passed.ranks()
-        errors = output_errors(passed, prompt.continuations[0], ranks < PROTECTED, [ranks.argsort(-1)])[0].numpy()
+        [errors] = next(output_errors(passed, prompt.continuations, ranks < PROTECTED, [ranks.argsort(-1)])).numpy()
     assert (np.diff(errors) > 0).any()
     may_go = errors[..., PROTECTED:]
     taken = np.maximum.accumulate(may_go[..., :1] - may_go, axis=-1)
