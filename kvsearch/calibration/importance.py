@@ -151,7 +151,7 @@ def output_errors(
     Raises:
         IncompatibleError: the model passes no gradients back.
     """
-    for after, slopes, layers in output_slopes(passed, asked, protected, nodes):
+    for slopes, layers in output_slopes(passed, asked, protected, nodes):
         errors = [
             layer.prefix_errors(slope, [order[row] for order in orders]).cpu()
             for row, (layer, slope) in enumerate(zip(layers, slopes, strict=True))
@@ -175,7 +175,6 @@ class WeighedAnswer(NamedTuple):
     `slopes` [K, Hq, Dv] fp32 are derivatives of its log-odds by attention outputs, NaN where the model computes NaN.
     """
 
-    after: Continuation
     slopes: list[Tensor]
     layers: list[LayerContinuation[RankedContext]]
 
@@ -240,5 +239,5 @@ def _weigh_together(
     for number, after in enumerate(asked):
         count = after.tokens.shape[1]
         slopes = [mean[number, :count].masked_fill(broken[number].to(mean.device), torch.nan) for mean in means]
-        answers.append(WeighedAnswer(after, slopes, [layer.of_row(number, count) for layer in layers]))
+        answers.append(WeighedAnswer(slopes, [layer.of_row(number, count) for layer in layers]))
     return answers

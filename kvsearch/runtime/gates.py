@@ -36,7 +36,7 @@ def gated_attention(
         sinks = None if how.sinks is None else how.sinks[head].repeat_interleave(query.shape[2])[:, None]
         shared = (prompt[0][0, head], prompt[1][0, head], kept.nonzero()[:, 0])
         parts = [
-            _Gated.apply(*some, *shared, gate, how, sinks)
+            _Gated.apply(*some, *shared, gate, how, sinks)  # type: ignore[no-untyped-call]
             for *some, gate in zip(
                 *(torch.split(states[:, head], piece) for states in (grouped, key, value)),
                 torch.split(gates, piece),
@@ -132,4 +132,6 @@ def _shares(masses: _Masses, gates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(masses: Tensor, factors: Tensor, like: Tensor) -> Tensor:
-    return torch.mul(masses, factors, out=masses.new_empty(masses.shape, dtype=like.dtype))
+    """Return masses times factors, in the dtype of `like`."""
+    out: Tensor = torch.mul(masses, factors, out=masses.new_empty(masses.shape, dtype=like.dtype))
+    return out

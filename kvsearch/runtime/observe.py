@@ -225,7 +225,8 @@ class DensePass(Generic[Noted]):
         positions = (real.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             output = self._forward(prompts, mask, positions, logits_to_keep=1)
-        if refusal is not None and bool(output.logits[:, -1].isnan().any()):
+        self.last: Tensor = output.logits  # [B, 1, V], of the ends of the prompts
+        if refusal is not None and bool(self.last.isnan().any()):
             raise IncompatibleError(refusal)
 
     @property

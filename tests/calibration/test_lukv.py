@@ -55,8 +55,6 @@ def profile(model: LoadedModel, data: CalibrationData) -> Profile:
 
 def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) -> list[MeasuredQuestion]:
     prompts = LukvCalibration(model, data, [POLICY], options).prepare()
-    if options.answers == "own":
-        prompts = with_own_replies(model, [prompts], options.answer_tokens)
     with running(model.model, NAME):
         return list(measure_importance(model, prompts, POLICY, options))
 
@@ -226,7 +224,7 @@ def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: Calibr
 
 def test_an_own_reply_fills_the_positions_that_are_left(data: CalibrationData) -> None:
     model = tiny.loaded(max_position_embeddings=length_of(data) + 3 + 9)
-    (prompt,) = with_own_replies(model, [prompts_of(model, data.limited(1))], 128)
+    [prompt] = with_own_replies(model, [prompts_of(model, data.limited(1))], 128)
     (after,) = prompt.continuations
     assert (after.answer, after.tokens.shape[1]) == (3, 3 + 9)
 
@@ -238,7 +236,7 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
         model.model.lm_head.weight.zero_()
         model.model.generation_config.eos_token_id = 0  # of equal logits the first is taken
     prompts = prompts_of(model, data)
-    kept = with_own_replies(model, [prompts], 128)
+    kept = list(with_own_replies(model, [prompts], 128))
     assert [[one.tokens.tolist() for one in prompt.continuations] for prompt in kept] == [
         [one.tokens.tolist() for one in prompt.continuations] for prompt in prompts
     ]

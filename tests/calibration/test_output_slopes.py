@@ -59,7 +59,7 @@ def test_slopes_are_finite_differences_of_the_log_odds(family: str, monkeypatch:
     generator = torch.Generator().manual_seed(1)
     layers = len(describe(model).full_layers)
     with asked(model) as (passed, after, protected):
-        [(_, slopes, _)] = output_slopes(passed, [after], protected, 1)
+        [(slopes, _)] = output_slopes(passed, [after], protected, 1)
         answer = after.tokens[0, -ANSWER:]
 
         def odds(row: int, added: Tensor) -> float:
@@ -117,7 +117,9 @@ def test_gates_lead_in_a_straight_line_from_the_full_cache_to_one_without(softca
     gates = torch.tensor([1.0, 0.0, 0.25])
 
     def attended(shown: Tensor) -> Tensor:
-        keys, values = (torch.cat([far.expand(3, -1, -1, -1), own], 2) for far, own in zip(prompt, tokens[1:]))
+        keys, values = (
+            torch.cat([far.expand(3, -1, -1, -1), own], 2) for far, own in zip(prompt, tokens[1:], strict=True)
+        )
         mask = torch.cat([shown[:, None].expand(-1, 5, -1), torch.ones(5, 5).tril().bool().expand(2, -1, -1)], -1)
         scores = how.of(tokens[0], keys.repeat_interleave(2, 1)).masked_fill(~mask.repeat_interleave(2, 0), -torch.inf)
         weights = how.softmax(scores.view(3, 2, 2, 5, 25).permute(1, 2, 0, 3, 4), torch.arange(2))
@@ -126,6 +128,7 @@ def test_gates_lead_in_a_straight_line_from_the_full_cache_to_one_without(softca
     output = gated_attention(tokens, prompt, keep, gates, how)
     expected = torch.lerp(attended(keep), attended(torch.ones_like(keep)), gates[:, None, None, None])
     assert_close(output, expected)
-    weights = draw(*output.shape)
-    for found, derived in zip(*(torch.autograd.grad(made, tokens, weights) for made in (output, expected))):
-        assert_close(found, derived)
+    slopes = draw(*output.shape)
+    derived = (torch.autograd.grad(made, tokens, slopes) for made in (output, expected))
+    for found, by_autograd in zip(*derived, strict=True):
+        assert_close(found, by_autograd)

@@ -184,9 +184,9 @@ class LayerContinuation(Generic[Noted]):
 
     def of_row(self, row: int, count: int) -> LayerContinuation[Noted]:
         """Return the layer with the first `count` tokens of one row alone."""
-        tokens = tuple(states[row : row + 1, :, :count] for states in self.tokens)
+        query, key, value = (states[row : row + 1, :, :count] for states in self.tokens)
         rows = torch.tensor([row]) if self.rows is None else self.rows[row : row + 1]
-        return replace(self, tokens=tokens, hidden=None, rows=rows)
+        return replace(self, tokens=(query, key, value), hidden=None, rows=rows)
 
     def at_places(self, places: Tensor) -> LayerContinuation[Noted]:
         """Return the layer with the queries of the tokens at `places` alone, to be measured by `eviction_errors`."""
