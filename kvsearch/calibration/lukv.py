@@ -96,7 +96,7 @@ class LukvCalibration(Calibration[LukvOptions]):
         """
         options = self.options
         times = 1.0  # that what is asked of a context is read
-        tables = 1 + ORDERED * (len(self.policies) - 1)
+        tables: float = 1 + ORDERED * (len(self.policies) - 1)
         if options.normalization == "error":
             times += 1 + 2 * NODES  # rows of a pass; back it takes as long again
             tables = NODES * GATED + SUMMED + ORDERED * len(self.policies)

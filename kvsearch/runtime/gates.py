@@ -97,7 +97,8 @@ class _Gated(torch.autograd.Function):
         of_near = near[..., : len(kept)] @ values[kept] + near[..., len(kept) :] @ value
         ctx.save_for_backward(query, key, value, keys, values, kept, gates, of_far, of_near)
         ctx.how = how, sinks
-        return of_far + of_near
+        output: Tensor = of_far + of_near
+        return output
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from kvsearch.calibration.lukv import (
     measure_importance,
 )
 from kvsearch.calibration.options import LukvOptions, Normalization
-from kvsearch.calibration.prompts import prompts_of, with_own_replies
+from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of, with_own_replies
 from kvsearch.calibration.tables import RatioTables
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -33,7 +34,7 @@ from kvsearch.runtime.attention import NAME
 from tests import tiny
 from tests.calibrations import calibrate_lukv
 from tests.combinations import in_turn
-from tests.runtime.helpers import running
+from tests.runtime.helpers import assert_close, running
 
 POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
 PROTECTED = 6
@@ -240,6 +241,40 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
     assert [[one.tokens.tolist() for one in prompt.continuations] for prompt in kept] == [
         [one.tokens.tolist() for one in prompt.continuations] for prompt in prompts
     ]
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "qwen3_5"))]
+)
+def test_replies_go_on_from_a_pass_as_they_do_from_a_reading_of_their_own(family: str, data: CalibrationData) -> None:
+    """Contexts of different lengths, several questions of each."""
+    model = tiny.loaded(family)
+    prompts = prompts_of(model, data)
+    passes: list[int] = []
+
+    def read(prompt: CalibrationPrompt) -> ImportancePass:
+        passes.append(prompt.context)
+        return ImportancePass(model.model, [POLICY], prompt.ids)
+
+    alone = with_own_replies(model, [prompts], 20)
+    continued = with_own_replies(model, [prompts], 20, read=read)
+    for one, other in zip(alone, continued, strict=True):
+        assert [after.tokens.tolist() for after in one.continuations] == [
+            after.tokens.tolist() for after in other.continuations
+        ]
+    assert passes == [0, 1]
+
+
+def test_questions_are_rows_of_one_pass_with_the_same_errors(model: LoadedModel, data: CalibrationData) -> None:
+    (prompt,) = prompts_of(model, data.limited(1))
+    short, long = (replace(prompt.continuations[0], tokens=prompt.ids[:, 5 : 5 + count]) for count in (6, 11))
+    with running(model.model, NAME):
+        passed = ImportancePass(model.model, [POLICY], prompt.ids)
+        ranks = passed.ranks()
+        rest = (ranks < PROTECTED, [ranks.argsort(-1), ranks.argsort(-1).flip(-1)])
+        together = list(output_errors(passed, [short, long], *rest))
+        for after, errors in zip((short, long), together, strict=True):
+            assert_close(errors, next(output_errors(passed, [after], *rest)))
 
 
 @pytest.mark.parametrize(
