@@ -103,7 +103,8 @@ class LukvCalibration(Calibration[LukvOptions]):
         most = options.answer_tokens if options.answers == "own" else None
         works = []
         for prompt in prompts:
-            context, asked = prompt.work(), prompt.work(1, most)
+            context = prompt.work()
+            asked = prompt.work(1, most)
             of_asked = replace(asked, tokens=(asked.tokens - context.tokens) * times, tables=asked.tables * tables)
             works.append(replace(of_asked, passes=3, tokens=of_asked.tokens + context.tokens))
         reading = self._seconds_beside(prompts[0]) * len(prompts)

@@ -210,7 +210,8 @@ def reply_parts(model: Any, prompts: Sequence[CalibrationPrompt]) -> Iterator[li
         size = 3 * prompt_bytes(model, full_cache(model), [prompt.length])  # the pass's, that for replies, the batch's
         if part and (taken + size > CPU_BYTES or len(part) == TOGETHER):
             yield part
-            part, taken = [], 0
+            part = []
+            taken = 0
         part.append(prompt)
         taken += size
     yield part

@@ -59,7 +59,7 @@ class _Masses(NamedTuple):
 
 
 def _masses(query: Tensor, key: Tensor, keys: Tensor, kept: Tensor, how: Logits, sinks: Tensor | None) -> _Masses:
-    rows, count = query.shape[1], key.shape[1]
+    count = key.shape[1]
     scaled = query.float() * how.scaling
     far = scaled @ keys.float().T
     own = scaled @ key.float().transpose(1, 2)
@@ -69,7 +69,7 @@ def _masses(query: Tensor, key: Tensor, keys: Tensor, kept: Tensor, how: Logits,
         capped = (1 - scores.square() for scores in (far, torch.cat([far[..., kept], own], -1)))
         slopes = (next(capped), next(capped))
         far, own = (scores.mul_(how.softcap) for scores in (far, own))
-    own.masked_fill_(~causal_mask(count, count, key.device).repeat(rows // count, 1), float("-inf"))
+    own.masked_fill_(~causal_mask(count, count, key.device).repeat(query.shape[1] // count, 1), float("-inf"))
     near = torch.cat([far[..., kept], own], -1)
     largest = torch.maximum(far.amax(-1, keepdim=True), near.amax(-1, keepdim=True))
     largest = (largest if sinks is None else torch.maximum(largest, sinks)) - SHIFT
