@@ -105,8 +105,9 @@ class LukvCalibration(Calibration[LukvOptions]):
         for prompt in prompts:
             context = prompt.work()
             asked = prompt.work(1, most)
-            of_asked = replace(asked, tokens=(asked.tokens - context.tokens) * times, tables=asked.tables * tables)
-            works.append(replace(of_asked, passes=3, tokens=of_asked.tokens + context.tokens))
+            tokens = context.tokens + (asked.tokens - context.tokens) * times
+            passes = 3 if options.normalization == "error" else asked.passes  # of all questions together, and back
+            works.append(replace(asked, passes=passes, tokens=tokens, tables=asked.tables * tables))
         reading = self._seconds_beside(prompts[0]) * len(prompts)
         return sum(works, reply_work(prompts, options, read=False)) + Work(seconds=reading)
 
