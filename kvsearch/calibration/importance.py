@@ -8,8 +8,10 @@ entries together. `protected` [L, Hkv, T] bool are the entries that stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvsearch.calibration.polykv.tree import TreeLayer
 from kvsearch.calibration.prompts import Continuation
+from kvsearch.core.errors import present
 from kvsearch.models.architecture import describe
 from kvsearch.models.weights import require_gradients
 from kvsearch.policies import Observation, Policy, rank_under
@@ -27,20 +30,29 @@ from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import TOGETHER
+from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import log_odds
 
 NODES = 3  # of the quadrature along the way; at the full cache alone, gradients make worse budgets
 
 
+GATED_PAIRS = 2**26  # of queries and entries of a layer at most, of rows of one batch that pass gradients back
+
 Look = tuple[Needs, Callable[[Observation], Any]]
 
 
-class RankedContext(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class RankedContext:
     """What is kept of the context in one layer; `noted` is what a `look` made of it."""
 
     ranks: list[Tensor]  # [1, Hkv, T] int32 for each policy
-    norms: Tensor  # [1, Hkv, G, T] fp32, L2 norms of the projected values
+    measure_norms: Callable[[], Tensor]
     noted: Any
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """L2 norms of the projected values, [1, Hkv, G, T] fp32, which importance alone needs."""
+        return self.measure_norms()
 
 
 class ImportancePass(DensePass[RankedContext]):
@@ -70,7 +82,8 @@ class ImportancePass(DensePass[RankedContext]):
 
         def observe(prompt: Observation) -> RankedContext:
             ranks = [rank_under(policy, prompt) for policy in policies]
-            return RankedContext(ranks, prompt.projected_norms("l2"), note(prompt))
+            project = present(prompt.projection, "values are projected where importance is measured")
+            return RankedContext(ranks, partial(project, prompt.values, "l2"), note(prompt))
 
         check_rotary(model, policies)
         needs = [*(policy.needs() for policy in policies), Needs(projection=True), more]
@@ -105,12 +118,11 @@ class ImportancePass(DensePass[RankedContext]):
     def importance_of(self, texts: Sequence[Tensor]) -> Tensor:
         """Return what each of M texts, token ids [K], looks at where it follows the context, [M, L, Hkv, T] fp32.
 
-        Texts that can be are rows of one batch, `TOGETHER` at a time; equal to what `ask` returns up to rounding.
+        Texts are rows of one batch, `TOGETHER` at a time; equal to what `ask` returns up to rounding.
         """
-        size = TOGETHER if self.observes_all else 1  # rows share what every layer of the model holds
         parts = []
-        for first in range(0, len(texts), size):
-            some = texts[first : first + size]
+        for first in range(0, len(texts), TOGETHER):
+            some = texts[first : first + TOGETHER]
             tokens = pad_sequence(list(some), batch_first=True)
             counts = torch.tensor([len(text) for text in some])
             real = (torch.arange(tokens.shape[1]) < counts[:, None]).float()  # padding is behind: no token sees it
@@ -121,28 +133,30 @@ class ImportancePass(DensePass[RankedContext]):
 
 
 def output_errors(
-    passed: ImportancePass, after: Continuation, protected: Tensor, orders: Sequence[Tensor], nodes: int = NODES
-) -> Tensor:
-    """Measure how an answer suffers where a head keeps only the first entries of an order, [n, L, Hkv, T + 1] fp32.
+    passed: ImportancePass,
+    asked: Sequence[Continuation],
+    protected: Tensor,
+    orders: Sequence[Tensor],
+    nodes: int = NODES,
+) -> Iterator[Tensor]:
+    """Yield how each answer suffers where a head keeps only the first entries of an order, [n, L, Hkv, T + 1] fp32.
 
     Each of the n `orders` [L, Hkv, T] has the entries of every head, the one that stays longest first. The error at
     index b is that of the head alone with its first b entries: how its attention output changes, weighted by what the
     answer loses for that (`output_slopes`); see `kept_prefix_errors`.
 
-    Takes `nodes` passes forward and back over the tokens, and one forward, whatever n is. All errors are NaN where the
-    model computes NaN.
+    Takes a pass forward and back over rows of tokens, `nodes` + 1 of each question, whatever n is. All errors of an
+    answer are NaN where the model computes NaN.
 
     Raises:
         IncompatibleError: the model passes no gradients back.
     """
-    slopes = output_slopes(passed, after, protected, nodes)
-    with passed.following(after.tokens.to(passed.model.device)) as output:
-        layers = list(passed.continuations())
-    errors = [
-        layer.prefix_errors(slope, [order[row] for order in orders]).cpu()
-        for row, (layer, slope) in enumerate(zip(layers, slopes, strict=True))
-    ]
-    return torch.stack(errors, 1).masked_fill(output.logits.isnan().any().cpu(), torch.nan)
+    for slopes, layers in output_slopes(passed, asked, protected, nodes):
+        errors = [
+            layer.prefix_errors(slope, [order[row] for order in orders]).cpu()
+            for row, (layer, slope) in enumerate(zip(layers, slopes, strict=True))
+        ]
+        yield torch.stack(errors, 1)
 
 
 def errors_taken_away(errors: Tensor, always: int) -> Tensor:
@@ -155,9 +169,20 @@ def errors_taken_away(errors: Tensor, always: int) -> Tensor:
     return worth
 
 
-@torch.enable_grad()
-def output_slopes(passed: ImportancePass, after: Continuation, protected: Tensor, nodes: int = NODES) -> list[Tensor]:
-    """Return the derivatives of an answer's log-odds by the attention outputs of each layer, [K, Hq, Dv] fp32.
+class WeighedAnswer(NamedTuple):
+    """A question and its answer as they follow a context, `layers`, and what the answer loses by each of them.
+
+    `slopes` [K, Hq, Dv] fp32 are derivatives of its log-odds by attention outputs, NaN where the model computes NaN.
+    """
+
+    slopes: list[Tensor]
+    layers: list[LayerContinuation[RankedContext]]
+
+
+def output_slopes(
+    passed: ImportancePass, asked: Sequence[Continuation], protected: Tensor, nodes: int = NODES
+) -> Iterator[WeighedAnswer]:
+    """Yield the derivatives of answers' log-odds by the attention outputs of each layer.
 
     They are means along the way from the full cache to the `protected` entries alone: one gate for all other entries of
     all layers goes from 1 to 0 (Gauss-Legendre quadrature of `nodes` points, as for integrated gradients, arXiv
@@ -168,19 +193,51 @@ def output_slopes(passed: ImportancePass, after: Continuation, protected: Tensor
         IncompatibleError: the model passes no gradients back.
     """
     require_gradients(passed.model, "give --normalization layer, which needs none, or load the model unquantised")
-    tokens = after.tokens.to(passed.model.device)
-    answer = after.tokens[0, max(after.answer, 1) :]
-    keep = dict(enumerate(protected))
+    heads = describe(passed.model).query_heads
+    longest = max((after.tokens.shape[1] for after in asked), default=1)
+    size = max(1, GATED_PAIRS // ((nodes + 1) * heads * longest * protected.shape[-1]))
+    for first in range(0, len(asked), size):
+        yield from _weigh_together(passed, asked[first : first + size], protected, nodes)
+
+
+@torch.enable_grad()
+def _weigh_together(
+    passed: ImportancePass, asked: Sequence[Continuation], protected: Tensor, nodes: int
+) -> list[WeighedAnswer]:
+    """Do what `output_slopes` does, in one batch: a row of every question under the full cache, then one a node."""
+    device = passed.model.device
+    places, weights = np.polynomial.legendre.leggauss(nodes)
+    # padding is behind: no token sees it
+    tokens = pad_sequence([after.tokens[0] for after in asked], batch_first=True).to(device).repeat(nodes + 1, 1)
+    # gates have gradients so that outputs do, whatever the weights of the model have
+    gates = torch.tensor((1 + places) / 2, dtype=torch.float32, device=device)
+    gates = gates.repeat_interleave(len(asked)).requires_grad_()
+    starts = [after.predicting.start for after in asked]
     # recurrent layers write their states in place; allowing for that is slow
     recurrent = not all(hasattr(layer, "keys") for layer in passed.cache.layers)
-    means: list[Tensor] = []
-    for node, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
-        # gates have gradients so that outputs do, whatever the weights of the model have
-        gates = torch.full(protected.shape, (1 + float(node)) / 2, requires_grad=True)
-        writable = allow_mutation_on_saved_tensors() if recurrent else nullcontext()
-        with writable, passed.following(tokens, keep, dict(enumerate(gates))) as output:
-            odds = log_odds(output.logits[0][after.predicting], answer).sum()
-            outputs = [layer.gated_output for layer in passed.observed if layer.gated_output is not None]
-            slopes = [float(weight) / 2 * slope[0].float() for slope in torch.autograd.grad(odds, outputs)]
-        means = [mean + slope for mean, slope in zip(means, slopes, strict=True)] if means else slopes
-    return means
+    writable = allow_mutation_on_saved_tensors() if recurrent else nullcontext()
+    rows = torch.zeros(len(tokens), dtype=torch.long)
+    first = min(starts)
+    keep = dict(enumerate(protected))
+    with writable, passed.following(tokens, keep, gates, rows, logits_to_keep=tokens.shape[1] - first) as output:
+        logits = output.logits.view(nodes + 1, len(asked), *output.logits.shape[1:])
+        odds = logits.new_zeros((), dtype=torch.float32)
+        for number, after in enumerate(asked):
+            answer = after.tokens[0, max(after.answer, 1) :]
+            predicting = slice(starts[number] - first, after.tokens.shape[1] - 1 - first)
+            for of_node in logits[1:, number]:
+                odds = odds + log_odds(of_node[predicting], answer).sum()
+        outputs = [layer.gated_output for layer in passed.observed if layer.gated_output is not None]
+        shares = torch.tensor(weights / 2, dtype=torch.float32)
+        means = []
+        for slope in torch.autograd.grad(odds, outputs):
+            by_node = slope.float().view(nodes, len(asked), *slope.shape[1:])
+            means.append(torch.einsum("n,n...->...", shares.to(slope.device), by_node))
+        broken = logits[0].detach().isnan().flatten(1).any(1).cpu()
+        layers = list(passed.continuations())
+    answers = []
+    for number, after in enumerate(asked):
+        count = after.tokens.shape[1]
+        slopes = [mean[number, :count].masked_fill(broken[number].to(mean.device), torch.nan) for mean in means]
+        answers.append(WeighedAnswer(slopes, [layer.of_row(number, count) for layer in layers]))
+    return answers

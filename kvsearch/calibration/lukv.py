@@ -8,7 +8,7 @@ the table is the mean of those of the questions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,14 @@ from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.importance import NODES, ImportancePass, errors_taken_away, output_errors
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import AnsweredOptions, LukvOptions
-from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
+from kvsearch.calibration.prompts import (
+    CalibrationPrompt,
+    Continuation,
+    check_lengths,
+    prompts_of,
+    reply_parts,
+    with_own_replies,
+)
 from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import (
     HELD_OUT,
@@ -43,6 +50,10 @@ from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 
 CURVE_POINTS = 101
+# fp32 tables of tokens and entries, in times that one is made whose attention is looked at:
+GATED = 5.5  # through gates, and back
+SUMMED = 2  # of errors
+ORDERED = 2  # in the order of a policy
 KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 
@@ -81,33 +92,38 @@ class LukvCalibration(Calibration[LukvOptions]):
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         """Return the passes over contexts and over what is asked of them, and own replies.
 
-        What is done beside the passes is timed: the first question is measured.
+        What policies make of a context is timed: the first one is read.
         """
+        options = self.options
         times = 1.0  # that what is asked of a context is read
-        if self.options.normalization == "error":
-            times += 3 * NODES  # passes forward, and back, which takes twice as long
-        most = self.options.answer_tokens if self.options.answers == "own" else None
-        work = sum((prompt.work(times, most) for prompt in prompts), reply_work(prompts, self.options))
-        return work + Work(seconds=self._seconds_beside(prompts[0], times) * self.data.questions)
+        tables: float = 1 + ORDERED * (len(self.policies) - 1)
+        if options.normalization == "error":
+            times += 1 + 2 * NODES  # rows of a pass; back it takes as long again
+            tables = NODES * GATED + SUMMED + ORDERED * len(self.policies)
+        most = options.answer_tokens if options.answers == "own" else None
+        works = []
+        for prompt in prompts:
+            context = prompt.work()
+            asked = prompt.work(1, most)
+            tokens = context.tokens + (asked.tokens - context.tokens) * times
+            passes = 3 if options.normalization == "error" else asked.passes  # of all questions together, and back
+            works.append(replace(asked, passes=passes, tokens=tokens, tables=asked.tables * tables))
+        reading = self._seconds_beside(prompts[0]) * len(prompts)
+        return sum(works, reply_work(prompts, options, read=False)) + Work(seconds=reading)
 
-    def _seconds_beside(self, prompt: CalibrationPrompt, times: float) -> float:
-        """Measure the first question of a prompt, and return how much longer than its passes that takes, in seconds."""
-        policy, *compared_policies = self.policies
-        first = [replace(prompt, continuations=prompt.continuations[:1])]
-        if self.options.answers == "own":
-            first = with_own_replies(self.loaded, [first], self.options.answer_tokens)
+    def _seconds_beside(self, prompt: CalibrationPrompt) -> float:
+        """Read a prompt, and return how much longer that takes under the policies, in seconds."""
 
-        def measure_first() -> None:
-            list(measure_importance(self.loaded, first, policy, self.options, compared_policies, StepCache()))
+        def read() -> None:
+            with running(self.loaded.model):
+                _read(self.loaded, prompt, self.policies, self.options)
 
-        [seconds] = timed(measure_first, 0)
-        return seconds - Speed(self.loaded.model, prompt.length).seconds(first[0].work(times))
+        [seconds] = timed(read, 0)
+        return max(0.0, seconds - Speed(self.loaded.model, prompt.length).seconds(prompt.work()))
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies
         options = self.options
-        if options.answers == "own":
-            prompts = with_own_replies(self.loaded, [prompts], options.answer_tokens, self.steps)
         measuring = measure_importance(self.loaded, prompts, policy, options, compared_policies, self.steps)
         questions = list(counted(measuring, self.data.questions, progress))
         tables = RatioTables(policy, options.minimum)
@@ -125,15 +141,19 @@ class LukvCalibration(Calibration[LukvOptions]):
         return Profile(metadata, arrays)
 
 
-def reply_work(prompts: Sequence[CalibrationPrompt], options: AnsweredOptions) -> Work:
-    """Return the passes that own replies take, and at most their tokens; nothing where answers are given."""
+def reply_work(prompts: Sequence[CalibrationPrompt], options: AnsweredOptions, *, read: bool = True) -> Work:
+    """Return the passes that own replies take, and at most their tokens; nothing where answers are given.
+
+    The prompts are `read` for them, unless replies go on from other passes over them.
+    """
     if options.answers == "given":
         return Work()
     asked = [prompt for prompt in prompts if prompt.continuations]
     replies = sum(
         continuation.most or options.answer_tokens for prompt in asked for continuation in prompt.continuations
     )
-    return Work.over(prompt.length for prompt in asked) + Work.replying(replies)
+    reading = Work.over(prompt.length for prompt in asked) if read else Work()
+    return reading + Work.replying(replies)
 
 
 def measure_importance(
@@ -146,38 +166,68 @@ def measure_importance(
 ) -> Iterator[MeasuredQuestion]:
     """Yield the questions of `prompts` as measured, a prompt a step.
 
-    `compared_policies` rank the same entries in the same pass.
+    `compared_policies` rank the same entries in the same pass. Own replies, if options ask for them, go on from it, and
+    are a step for each of `reply_parts`.
     """
-    work = partial(_measure_prompt, policy=policy, options=options, compared_policies=compared_policies)
+    steps = steps or StepCache()
+    policies = [policy, *compared_policies]
+    held: dict[int, ImportancePass] = {}  # by context, until it is measured
 
-    measured = (steps or StepCache()).stage(prompts, partial(loaded.map, work))
-    for prompt, arrays in zip(prompts, measured, strict=True):
+    def read(prompt: CalibrationPrompt) -> ImportancePass:
+        held[prompt.context] = _read(loaded, prompt, policies, options)
+        return held[prompt.context]
+
+    def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
+        asked: Iterable[CalibrationPrompt] = prompts
+        if options.answers == "own":
+            parts = list(reply_parts(loaded.model, prompts))
+            continued = read if loaded.workers is None else None
+            asked = with_own_replies(loaded, parts, options.answer_tokens, steps, continued)
+        missing = {prompt.context for prompt in some}
+        if loaded.workers is not None:
+            wanted = [prompt for prompt in asked if prompt.context in missing]
+            yield from loaded.map(partial(_measure_prompt, policies=policies, options=options), wanted)
+            return
+        for prompt in asked:
+            context_pass = held.pop(prompt.context, None)
+            if prompt.context in missing:
+                yield _measure_prompt(loaded, prompt, policies, options, context_pass)
+
+    for prompt, arrays in zip(prompts, steps.stage(prompts, make), strict=True):
         for number in range(len(prompt.continuations)):
             yield MeasuredQuestion(prompt.text, **{name: arrays[f"{number} {name}"] for name in MEASURED})
+
+
+def _read(
+    loaded: LoadedModel, prompt: CalibrationPrompt, policies: Sequence[Policy], options: LukvOptions
+) -> ImportancePass:
+    ids = prompt.ids.to(loaded.device)
+    return ImportancePass(loaded.model, policies, ids, options.group, prompt.refusal(loaded.name))
 
 
 def _measure_prompt(
     loaded: LoadedModel,
     prompt: CalibrationPrompt,
-    policy: Policy,
+    policies: Sequence[Policy],
     options: LukvOptions,
-    compared_policies: Sequence[Policy],
+    context_pass: ImportancePass | None = None,
 ) -> Arrays:
-    """Return the questions of one prompt as measured, by number and field of a `MeasuredQuestion`."""
+    """Return the questions of one prompt as measured, by number and field of a `MeasuredQuestion`.
+
+    The prompt is read, unless there is a pass over it.
+    """
     arrays: dict[str, NDArray[Any]] = {}
     with running(loaded.model):
-        refusal = prompt.refusal(loaded.name)
-        policies = [policy, *compared_policies]
-        context_pass = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal)
+        context_pass = context_pass or _read(loaded, prompt, policies, options)
         ranks = [context_pass.ranks(number) for number in range(len(policies))]
         orders = [of_policy.to(loaded.device).argsort(-1).cpu() for of_policy in ranks]
         measure = partial(_measure_importance, by_layer=options.normalization == "layer")
         if options.normalization == "error":
-            measure = partial(_measure_errors, protected=ranks[0] < policy.protected(prompt.length))
-        for number, continuation in enumerate(prompt.continuations):
-            (worth, *compared_worths), scale = measure(context_pass, continuation, orders)
+            measure = partial(_measure_errors, protected=ranks[0] < policies[0].protected(prompt.length))
+        measured = measure(context_pass, prompt.continuations, orders)
+        for number, ((worth, *compared_worths), scale) in enumerate(measured):
             if not bool(worth.isfinite().all()):
-                raise IncompatibleError(refusal)
+                raise IncompatibleError(prompt.refusal(loaded.name))
             arrays |= {
                 f"{number} importance": worth.numpy(),
                 f"{number} scale": torch.where(scale > 0, scale, 1.0).double().numpy(),
@@ -187,24 +237,31 @@ def _measure_prompt(
 
 
 def _measure_errors(
-    context_pass: ImportancePass, continuation: Continuation, orders: Sequence[Tensor], protected: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return what each entry takes of the output error, by order, [n, L, Hkv, T], and what makes it comparable, [L]."""
-    errors = output_errors(context_pass, continuation, protected, orders)
+    context_pass: ImportancePass, asked: Sequence[Continuation], orders: Sequence[Tensor], protected: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each question what entries take of the output error, and what makes it comparable.
+
+    By order, [n, L, Hkv, T], and by layer, [L].
+    """
     always = int(protected[0, 0].sum())
-    whole = errors[0, ..., always].sum()  # the error of what may go: questions weigh alike
-    return errors_taken_away(errors, always), whole.expand(len(protected))
+    for errors in output_errors(context_pass, asked, protected, orders):
+        whole = errors[0, ..., always].sum()  # the error of what may go: questions weigh alike
+        yield errors_taken_away(errors, always), whole.expand(len(protected))
 
 
 def _measure_importance(
-    context_pass: ImportancePass, continuation: Continuation, orders: Sequence[Tensor], *, by_layer: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the importance of entries by order, [n, L, Hkv, T], NaN if the model computes NaN, and its scale, [L]."""
-    importance, logits = context_pass.ask(continuation.tokens.to(context_pass.model.device))
-    mass = importance.sum((1, 2))
-    scale = mass if by_layer else torch.ones_like(mass)
-    ordered = torch.stack([importance.gather(-1, order) for order in orders])
-    return ordered.masked_fill(logits.isnan().any().cpu(), torch.nan), scale
+    context_pass: ImportancePass, asked: Sequence[Continuation], orders: Sequence[Tensor], *, by_layer: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each question the importance of entries by order, [n, L, Hkv, T], and its scale, [L].
+
+    It is NaN if the model computes NaN.
+    """
+    for after in asked:
+        importance, logits = context_pass.ask(after.tokens.to(context_pass.model.device))
+        mass = importance.sum((1, 2))
+        scale = mass if by_layer else torch.ones_like(mass)
+        ordered = torch.stack([importance.gather(-1, order) for order in orders])
+        yield ordered.masked_fill(logits.isnan().any().cpu(), torch.nan), scale
 
 
 def _comparable(question: MeasuredQuestion, policy: Policy, options: LukvOptions) -> NDArray[np.float64]:

@@ -17,13 +17,24 @@ from kvsearch.calibration.data import CalibrationData, Context, Pair, TakenOf, c
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.memory import CPU_BYTES
 from kvsearch.models.speed import Work
 from kvsearch.plan.origin import ContextSet
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
+from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import Finished, stop_tokens
-from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies, reply_end, right_reply
+from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.program import full_cache, prompt_bytes
+from kvsearch.runtime.replay.forced_answers import (
+    TOGETHER,
+    ForcedQuestions,
+    parted_replies,
+    replies_of_passes,
+    reply_end,
+    right_reply,
+)
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, middle_cut, most_tokens, unused
 from kvsearch.tasks.fields import is_blank
@@ -84,10 +95,14 @@ class CalibrationPrompt:
     def work(self, times: float = 0, most: int | None = None) -> Work:
         """Return a pass over the context, and so many over what follows: as given, or with own replies of `most`.
 
-        The attention of what follows to the context is looked at.
+        Own replies that a metric judges are as long as the given answers, which stay where they are not right. The
+        attention of what follows to the context is looked at.
         """
-        given = (after.tokens.shape[1] for after in self.continuations)
-        own = (after.answer + (after.most or most or 0) for after in self.continuations)
+        given = [after.tokens.shape[1] for after in self.continuations]
+        own = (
+            length if after.taken is not None else after.answer + (after.most or most or 0)
+            for after, length in zip(self.continuations, given, strict=True)
+        )
         return Work.over([self.length]) + Work.over(own if most else given, times, behind=self.length)
 
     def asking(self, model: str, stop: frozenset[int], most: int, limit: int) -> ForcedQuestions:
@@ -187,14 +202,34 @@ def _fitted(
     return middle_cut(ids[0], form.lead, limit - asked)[None]
 
 
+def reply_parts(model: Any, prompts: Sequence[CalibrationPrompt]) -> Iterator[list[CalibrationPrompt]]:
+    """Yield prompts, in their order, that reply in one batch and whose full caches are held together until then."""
+    part: list[CalibrationPrompt] = []
+    taken = 0
+    for prompt in prompts:
+        size = 3 * prompt_bytes(model, full_cache(model), [prompt.length])  # the pass's, that for replies, the batch's
+        if part and (taken + size > CPU_BYTES or len(part) == TOGETHER):
+            yield part
+            part = []
+            taken = 0
+        part.append(prompt)
+        taken += size
+    yield part
+
+
 def with_own_replies(
-    loaded: LoadedModel, parts: Sequence[Sequence[CalibrationPrompt]], most: int, steps: StepCache | None = None
-) -> list[CalibrationPrompt]:
-    """Return the prompts of all parts with at most `most` tokens of the model's own replies in place of given answers.
+    loaded: LoadedModel,
+    parts: Sequence[Sequence[CalibrationPrompt]],
+    most: int,
+    steps: StepCache | None = None,
+    read: Callable[[CalibrationPrompt], DensePass[Any]] | None = None,
+) -> Iterator[CalibrationPrompt]:
+    """Yield the prompts of all parts with at most `most` tokens of the model's own replies in place of given answers.
 
     A reply gets as many tokens as its question allows, `most` where it says nothing, and as the model has positions
     for. Where it is empty, or not right by the metric of its task, the given answer stays. Prompts of one part reply
-    side by side, and are a step.
+    side by side, and are a step. Replies go on from the passes over the prompts that `read` returns; None: the prompts
+    are read for replies alone, in other processes where there are some.
 
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
@@ -206,22 +241,32 @@ def with_own_replies(
             chat: frozenset(stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
             for chat in {prompt.chat for part in some for prompt in part}
         }
-        asked = [
-            [prompt.asking(loaded.name, stops[prompt.chat], most, limit) for prompt in part if prompt.continuations]
-            for part in some
-        ]
-        for part, replies in zip(some, parted_replies(loaded, asked), strict=True):
-            replying = [prompt for prompt in part if prompt.continuations]
-            replied = [prompt.replied(of_prompt, most) for prompt, of_prompt in zip(replying, replies, strict=True)]
+        replying = [[prompt for prompt in part if prompt.continuations] for part in some]
+        asked = [[prompt.asking(loaded.name, stops[prompt.chat], most, limit) for prompt in part] for part in replying]
+        answered = (
+            parted_replies(loaded, asked) if read is None else map(partial(_go_on, loaded, read), replying, asked)
+        )
+        for part, replies in zip(replying, answered, strict=True):
+            replied = [prompt.replied(of_prompt, most) for prompt, of_prompt in zip(part, replies, strict=True)]
             yield {str(number): tokens.numpy() for number, tokens in enumerate(chain.from_iterable(replied))}
 
-    prompts = list[CalibrationPrompt]()
     for part, arrays in zip(parts, (steps or StepCache()).stage(parts, make), strict=True):
         tokens = (torch.from_numpy(arrays[str(number)]) for number in range(len(arrays)))
         for prompt in part:
             continuations = tuple(replace(after, tokens=next(tokens)) for after in prompt.continuations)
-            prompts.append(replace(prompt, continuations=continuations))
-    return prompts
+            yield replace(prompt, continuations=continuations)
+
+
+def _go_on(
+    loaded: LoadedModel,
+    read: Callable[[CalibrationPrompt], DensePass[Any]],
+    part: Sequence[CalibrationPrompt],
+    asked: Sequence[ForcedQuestions],
+) -> list[list[list[int]]]:
+    """Return replies to all questions of prompts, which `read` reads, by prompt and question."""
+    with torch.no_grad(), running(loaded.model):
+        passes = [read(prompt) for prompt in part]
+        return replies_of_passes(loaded.model, passes, asked)
 
 
 def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: Callable[[int], int]) -> None:

@@ -248,10 +248,8 @@ def _allocations(
     ranks = [rank_entries(importance, valid, policy.sink_count, policy.recent_count) for policy in policies]
     orders = [of_window.argsort(-1) for of_window in ranks]
     protected = [policy.protected(length) for policy in policies]
-    errors = [
-        output_errors(passed, Continuation(torch.cat(pair)[None], len(pair[0])), ranks[0] < protected[0], orders)
-        for pair in asked
-    ]
+    continuations = [Continuation(torch.cat(pair)[None], len(pair[0])) for pair in asked]
+    errors = list(output_errors(passed, continuations, ranks[0] < protected[0], orders))
     shares = importance / importance.sum((1, 2), keepdim=True).clamp(min=1e-30)
     for number, (policy, order) in enumerate(zip(policies, orders, strict=True)):
         floor = min(protected[number], total // (layers * heads))

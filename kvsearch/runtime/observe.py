@@ -25,8 +25,9 @@ from kvsearch.models.architecture import (
 )
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs, Rereading
-from kvsearch.runtime.attention import Output, causal_mask, dense_attention, gated_attention, require_attention, tag
+from kvsearch.runtime.attention import Output, causal_mask, dense_attention, require_attention, tag
 from kvsearch.runtime.collector import DensePrompt, Rotary, entering, watch
+from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.replay.replay import LayerContinuation, Noted, at_rows
@@ -109,8 +110,8 @@ class ObservedLayer(PromptLayer[Noted]):
         self.rows: Tensor | None = None  # [M] the prompt that each row of tokens follows, on the host; None: one each
         # [Hkv, T] bool: entries of a single prompt that tokens may see, [M, Hkv, T] of each row; None: all
         self.keep: Tensor | None = None
-        self.gates: Tensor | None = None  # [Hkv, T]: how far they see the others; None: not at all
-        self.gated_output: Tensor | None = None  # [1, K, Hq, Dv]: what they attend to through gates
+        self.gates: Tensor | None = None  # [m]: how far the last rows see the others, while those before see all
+        self.gated_output: Tensor | None = None  # [m, K, Hq, Dv]: what they attend to through gates
         self.continuation: LayerContinuation[Noted] | None = None
 
     def attend(
@@ -127,13 +128,17 @@ class ObservedLayer(PromptLayer[Noted]):
             return output
         require_continuation(module, query.shape[2])
         logits = Logits.of_call(module, query, key, kwargs)
+        gated: list[Tensor] = []
         if self.keep is not None and self.gates is not None:
-            keys = torch.cat([self.keys, key], 2)
-            values = torch.cat([self.values, value], 2)
-            gated = (self.keep.to(query.device), self.gates.to(query.device))
-            self.gated_output = gated_attention((query, keys, values), *gated, logits)
-            return self.gated_output, None
-        if self.keep is not None:
+            open_rows = len(query) - len(self.gates)
+            through = (query[open_rows:], key[open_rows:], value[open_rows:])
+            how = (self.keep.to(query.device), self.gates.to(query.device), logits)
+            self.gated_output = gated_attention(through, (self.keys, self.values), *how)
+            gated.append(self.gated_output)
+            query, key, value = (states[:open_rows].detach() for states in (query, key, value))
+            mask = None if mask is None else mask[:open_rows]
+            followed = self.follow(module, (query, key, value), mask, **kwargs)
+        elif self.keep is not None:
             keeps = self.keep if self.keep.dim() == 3 else self.keep[None]
             rows = [
                 self._see_kept(module, (query[row : row + 1], key[row : row + 1], value[row : row + 1]), keep, **kwargs)
@@ -144,9 +149,9 @@ class ObservedLayer(PromptLayer[Noted]):
             followed = self.follow(module, (query, key, value), mask, **kwargs)
         self.continuation = LayerContinuation(
             self.index, self.noted, (self.keys, self.values), (query, key, value), module, logits,
-            entering(module, slice(-query.shape[2], None)) if self.wants_hidden else None, self.rows,
+            entering(module, slice(-query.shape[2], None))[: len(query)] if self.wants_hidden else None, self.rows,
         )  # fmt: skip
-        return followed, None
+        return torch.cat([followed, *gated]) if gated else followed, None
 
     def _see_kept(self, module: nn.Module, tokens: States, keep: Tensor, **kwargs: Any) -> Tensor:
         """Attend with tokens [1, H, K, D] to the entries `keep` [Hkv, T] of the prompt and to themselves."""
@@ -220,7 +225,8 @@ class DensePass(Generic[Noted]):
         positions = (real.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
             output = self._forward(prompts, mask, positions, logits_to_keep=1)
-        if refusal is not None and bool(output.logits[:, -1].isnan().any()):
+        self.last: Tensor = output.logits  # [B, 1, V], of the ends of the prompts
+        if refusal is not None and bool(self.last.isnan().any()):
             raise IncompatibleError(refusal)
 
     @property
@@ -228,37 +234,33 @@ class DensePass(Generic[Noted]):
         """What `look` made of the prompts, by layer."""
         return [layer.noted for layer in self.observed]
 
-    @property
-    def observes_all(self) -> bool:
-        """Whether every layer is observed, so that rows of tokens may follow the same prompt."""
-        return len(self.observed) == describe(self.model).layers
-
     @contextmanager
     def following(
         self,
         tokens: Tensor,
         keep: Mapping[int, Tensor] | None = None,
-        gates: Mapping[int, Tensor] | None = None,
+        gates: Tensor | None = None,
         rows: Tensor | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
         """Teacher-force `tokens` [M, K] after the prompts and forget them again; the model's output for them.
 
-        `rows` [M], on the host, says which prompt each row of tokens follows (None: one each, in order): all layers of
-        the model must be observed then.
+        `rows` [M], on the host, says which prompt each row of tokens follows (None: one each, in order).
         Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T],
-        or [M, Hkv, T] of each row of tokens; where `gates` has it, too, they see the others through these, see
-        `gated_attention`, and the output has gradients.
+        or [M, Hkv, T] of each row of tokens. With `gates` [m] the last m rows of tokens see the others through these,
+        see `gated_attention`, those before see all, and the output has gradients.
         """
         require_same_rotary(self.model, self.lengths, tokens.shape[1])
         before = [layer_state(layer) for layer in self.cache.layers]
         try:
             for row, entries in (keep or {}).items():
                 self.observed[row].keep = entries
-            for row, shares in (gates or {}).items():
-                self.observed[row].gates = shares
             for layer in self.observed:
-                layer.rows = rows
+                layer.gates = gates
+                layer.rows = rows if rows is None or gates is None else rows[: len(rows) - len(gates)]
+            for layer in self.cache.layers:
+                if rows is not None and not isinstance(layer, ObservedLayer):
+                    layer.reorder_cache(rows)
             mask = self.mask
             if mask is not None:
                 mask = torch.cat([at_rows(mask, rows), torch.ones_like(tokens)], 1)
@@ -279,11 +281,10 @@ class DensePass(Generic[Noted]):
     def logits_under(self, tokens: Tensor, keeps: Tensor, count: int) -> Iterator[Tensor]:
         """Yield the last `count` logits [count, V] of tokens [1, K] under each of the masks [n, L, Hkv, T] of a prompt.
 
-        Several masks are rows of one batch where all layers are observed.
+        Several masks are rows of one batch.
         """
-        size = max(1, MASKED_TOKENS // tokens.shape[1]) if self.observes_all else 1
-        for some in torch.split(keeps, size):
-            rows = torch.zeros(len(some), dtype=torch.long) if self.observes_all else None
+        for some in torch.split(keeps, max(1, MASKED_TOKENS // tokens.shape[1])):
+            rows = torch.zeros(len(some), dtype=torch.long)
             keep = dict(enumerate(some.unbind(1)))
             with self.following(tokens.expand(len(some), -1), keep, rows=rows, logits_to_keep=count) as output:
                 yield from output.logits

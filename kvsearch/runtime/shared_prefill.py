@@ -29,8 +29,8 @@ from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, check_logits, left_padded
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.observe import PromptLayer, Rereads, reread
-from kvsearch.runtime.program import Program, prompt_bytes, require_room
+from kvsearch.runtime.observe import DensePass, ObservedLayer, PromptLayer, Rereads, reread
+from kvsearch.runtime.program import Program, full_cache, prompt_bytes, require_room
 from kvsearch.runtime.stock import CACHE, cache_class, join_states, layer_state, stateful_layers, stock_layers
 from kvsearch.runtime.store.storage import RaggedStore
 
@@ -114,6 +114,33 @@ def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], stop: set[int]
     logits, mask = read_prompts(model, [cache], prompts, chunk)
     check_logits(logits)
     return Replies(model, cache, prompts, mask, logits, stop)
+
+
+def replies_after(
+    passes: Sequence[DensePass[Any]], prompts: Sequence[Tensor], copies: int, stop: set[int], finished: Finished | None
+) -> Replies:
+    """Return replies after prompts of token ids [T] that were read under the full cache, each by a pass of its own.
+
+    Nothing is read again. With several `copies` prompt b is row c * B + b for every copy c, to be asked side by side.
+    """
+    model = passes[0].model
+    caches = []
+    for passed in passes:
+        cache = PlanCache(model, full_cache(model))
+        for layer, target in zip(passed.cache.layers, cache.layers, strict=True):
+            if isinstance(layer, ObservedLayer):
+                valid = layer.keys.new_ones(len(layer.keys), layer.keys.shape[2], dtype=torch.bool)
+                _hand_on([target], {}, Observation(layer.keys, layer.values, valid, 1.0, layer=layer.index))
+            else:
+                vars(target).update(layer_state(layer))
+        caches.append(cache)
+    _, mask = left_padded(prompts, model.device)
+    batch = joined(caches, mask, [len(prompt) for prompt in prompts])
+    if copies > 1:
+        batch = batch.of_rows([*range(len(prompts))] * copies)
+    return Replies(
+        model, batch, prompts, mask.repeat(copies, 1), torch.cat([passed.last for passed in passes]), stop, finished
+    )
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from kvsearch.calibration.lukv import (
     measure_importance,
 )
 from kvsearch.calibration.options import LukvOptions, Normalization
-from kvsearch.calibration.prompts import prompts_of, with_own_replies
+from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of, with_own_replies
 from kvsearch.calibration.tables import RatioTables
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -33,7 +34,7 @@ from kvsearch.runtime.attention import NAME
 from tests import tiny
 from tests.calibrations import calibrate_lukv
 from tests.combinations import in_turn
-from tests.runtime.helpers import running
+from tests.runtime.helpers import assert_close, running
 
 POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
 PROTECTED = 6
@@ -55,8 +56,6 @@ def profile(model: LoadedModel, data: CalibrationData) -> Profile:
 
 def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) -> list[MeasuredQuestion]:
     prompts = LukvCalibration(model, data, [POLICY], options).prepare()
-    if options.answers == "own":
-        prompts = with_own_replies(model, [prompts], options.answer_tokens)
     with running(model.model, NAME):
         return list(measure_importance(model, prompts, POLICY, options))
 
@@ -165,7 +164,7 @@ def test_an_entry_is_worth_the_error_that_it_takes_away(model: LoadedModel, data
     with running(model.model, NAME):
         passed = ImportancePass(model.model, [POLICY], prompt.ids)
         ranks = passed.ranks()
-        errors = output_errors(passed, prompt.continuations[0], ranks < PROTECTED, [ranks.argsort(-1)])[0].numpy()
+        [errors] = next(output_errors(passed, prompt.continuations, ranks < PROTECTED, [ranks.argsort(-1)])).numpy()
     assert (np.diff(errors) > 0).any()
     may_go = errors[..., PROTECTED:]
     taken = np.maximum.accumulate(may_go[..., :1] - may_go, axis=-1)
@@ -226,7 +225,7 @@ def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: Calibr
 
 def test_an_own_reply_fills_the_positions_that_are_left(data: CalibrationData) -> None:
     model = tiny.loaded(max_position_embeddings=length_of(data) + 3 + 9)
-    (prompt,) = with_own_replies(model, [prompts_of(model, data.limited(1))], 128)
+    [prompt] = with_own_replies(model, [prompts_of(model, data.limited(1))], 128)
     (after,) = prompt.continuations
     assert (after.answer, after.tokens.shape[1]) == (3, 3 + 9)
 
@@ -238,10 +237,44 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
         model.model.lm_head.weight.zero_()
         model.model.generation_config.eos_token_id = 0  # of equal logits the first is taken
     prompts = prompts_of(model, data)
-    kept = with_own_replies(model, [prompts], 128)
+    kept = list(with_own_replies(model, [prompts], 128))
     assert [[one.tokens.tolist() for one in prompt.continuations] for prompt in kept] == [
         [one.tokens.tolist() for one in prompt.continuations] for prompt in prompts
     ]
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "qwen3_5"))]
+)
+def test_replies_go_on_from_a_pass_as_they_do_from_a_reading_of_their_own(family: str, data: CalibrationData) -> None:
+    """Contexts of different lengths, several questions of each."""
+    model = tiny.loaded(family)
+    prompts = prompts_of(model, data)
+    passes: list[int] = []
+
+    def read(prompt: CalibrationPrompt) -> ImportancePass:
+        passes.append(prompt.context)
+        return ImportancePass(model.model, [POLICY], prompt.ids)
+
+    alone = with_own_replies(model, [prompts], 20)
+    continued = with_own_replies(model, [prompts], 20, read=read)
+    for one, other in zip(alone, continued, strict=True):
+        assert [after.tokens.tolist() for after in one.continuations] == [
+            after.tokens.tolist() for after in other.continuations
+        ]
+    assert passes == [0, 1]
+
+
+def test_questions_are_rows_of_one_pass_with_the_same_errors(model: LoadedModel, data: CalibrationData) -> None:
+    (prompt,) = prompts_of(model, data.limited(1))
+    short, long = (replace(prompt.continuations[0], tokens=prompt.ids[:, 5 : 5 + count]) for count in (6, 11))
+    with running(model.model, NAME):
+        passed = ImportancePass(model.model, [POLICY], prompt.ids)
+        ranks = passed.ranks()
+        rest = (ranks < PROTECTED, [ranks.argsort(-1), ranks.argsort(-1).flip(-1)])
+        together = list(output_errors(passed, [short, long], *rest))
+        for after, errors in zip((short, long), together, strict=True):
+            assert_close(errors, next(output_errors(passed, [after], *rest)))
 
 
 @pytest.mark.parametrize(

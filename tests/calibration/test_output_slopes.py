@@ -17,7 +17,8 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import load
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import observe
-from kvsearch.runtime.attention import NAME, gated_attention
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.logits import Logits
 from kvsearch.signals.predictions import log_odds
 from tests.families import build, prompts
@@ -58,7 +59,7 @@ def test_slopes_are_finite_differences_of_the_log_odds(family: str, monkeypatch:
     generator = torch.Generator().manual_seed(1)
     layers = len(describe(model).full_layers)
     with asked(model) as (passed, after, protected):
-        slopes = output_slopes(passed, after, protected, 1)
+        [(slopes, _)] = output_slopes(passed, [after], protected, 1)
         answer = after.tokens[0, -ANSWER:]
 
         def odds(row: int, added: Tensor) -> float:
@@ -67,11 +68,12 @@ def test_slopes_are_finite_differences_of_the_log_odds(family: str, monkeypatch:
             def shifted(*args: Any) -> Tensor:
                 return gated_attention(*args) + (added if next(calls) == row else 0.0)
 
-            gates = torch.full(protected.shape, 0.5)
             with monkeypatch.context() as patch, torch.no_grad():
                 patch.setattr(observe, "gated_attention", shifted)
-                with passed.following(after.tokens, dict(enumerate(protected)), dict(enumerate(gates))) as output:
-                    return float(log_odds(output.logits[0][after.predicting], answer).double().sum())
+                rows = torch.zeros(2, dtype=torch.long)
+                keep = dict(enumerate(protected))
+                with passed.following(after.tokens.repeat(2, 1), keep, torch.tensor([0.5]), rows) as output:
+                    return float(log_odds(output.logits[1][after.predicting], answer).double().sum())
 
         for row, slope in enumerate(slopes):
             assert slope.shape == (7, model.config.num_attention_heads, slope.shape[-1])
@@ -94,36 +96,39 @@ def test_layers_that_stand_in_for_each_other_all_have_errors() -> None:
     with running(loaded.model, NAME):
         passed = ImportancePass(loaded.model, [policy], prompt.ids)
         ranks, kept = passed.ranks(), policy.protected(prompt.length)
-        errors = output_errors(passed, prompt.continuations[0], ranks < kept, [ranks.argsort(-1)])[0]
+        errors = next(output_errors(passed, prompt.continuations, ranks < kept, [ranks.argsort(-1)]))[0]
     of_layers = errors[..., kept].sum(-1)
     assert of_layers[3:].min() > 3
     assert of_layers[:3].max() < 1
 
 
-def test_gates_lead_in_a_straight_line_from_the_full_cache_to_one_without() -> None:
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (3.0, True)])
+def test_gates_lead_in_a_straight_line_from_the_full_cache_to_one_without(softcap: float | None, sinks: bool) -> None:
+    """Rows follow one prompt, each through a gate of its own; derivatives by the tokens are those of autograd."""
     generator = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(1, n, t, 8, generator=generator) for n, t in ((4, 3), (2, 13), (2, 13)))
-    keep = torch.rand(2, 10, generator=generator) < 0.4
-    how = Logits(8**-0.5)
 
-    def output(gate: Tensor) -> Tensor:
-        return gated_attention((query, keys, values), keep, gate, how)
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).mul_(2).requires_grad_()
+
+    tokens = (draw(3, 4, 5, 8), draw(3, 2, 5, 8), draw(3, 2, 5, 6))
+    prompt = (draw(1, 2, 20, 8).detach(), draw(1, 2, 20, 6).detach())
+    keep = torch.rand(2, 20, generator=generator) < torch.tensor([[0.3], [0.5]])
+    how = Logits(8**-0.5, softcap, None, draw(2, 2).detach() if sinks else None)
+    gates = torch.tensor([1.0, 0.0, 0.25])
 
     def attended(shown: Tensor) -> Tensor:
-        mask = torch.cat([shown[:, None].expand(-1, 3, -1), torch.ones(3, 3).tril().bool().expand(2, -1, -1)], -1)
-        spread = (one.repeat_interleave(2, 1) for one in (keys, values))
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, *spread, attn_mask=mask.repeat_interleave(2, 0)[None]
-        ).transpose(1, 2)
+        keys, values = (
+            torch.cat([far.expand(3, -1, -1, -1), own], 2) for far, own in zip(prompt, tokens[1:], strict=True)
+        )
+        mask = torch.cat([shown[:, None].expand(-1, 5, -1), torch.ones(5, 5).tril().bool().expand(2, -1, -1)], -1)
+        scores = how.of(tokens[0], keys.repeat_interleave(2, 1)).masked_fill(~mask.repeat_interleave(2, 0), -torch.inf)
+        weights = how.softmax(scores.view(3, 2, 2, 5, 25).permute(1, 2, 0, 3, 4), torch.arange(2))
+        return (weights.permute(2, 0, 1, 3, 4).flatten(1, 2) @ values.repeat_interleave(2, 1)).transpose(1, 2)
 
-    some = torch.rand(2, 10, generator=generator)
-    full, without = attended(torch.ones_like(keep)), attended(keep)
-    assert_close(output(torch.ones(2, 10)), full)
-    assert_close(output(torch.zeros(2, 10)), without)
-    assert_close(output(torch.full((2, 10), 0.25)), 0.25 * full + 0.75 * without)
-    assert_close(output(some), output(some.masked_fill(keep, 0.5)))
-    for entry in range(10):  # each entry by itself, so that what they add sums up to the whole
-        one = torch.zeros(2, 10)
-        one[:, entry] = 1.0
-        full = full - (output(one) - without)
-    assert_close(full, without)
+    output = gated_attention(tokens, prompt, keep, gates, how)
+    expected = torch.lerp(attended(keep), attended(torch.ones_like(keep)), gates[:, None, None, None])
+    assert_close(output, expected)
+    slopes = draw(*output.shape)
+    derived = (torch.autograd.grad(made, tokens, slopes) for made in (output, expected))
+    for found, by_autograd in zip(*derived, strict=True):
+        assert_close(found, by_autograd)

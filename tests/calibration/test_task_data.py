@@ -111,10 +111,10 @@ def test_own_replies_are_those_of_an_evaluation(model: LoadedModel) -> None:
     forced = forced_answers(model, encode_tasks(model, [task], 2), QUESTION_AGNOSTIC, "own")
     assert {answer.own for answer in forced.values()} == {True, False}
     for limited in (data, data.limited(4)):
-        prompts = with_own_replies(model, [prompts_of(model, limited)], 128)
+        prompts = list(with_own_replies(model, [prompts_of(model, limited)], 128))
         found = [after.tokens[0, after.answer :].tolist() for prompt in prompts for after in prompt.continuations]
         assert found == [answer.ids.tolist() for answer in forced.values()][: limited.questions]
-    short = with_own_replies(model, [prompts_of(model, data)], 2)[0].continuations[0]
+    short = next(with_own_replies(model, [prompts_of(model, data)], 2)).continuations[0]
     assert short.tokens[0, short.answer :].tolist() == forced["judged", "0", 0].ids[:2].tolist()
 
 

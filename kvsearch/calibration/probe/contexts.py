@@ -86,7 +86,8 @@ class FitContexts:
         self.given = {prompt.context: prompt for prompt in prompts}  # with the right answers
         if options.answers == "own" and "answers" in self.builder.targets:
             together = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
-            prompts = with_own_replies(calibration.loaded, together, options.answer_tokens, calibration.steps)
+            replied = with_own_replies(calibration.loaded, together, options.answer_tokens, calibration.steps)
+            prompts = list(replied)
         self.prompts = prompts
         self.fit, self.choose, self.report = split(prompts, options.seed)
         passes = len(self.fit) + CHOOSING * len(self.choose) + REPORTING * len(self.report)

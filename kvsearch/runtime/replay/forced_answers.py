@@ -9,9 +9,10 @@ section 4.3); EvolKV's paper leaves open what a loss would be of.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
 from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Finished, has_windows, stop_tokens
+from kvsearch.runtime.decode.replies import Finished, Replies, has_windows, stop_tokens
+from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import batches, compressed
+from kvsearch.runtime.shared_prefill import batches, compressed, replies_after
 from kvsearch.tasks.base import Answers, Query
 from kvsearch.tasks.encode import Reading, TaskPrompts, readings
 from kvsearch.tasks.metrics import is_forced, is_right, score
@@ -50,6 +52,12 @@ class ForcedQuestions:
     stop: frozenset[int]
     place: str
     ended: Finished | None = None
+
+    def kind(self, model: Any) -> object:
+        """Return what prompts have in common that reply in one batch."""
+        lengths = tuple(map(len, self.questions))
+        questions = lengths if has_windows(model) else lengths[0] > 0
+        return self.ended, self.stop, questions, beyond_switch(model, len(self.prompt))
 
 
 def reply_end(task: TaskPrompts) -> Finished | None:
@@ -136,12 +144,8 @@ def parted_replies(
     """
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
-    def alike(one: ForcedQuestions) -> object:
-        questions = tuple(map(len, one.questions)) if apart else len(one.questions[0]) > 0
-        return one.ended, one.stop, questions, beyond_switch(loaded.model, len(one.prompt))
-
     whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
-    together = [list(batches(part, TOGETHER, lambda one: alike(one[1]))) for part in whole]
+    together = [list(batches(part, TOGETHER, lambda one: one[1].kind(loaded.model))) for part in whole]
     # what ends replies is common to many and has a tokenizer: workers get it once
     ends = list(dict.fromkeys(one.ended for part in parts for one in part))
     items = [
@@ -164,29 +168,70 @@ def _replies(
     The `item` is the batch, and the number of what `ends` its replies.
     """
     part, end = item
-    most = max(len(one.questions) for one in part)
-    size = len(part)
-    copies = 1 if apart else min(most, max(1, TOGETHER // size))
+    copies = _copies(part, apart)
     programs = {str(copy): full_cache(loaded.model) for copy in range(copies)}
     prompts = [one.prompt for one in part]
-    stop = set(part[0].stop)
     found = dict[tuple[int, int], list[int]]()
-    try:
-        with running(loaded.model):
-            for joint in compressed(loaded.model, programs, prompts, stop, ends[end], CPU_BYTES):
-                for first in range(0, most, copies):
-                    rows = [(row, first + int(copy)) for copy in joint.methods for row in range(size)]
-                    # a prompt without a question of that number repeats its first one, unheard
-                    chosen = [(part[row], number if number < len(part[row].questions) else 0) for row, number in rows]
-                    limits = [
-                        one.limits[number] if asked == number else 1
-                        for (_, asked), (one, number) in zip(rows, chosen, strict=True)
-                    ]
-                    questions = [one.questions[number] for one, number in chosen]
-                    found.update(zip(rows, joint.replies.ask(questions, limits), strict=True))
-    except NonFiniteError as error:
-        raise IncompatibleError(f"{part[error.row % size].place}: {error}") from error
+    with running(loaded.model), _named(part):
+        for joint in compressed(loaded.model, programs, prompts, set(part[0].stop), ends[end], CPU_BYTES):
+            found |= _ask_all(joint.replies, part, [int(copy) for copy in joint.methods], copies)
     return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
+
+
+def replies_of_passes(
+    model: Any, passes: Sequence[DensePass[Any]], asked: Sequence[ForcedQuestions]
+) -> list[list[list[int]]]:
+    """Return a model's greedy replies by prompt and question, as `parted_replies`, to prompts that passes have read.
+
+    The model must run the attention implementation "kvsearch".
+
+    Raises:
+        IncompatibleError: see `forced_answers`.
+    """
+    apart = has_windows(model)
+    found = dict[int, list[list[int]]]()
+    for batch in batches(range(len(asked)), TOGETHER, lambda number: asked[number].kind(model)):
+        part = [asked[number] for number in batch]
+        copies = _copies(part, apart)
+        prompts = [one.prompt for one in part]
+        with _named(part):
+            some = [passes[number] for number in batch]
+            replies = replies_after(some, prompts, copies, set(part[0].stop), part[0].ended)
+            said = _ask_all(replies, part, range(copies), copies)
+        for row, number in enumerate(batch):
+            found[number] = [said[row, question] for question in range(len(asked[number].questions))]
+    return [found[number] for number in range(len(asked))]
+
+
+def _copies(part: Sequence[ForcedQuestions], apart: bool) -> int:
+    """Return how many questions of each prompt are asked side by side."""
+    return 1 if apart else min(max(len(one.questions) for one in part), max(1, TOGETHER // len(part)))
+
+
+def _ask_all(
+    replies: Replies, part: Sequence[ForcedQuestions], copies: Sequence[int], step: int
+) -> dict[tuple[int, int], list[int]]:
+    """Reply to every `step`-th question of a batch of prompts from those of the `copies` on, by prompt and question."""
+    found = dict[tuple[int, int], list[int]]()
+    for first in range(0, max(len(one.questions) for one in part), step):
+        rows = [(row, first + copy) for copy in copies for row in range(len(part))]
+        # a prompt without a question of that number repeats its first one, unheard
+        chosen = [(part[row], number if number < len(part[row].questions) else 0) for row, number in rows]
+        limits = [
+            one.limits[number] if asked == number else 1 for (_, asked), (one, number) in zip(rows, chosen, strict=True)
+        ]
+        questions = [one.questions[number] for one, number in chosen]
+        found.update(zip(rows, replies.ask(questions, limits), strict=True))
+    return found
+
+
+@contextmanager
+def _named(part: Sequence[ForcedQuestions]) -> Iterator[None]:
+    """Say at which prompt of a batch the model emits no numbers."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise IncompatibleError(f"{part[error.row % len(part)].place}: {error}") from error
 
 
 def _asking(task: TaskPrompts, reading: Reading, stop: frozenset[int], ended: Finished | None) -> ForcedQuestions:

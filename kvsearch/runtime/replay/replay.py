@@ -182,6 +182,12 @@ class LayerContinuation(Generic[Noted]):
         how = self.logits
         return attention_change(self.query, self.keys, self.values, shown, how.scaling, how.softcap, how.sinks)
 
+    def of_row(self, row: int, count: int) -> LayerContinuation[Noted]:
+        """Return the layer with the first `count` tokens of one row alone."""
+        query, key, value = (states[row : row + 1, :, :count] for states in self.tokens)
+        rows = torch.tensor([row]) if self.rows is None else self.rows[row : row + 1]
+        return replace(self, tokens=(query, key, value), hidden=None, rows=rows)
+
     def at_places(self, places: Tensor) -> LayerContinuation[Noted]:
         """Return the layer with the queries of the tokens at `places` alone, to be measured by `eviction_errors`."""
         return replace(self, tokens=(self.query[:, :, places], *self.tokens[1:]))
