@@ -83,7 +83,7 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
         options = self.options
         self.few = len(contexts.fit) < FEW
-        self.fits, unseen = fit_candidates(self.loaded, samples, options, self.few, self.steps)
+        self.fits, unseen = fit_candidates(self.loaded, samples, options, self.few, contexts.calibration.steps)
         self.spread_fit = len(self.fits[0]) - 1  # behind the regressions the spread
         count = max(1, self.spread_fit)
         tried = [self._weights(torch.full(unseen.shape, number)) for number in range(count)]
