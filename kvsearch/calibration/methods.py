@@ -121,25 +121,3 @@ def create_calibration(
     """Return the calibration that `options` are of."""
     kind: type[Calibration[Any]] = resolve_name(f"kvsearch.calibration.{_METHODS[options.method][1]}")
     return kind(loaded, data, policies, options)
-
-
-def estimate_together(calibrations: Sequence[Any], prompts: Sequence[CalibrationPrompt]) -> Work:
-    """Return the work that `measure_together` is."""
-    from kvsearch.calibration.probe.contexts import estimate_rankings
-
-    first: Calibration[Any] = calibrations[0]
-    return first.estimate(prompts) if len(calibrations) == 1 else estimate_rankings(calibrations, prompts)
-
-
-def measure_together(
-    calibrations: Sequence[Any], prompts: Sequence[CalibrationPrompt], progress: Progress | None = None
-) -> list[Profile]:
-    """Return the profiles of one calibration, or of rankings that share their passes; errors as `Calibration.measure`.
-
-    Steps are those of the first.
-    """
-    if len(calibrations) == 1:
-        return [calibrations[0].measure(prompts, progress)]
-    from kvsearch.calibration.probe.contexts import fit_rankings
-
-    return fit_rankings(calibrations, prompts, progress)

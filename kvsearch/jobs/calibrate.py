@@ -13,7 +13,7 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from kvsearch.calibration.data import default_data, load_calibration_data
-from kvsearch.calibration.methods import METHODS, create_calibration, estimate_together, measure_together
+from kvsearch.calibration.methods import METHODS, create_calibration
 from kvsearch.calibration.options import CalibrationOptions, RankingOptions
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.steps import SAMPLES, StepCache, count_steps, step_identity
@@ -161,8 +161,13 @@ def forecast_together(several: Sequence[CalibrateOptions], reporter: Reporter) -
         reporter.say(FINISHED)
         return Forecast(content)
     prompts = _prompts(calibrations)
-    first = calibrations[0]
-    work = estimate_together(calibrations, prompts)
+    first: Calibration[Any] = calibrations[0]
+    if len(calibrations) == 1:
+        work = first.estimate(prompts)
+    else:
+        from kvsearch.calibration.probe.contexts import estimate_rankings
+
+        work = estimate_rankings(calibrations, prompts)
     if getattr(first.options, "check", False):
         from kvsearch.selection.table_check import estimate_check
 
@@ -204,7 +209,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
         return [load_profile(options.output / PROFILE) for options in several]
     from kvsearch.evaluation.runner import environment
 
-    first = calibrations[0]
+    first: Calibration[Any] = calibrations[0]
     loaded = first.loaded
     data = first.data
     options = several[0]
@@ -232,8 +237,12 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
             runs.append(stack.enter_context(Run.open(each.output, config, force=each.force, files=FILES)))
         stack.enter_context(on_interruption(reporter, words_to_go_on))
         progress = stack.enter_context(reporter.progress(f"calibrating: {options.unit}"))
-        profiles = measure_together(calibrations, prompts, progress)
-        profiles = [_checked_table(first, profile, reporter) for profile in profiles]
+        if len(calibrations) == 1:
+            profiles = [_checked_table(first, first.measure(prompts, progress), reporter)]
+        else:
+            from kvsearch.calibration.probe.contexts import fit_rankings
+
+            profiles = fit_rankings(calibrations, prompts, progress)
         for run, profile in zip(runs, profiles, strict=True):
             save_profile(profile, run.directory / PROFILE, overwrite=True)
             write_contexts(run.directory, {"fitted": data.hashes})
@@ -247,12 +256,12 @@ def _methods(several: Sequence[CalibrateOptions]) -> str:
     return " and ".join(options.method for options in several)
 
 
-def _prompts(calibrations: Sequence[Calibration[Any]]) -> list[CalibrationPrompt]:
+def _prompts(calibrations: Sequence[Any]) -> list[CalibrationPrompt]:
     """Return the prompts of the calibration that reads most of the contexts; all are prepared."""
     return max([calibration.prepare() for calibration in calibrations], key=len)
 
 
-def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[list[RunConfig], list[Calibration[Any]]]:
+def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[list[RunConfig], list[Any]]:
     """Return the configurations of the runs, and their calibrations once the policies are known to suit the model.
 
     They are on the same data. There are no calibrations where all are finished.

@@ -381,20 +381,23 @@ def report(
 
     "recall" [P, B, L, Hkv] is that of the fit and of all policies. "text_loss" [N, P', B] has a row of every text, of
     the fit, which is named as it is in `fits`, and of `RIVALS` of the policies: those that recall most, or to `compare`
-    all, those that lose least at the middle size, which may be others; then "middle_loss" [P] is that of the fit and of
-    all policies. The policies are those that contexts are read with; all protect the same entries.
+    all, those that lose least at the middle size, which may be others. "middle_loss" is that of the fit and of all
+    policies [P], or of these alone [P'] where not all of them are better than the fit. The policies are those that
+    contexts are read with; all protect the same entries.
     """
     rankings = [*fits.values(), *map(by_policy, range(len(COMPARED)))]
     first = len(fits)
 
-    def compared(context_pass: ContextPass) -> dict[str, Tensor]:
+    def at_middle(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [ranking(context_pass) for ranking in rankings]
-        found = {"recall": recalls(scores, context_pass)}
-        return found | ({"middle_loss": losses(scores, context_pass, MIDDLE).mean((0, 2))} if compare == "all" else {})
+        return {"middle_loss": losses(scores, context_pass, MIDDLE).mean((0, 2))}
 
-    contexts = list(read(compared))
-    means = {name: np.mean([arrays[name] for arrays in contexts], axis=0).astype(np.float32) for name in contexts[0]}
-    worst_last = means["middle_loss"][first:] if compare == "all" else -means["recall"][first:].mean((1, 2, 3))
+    def compared(context_pass: ContextPass) -> dict[str, Tensor]:
+        found = {"recall": recalls([ranking(context_pass) for ranking in rankings], context_pass)}
+        return found | (at_middle(context_pass) if compare == "all" else {})
+
+    means = _means(read(compared))
+    worst_last = -means["recall"][first:].mean((1, 2, 3)) if compare == "best" else means["middle_loss"][first:]
     rivals = first + np.sort(worst_last.argsort(kind="stable")[:RIVALS])
     judged = [*range(first), *rivals.tolist()]
 
@@ -405,12 +408,27 @@ def report(
     contexts = list(read(lost))
     texts = group_by_text(arrays["text"].item() for arrays in contexts)
     text_loss = np.stack([np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts])
+    middle = _means(contexts)["loss"][:, MIDDLE].mean(1)
+    if compare == "best" and any((middle[first:] < mine).all() for mine in middle[:first]):  # others may be worse
+        middle = _means(read(at_middle))["middle_loss"]
+    middle = means.get("middle_loss", middle)
     found = {}
     for number, name in enumerate(fits):
-        of_fit = {key: np.concatenate([mean[number : number + 1], mean[first:]]) for key, mean in means.items()}
-        beside = text_loss[:, [number, *range(first, len(judged))]].astype(np.float32)
-        found[name] = {"text_loss": beside, **of_fit}, (name, *(COMPARED[rival - first] for rival in rivals))
+        found[name] = (
+            {
+                "recall": np.concatenate([means["recall"][[number]], means["recall"][first:]]),
+                "text_loss": text_loss[:, [number, *range(first, len(judged))]].astype(np.float32),
+                "middle_loss": np.append(middle[number], middle[first:]),
+            },
+            (name, *(COMPARED[rival - first] for rival in rivals)),
+        )
     return found
+
+
+def _means(contexts: Iterable[Arrays]) -> dict[str, Floats]:
+    """Return the means of arrays over contexts, fp32."""
+    whole = list(contexts)
+    return {name: np.mean([arrays[name] for arrays in whole], axis=0).astype(np.float32) for name in whole[0]}
 
 
 def recall_of(importance: Tensor, orders: Iterable[Tensor]) -> Tensor:
