@@ -75,9 +75,9 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
         asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in samples], 3))  # [L, Hkv, G, M, D]
         none = torch.zeros(asked.shape[:2], dtype=torch.bool)
-        ways = (("farthest", farthest), ("k-means", k_means))
-        self.tried = [Bank(find(asked, self.options.bank), how, none) for how, find in ways]
-        return Candidates(len(ways), self._look(self.tried, contexts), None)
+        apart = farthest(asked, self.options.bank)
+        self.tried = [Bank(apart, "farthest", none), Bank(k_means(asked, apart), "k-means", none)]
+        return Candidates(len(self.tried), self._look(self.tried, contexts), None)
 
     def choose(self, gains: Floats) -> Tensor:
         """Return the number of the bank that is best in the mean of all heads."""
@@ -114,13 +114,21 @@ def farthest(queries: Tensor, count: int) -> Tensor:
 
     The first is the farthest from the mean, every other the farthest from its nearest among those before it.
     """
-    return _taken(queries, _farthest(_vectors(queries), count))
-
-
-def k_means(queries: Tensor, count: int) -> Tensor:
-    """Choose `count` of the queries as `farthest`, which it starts from: the nearest to the means of clusters."""
     x = _vectors(queries)
-    centres = x.gather(1, _farthest(x, count)[..., None].expand(-1, -1, x.shape[-1]))
+    apart = (x - x.mean(1, keepdim=True)).norm(dim=-1)
+    chosen = list[Tensor]()
+    for number in range(min(count, x.shape[1])):
+        index = apart.argmax(-1)
+        chosen.append(index)
+        away = (x - x[torch.arange(len(x)), index][:, None]).norm(dim=-1)
+        apart = away if number == 0 else torch.minimum(apart, away)
+    return _taken(queries, torch.stack(chosen, 1))
+
+
+def k_means(queries: Tensor, start: Tensor) -> Tensor:
+    """Choose as many of the queries as `farthest`, whose choice is the `start`: the nearest to the means of clusters."""
+    x = _vectors(queries)
+    centres = _vectors(start)
     for _ in range(ROUNDS):
         nearest = torch.cdist(x, centres).argmin(-1)
         member = torch.nn.functional.one_hot(nearest, centres.shape[1]).to(x.dtype)  # [H, M, N]
@@ -132,18 +140,6 @@ def k_means(queries: Tensor, count: int) -> Tensor:
 def _vectors(queries: Tensor) -> Tensor:
     """Return the queries of a token in a kv head as one vector, [L * Hkv, M, G * D]."""
     return queries.flatten(0, 1).transpose(1, 2).flatten(2)
-
-
-def _farthest(x: Tensor, count: int) -> Tensor:
-    """Return the indices of farthest points of x [H, M, E], [H, N], N the lesser of `count` and M."""
-    apart = (x - x.mean(1, keepdim=True)).norm(dim=-1)
-    chosen = list[Tensor]()
-    for number in range(min(count, x.shape[1])):
-        index = apart.argmax(-1)
-        chosen.append(index)
-        away = (x - x[torch.arange(len(x)), index][:, None]).norm(dim=-1)
-        apart = away if number == 0 else torch.minimum(apart, away)
-    return torch.stack(chosen, 1)
 
 
 def _taken(queries: Tensor, index: Tensor) -> Tensor:
