@@ -126,7 +126,7 @@ def farthest(queries: Tensor, count: int) -> Tensor:
 
 
 def k_means(queries: Tensor, start: Tensor) -> Tensor:
-    """Choose as many of the queries as `farthest`, whose choice is the `start`: the nearest to the means of clusters."""
+    """Choose as many of the queries as `farthest`, which has chosen the `start`: the nearest to means of clusters."""
     x = _vectors(queries)
     centres = _vectors(start)
     for _ in range(ROUNDS):

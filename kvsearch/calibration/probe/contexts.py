@@ -54,7 +54,7 @@ LEAST_CONTEXTS = 3
 MOST_JUDGED = 32  # contexts to choose on, and to report on
 # that contexts are read where they do not fit in memory together
 CHOOSING = 3  # for what ranks best, for the spread, and for that in all heads
-SCORES = 10  # at most, that are held of an entry of a kv head: of candidates, ranks, importance
+SCORES = 14  # at most, that are held of an entry of a kv head: of candidates, ranks, importance
 REPORTING = 2  # for how good all policies are, and for what the best lose at every size
 
 
