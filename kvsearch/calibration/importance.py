@@ -35,10 +35,9 @@ from kvsearch.signals.predictions import log_odds
 
 NODES = 3  # of the quadrature along the way; at the full cache alone, gradients make worse budgets
 
-
 GATED_PAIRS = 2**26  # of queries and entries of a layer at most, of rows of one batch that pass gradients back
 
-Look = tuple[Needs, Callable[[Observation], Any]]
+Look = tuple[Sequence[Needs], Callable[[Observation], Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ class ImportancePass(DensePass[RankedContext]):
         refusal: str | None = None,
         look: Look | None = None,
     ) -> None:
-        more, note = look or (Needs(), lambda _: None)
+        more, note = look or ((), lambda _: None)
 
         def observe(prompt: Observation) -> RankedContext:
             ranks = [rank_under(policy, prompt) for policy in policies]
@@ -86,7 +85,7 @@ class ImportancePass(DensePass[RankedContext]):
             return RankedContext(ranks, partial(project, prompt.values, "l2"), note(prompt))
 
         check_rotary(model, policies)
-        needs = [*(policy.needs() for policy in policies), Needs(projection=True), more]
+        needs = [*(policy.needs() for policy in policies), Needs(projection=True), *more]
         super().__init__(model, dict.fromkeys(describe(model).full_layers, needs), observe, context, refusal=refusal)
         self.group = group
 

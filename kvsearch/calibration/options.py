@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Normalization = Literal["error", "layer", "none"]
 Group = Literal["sum", "max"]
+Compare = Literal["best", "all"]
 Number = Annotated[float, Field(strict=True)]
 Exponent = Annotated[Number | None, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
@@ -283,6 +284,9 @@ class RankingOptions(AnsweredOptions):
         TARGETS, "What entries are important for: answers, reconstruction or both.", metavar="NAME,..."
     )
     protect: Whole = option(RECENT, "Recent entries that are never ranked.", ge=0)
+    compare: Compare = option(
+        "best", "Built-in rankings whose losses are measured: best, the three that recall most importance, or all."
+    )
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:

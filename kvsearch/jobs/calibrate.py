@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -50,6 +51,7 @@ from kvsearch.tasks.catalog import describe_tasks
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.calibration.methods import Calibration
+    from kvsearch.calibration.prompts import CalibrationPrompt
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Profile
     from kvsearch.plan.origin import ContextSet
@@ -148,19 +150,30 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
 
     Whatever would stop the calibration at its start is found out; errors as `calibrate`.
     """
-    config, calibration = _prepare(options, reporter)
-    if calibration is None:
+    return forecast_together([options], reporter)
+
+
+def forecast_together(several: Sequence[CalibrateOptions], reporter: Reporter) -> Forecast:
+    """Return what `calibrate_together` costs, as `dry_run` does of one."""
+    configs, calibrations = _prepare(several, reporter)
+    content = configs[0].content
+    if not calibrations:
         reporter.say(FINISHED)
-        return Forecast(config.content)
-    prompts = calibration.prepare()
-    work = calibration.estimate(prompts)
-    if getattr(calibration.options, "check", False):
+        return Forecast(content)
+    prompts = _prompts(calibrations)
+    first: Calibration[Any] = calibrations[0]
+    if len(calibrations) == 1:
+        work = first.estimate(prompts)
+    else:
+        from kvsearch.calibration.probe.contexts import estimate_rankings
+
+        work = estimate_rankings(calibrations, prompts)
+    if getattr(first.options, "check", False):
         from kvsearch.selection.table_check import estimate_check
 
-        work += estimate_check(prompts, calibration.options)
-    data = calibration.data
-    cost = StageCost(f"calibrate by {options.method}", len(data.contexts), data.questions, work)
-    return Forecast(config.content, [cost], calibration.loaded.model)
+        work += estimate_check(prompts, first.options)
+    cost = StageCost(f"calibrate by {_methods(several)}", len(first.data.contexts), first.data.questions, work)
+    return Forecast(content, [cost], first.loaded.model)
 
 
 @job(CalibrateOptions)
@@ -178,23 +191,37 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         IncompatibleError: the model computes NaN, or a prompt does not fit it.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    directory = options.output
-    config, calibration = _prepare(options, reporter)
-    if calibration is None:
-        require_unchanged(directory, PROFILE, "restore it, or start anew with --force")
+    (profile,) = calibrate_together([options], reporter)
+    return profile
+
+
+def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) -> list[Profile]:
+    """Write the profile of each of several rankings, which are fitted in one pass over the same contexts.
+
+    Each has a directory; steps are kept in the last one until all are finished. One calibration may be of any method.
+    Errors are those of `calibrate`.
+    """
+    configs, calibrations = _prepare(several, reporter)
+    if not calibrations:
+        for options in several:
+            require_unchanged(options.output, PROFILE, "restore it, or start anew with --force")
         reporter.say(FINISHED)
-        return load_profile(directory / PROFILE)
+        return [load_profile(options.output / PROFILE) for options in several]
     from kvsearch.evaluation.runner import environment
 
-    loaded = calibration.loaded
-    data = calibration.data
-    names = ", ".join(policy.name for policy in calibration.policies)
+    first: Calibration[Any] = calibrations[0]
+    loaded = first.loaded
+    data = first.data
+    options = several[0]
+    names = ", ".join(policy.name for policy in first.policies)
     among = "beside" if isinstance(options, RankingOptions) else "for"  # a ranking is compared with others
     count = f"{len(data.contexts)} contexts with {data.questions} questions"
-    reporter.say(f"calibrating {options.model} by {options.method} {among} {names} on {count} from {data.name}")
-    prompts = calibration.prepare()
-    calibration.steps = StepCache(directory, step_identity(loaded, data, prompts, config.content))
-    config = config.model_copy(update={"execution": environment(loaded)})
+    methods = _methods(several)
+    reporter.say(f"calibrating {options.model} by {methods} {among} {names} on {count} from {data.name}")
+    prompts = _prompts(calibrations)
+    directory = several[-1].output
+    content = configs[0].content if len(configs) == 1 else {"together": [config.content for config in configs]}
+    first.steps = StepCache(directory, step_identity(loaded, data, prompts, content))
 
     def words_to_go_on() -> str:
         count = count_steps(directory)
@@ -203,47 +230,74 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         how = "the same command, without --force," if options.force else "the same command"
         return f"{count} finished steps are kept in {directory}: {how} goes on with the others"
 
-    with (
-        Run.open(directory, config, force=options.force, files=FILES) as run,
-        on_interruption(reporter, words_to_go_on),
-        reporter.progress(f"calibrating: {options.unit}") as progress,
-    ):
-        profile = calibration.measure(prompts, progress)
-        profile = _checked_table(calibration, profile, reporter)
-        save_profile(profile, directory / PROFILE, overwrite=True)
-        write_contexts(directory, {"fitted": data.hashes})
-        shutil.rmtree(directory / SAMPLES, ignore_errors=True)
-        run.finish()
-    return profile
+    with ExitStack() as stack:
+        runs = []
+        for each, config in zip(several, configs, strict=True):
+            config = config.model_copy(update={"execution": environment(loaded)})
+            runs.append(stack.enter_context(Run.open(each.output, config, force=each.force, files=FILES)))
+        stack.enter_context(on_interruption(reporter, words_to_go_on))
+        progress = stack.enter_context(reporter.progress(f"calibrating: {options.unit}"))
+        if len(calibrations) == 1:
+            profiles = [_checked_table(first, first.measure(prompts, progress), reporter)]
+        else:
+            from kvsearch.calibration.probe.contexts import fit_rankings
+
+            profiles = fit_rankings(calibrations, prompts, progress)
+        for run, profile in zip(runs, profiles, strict=True):
+            save_profile(profile, run.directory / PROFILE, overwrite=True)
+            write_contexts(run.directory, {"fitted": data.hashes})
+            if run is runs[-1]:
+                shutil.rmtree(directory / SAMPLES, ignore_errors=True)
+            run.finish()
+    return profiles
 
 
-def _prepare(options: CalibrateOptions, reporter: Reporter) -> tuple[RunConfig, Calibration[Any] | None]:
-    """Return the configuration of the run, and its calibration once the policies are known to suit the model.
+def _methods(several: Sequence[CalibrateOptions]) -> str:
+    return " and ".join(options.method for options in several)
 
-    There is no calibration where it is finished.
+
+def _prompts(calibrations: Sequence[Any]) -> list[CalibrationPrompt]:
+    """Return the prompts of the calibration that reads most of the contexts; all are prepared."""
+    return max([calibration.prepare() for calibration in calibrations], key=len)
+
+
+def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[list[RunConfig], list[Any]]:
+    """Return the configurations of the runs, and their calibrations once the policies are known to suit the model.
+
+    They are on the same data. There are no calibrations where all are finished.
 
     Raises:
-        UsageError: another calibration is in the directory, or something else.
+        UsageError: another calibration is in a directory, or something else.
     """
-    policies = options.policies()
-    if isinstance(options, PolykvOptions):
-        for remark in options.remarks():
-            reporter.warn(remark)
-    data, loaded = _data(options, reporter)
-    config = options.configuration(data)
-    if options.force:
-        run_in(options.output, config.job)
-    elif require_same(options.output, config) is not None and CONFIG in read_sums(options.output):
-        return config, None
+    policies = [options.policies() for options in several]
+    for options in several:
+        if isinstance(options, PolykvOptions):
+            for remark in options.remarks():
+                reporter.warn(remark)
+    data, loaded = _data(several[0], reporter)
+    configs = [options.configuration(data) for options in several]
+    is_finished = True
+    for options, config in zip(several, configs, strict=True):
+        if options.force:
+            run_in(options.output, config.job)
+            is_finished = False
+        else:
+            known = require_same(options.output, config) is not None
+            is_finished = is_finished and known and CONFIG in read_sums(options.output)
+    if is_finished:
+        return configs, []
     from kvsearch.runtime.program import warn_unfit
 
-    loaded = loaded or options.load(options.model, reporter)
-    for policy in policies:
-        policy.check_model(loaded.fingerprint)
-    warn_unfit(loaded.model, policies)
-    method = METHODS[options.method]
-    settings = method(**{name: getattr(options, name) for name in method.model_fields})
-    return config, create_calibration(loaded, data, policies, settings)
+    loaded = loaded or several[0].load(several[0].model, reporter)
+    calibrations = []
+    for options, measured in zip(several, policies, strict=True):
+        for policy in measured:
+            policy.check_model(loaded.fingerprint)
+        warn_unfit(loaded.model, measured)
+        method = METHODS[options.method]
+        settings = method(**{name: getattr(options, name) for name in method.model_fields})
+        calibrations.append(create_calibration(loaded, data, measured, settings))
+    return configs, calibrations
 
 
 def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Reporter) -> Profile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
@@ -18,8 +19,7 @@ from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.fields import Entries, Samples, Time, refuse, seconds_of
 from kvsearch.core.items import clock_words
 from kvsearch.core.naming import require_known
-from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate
-from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
+from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_together
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import (
     BUDGET,
@@ -59,7 +59,7 @@ from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import selection_result, sentences, smallest_words
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
-from kvsearch.runs.run import Run, run_in, write_contexts
+from kvsearch.runs.run import Run, run_in, write_contexts, writing
 from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
 from kvsearch.strategies.joint import PolicyCurves, policy_curves
 from kvsearch.tasks.catalog import describe_tasks
@@ -91,6 +91,7 @@ PROTECTED_PART = 6  # of a budget that may be protected: one in so many
 LEAST_FITTED = 24  # contexts, however long they are
 LEAST_MEASURED = 16
 RANKINGS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
+FITTING = "fit rankings"
 MEASURING = "measure budgets"
 SEARCHING = "search"
 SMALLEST = "find the smallest budget, and report"
@@ -563,14 +564,14 @@ class RunStages:
         from kvsearch.selection.comparison import choice_cost, screened_questions
         from kvsearch.selection.race import FINALISTS
 
-        calibrations = {f"fit ranking {name}": fit for name, fit in self.options.fits().items()}
+        calibrations = {FITTING: list(self.options.fits().values())} if self.options.rankings else {}
         # the rankings add a look at what is read anyway
-        calibrations[MEASURING] = self.options.curves().with_policies(self.policies)
+        calibrations[MEASURING] = [self.options.curves().with_policies(self.policies)]
         costs = []
         quiet = StageReporter(reporter, lambda *_: None)
-        for name, calibration in calibrations.items():
-            anew = calibration.model_copy(update={"force": True}).with_model(self.loaded)
-            costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
+        for name, several in calibrations.items():
+            anew = [each.model_copy(update={"force": True}).with_model(self.loaded) for each in several]
+            costs += [replace(cost, name=name) for cost in forecast_together(anew, quiet).stages]
         if self.refinement is not None:
             costs.append(self.refinement.cost(SEARCHING, len(asked)))
         screened = screened_questions(self.encoded["select"], self.options.seed)
@@ -610,13 +611,16 @@ class RunStages:
     def calibrate(self, display: Overall) -> PolicyCurves:
         """Fit the rankings, then measure what every policy and every ranking keeps."""
         rankings = {}
-        for name, fit in self.options.fits().items():
-            with display.stage(f"fit ranking {name}") as stage:
-                profile = calibrate(fit.with_model(self.loaded), reporter=stage)
-                if is_last(profile.arrays):
-                    stage.warn(f"the ranking {name} is left out: every built-in one is better on held-out contexts")
-                else:
-                    rankings[name] = profile
+        if fits := self.options.fits():
+            with display.stage(FITTING) as stage, ExitStack() as locks:
+                for fit in fits.values():
+                    locks.enter_context(writing(fit.output))
+                profiles = calibrate_together([fit.with_model(self.loaded) for fit in fits.values()], stage)
+                for name, profile in zip(fits, profiles, strict=True):
+                    if is_last(profile.arrays):
+                        stage.warn(f"the ranking {name} is left out: the built-in ones are better on held-out contexts")
+                    else:
+                        rankings[name] = profile
         with display.stage(MEASURING) as stage:
             fitted = [f"{name}={self.options.output / FIT / name}" for name in rankings]
             curves = self.options.curves().with_policies((*self.policies, *fitted)).with_model(self.loaded)

@@ -42,6 +42,11 @@ LEAST_CHUNK = 16
 MASKED_TOKENS = 1024  # at most, of rows of one batch that see different entries
 
 
+def is_finite(states: Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinity: NaN is the least and the largest where there is one."""
+    return states.numel() == 0 or bool(torch.stack(states.aminmax()).isfinite().all())
+
+
 class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
     """Lets one dense prompt through the model's own attention and shows it to `look`; nothing is stored.
 
@@ -119,7 +124,7 @@ class ObservedLayer(PromptLayer[Noted]):
     ) -> Output:
         """Attend to the prompts, or to what `keep` leaves of them and to the tokens that follow."""
         if not self.is_initialized:
-            if self.refusal is not None and not all(bool(states.isfinite().all()) for states in (query, key, value)):
+            if self.refusal is not None and not all(map(is_finite, (query, key, value))):
                 raise IncompatibleError(self.refusal)
             output = super().attend(module, query, key, value, mask, **kwargs)
             self.lazy_initialization(key, value)

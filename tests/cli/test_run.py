@@ -88,7 +88,7 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
     assert following[1][following[1].index("--samples") :][:2] == ["--samples", "4"]
     done(*following[0])
     done(*following[1], "--samples", 1)
-    assert "stage 1 of 8: fit ranking probe" in talk  # two fits, a measurement, a search, two choices, two reports
+    assert "stage 1 of 7: fit rankings" in talk  # fits, a measurement, a search, two choices, two reports
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_a_dry_run_says_what_every_stage_costs(questions: Path, tmp_path: Path) 
     out, _ = done(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run", "--json"))
     stages = {stage["name"]: stage for stage in json.loads(out)["estimate"]["stages"]}
     assert list(stages) == [
-        "fit ranking probe", "fit ranking query_bank", "measure budgets", "search",
+        "fit rankings", "measure budgets", "search",
         "choose at 40 entries per kv head", "report at 40 entries per kv head",
     ]  # fmt: skip
     assert stages["search"]["contexts"] == 2

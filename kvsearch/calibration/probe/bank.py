@@ -8,36 +8,25 @@ even spread moves less; how good the ranking is, is reported on others, as for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvsearch.calibration.options import CANDIDATES, TARGETS, QueryBankOptions
-from kvsearch.calibration.probe.context_pass import (
-    ContextPass,
-    QuestionBuilder,
-    by_policy,
-    prefers_spread,
-    recalls,
-    reported,
-    spread_where,
-)
-from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
+from kvsearch.calibration.probe.context_pass import ContextPass, EntryLook, Noting, QuestionBuilder
+from kvsearch.calibration.probe.contexts import Candidates, FitContexts, FittedRanking, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.items import Progress
-from kvsearch.models.architecture import RotaryTables, require_plain_rotary
-from kvsearch.plan import Profile
+from kvsearch.models.architecture import require_plain_rotary
+from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.saved import WEIGHTS, know
-from kvsearch.policies import Policy, create_policy
+from kvsearch.policies import Observation, Policy, create_policy, rank_under
 from kvsearch.policies.query_bank import EVEN, METHOD, QUERIES
-from kvsearch.runtime.collector import plain_queries
 
 ROUNDS = 10  # of k-means
 
@@ -48,11 +37,12 @@ class Bank(NamedTuple):
     queries: Tensor  # [L, Hkv, G, N, D]
     how: str
     even: Tensor  # [L, Hkv] bool
-    unseen: Tensor  # [L, Hkv] bool: of them those whose context nothing looks at
 
-    def policy(self, contexts: FitContexts) -> Policy:
+    def policy(self, calibration: QueryBankCalibration, contexts: FitContexts) -> Policy:
         """Return the policy that ranks by it."""
-        made = contexts.profile(self.arrays, {"chosen_by": self.how}, self.even, self.unseen)
+        made = contexts.profile(
+            calibration, self.arrays, {"chosen_by": self.how}, self.even, torch.zeros_like(self.even)
+        )
         return create_policy(METHOD, {**made.metadata.policy.params, WEIGHTS: know(made.to_bytes(), Path(METHOD))})
 
     @property
@@ -67,46 +57,45 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     "recall" and "text_loss" are those of a probe.
     """
 
+    fits_importance: ClassVar[bool] = False
+
     def prepare(self) -> list[CalibrationPrompt]:
         require_plain_rotary(self.loaded.model, f"policy {METHOD}")
         return super().prepare()
 
-    @torch.no_grad()
-    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
-        contexts = FitContexts(self, prompts, progress)
-        bank = _chosen(contexts, self.options)
-        policies = [bank.policy(contexts), *self.policies]
-        read = contexts.reader(contexts.report, policies)
-        judged, names = reported(by_policy(0), read, METHOD, first=1)
-        arrays = {**bank.arrays, **judged}
-        return contexts.profile(arrays, {"chosen_by": bank.how}, bank.even, bank.unseen, names)
+    def draw(self, contexts: FitContexts) -> Noting:
+        random = torch.Generator().manual_seed(self.options.seed)
+        share = -(-CANDIDATES // len(contexts.fit))
+        drawn = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in contexts.fit}
+        return Noting(queries=drawn)
+
+    def sample(self, context_pass: ContextPass) -> Mapping[str, Tensor]:
+        return {QUERIES: context_pass.queries}
+
+    def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
+        asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in samples], 3))  # [L, Hkv, G, M, D]
+        none = torch.zeros(asked.shape[:2], dtype=torch.bool)
+        apart = farthest(asked, self.options.bank)
+        self.tried = [Bank(apart, "farthest", none), Bank(k_means(asked, apart), "k-means", none)]
+        return Candidates(len(self.tried), self._look(self.tried, contexts), None)
+
+    def choose(self, gains: Floats) -> Tensor:
+        """Return the number of the bank that is best in the mean of all heads."""
+        return torch.full(gains.shape[1:], int(gains.mean((1, 2)).argmax()))
+
+    def finish(self, chosen: Tensor, even: Tensor, contexts: FitContexts) -> FittedRanking:
+        bank = self.tried[int(chosen[0, 0])]._replace(even=even)
+        return FittedRanking(self._look([bank], contexts), bank.arrays, {"chosen_by": bank.how})
+
+    def _look(self, banks: Sequence[Bank], contexts: FitContexts) -> EntryLook:
+        """Return a look at the order of entries under each of several banks."""
+        policies = [bank.policy(self, contexts) for bank in banks]
+        return EntryLook([policy.needs() for policy in policies], partial(note_order, policies=policies))
 
 
-def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:
-    """Return a bank of queries that are asked of the contexts to fit on, by what is best on those to choose on."""
-    random = torch.Generator().manual_seed(options.seed)
-    share = -(-CANDIDATES // len(contexts.fit))
-    places = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in contexts.fit}
-    drawn = contexts.reader(contexts.fit)(
-        lambda context_pass: {QUERIES: queries_asked(context_pass, places[context_pass.prompt.context])}
-    )
-    asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in drawn], 3))  # [L, Hkv, G, M, D]
-    none = torch.zeros(asked.shape[:2], dtype=torch.bool)
-    ways = (("farthest", farthest), ("k-means", k_means))
-    tried = [Bank(find(asked, options.bank), how, none, none) for how, find in ways]
-    policies = [bank.policy(contexts) for bank in tried]
-
-    def measure(context_pass: ContextPass) -> dict[str, Tensor]:
-        scores = [by_policy(number)(context_pass) for number in range(len(tried))]
-        gain = recalls(scores, context_pass).mean(1)
-        return {"gain": gain, "unseen": (context_pass.largest == 0).all(-1)}
-
-    read = contexts.reader(contexts.choose, policies)
-    found = list(read(measure))
-    best = int(np.mean([arrays["gain"] for arrays in found], axis=0).mean((1, 2)).argmax())
-    unseen = torch.from_numpy(np.all([arrays["unseen"] for arrays in found], axis=0))
-    even = prefers_spread(spread_where(unseen, by_policy(best)), read) | unseen
-    return tried[best]._replace(even=even, unseen=unseen)
+def note_order(observation: Observation, context: int, free: slice, policies: Sequence[Policy]) -> Tensor:  # noqa: ARG001
+    """Return scores of entries in the order of each of several policies, [policies, Hkv, T]."""
+    return torch.cat([-rank_under(policy, observation)[..., free].float() for policy in policies])
 
 
 def places_asked(prompt: CalibrationPrompt, builder: QuestionBuilder, count: int, random: torch.Generator) -> Tensor:
@@ -120,37 +109,26 @@ def places_asked(prompt: CalibrationPrompt, builder: QuestionBuilder, count: int
     return order[:count].sort().values
 
 
-def queries_asked(context_pass: ContextPass, places: Tensor) -> Tensor:
-    """Return un-rotated queries of the tokens at `places` [n] of all that is asked of a context, [L, Hkv, G, n, D]."""
-    parts = []
-    for after in chain.from_iterable(context_pass.asked.values()):
-        with context_pass.passed.following(after.tokens, logits_to_keep=1):
-            positions = (
-                context_pass.prompt.length + torch.arange(after.tokens.shape[1], device=after.tokens.device)[None]
-            )
-            layers = []
-            for layer in context_pass.passed.continuations():
-                plain = plain_queries(layer.query, positions, RotaryTables(context_pass.passed.model, layer.index))[0]
-                layers.append(plain.view(layer.keys.shape[1], -1, *plain.shape[1:]).cpu())
-            parts.append(torch.stack(layers))
-    queries = torch.cat(parts, 3)
-    if not bool(queries.isfinite().all()):
-        raise IncompatibleError(context_pass.refusal)
-    return queries[:, :, :, places]
-
-
 def farthest(queries: Tensor, count: int) -> Tensor:
     """Choose `count` of the queries [L, Hkv, G, M, D] of every kv head, [L, Hkv, G, N, D]: farthest points.
 
     The first is the farthest from the mean, every other the farthest from its nearest among those before it.
     """
-    return _taken(queries, _farthest(_vectors(queries), count))
-
-
-def k_means(queries: Tensor, count: int) -> Tensor:
-    """Choose `count` of the queries as `farthest`, which it starts from: the nearest to the means of clusters."""
     x = _vectors(queries)
-    centres = x.gather(1, _farthest(x, count)[..., None].expand(-1, -1, x.shape[-1]))
+    apart = (x - x.mean(1, keepdim=True)).norm(dim=-1)
+    chosen = list[Tensor]()
+    for number in range(min(count, x.shape[1])):
+        index = apart.argmax(-1)
+        chosen.append(index)
+        away = (x - x[torch.arange(len(x)), index][:, None]).norm(dim=-1)
+        apart = away if number == 0 else torch.minimum(apart, away)
+    return _taken(queries, torch.stack(chosen, 1))
+
+
+def k_means(queries: Tensor, start: Tensor) -> Tensor:
+    """Choose as many of the queries as `farthest`, which has chosen the `start`: the nearest to means of clusters."""
+    x = _vectors(queries)
+    centres = _vectors(start)
     for _ in range(ROUNDS):
         nearest = torch.cdist(x, centres).argmin(-1)
         member = torch.nn.functional.one_hot(nearest, centres.shape[1]).to(x.dtype)  # [H, M, N]
@@ -162,18 +140,6 @@ def k_means(queries: Tensor, count: int) -> Tensor:
 def _vectors(queries: Tensor) -> Tensor:
     """Return the queries of a token in a kv head as one vector, [L * Hkv, M, G * D]."""
     return queries.flatten(0, 1).transpose(1, 2).flatten(2)
-
-
-def _farthest(x: Tensor, count: int) -> Tensor:
-    """Return the indices of farthest points of x [H, M, E], [H, N], N the lesser of `count` and M."""
-    apart = (x - x.mean(1, keepdim=True)).norm(dim=-1)
-    chosen = list[Tensor]()
-    for number in range(min(count, x.shape[1])):
-        index = apart.argmax(-1)
-        chosen.append(index)
-        away = (x - x[torch.arange(len(x)), index][:, None]).norm(dim=-1)
-        apart = away if number == 0 else torch.minimum(apart, away)
-    return torch.stack(chosen, 1)
 
 
 def _taken(queries: Tensor, index: Tensor) -> Tensor:

@@ -17,18 +17,20 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.importance import ImportancePass, RankedContext
-from kvsearch.calibration.options import COMPARED, RankingOptions
+from kvsearch.calibration.options import COMPARED, Compare, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError, present
 from kvsearch.core.sign_flips import compute_chances
-from kvsearch.models.architecture import same_rotary_until
+from kvsearch.models.architecture import RotaryTables, same_rotary_until
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
 from kvsearch.policies.fitted import GOLDEN, even_places
 from kvsearch.policies.probe import SINKS
+from kvsearch.runtime.collector import plain_queries
+from kvsearch.runtime.observe import is_finite
 from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import total_variation
 from kvsearch.tasks.prompts import PromptFormat
@@ -114,16 +116,44 @@ class SomeRows(NamedTuple):
 class EntryLook(NamedTuple):
     """What to note of the entries of a layer of a context, by its number; of those between sinks and recent ones."""
 
-    needs: Needs
+    needs: Sequence[Needs]
     note: Callable[[Observation, int, slice], Tensor]
+
+
+class Noting(NamedTuple):
+    """What is noted of contexts while they are read and asked: of entries by the name of a look, and queries.
+
+    Args:
+        looks: what to note of entries.
+        policies: whose ranks of the entries are wanted.
+        queries: the numbers of the tokens whose queries are wanted, of all that is asked of a context, in order [n], by
+            the number of the context.
+        importance: whether that of the entries is wanted.
+    """
+
+    looks: Mapping[str, EntryLook] = {}
+    policies: Sequence[Policy] = ()
+    queries: Mapping[int, Tensor] = {}
+    importance: bool = True
+
+    def note(self, observation: Observation, context: int, free: slice) -> dict[str, Tensor]:
+        """Return what is noted of the entries of a layer by the names of the looks."""
+        return {name: look.note(observation, context, free) for name, look in self.looks.items()}
+
+
+class AskedReading(NamedTuple):
+    """What came of all that is asked of a context; tensors are on the CPU."""
+
+    largest: Tensor | None  # importance, [L, Hkv, T]
+    judging: dict[str, list[SomeRows]]  # by target the tokens by which heads are judged
+    queries: Tensor | None  # un-rotated, of the tokens that are wanted, [L, Hkv, G, n, D]
 
 
 class ContextPass:
     """A context that was read under the full cache; T counts the entries between its sinks and the recent ones.
 
-    `look` says what is noted of the entries in every layer. `given` has the right answers in place of own replies,
-    which go on after the answer where nothing ends them. What is `asked` is by target; `judged` are the given answers,
-    or chunks of the context where there are none.
+    `given` has the right answers in place of own replies, which go on after the answer where nothing ends them. What
+    is `asked` is by target; `judged` are the given answers, or chunks of the context where there are none.
 
     Raises:
         IncompatibleError: the model computes NaN on it.
@@ -136,19 +166,17 @@ class ContextPass:
         given: CalibrationPrompt,
         options: RankingOptions,
         builder: QuestionBuilder,
-        policies: Sequence[Policy] = (),
-        look: EntryLook | None = None,
+        noting: Noting | None = None,
     ) -> None:
         self.prompt = prompt
         self.refusal = prompt.refusal(loaded.name)
         self.free = slice(SINKS, prompt.length - options.protect)
-
+        self.noting = noting = noting or Noting()
+        needs = [need for look in noting.looks.values() for need in look.needs]
         ids = prompt.ids.to(loaded.device)
-        noting = None
-        if look is not None:
-            noting = look.needs, lambda observation: look.note(observation, prompt.context, self.free).cpu()
-        self.passed = ImportancePass(loaded.model, policies, ids, options.group, self.refusal, noting)
-        if look is not None and not all(bool(layer.noted.isfinite().all()) for layer in self.passed.noted):
+        look = needs, lambda observation: noting.note(observation, prompt.context, self.free)
+        self.passed = ImportancePass(loaded.model, noting.policies, ids, options.group, self.refusal, look)
+        if not all(is_finite(noted) for layer in self.passed.noted for noted in layer.noted.values()):
             raise IncompatibleError(f"{self.refusal}: what a ranking looks at is not finite")
         self.asked = builder.build(prompt, loaded.device)
         judged = builder.build(given, loaded.device).get("answers")
@@ -157,42 +185,71 @@ class ContextPass:
     @property
     def spread(self) -> Tensor:
         """Scores whose best entries lie evenly, [L, Hkv, T]."""
-        places = even_places(torch.arange(self.prompt.length)[self.free])
+        places = even_places(torch.arange(self.prompt.length, device=self.passed.model.device)[self.free])
         return places.expand(len(self.passed.noted), self.passed.noted[0].norms.shape[1], -1)
 
     @property
     def largest(self) -> Tensor:
         """The largest importance over all that is asked, [L, Hkv, T] on the CPU."""
-        return self._read_asked[0]
+        return present(self._reading.largest, "the importance of entries was not asked for")
+
+    @property
+    def queries(self) -> Tensor:
+        """Un-rotated queries of the tokens that were to be noted, [L, Hkv, G, n, D] on the CPU."""
+        return present(self._reading.queries, "queries were not asked for")
 
     @cached_property
-    def _read_asked(self) -> tuple[Tensor, dict[str, list[SomeRows]]]:
-        """The largest importance, and by target the tokens by which heads are judged: all that is asked is read once.
+    def _reading(self) -> AskedReading:
+        """What is asked is read once.
 
         Raises:
-            IncompatibleError: the importance is not finite.
+            IncompatibleError: the importance or a query is not finite.
         """
         importances = []
+        queries = []
         judging: dict[str, list[SomeRows]] = {}
+        wanted = self.noting.queries.get(self.prompt.context)
+        first = 0
         for target, asked in self.asked.items():
             some = evenly(asked)
             for after in asked:
+                count = after.tokens.shape[1]
                 with self.passed.following(after.tokens, logits_to_keep=1):
-                    importances.append(self.passed.importance()[0, ..., self.free])
+                    if self.noting.importance:
+                        importances.append(self.passed.importance()[0, ..., self.free])
+                    if wanted is not None:
+                        queries.append(self._queries_at(wanted[(wanted >= first) & (wanted < first + count)] - first))
                     if any(after is one for one in some):
                         rows = judging.setdefault(target, [])
-                        rows.append(SomeRows.of(after.tokens.shape[1], len(rows), self.passed))
-        largest = reduce(torch.maximum, importances)
-        if not bool(largest.isfinite().all()):
+                        rows.append(SomeRows.of(count, len(rows), self.passed))
+                first += count
+        reading = AskedReading(
+            reduce(torch.maximum, importances) if importances else None, judging,
+            torch.cat(queries, 3) if queries else None,
+        )  # fmt: skip
+        if not all(part is None or is_finite(part) for part in (reading.largest, reading.queries)):
             raise IncompatibleError(self.refusal)
-        return largest, judging
+        return reading
+
+    def _queries_at(self, places: Tensor) -> Tensor:
+        """Return un-rotated queries of the tokens at `places` [n] of those that follow just now, [L, Hkv, G, n, D]."""
+        layers = []
+        for layer in self.passed.continuations():
+            at = places.to(layer.query.device)
+            rotary = RotaryTables(self.passed.model, layer.index)
+            plain = plain_queries(layer.query[:, :, at], self.prompt.length + at[None], rotary)[0]
+            layers.append(plain.view(layer.prompt[0].shape[1], -1, *plain.shape[1:]).cpu())
+        return torch.stack(layers)
+
+    def noted(self, name: str) -> Tensor:
+        """Return what a look has noted of entries, [L, n, Hkv, T], on the device of the model."""
+        return torch.stack([layer.noted[name].to(self.passed.model.device) for layer in self.passed.noted])
 
     def kept(self, scores: Tensor) -> list[Tensor]:
         """Mark what stays of a context at each of `BUDGETS`, [L, Hkv, length] bool, by scores [L, Hkv, T] of `free`."""
         whole = scores.new_full((*scores.shape[:2], self.prompt.length), float("inf"))
         whole[..., self.free] = scores
-        order = whole.to(self.passed.model.device).argsort(dim=-1, descending=True, stable=True)
-        ranks = order.argsort(-1).to(scores.device)
+        ranks = whole.argsort(dim=-1, descending=True, stable=True).argsort(-1)
         return [ranks < max(1, round(budget * self.prompt.length)) for budget in BUDGETS]
 
     def head_errors(self, target: str, keeps: Sequence[Tensor]) -> Tensor:
@@ -202,7 +259,7 @@ class ContextPass:
         less with an even sample of its entries, which keeps their mean, than with those it attends to most. As it is a
         mean, it is that of `MOST_ROWS` tokens of `MOST_CHUNKS` things that are asked.
         """
-        judging = self._read_asked[1][target]
+        judging = self._reading.judging[target]
         errors = []
         for row, keep in enumerate(torch.stack(list(keeps), 1)):
             by_head = judging[0].layers[row].output_weight
@@ -234,30 +291,53 @@ Measured = Callable[[Measure], Iterable[Arrays]]  # what is measured of some con
 
 def by_policy(number: int) -> Ranking:
     """Return the ranking by the policy of that number among those that contexts are read with."""
-    return lambda context_pass: -context_pass.passed.ranks(number)[..., context_pass.free].float()
+
+    def scores(context_pass: ContextPass) -> Tensor:
+        ranks = context_pass.passed.ranks(number)[..., context_pass.free]
+        return -ranks.to(context_pass.passed.model.device).float()
+
+    return scores
+
+
+def by_candidate(name: str, chosen: Tensor) -> Ranking:
+    """Return the ranking of every head by the candidate `chosen` [L, Hkv] of those whose scores a look has noted."""
+
+    def scores(context_pass: ContextPass) -> Tensor:
+        noted = context_pass.noted(name)
+        return noted.gather(1, chosen.to(noted.device)[:, None, :, None].expand(-1, 1, -1, noted.shape[-1]))[:, 0]
+
+    return scores
 
 
 def spread_where(heads: Tensor, ranking: Ranking) -> Ranking:
     """Return the ranking with an even spread in `heads` [L, Hkv] bool."""
-    return lambda context_pass: torch.where(heads[..., None], context_pass.spread, ranking(context_pass))
+
+    def scores(context_pass: ContextPass) -> Tensor:
+        spread = context_pass.spread
+        return torch.where(heads[..., None].to(spread.device), spread, ranking(context_pass))
+
+    return scores
 
 
-def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
-    """Mark heads whose output an even spread moves less, [L, Hkv] bool.
+def find_spread_heads(rankings: Sequence[Ranking], read: Measured) -> list[Tensor]:
+    """Mark, for each of some rankings, the heads whose output an even spread moves less, [L, Hkv] bool.
 
     It must move a head less for each target: by answers alone what no question needs, by reconstruction alone what is
     needed once, would not count. Every question counts the same, however large its errors are. No head is marked if
     replies move more with the spread, beyond chance: heads are judged one by one, and lose together.
     """
+    if not rankings:
+        return []
 
     def ratios(context_pass: ContextPass) -> dict[str, Tensor]:
-        """Return by target how much less the spread moves every head, log [questions, L, Hkv]."""
-        keeps = [*context_pass.kept(ranking(context_pass)), *context_pass.kept(context_pass.spread)]
+        """Return by target how much less the spread moves every head, log [questions, rankings, L, Hkv]."""
+        scores = [*(ranking(context_pass) for ranking in rankings), context_pass.spread]
+        keeps = [keep for ranked in scores for keep in context_pass.kept(ranked)]
         less = {}
         for target in context_pass.asked:
             errors = context_pass.head_errors(target, keeps).clamp(min=LEAST_ERROR).log()
-            errors = errors.view(len(errors), 2, len(BUDGETS), *errors.shape[2:])
-            less[target] = (errors[:, 0] - errors[:, 1]).mean(1)
+            errors = errors.view(len(errors), len(scores), len(BUDGETS), *errors.shape[2:]).mean(2)
+            less[target] = errors[:, :-1] - errors[:, -1:]
         return less
 
     found: dict[str, list[Tensor]] = {}
@@ -265,15 +345,20 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
         for target, rows in measured.items():
             found.setdefault(target, []).append(torch.from_numpy(rows))
     better = torch.stack([torch.cat(rows).mean(0) > 0 for rows in found.values()]).all(0)
-    mixture = spread_where(better, ranking)
+    mixtures = [spread_where(heads, ranking) for heads, ranking in zip(better, rankings, strict=True)]
 
     def compared(context_pass: ContextPass) -> dict[str, Tensor]:
-        """Return how far replies move under the ranking and under the mixture, [questions, 2]."""
-        return {"loss": losses((ranking(context_pass), mixture(context_pass)), context_pass).mean(-1)}
+        """Return how far replies move more under the mixtures, [questions, rankings]."""
+        scores = [ranking(context_pass) for ranking in (*rankings, *mixtures)]
+        alone, mixed = losses(scores, context_pass).mean(-1).chunk(2, 1)
+        return {"loss": mixed - alone}
 
-    worse = [float((arrays["loss"][:, 1] - arrays["loss"][:, 0]).mean()) for arrays in read(compared)]
-    (chance,) = compute_chances(np.array([worse]))  # of contexts, as questions of one context lose alike
-    return torch.zeros_like(better) if chance <= LEVEL else better
+    # of contexts, as questions of one context lose alike
+    worse = np.stack([arrays["loss"].mean(0, dtype=np.float64) for arrays in read(compared)], 1)
+    chances = [float(compute_chances(of_ranking[None])[0]) for of_ranking in worse]  # each as if it were alone
+    return [
+        torch.zeros_like(heads) if chance <= LEVEL else heads for heads, chance in zip(better, chances, strict=True)
+    ]
 
 
 def losses(scores: Sequence[Tensor], context_pass: ContextPass, sizes: slice = slice(None)) -> Tensor:
@@ -289,25 +374,32 @@ def recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
     return recall_of(context_pass.largest.to(device), orders).float().cpu()
 
 
-def reported(fit: Ranking, read: Measured, method: str, first: int = 0) -> tuple[dict[str, Floats], tuple[str, ...]]:
-    """Return arrays of how good a fit and the policies are that it is compared with, and whose "text_loss" it is.
+def report(
+    fits: Mapping[str, Ranking], read: Measured, compare: Compare
+) -> dict[str, tuple[dict[str, Floats], tuple[str, ...]]]:
+    """Return, for each of some fits, arrays of how good it is beside policies, and whose "text_loss" it is.
 
-    "recall" [P, B, L, Hkv], and "middle_loss" [P] at the middle size. "text_loss" [N, P', B] has a row of every text,
-    of the fit, which is named `method`, and of the `RIVALS` of the policies that lose least at the middle size: those
-    that recall most may lose more. The policies are those that contexts are read with, from the number `first` on; all
-    protect the same entries.
+    "recall" [P, B, L, Hkv] is that of the fit and of all policies. "text_loss" [N, P', B] has a row of every text, of
+    the fit, which is named as it is in `fits`, and of `RIVALS` of the policies: those that recall most, or to `compare`
+    all, those that lose least at the middle size, which may be others. "middle_loss" is that of the fit and of all
+    policies [P], or of these alone [P'] where not all of them are better than the fit. The policies are those that
+    contexts are read with; all protect the same entries.
     """
-    rankings = [fit, *(by_policy(first + number) for number in range(len(COMPARED)))]
+    rankings = [*fits.values(), *map(by_policy, range(len(COMPARED)))]
+    first = len(fits)
+
+    def at_middle(context_pass: ContextPass) -> dict[str, Tensor]:
+        scores = [ranking(context_pass) for ranking in rankings]
+        return {"middle_loss": losses(scores, context_pass, MIDDLE).mean((0, 2))}
 
     def compared(context_pass: ContextPass) -> dict[str, Tensor]:
-        scores = [ranking(context_pass) for ranking in rankings]
-        lost = losses(scores, context_pass, MIDDLE).mean((0, 2))
-        return {"recall": recalls(scores, context_pass), "middle_loss": lost}
+        found = {"recall": recalls([ranking(context_pass) for ranking in rankings], context_pass)}
+        return found | (at_middle(context_pass) if compare == "all" else {})
 
-    contexts = list(read(compared))
-    means = {name: np.mean([arrays[name] for arrays in contexts], axis=0).astype(np.float32) for name in contexts[0]}
-    best = 1 + means["middle_loss"][1:].argsort(kind="stable")[:RIVALS]
-    judged = [0, *sorted(best.tolist())]
+    means = _means(read(compared))
+    worst_last = -means["recall"][first:].mean((1, 2, 3)) if compare == "best" else means["middle_loss"][first:]
+    rivals = first + np.sort(worst_last.argsort(kind="stable")[:RIVALS])
+    judged = [*range(first), *rivals.tolist()]
 
     def lost(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [rankings[number](context_pass) for number in judged]
@@ -315,9 +407,28 @@ def reported(fit: Ranking, read: Measured, method: str, first: int = 0) -> tuple
 
     contexts = list(read(lost))
     texts = group_by_text(arrays["text"].item() for arrays in contexts)
-    text_losses = [np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts]
-    arrays = {"text_loss": np.stack(text_losses).astype(np.float32), **means}
-    return arrays, tuple((method, *COMPARED)[number] for number in judged)
+    text_loss = np.stack([np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts])
+    middle = _means(contexts)["loss"][:, MIDDLE].mean(1)
+    if compare == "best" and any((middle[first:] < mine).all() for mine in middle[:first]):  # others may be worse
+        middle = _means(read(at_middle))["middle_loss"]
+    middle = means.get("middle_loss", middle)
+    found = {}
+    for number, name in enumerate(fits):
+        found[name] = (
+            {
+                "recall": np.concatenate([means["recall"][[number]], means["recall"][first:]]),
+                "text_loss": text_loss[:, [number, *range(first, len(judged))]].astype(np.float32),
+                "middle_loss": np.append(middle[number], middle[first:]),
+            },
+            (name, *(COMPARED[rival - first] for rival in rivals)),
+        )
+    return found
+
+
+def _means(contexts: Iterable[Arrays]) -> dict[str, Floats]:
+    """Return the means of arrays over contexts, fp32."""
+    whole = list(contexts)
+    return {name: np.mean([arrays[name] for arrays in whole], axis=0).astype(np.float32) for name in whole[0]}
 
 
 def recall_of(importance: Tensor, orders: Iterable[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ the largest over all that is asked of a context: the questions, and the context 
 question asks for is worth something, too (KVzip, arXiv 2505.23416).
 
 A head gets the fit that recalls most importance, or an even spread over its entries where that moves its output less,
-see `prefers_spread`. A head whose context nothing looks at has nothing to fit: it is ranked by the spread, below all
+see `find_spread_heads`. A head whose context nothing looks at has nothing to fit: it is ranked by the spread, below all
 others.
 """
 
@@ -17,7 +17,6 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,19 +24,15 @@ from kvsearch.calibration.options import ProbeOptions
 from kvsearch.calibration.probe.context_pass import (
     ContextPass,
     EntryLook,
-    Ranking,
-    prefers_spread,
-    recalls,
-    reported,
+    Noting,
 )
-from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration, split
+from kvsearch.calibration.probe.contexts import Candidates, FitContexts, FittedRanking, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import StepCache
-from kvsearch.core.items import Progress
+from kvsearch.core.arrays import Floats
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work, timed
-from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation
 from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, columns_of, features_of, needs_of
@@ -72,12 +67,56 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     setting "judged"; all protect the same entries.
     """
 
-    def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
-        """Return the passes, own replies, and how long the networks are fitted, by steps that are timed."""
-        work = super().estimate(prompts)
-        fit, *_ = split(prompts, self.options.seed)
-        if self.options.form != "network" or len(fit) < FEW:
-            return work
+    def draw(self, contexts: FitContexts) -> Noting:
+        self.places = draw_places(contexts.fit, self.options)
+        names = self.options.looked_at
+        look = EntryLook([needs_of(names)], partial(note_features, names=names, places=self.places))
+        return Noting({self.options.method: look})
+
+    def sample(self, context_pass: ContextPass) -> Mapping[str, Tensor]:
+        """Return arrays of the entries that were drawn: features [Hkv, n, F] by layer, targets [L, Hkv, n]."""
+        layers = enumerate(context_pass.passed.noted)
+        features = {f"{FEATURE}.{row}": layer.noted[self.options.method] for row, layer in layers}
+        target = log_importance(context_pass.largest)[..., self.places[context_pass.prompt.context]]
+        return {**features, TARGET: target.clone()}
+
+    def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
+        options = self.options
+        self.few = len(contexts.fit) < FEW
+        self.fits, unseen = fit_candidates(self.loaded, samples, options, self.few, contexts.calibration.steps)
+        self.spread_fit = len(self.fits[0]) - 1  # behind the regressions the spread
+        count = max(1, self.spread_fit)
+        tried = [self._weights(torch.full(unseen.shape, number)) for number in range(count)]
+        return Candidates(count, self._look(tried), unseen)
+
+    def choose(self, gains: Floats) -> Tensor:
+        return torch.from_numpy(gains.argmax(0))
+
+    @property
+    def may_spread(self) -> bool:
+        return SPREAD in self.options.features
+
+    def finish(self, chosen: Tensor, even: Tensor, contexts: FitContexts) -> FittedRanking:  # noqa: ARG002
+        weights = self._weights(torch.where(even, self.spread_fit, chosen))
+        arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
+        settings = {"features": self.options.looked_at, "few_contexts": self.few}
+        return FittedRanking(self._look([weights]), arrays, settings)
+
+    def _weights(self, chosen: Tensor) -> Weights:
+        """Return the weights of the candidates `chosen` [L, Hkv]."""
+        width = max(fit.output.shape[-1] for forms in self.fits for fit in forms)
+        picked = [mixed(forms, row, width) for forms, row in zip(self.fits, chosen, strict=True)]
+        coefficients = Coefficients(*(torch.stack(parts) for parts in zip(*picked, strict=True)))
+        return Weights(self.options.looked_at, describe(self.loaded.model).full_layers, coefficients)
+
+    def _look(self, weights: Sequence[Weights]) -> EntryLook:
+        """Return a look at the log importance of entries by each of several fits."""
+        return EntryLook([needs_of(self.options.looked_at)], partial(note_scores, weights=weights))
+
+    def estimate_fit(self, contexts: int) -> Work:
+        """Return how long the networks are fitted, by steps that are timed."""
+        if self.options.form != "network" or contexts < FEW:
+            return Work()
         shape = describe(self.loaded.model)
         columns = columns_of(self.options.looked_at, shape.head_dim)
         drawn = torch.rand(shape.kv_heads, BATCH, len(columns) + 1)
@@ -86,64 +125,7 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
             fit_network(drawn[..., 1:], drawn[..., 0], WIDTH, TIMED_STEPS, BATCH, DECAY, self.options.seed)
 
         seconds = median(timed(fit_some)) * STEPS / TIMED_STEPS
-        return work + Work(seconds=seconds * len(shape.full_layers))
-
-    @torch.no_grad()
-    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
-        options = self.options
-        contexts = FitContexts(self, prompts, progress)
-        needs = needs_of(options.looked_at)
-        places = draw_places(contexts.fit, options)
-        drawn = EntryLook(needs, partial(note_features, names=options.looked_at, places=places))
-        samples = list(contexts.reader(contexts.fit, look=drawn)(partial(sample_entries, places=places)))
-        few = len(contexts.fit) < FEW
-        fits, unseen = fit_candidates(self.loaded, samples, options, few, self.steps)
-        layers = describe(self.loaded.model).full_layers
-        weights, spread = _chosen(fits, unseen, contexts, options, layers)
-        look = EntryLook(needs, partial(note_scores, weights=[weights]))
-        read = contexts.reader(contexts.report, self.policies, look)
-        judged, names = reported(by_candidate(torch.zeros_like(spread, dtype=torch.long)), read, options.method)
-        settings = {"features": options.looked_at, "few_contexts": few}
-        arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
-        return contexts.profile({**arrays, **judged}, settings, spread | unseen, unseen, names)
-
-
-def _chosen(
-    fits: LayerFits, unseen: Tensor, contexts: FitContexts, options: ProbeOptions, layers: tuple[int, ...]
-) -> tuple[Weights, Tensor]:
-    """Return the weights of what is best of every head on contexts to choose on, and where that is the spread."""
-    width = max(fit.output.shape[-1] for forms in fits for fit in forms)
-
-    def weights(chosen: Tensor) -> Weights:
-        """Return the weights of the candidates `chosen` [L, Hkv]."""
-        picked = [mixed(forms, row, width) for forms, row in zip(fits, chosen, strict=True)]
-        coefficients = Coefficients(*(torch.stack(parts) for parts in zip(*picked, strict=True)))
-        return Weights(options.looked_at, layers, coefficients)
-
-    last = len(fits[0]) - 1  # behind the regressions the spread
-    tried = [torch.full(unseen.shape, number) for number in range(max(1, last))]
-    look = EntryLook(needs_of(options.looked_at), partial(note_scores, weights=[weights(chosen) for chosen in tried]))
-    read = contexts.reader(contexts.choose, look=look)
-
-    def gains(context_pass: ContextPass) -> dict[str, Tensor]:
-        scores = [by_candidate(chosen)(context_pass) for chosen in tried]
-        return {"gain": recalls(scores, context_pass).mean(1)}
-
-    best = torch.from_numpy(np.mean([arrays["gain"] for arrays in read(gains)], axis=0).argmax(0))
-    if SPREAD not in options.features:
-        return weights(best), torch.zeros_like(best, dtype=torch.bool)
-    spread = prefers_spread(by_candidate(best), read)
-    return weights(torch.where(spread, last, best)), spread
-
-
-def by_candidate(chosen: Tensor) -> Ranking:
-    """Return the ranking by the candidate `chosen` [L, Hkv] of every head, of those whose scores were noted."""
-
-    def scores(context_pass: ContextPass) -> Tensor:
-        layers = zip(context_pass.passed.noted, chosen, strict=True)
-        return torch.stack([layer.noted[picked, torch.arange(len(picked))] for layer, picked in layers])
-
-    return scores
+        return Work(seconds=seconds * len(shape.full_layers))
 
 
 def note_scores(observation: Observation, context: int, free: slice, weights: Sequence[Weights]) -> Tensor:  # noqa: ARG001
@@ -168,15 +150,6 @@ def note_features(
 ) -> Tensor:
     """Return the features of the entries at the `places` [n] of a context, [Hkv, n, F]."""
     return features_of(observation, names)[0, :, free][:, places[context].to(observation.keys.device)]
-
-
-def sample_entries(context_pass: ContextPass, places: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Return arrays of the entries at `places` [n] of a context: features [Hkv, n, F] by layer, targets [L, Hkv, n]."""
-    some = places[context_pass.prompt.context]
-    return {
-        **{f"{FEATURE}.{row}": layer.noted for row, layer in enumerate(context_pass.passed.noted)},
-        TARGET: log_importance(context_pass.largest)[..., some].clone(),
-    }
 
 
 class LayerSamples(Sequence[LayerSample]):

@@ -10,21 +10,24 @@ import numpy as np
 import pytest
 import torch
 
+from kvsearch.calibration.methods import create_calibration
 from kvsearch.calibration.options import COMPARED, ProbeOptions, QueryBankOptions
-from kvsearch.calibration.probe.bank import places_asked, queries_asked
-from kvsearch.calibration.probe.context_pass import ContextPass, QuestionBuilder
+from kvsearch.calibration.probe.bank import places_asked
+from kvsearch.calibration.probe.context_pass import ContextPass, Noting, QuestionBuilder
+from kvsearch.calibration.probe.contexts import fit_rankings
 from kvsearch.calibration.prompts import prompts_of
+from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import attention_modules
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import save_profile
+from kvsearch.plan import Profile, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.ranking import ranking_remarks
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
-from tests.calibrations import calibrate, calibrate_query_bank
+from tests.calibrations import calibrate_query_bank
 
 DATA = tiny.calibration_data(100, 110, 104)
 SMALL = QueryBankOptions(bank=7, answers="given")
@@ -56,8 +59,8 @@ def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> No
     builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
     with torch.no_grad(), running(model.model):
-        context_pass = ContextPass(model, prompt, prompt, SMALL, builder)
-        found = queries_asked(context_pass, places_asked(prompt, builder, 999, torch.Generator()))[0]
+        drawn = {prompt.context: places_asked(prompt, builder, 999, torch.Generator())}
+        found = ContextPass(model, prompt, prompt, SMALL, builder, Noting(queries=drawn)).queries[0]
     module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():
@@ -78,9 +81,19 @@ FITS = {
 TEXTS = tiny.calibration_data(80, 82, 84, 86, 88, questions=1)
 
 
-def fitted(model: LoadedModel, name: str, directory: Path | None) -> bytes:
-    options = FITS[name]
-    return calibrate(model, TEXTS, options.policies(), options, None, directory).to_bytes()
+def fitted(model: LoadedModel, names: tuple[str, ...], directory: Path | None) -> list[Profile]:
+    calibrations = [create_calibration(model, TEXTS, FITS[name].policies(), FITS[name]) for name in names]
+    calibrations[0].steps = StepCache(directory, "these")
+    return fit_rankings(calibrations, calibrations[0].prepare())
+
+
+def test_rankings_that_share_their_passes_are_those_that_have_their_own(model: LoadedModel) -> None:
+    together = fitted(model, ("probe", "query_bank"), None)
+    for name, profile in zip(FITS, together, strict=True):
+        (alone,) = fitted(model, (name,), None)
+        assert alone.metadata == profile.metadata
+        for array in alone.arrays:
+            np.testing.assert_allclose(profile.arrays[array], alone.arrays[array], rtol=1e-5, atol=1e-6, err_msg=array)
 
 
 class Killed(BaseException):
@@ -100,19 +113,21 @@ class Passes:
         self.plain(*given, **named)
 
 
-@pytest.mark.parametrize("name", FITS)
-def test_it_ends_as_one_that_was_never_stopped(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("probe",), ("query_bank",), ("query_bank", "probe")], ids="+".join)
+def test_it_ends_as_one_that_was_never_stopped(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Stopped again and again; what was finished before is not measured again."""
     model = tiny.loaded()
     whole = Passes()
     passes = whole
     monkeypatch.setattr(DensePass, "__init__", lambda *given, **named: passes(*given, **named))
-    profile = fitted(model, name, None)
+    profiles = [profile.to_bytes() for profile in fitted(model, names, None)]
     passes = Passes()
     passes.plain = whole.plain
     for passes.left in (2, 1, whole.made // 2, 1):
         with suppress(Killed):
-            fitted(model, name, tmp_path)
+            fitted(model, names, tmp_path)
     passes.left = 999
-    assert fitted(model, name, tmp_path) == profile
-    assert passes.made == whole.made
+    assert [profile.to_bytes() for profile in fitted(model, names, tmp_path)] == profiles
+    assert passes.made == whole.made == len(TEXTS.contexts)

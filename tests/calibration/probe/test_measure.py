@@ -49,7 +49,6 @@ def test_scores_are_sorted_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch)
     seen: Any = SimpleNamespace(
         prompt=SimpleNamespace(length=40),
         free=torch.arange(4, 40),
-        passed=SimpleNamespace(model=SimpleNamespace(device="cpu")),
     )
     scores = torch.randn(2, 3, 36, generator=torch.Generator().manual_seed(0))
     kept = ContextPass.kept(seen, scores)
@@ -95,11 +94,24 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     assert profile.metadata.provenance.settings["contexts"] == (4, 1, 1)
     judged = profile.metadata.provenance.settings["judged"]
     assert profile.arrays["text_loss"].shape == (1, len(judged), len(BUDGETS))
-    middle = dict(zip(("probe", *COMPARED), profile.arrays["middle_loss"].tolist(), strict=True))
-    assert judged[0] == "probe"
-    assert set(judged[1:]) == set(sorted(COMPARED, key=middle.__getitem__)[:RIVALS])
-    np.testing.assert_allclose(profile.arrays["text_loss"][0, :, 1], [middle[name] for name in judged], rtol=1e-5)
+    recalled = dict(zip(COMPARED, recall[1:].mean((1, 2, 3)), strict=True))
+    assert judged == ("probe", *sorted(sorted(COMPARED, key=recalled.__getitem__)[-RIVALS:], key=COMPARED.index))
+    fit, *others = profile.arrays["text_loss"][0, :, 1]
+    is_doubtful = all(other < fit for other in others)
+    assert len(profile.arrays["middle_loss"]) == (1 + len(COMPARED) if is_doubtful else len(judged))
     assert next(ranking_remarks(profile)) == "fitted on 4 contexts, chosen on 1, reported on 1"
+
+
+def test_all_are_compared_where_that_is_asked_for(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
+    """Those that lose least are reported, and what is fitted is the same."""
+    found = calibrate_probe(model, data, SMALL.model_copy(update={"compare": "all"}))
+    judged = found.metadata.provenance.settings["judged"]
+    middle = dict(zip(("probe", *COMPARED), found.arrays["middle_loss"].tolist(), strict=True))
+    assert set(judged[1:]) == set(sorted(COMPARED, key=middle.__getitem__)[:RIVALS])
+    np.testing.assert_allclose(found.arrays["text_loss"][0, :, 1], [middle[name] for name in judged], rtol=1e-5)
+    assert is_last(found.arrays) == is_last(profile.arrays)
+    for name in {*profile.arrays} - {"text_loss", "middle_loss"}:
+        np.testing.assert_array_equal(found.arrays[name], profile.arrays[name])
 
 
 def with_losses(profile: Profile, texts: int, fit: float, other: float = 1) -> Profile:
