@@ -18,7 +18,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile
 from kvsearch.plan.arithmetic import budgets_at
-from kvsearch.plan.schema import STATIC
+from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.runs.estimates import Estimate
 
 if TYPE_CHECKING:
@@ -248,7 +248,15 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> Losses:
         losses.append(f"budgets become shares of the prompt: right at {budgets.known_length:,} tokens only")
     if proportional is False and plan.scaling == "proportional":
         losses.append(f"budgets no longer follow the prompt: they are those of {budgets.known_length:,} tokens")
-    return dict.fromkeys(losses)
+    return {**dict.fromkeys(losses), **carry_loss(budgets)}
+
+
+def carry_loss(budgets: Budgets) -> Losses:
+    """Return the loss of entries that carry what leaves, where a target has no word for that; nothing if none does."""
+    carries = budgets.plan.phase("prefill").carries
+    entries = int(budgets.entries[[carry != NO_CARRY for carry in carries]].sum())
+    what = "entries carry nothing of what leaves: log weights, and values fitted with them, are left out"
+    return {what: entries} if entries else {}
 
 
 def same_for_heads(entries: Sequence[int], heads: int) -> Ints:
