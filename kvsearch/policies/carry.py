@@ -19,7 +19,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import present
 from kvsearch.policies.base import Observation
 from kvsearch.policies.decoding import entries_at, slots_of
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.scoring import chunk_bytes, softmax
 from kvsearch.policies.tensors import F, Tensor, torch
 
 REFERENCES = 64  # queries of every query head
@@ -48,42 +48,42 @@ def match_attention(observation: Observation, keep: Tensor, counts: Ints, length
     keys = observation.keys
     batch, heads, length, dim = keys.shape
     queries, real = _asked(observation)
-    group = queries.shape[1] // heads
-    rows = group * queries.shape[2]
-    by_segment = queries.reshape(batch * heads, rows, dim)
-    counted = real[:, None, None].expand(-1, heads, group, -1).reshape(-1, rows)
-    beside = observation.sinks_of(slice(None))
-    if beside is not None:
-        beside = beside[..., 0].expand(batch, heads, group, queries.shape[2]).reshape(-1, rows)
+    count = queries.shape[2]
+    rows = queries.shape[1] // heads * count
+
+    def by_row(states: Tensor) -> Tensor:
+        """Return something of kv heads, query heads of each and queries for every row, [S, rows]."""
+        return states.expand(batch, heads, rows // count, count).reshape(-1, rows)
+
+    sinks = observation.sinks_of(slice(None))
+    beside = None if sinks is None else by_row(sinks[..., 0])
+    uncounted = by_row(~real[:, None, None]) if min(lengths) < count else None
+    hidden = ~observation.valid.repeat_interleave(heads, 0) if min(lengths) < length else None
+    asked = (queries * observation.scaling).reshape(-1, rows, dim)
     flat_keys, flat_values, flat_keep = (tensor.flatten(0, 1) for tensor in (keys, observation.values, keep))
-    hidden = ~observation.valid.repeat_interleave(heads, 0)
-    # in front, a column for slots without an entry
-    values = F.pad(flat_values, (0, 0, 1, 0))
+    values = F.pad(flat_values, (0, 0, 1, 0))  # in front, a column for slots without an entry
     log_weights = keys.new_zeros(batch * heads, length + 1)
     numbers = torch.arange(length, device=keys.device)
     held = counts.flatten()
-    partial_heads = np.flatnonzero(held < np.repeat(np.array(lengths), heads))
+    evicted = np.flatnonzero((held > 0) & (held < np.repeat(np.array(lengths), heads)))
     step = max(1, chunk_bytes(keys.device) // (8 * rows * length))
-    for first in range(0, len(partial_heads), step):
-        some = partial_heads[first : first + step]
+    for first in range(0, len(evicted), step):
+        some = evicted[first : first + step]
         index = torch.from_numpy(some).to(keys.device)
-        logits = torch.baddbmm(
-            keys.new_empty(1, 1, 1, dtype=torch.float32),
-            by_segment[index],
-            flat_keys[index].float().transpose(-1, -2),
-            beta=0,
-            alpha=observation.scaling,
-        )
+        logits = asked[index] @ flat_keys[index].float().transpose(-1, -2)
         if observation.softcap is not None:
             logits = observation.softcap * torch.tanh(logits / observation.softcap)
-        logits = logits.masked_fill_(hidden[index][:, None], -math.inf)
+        if hidden is not None:
+            logits.masked_fill_(hidden[index][:, None], -math.inf)
+        attention = softmax(logits, None if beside is None else beside[index][..., None])
+        others = None if beside is None else 1 - attention.sum(-1)
+        if uncounted is not None:
+            attention.masked_fill_(uncounted[index][..., None], 0.0)
         kept = flat_keep[index]
         slots = slots_of(kept, numbers.expand_as(kept), int(held[some].max()))
-        sinks = None if beside is None else beside[index]
-        fitted = match_segments(logits, counted[index], flat_values[index].float(), slots, keys.dtype, sinks)
-        places = slots + 1
-        values[index[:, None], places] = fitted[0].to(values.dtype)
-        log_weights[index[:, None], places] = fitted[1]
+        fitted = match_segments(attention, flat_values[index].float(), slots, keys.dtype, others)
+        values[index[:, None], slots + 1] = fitted[0].to(values.dtype)
+        log_weights[index[:, None], slots + 1] = fitted[1]
     fitted_values, fitted_weights = (
         tensor.view(batch, heads, length + 1, *tensor.shape[2:])[:, :, 1:] for tensor in (values, log_weights)
     )
@@ -91,44 +91,33 @@ def match_attention(observation: Observation, keep: Tensor, counts: Ints, length
 
 
 def match_segments(
-    logits: Tensor,
-    counted: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    dtype: torch.dtype,
-    sinks: Tensor | None = None,
+    attention: Tensor, values: Tensor, slots: Tensor, dtype: torch.dtype, others: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Fit log weights [S, b] and values [S, b, Dv] fp32 of the entries in `slots` of S kv heads.
+    """Fit values [S, b, Dv] fp32 and log weights [S, b] of the entries in `slots` of S kv heads.
 
-    With A the attention of R queries to the kept entries, among all, and m what all get (1 but for sinks),
-    w = argmin |A w - m|^2 + lambda |w - 1|^2 over e^-4 <= w <= T, where lambda is 0.01 of the mean of diag(A'A). With B
-    the attention under these weights, v' = v + argmin_d |B (v + d) - o|^2 + mu |d|^2, where o is the output of all
-    entries and mu is 0.1 of the mean of diag(B'B).
+    With A the attention of R queries to the kept entries, among all, and m what all entries get (1 but for sinks),
+    w = argmin |A w - m|^2 + lambda |w - 1|^2 over e^-4 <= w <= T, where lambda is 0.01 of the mean of diag(A'A); the
+    search is stopped early. With B the attention under these weights, v' = v + argmin_d |B (v + d) - o|^2 + mu |d|^2,
+    where o is the output of all entries and mu is 0.1 of the mean of diag(B'B).
 
     Args:
-        logits: [S, R, T] fp32, -inf where there is no entry; changed in place.
-        counted: [S, R] bool, queries that count.
+        attention: [S, R, T] fp32, to all entries; 0 throughout for queries that do not count.
         values: [S, T, Dv] fp32.
         slots: [S, b] of the T entries, -1 for none.
         dtype: that of the log weights: values make up for how these are rounded.
-        sinks: [S, R] fp32, logits that take their share and have no value.
+        others: [S, R] fp32, what learned sinks get, which have no value; None: nothing.
     """
-    whole = logits.logsumexp(-1)
-    whole = whole if sinks is None else torch.logaddexp(whole, sinks)
-    attention = logits.sub_(whole[..., None]).exp_().masked_fill_(~counted[..., None], 0.0)
-    mass = attention.sum(-1)
-    output = attention @ values
     empty = slots < 0
     where = slots.clamp(min=0)
     number = (~empty).sum(-1).clamp(min=1)
     kept = attention.gather(2, where[:, None].expand(-1, attention.shape[1], -1)).masked_fill_(empty[:, None], 0.0)
-    weights = _weights(kept, mass, number, values.shape[1])
+    weights = _weights(kept, attention.sum(-1), number, values.shape[1])
     log_weights = weights.log().to(dtype).masked_fill(empty, 0.0)
     shares = kept * log_weights.float().exp()[:, None]
-    beside = 0.0 if sinks is None else counted.float() - mass
-    shares = shares / (shares.sum(-1) + beside).clamp(min=TINY)[..., None]
+    total = shares.sum(-1, keepdim=True)
+    shares = shares / (total if others is None else total + others[..., None]).clamp(min=TINY)
     own = entries_at(values, where)
-    return own + _ridge(shares, output - shares @ own, number), log_weights
+    return own + _ridge(shares, attention @ values - shares @ own, number), log_weights
 
 
 def _weights(attention: Tensor, mass: Tensor, number: Tensor, most: int) -> Tensor:
@@ -182,6 +171,6 @@ def _asked(observation: Observation) -> tuple[Tensor, Tensor]:
     rotary = present(observation.rotary, "reference queries are turned, and the rotary embedding was not given")
     count = queries.shape[2]
     following = observation.following
-    positions = following[:, None] + torch.arange(count, device=following.device) * AHEAD // count
+    positions = following[:, None] + torch.arange(count, device=following.device) * AHEAD // REFERENCES
     cos, sin = (table.float().view(*positions.shape, -1) for table in rotary(positions.flatten()))
     return rotate(queries, cos, sin), real
