@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Scalar
 from kvsearch.core.limits import MOST_ENTRIES
+from kvsearch.core.naming import require_known
 from kvsearch.plan.origin import changed
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import NO_CARRY, PHASES, WHOLE, Carry, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
@@ -132,8 +133,9 @@ def with_carry(plan: Plan, carry: Carry) -> Plan:
     """Return a plan whose kept entries carry this of what leaves a prompt, in every layer that something leaves.
 
     Raises:
-        UsageError: the plan has no prefill phase, or keeps prompts whole.
+        UsageError: there is no such carry, the plan has no prefill phase, or it keeps prompts whole.
     """
+    require_known("carries", carry, get_args(Carry))
     phase = plan.phase("prefill")
     prefill = _carrying(phase, [carry] * len(phase.layers), plan.length)
     if carry != NO_CARRY and set(prefill.carries) == {NO_CARRY}:

@@ -75,8 +75,10 @@ def match_attention(observation: Observation, keep: Tensor, counts: Ints, length
             logits = observation.softcap * torch.tanh(logits / observation.softcap)
         if hidden is not None:
             logits.masked_fill_(hidden[index][:, None], -math.inf)
+        others = None
+        if beside is not None:  # not what entries leave of 1, which is rounded: kept ones may have as little
+            others = torch.sigmoid(beside[index] - logits.logsumexp(-1))
         attention = softmax(logits, None if beside is None else beside[index][..., None])
-        others = None if beside is None else 1 - attention.sum(-1)
         if uncounted is not None:
             attention.masked_fill_(uncounted[index][..., None], 0.0)
         kept = flat_keep[index]

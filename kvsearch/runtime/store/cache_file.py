@@ -295,11 +295,17 @@ def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) ->
     if layer.decode is None:
         store = _ragged(reader, of)
         keys = store.blocks[0].keys
+        weights = [block.log_weights for block in store.blocks]
         layer.holder = store
     else:
         decoding = _decoding(reader, layer.decode.policy, layer.rotary, layer.index, of)
         keys = decoding.blocks[0].cached.keys
+        weights = [block.cached.log_weights for block in decoding.blocks]
         layer.holder = decoding
+    carries = layer.prefill is not None and layer.prefill.carries
+    if any((held is not None) != carries for held in weights):
+        wrong = f"lacks {LOG_WEIGHTS}, which" if carries else f"has {LOG_WEIGHTS}, which nothing in"
+        raise ValueError(f"layers.{layer.index} {wrong} the plan asks for")
     layer.lazy_initialization(keys, keys)
     layer.seen = of.seen
 
