@@ -185,6 +185,7 @@ class BudgetExporter(PlanExporter):
     coarser: ClassVar[str] = ""
     ranks: ClassVar[tuple[str, ...]] = ()
     proportional: ClassVar[bool | None] = False
+    matches: ClassVar[bool] = False  # whether the target itself lets kept entries carry what leaves
 
     def export(self, plan: Plan, inputs: Inputs) -> Exported:
         """Write the budgets, and say what is lost of them, of policies, and of the plan."""
@@ -198,6 +199,8 @@ class BudgetExporter(PlanExporter):
             what = f"the target picks entries as {self.ranks[0]} does, other policies do not"
             losses |= budgets.policy_loss(what, lambda spec: spec.name not in self.ranks)
         losses |= {**written.losses, **common_losses(budgets, proportional=self.proportional)}
+        if not self.matches:
+            losses |= carry_loss(budgets)
         return replace(written, losses=losses, total=budgets.total)
 
     @abstractmethod
@@ -248,7 +251,7 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> Losses:
         losses.append(f"budgets become shares of the prompt: right at {budgets.known_length:,} tokens only")
     if proportional is False and plan.scaling == "proportional":
         losses.append(f"budgets no longer follow the prompt: they are those of {budgets.known_length:,} tokens")
-    return {**dict.fromkeys(losses), **carry_loss(budgets)}
+    return dict.fromkeys(losses)
 
 
 def carry_loss(budgets: Budgets) -> Losses:

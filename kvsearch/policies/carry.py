@@ -1,8 +1,8 @@
 """What kept entries carry of those that leave a prompt: other values, and a log weight added to their logits.
 
 Attention over b kept entries with log weights beta, softmax(s q.k + beta) v', is fitted to attention over all T entries
-for queries of the prompt itself ("Fast KV compaction via attention matching"): keys stay as they are, so that
-rotary positions do. First the weights, so that each query's sum of exponentials is that of all entries; then the
+for queries of the prompt itself (Attention Matching, arXiv 2602.16284): keys stay as they are, so that rotary
+positions do. First the weights, so that each query's sum of exponentials is that of all entries; then the
 values, so that its output is. Queries lie evenly over the prompt, and are asked where the next tokens will stand:
 the last ones as they stand look at their neighbours, and what is fitted to these is worse than nothing.
 """
