@@ -96,17 +96,21 @@ class Allocation(ABC):
         """
         raise InternalError(f"allocation {self.name} does not split layers")
 
-    def check(self, policy: Policy, name: str) -> None:
-        """Raise UsageError, with the layer's `name`, if the entries of `policy` cannot be shared like this."""
+    def check(self, policy: Policy, name: str, carries: bool = False) -> None:
+        """Raise UsageError, with the layer's `name`, if the entries of `policy` cannot be shared like this.
+
+        `carries`: those that stay carry what leaves.
+        """
         if policy.exempt(1, 2) or policy.exempt(2**31, 2):
             raise UsageError(
                 f"{name}: {policy.name} never evicts some heads, whatever their budget, so there is nothing to share: "
                 f"use a static plan, not allocation {self.name}"
             )
-        if self.shares_layers and policy.merges_prompt:
+        if self.shares_layers and (policy.merges_prompt or carries):
+            what = "entries carry what leaves" if carries else f"{policy.name} merges what it evicts"
             raise UsageError(
-                f"{name}: {policy.name} merges what it evicts, so its budgets must be final when a layer ends: use "
-                f"allocation adakv or static, not {self.name}"
+                f"{name}: {what}, so its budgets must be final when a layer ends: use allocation adakv or static, not "
+                f"{self.name}"
             )
 
     def parameters(self) -> dict[str, int | float | bool | str]:

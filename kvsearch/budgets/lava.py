@@ -94,9 +94,9 @@ class LAVaAllocation(Allocation):
             raise UsageError(self._signed(policy, f"layer {observation.layer}"))
         return list(weights)
 
-    def check(self, policy: Policy, name: str) -> None:
+    def check(self, policy: Policy, name: str, carries: bool = False) -> None:
         """Raise UsageError for a policy whose entries cannot be shared: layers need scores >= 0."""
-        super().check(policy, name)
+        super().check(policy, name, carries)
         if self.layers == "dynamic" and policy.signed_scores:
             raise UsageError(self._signed(policy, name))
 

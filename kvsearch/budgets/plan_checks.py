@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import list_problems
+from kvsearch.plan.schema import NO_CARRY
 from kvsearch.plan.yaml import layer_ranges
 from kvsearch.policies.base import Policy
 from kvsearch.policies.registry import policy_of
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
+    from kvsearch.plan.schema import LayerPlan
 
 MOST_HEADS = 8  # that a message names
 
@@ -35,7 +37,7 @@ def check_plan(plan: Plan, name: str) -> None:
     for phase, part in plan.phases.items():
         unusable: dict[str, list[int]] = {}
         small: list[str] = []
-        shared: set[Policy] = set()
+        shared: set[tuple[Policy, bool]] = set()
         for index, layer in enumerate(part.layers):
             if layer is None:
                 continue
@@ -48,10 +50,14 @@ def check_plan(plan: Plan, name: str) -> None:
                 continue
             if problem := _budget_problem(policy, layer.budget, plan.length):
                 small.append(f"{phase}.layers.{index}.budget: {problem}")
-            if allocation is not None and policy not in shared:
-                shared.add(policy)
+            carries = layer.carry != NO_CARRY
+            decode = plan.decode and plan.decode.layers[index]
+            if carries and (problem := _carry_problem(policy, policy_of(decode.policy) if decode else None, layer)):
+                small.append(f"{phase}.layers.{index}.carry: {problem}")
+            if allocation is not None and (policy, carries) not in shared:
+                shared.add((policy, carries))
                 try:
-                    allocation.check(policy, f"{phase}.layers.{index}")
+                    allocation.check(policy, f"{phase}.layers.{index}", carries)
                 except UsageError as error:
                     sharing.append(str(error))
         for problem, (first, *others) in unusable.items():
@@ -60,6 +66,17 @@ def check_plan(plan: Plan, name: str) -> None:
         problems += small
     if problems + sharing:
         raise UsageError(list_problems(problems + sharing, name))
+
+
+def _carry_problem(policy: Policy, decode: Policy | None, layer: LayerPlan) -> str | None:
+    """Say why entries that `policy` keeps of a prompt cannot carry what leaves it."""
+    merging = next((one.name for one in (policy, decode) if one is not None and one.merges), None)
+    if merging is not None:
+        return f"is {layer.carry}, but {merging} merges what leaves into what stays itself: leave carry out"
+    longest = 2 * max(layer.budget)
+    if all(policy.exempt(budget, longest) for budget in layer.budget):
+        return f"is {layer.carry}, but {policy.name} keeps everything here, so nothing leaves: leave carry out"
+    return None
 
 
 def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None) -> str | None:

@@ -160,14 +160,14 @@ def _decided(rules: LayerRules, holder: RaggedStore | Decoding | None) -> LayerR
 def query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
     """Measure what the output of one layer loses for the tokens that followed a context, on the CPU.
 
-    There are no bounds where entries are merged.
+    There are no bounds where entries are merged, or carry what leaves.
     """
     prefill, decode = rules
     plan = layer.replay(prefill, decode)
     weight = layer.output_weight
     change, evicted = layer.change(plan.shown)
     bounds = {}
-    merges_prompt = prefill is not None and prefill.policy.merges_prompt
+    merges_prompt = prefill is not None and (prefill.policy.merges_prompt or prefill.carries)
     if merges_prompt or (decode is not None and decode.policy.merges):
         # both outputs as decoding computes them, in the model's dtype
         change = layer.full_outputs.float() - plan.outputs.float()

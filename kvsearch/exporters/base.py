@@ -18,7 +18,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile
 from kvsearch.plan.arithmetic import budgets_at
-from kvsearch.plan.schema import STATIC
+from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.runs.estimates import Estimate
 
 if TYPE_CHECKING:
@@ -185,6 +185,7 @@ class BudgetExporter(PlanExporter):
     coarser: ClassVar[str] = ""
     ranks: ClassVar[tuple[str, ...]] = ()
     proportional: ClassVar[bool | None] = False
+    matches: ClassVar[bool] = False  # whether the target itself lets kept entries carry what leaves
 
     def export(self, plan: Plan, inputs: Inputs) -> Exported:
         """Write the budgets, and say what is lost of them, of policies, and of the plan."""
@@ -198,6 +199,8 @@ class BudgetExporter(PlanExporter):
             what = f"the target picks entries as {self.ranks[0]} does, other policies do not"
             losses |= budgets.policy_loss(what, lambda spec: spec.name not in self.ranks)
         losses |= {**written.losses, **common_losses(budgets, proportional=self.proportional)}
+        if not self.matches:
+            losses |= carry_loss(budgets)
         return replace(written, losses=losses, total=budgets.total)
 
     @abstractmethod
@@ -249,6 +252,14 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> Losses:
     if proportional is False and plan.scaling == "proportional":
         losses.append(f"budgets no longer follow the prompt: they are those of {budgets.known_length:,} tokens")
     return dict.fromkeys(losses)
+
+
+def carry_loss(budgets: Budgets) -> Losses:
+    """Return the loss of entries that carry what leaves, where a target has no word for that; nothing if none does."""
+    carries = budgets.plan.phase("prefill").carries
+    entries = int(budgets.entries[[carry != NO_CARRY for carry in carries]].sum())
+    what = "entries carry nothing of what leaves: log weights, and values fitted with them, are left out"
+    return {what: entries} if entries else {}
 
 
 def same_for_heads(entries: Sequence[int], heads: int) -> Ints:

@@ -40,6 +40,7 @@ class AttentionMatching(BudgetExporter):
 
     coarser: ClassVar[str] = "the tool cuts shares of a whole mean of entries off"
     proportional: ClassVar[bool | None] = None
+    matches: ClassVar[bool] = True
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Write the shares; where a rounding error would cost an entry, a trace above it."""

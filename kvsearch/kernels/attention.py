@@ -28,6 +28,7 @@ class Entries:
     positions: Tensor | None = None  # [S, C] or flat [N], whole numbers; None: every column is an entry
     lengths: Tensor | None = None  # [S] whole numbers, rows of each segment
     starts: Tensor | None = None  # [S] int64, the first row of each segment
+    log_weights: Tensor | None = None  # as positions, floats that are added to logits; None: all are 0
 
 
 @dataclass(frozen=True)
@@ -145,19 +146,21 @@ class Chunked:
         entries = self.entries
         keys = entries.keys
         values = entries.values
-        starts, lengths, positions = (
-            keys if given is None else given for given in (entries.starts, entries.lengths, entries.positions)
+        weights = entries.log_weights
+        starts, lengths, positions, beta = (
+            keys if given is None else given for given in (entries.starts, entries.lengths, entries.positions, weights)
         )
         sizes: dict[str, Any] = {"BM": blocks.rows, "BN": blocks.columns, "BD": blocks.dim, "BDV": blocks.value_dim}
         launch(attend_chunks, (self.parts, 1, self.tiles) if self.flat else (len(query), self.splits, self.tiles),
-            query, keys, values, starts, lengths, positions, self.beside, self.output, self.partial, self.statistics,
-            self.logits, *(arriving or (keys,) * 6), self.scaling, 1.0 if self.softcap is None else self.softcap,
+            query, keys, values, starts, lengths, positions, beta, self.beside, self.output, self.partial,
+            self.statistics, self.logits, *(arriving or (keys,) * 6), self.scaling,
+            1.0 if self.softcap is None else self.softcap,
             self.columns, self.chunk, query.shape[1], self.splits, len(query), query.stride(0), query.stride(1),
-            keys.stride(0), keys.stride(-2), values.stride(0), values.stride(-2), positions.stride(0),
+            keys.stride(0), keys.stride(-2), values.stride(0), values.stride(-2), positions.stride(0), beta.stride(0),
             ROWS=rows, D=query.shape[2], DV=self.value_dim, **sizes, BS=self.searched, FLAT=self.flat,
             HOLES=entries.positions is not None, APPEND=bool(arriving), PAUSES=pauses,
             SOFTCAP=self.softcap is not None, SINKS=self.sinks is not None, WHOLE=self.whole, LOGITS=self.keeps_logits,
-            num_warps=blocks.warps, num_stages=blocks.stages,
+            WEIGHTED=weights is not None, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 
     def merge(self, row: Tensor | None, rows: int = 1, places: tuple[Tensor, Tensor] | None = None) -> Tensor:

@@ -37,6 +37,7 @@ class Slots:
     # for "row", where all heads of a layer add theirs up: attention, and heads that hold the entry, [2, N] fp32, zeros;
     # and the place of position 0 of each segment there, [S] int64
     sums: tuple[Tensor, Tensor] | None = None
+    log_weights: Tensor | None = None  # [S, C], see `Entries`; the token's own is 0
 
 
 def step(
@@ -79,7 +80,7 @@ def step(
 
     keys = slots.keys
     positions = slots.positions
-    entries = Entries(keys, slots.values, width, positions)
+    entries = Entries(keys, slots.values, width, positions, log_weights=slots.log_weights)
     made = Chunked(query.contiguous(), entries, scaling, softcap, sinks, rule in WEIGHING)
     output = made.output
     paused = slots.slot if active is None else active

@@ -345,17 +345,19 @@ class RotaryTables:
         return self  # it is the model's
 
 
-def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undo the rotary embedding of `states` [B, H, N, D] (fp32) given the tables [B or 1, N, rotary dims]."""
-    cos = cos[:, None]
-    sin = sin[:, None]
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to `states` [B, H, N, D] (fp32) given the tables [B or 1, N, rotary dims]."""
     width = cos.shape[-1]
     turned = states[..., :width]
-    rest = states[..., width:]
     left, right = turned.chunk(2, dim=-1)
     half_turn = torch.cat((-right, left), dim=-1)
+    return torch.cat((turned * cos[:, None] + half_turn * sin[:, None], states[..., width:]), dim=-1)
+
+
+def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Undo the rotary embedding of `states` [B, H, N, D] (fp32) given the tables [B or 1, N, rotary dims]."""
     scale = cos.square() + sin.square()
-    return torch.cat(((turned * cos - half_turn * sin) / scale, rest), dim=-1)
+    return rotate(states, cos / scale, -sin / scale)
 
 
 def output_projection(module: nn.Module) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Scalar
 from kvsearch.core.limits import MOST_ENTRIES
+from kvsearch.core.naming import require_known
 from kvsearch.plan.origin import changed
 from kvsearch.plan.rounding import water_fill
-from kvsearch.plan.schema import PHASES, Phase, PhasePlan, Plan, PolicySpec
+from kvsearch.plan.schema import NO_CARRY, PHASES, WHOLE, Carry, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
 from kvsearch.plan.size import LAID_OUT, ONE_SIZE, Size
 
 Scaling = Literal["fixed", "proportional"]
@@ -79,10 +80,10 @@ def scale(
         at = length = LAID_OUT
     scaling: Scaling = "fixed" if ratio is None else "proportional"
     wanted = _entries(plan.heads, total, budget, ratio, at)
-    scaled: dict[str, PhasePlan] = {
-        name: _scaled(plan, name, _times(phase.total, wanted, plan.total), _most(plan, name, length, scaling))
-        for name, phase in plan.phases.items()
-    }
+    scaled: dict[str, PhasePlan] = {}
+    for name, phase in plan.phases.items():
+        whole = _scaled(plan, name, _times(phase.total, wanted, plan.total), _most(plan, name, length, scaling))
+        scaled[name] = _carrying(whole, phase.carries, at)
     sizes = {"total": total, "budget": budget, "ratio": ratio, "length": at}
     size = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     origin = changed(plan.provenance, f"scaled to {size}: plan {sha256_of(plan)}")
@@ -128,6 +129,34 @@ def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> PhasePlan:
     return PhasePlan.of(phase.policies, water_fill(phase.table, total, low, most))
 
 
+def with_carry(plan: Plan, carry: Carry) -> Plan:
+    """Return a plan whose kept entries carry this of what leaves a prompt, in every layer that something leaves.
+
+    Raises:
+        UsageError: there is no such carry, the plan has no prefill phase, or it keeps prompts whole.
+    """
+    require_known("carries", carry, get_args(Carry))
+    phase = plan.phase("prefill")
+    prefill = _carrying(phase, [carry] * len(phase.layers), plan.length)
+    if carry != NO_CARRY and set(prefill.carries) == {NO_CARRY}:
+        raise UsageError("the plan keeps prompts whole, so nothing leaves that its entries could carry")
+    origin = changed(plan.provenance, f"carry {carry}: plan {sha256_of(plan)}")
+    return Plan(**{**dict(plan), "prefill": prefill, "provenance": origin})
+
+
+def _carrying(phase: PhasePlan, carries: Sequence[Carry], longest: int | None) -> PhasePlan:
+    """Return a phase with what its layers carry, nothing where nothing leaves a prompt of `longest` tokens."""
+
+    def leaves(layer: LayerPlan) -> bool:
+        return layer.policy.name != WHOLE and (longest is None or min(layer.budget) < longest)
+
+    layers = (
+        None if layer is None else layer.model_copy(update={"carry": carry if leaves(layer) else NO_CARRY})
+        for layer, carry in zip(phase.layers, carries, strict=True)
+    )
+    return PhasePlan(layers=tuple(layers))
+
+
 def _times(total: int, numerator: int, denominator: int) -> int:
     """Round total * numerator / denominator, halves up, in whole numbers."""
     return (2 * total * numerator + denominator) // (2 * denominator)
@@ -150,8 +179,8 @@ class SettingChange(NamedTuple):
     """Something else that differs between two plans; None where a plan does not state it.
 
     `name` is a field of the plan ("length", "model.weights_sha256"), "allocation" or "policy", or a parameter of these
-    ("allocation.layers", "policy.window"). `phase` is set for what belongs to a phase: its "total", and policies, which
-    are stated once for all `layers` with the same change.
+    ("allocation.layers", "policy.window"), or "carry". `phase` is set for what belongs to a phase: its "total", and
+    policies and what entries carry, which are stated once for all `layers` with the same change.
     """
 
     name: str
@@ -186,8 +215,8 @@ def diff(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetChange]]:
         pairs = zip(*((None,) * a.model.layers if part is None else part.layers for part in parts), strict=True)
         changed_in: dict[SettingChange, list[int]] = {}
         for layer, pair in enumerate(pairs):
-            policies = [{} if planned is None else _named("policy", planned.policy) for planned in pair]
-            for change in _changes(policies[0], policies[1], phase):
+            settings_of = [{} if planned is None else _of_layer(planned) for planned in pair]
+            for change in _changes(settings_of[0], settings_of[1], phase):
                 changed_in.setdefault(change, []).append(layer)
             heads = zip(*(unplanned if planned is None else planned.budget for planned in pair), strict=True)
             budgets += [
@@ -209,6 +238,11 @@ def _changes(
     for name in dict.fromkeys([*before, *after]):
         if before.get(name) != after.get(name):
             yield SettingChange(name, before.get(name), after.get(name), phase)
+
+
+def _of_layer(planned: LayerPlan) -> dict[str, Scalar | None]:
+    carry = {} if planned.carry == NO_CARRY else {"carry": planned.carry}
+    return {**_named("policy", planned.policy), **carry}
 
 
 def _named(what: str, spec: PolicySpec) -> dict[str, Scalar]:

@@ -122,6 +122,12 @@ def phases_of(name: str) -> tuple[Phase, ...]:
     return PHASES[name]
 
 
+WHOLE = "full"  # the policy that keeps everything
+# what kept entries carry of those that leave a prompt: "match", values and log weights that make up for them
+Carry = Literal["none", "match"]
+NO_CARRY: Carry = "none"
+
+
 class PolicySpec(Record):
     """An eviction policy, or an allocation, by its registered name, with the parameters that differ from its defaults.
 
@@ -133,10 +139,14 @@ class PolicySpec(Record):
 
 
 class LayerPlan(Record):
-    """What one layer keeps: `budget` is in entries per kv head, protected entries (sinks, window) included."""
+    """What one layer keeps: `budget` is in entries per kv head, protected entries (sinks, window) included.
+
+    `carry` is what they carry of those that leave, in a prefill phase.
+    """
 
     policy: PolicySpec
     budget: Annotated[tuple[Entries, ...], FailFast()] = Field(max_length=MOST_HEADS)
+    carry: Carry = Field(default=NO_CARRY, exclude_if=lambda carry: carry == NO_CARRY)
 
 
 class PhasePlan(Record):
@@ -158,6 +168,11 @@ class PhasePlan(Record):
     def policies(self) -> tuple[PolicySpec | None, ...]:
         """The policy of each layer; None where a layer keeps its full cache."""
         return tuple(None if layer is None else layer.policy for layer in self.layers)
+
+    @property
+    def carries(self) -> tuple[Carry, ...]:
+        """What the entries of each layer carry of what leaves."""
+        return tuple(NO_CARRY if layer is None else layer.carry for layer in self.layers)
 
     @property
     def planned_layers(self) -> tuple[int, ...]:
@@ -253,7 +268,7 @@ class Plan(Record):
     @classmethod
     def _fits_the_rest(cls, phase: PhasePlan | None, info: ValidationInfo) -> PhasePlan | None:
         if phase is not None:
-            refuse(_phase_problems(phase, info.data))
+            refuse(_phase_problems(phase, info.data, info.field_name == "prefill"))
         elif info.field_name == "decode" and info.data.get("prefill", phase) is None and "prefill" in info.data:
             refuse([((), "a plan needs at least one phase: give prefill, decode or both")])
         return phase
@@ -270,7 +285,7 @@ class Plan(Record):
         return total
 
 
-def _phase_problems(phase: PhasePlan, known: Mapping[str, Any]) -> Iterator[Problem]:
+def _phase_problems(phase: PhasePlan, known: Mapping[str, Any], prefill: bool) -> Iterator[Problem]:
     """Find where a phase contradicts the model, floor and length, as far as these are valid themselves."""
     model: ModelFingerprint | None = known.get("model")
     if model is not None and len(phase.layers) != model.layers:
@@ -281,6 +296,18 @@ def _phase_problems(phase: PhasePlan, known: Mapping[str, Any]) -> Iterator[Prob
     for index, budget in enumerate(phase.budgets):
         for what in () if budget is None else _budget_problems(budget, model, known.get("floor", 0), most):
             yield ("layers", index, "budget"), what
+    longest = known.get("length")
+    for index, layer in enumerate(phase.layers):
+        if layer is None or layer.carry == NO_CARRY:
+            continue
+        if not prefill:
+            yield (
+                ("layers", index, "carry"),
+                f"is {layer.carry}, but only what leaves a prompt is carried: drop it",
+            )
+        elif longest is not None and min(layer.budget, default=0) >= longest:
+            problem = f"is {layer.carry}, but this layer keeps all of {longest} tokens, so nothing leaves it: drop it"
+            yield ("layers", index, "carry"), problem
 
 
 def _budget_problems(

@@ -6,7 +6,7 @@
     prefill:
       layers:
         0-7: {policy: snapkv, budget: 640, params: {window: 8}}
-        8: {policy: tova, budget: [600, 700]}  # per kv head
+        8: {policy: tova, budget: [600, 700], carry: match}  # per kv head
         9-11: full  # whole cache, which no total counts
 
 Parameters that several entries share may stand once under `policies`, by the name of the policy; an entry with `params`
@@ -24,11 +24,10 @@ from typing import Any
 import yaml
 
 from kvsearch.plan import PhasePlan, Plan, PolicySpec, canonical_json
-from kvsearch.plan.schema import STATIC, LayerPlan
+from kvsearch.plan.schema import NO_CARRY, STATIC, WHOLE, LayerPlan
 
 STRATEGY_FORMAT = "kvsearch.strategy"
 STRATEGY_VERSION = 1
-WHOLE = "full"  # what stands for a layer without a budget
 
 _HEADER = f"""\
 # A plan to read and edit; `kvsearch plan build` makes a plan file of it again.
@@ -104,4 +103,6 @@ def _entry(layer: LayerPlan | None) -> _Line | str:
     entry = _Line(policy=layer.policy.name, budget=budget[0] if len(set(budget)) == 1 else budget)
     if layer.policy.params:
         entry["params"] = dict(sorted(layer.policy.params.items()))
+    if layer.carry != NO_CARRY:
+        entry["carry"] = layer.carry
     return entry

@@ -41,6 +41,7 @@ class Needs:
     column_sums: bool = False  # attention that every entry received from all queries
     projection: bool = False  # norms of the values behind the output projection W_O
     unrotated: bool = False  # keys turned back to position 0, which not every model's rotary embedding allows
+    references: int = 0  # so many queries of tokens that lie evenly over the prompt, turned back to position 0
 
     hidden: OfHidden | None = None  # what this makes of hidden states, which are not kept themselves
     reread: Rereading | None = None  # attention from the prompt when it is read again
@@ -58,6 +59,8 @@ class Needs:
             words.append("projected value norms")
         if self.unrotated:
             words.append("keys at position 0")
+        if self.references:
+            words.append(f"{self.references} query rows from all over the prompt")
         if self.hidden is not None:
             words.append("hidden states")
         if self.reread:
@@ -71,6 +74,13 @@ class QueryStatistics:
 
     mean: Tensor  # [B, Hq, D] fp32
     covariance: Tensor  # [B, Hq, D, D] fp32
+
+
+class References(NamedTuple):
+    """Queries of N tokens that lie evenly over each prompt, in no order; of a shorter one some are not real."""
+
+    queries: Tensor  # [B, Hq, N, D] fp32, at position 0
+    real: Tensor  # [B, N] bool
 
 
 Shared = TypeVar("Shared")
@@ -96,6 +106,7 @@ class Observation:
     queries: Tensor | None = None  # [B, Hq, rows, D], the last rows seen
     softcap: float | None = None
     statistics: Mapping[int, QueryStatistics] = field(default_factory=dict)  # by the position they start from
+    references: References | None = None
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # positions [N] -> cos, sin [N, rotary dims]
     next_position: Tensor | None = None  # [B] rotary position of the token that comes next; default: the lengths
     column_sums: Tensor | None = None  # [B, Hkv, T] fp32, attention received from all rows, mean over the query group

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvsearch.policies.base import Observation
 
 Change = Callable[[Tensor], Tensor]
+LOG_WEIGHTS = "log_weights"  # state of entries that carry what left the prompt: added to their logits
 
 
 @dataclass
@@ -65,6 +66,11 @@ class Cached:
     def held(self) -> Tensor:
         """Slots that hold an entry, [S, C] bool."""
         return self.positions >= 0
+
+    @property
+    def log_weights(self) -> Tensor | None:
+        """What is added to logits of the entries, [S, C] in the dtype of keys; None where they carry nothing."""
+        return self.state.entries.get(LOG_WEIGHTS)
 
     def at_slots(self, change: Change) -> Cached:
         """Return other slots of the same segments: `change` makes tensors [S, C', ...] of those [S, C, ...]."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsearch.plan import PHASES, Phase, Plan
 from kvsearch.plan.arithmetic import diff
-from kvsearch.plan.schema import STATIC
+from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.plan.yaml import layer_ranges
 from kvsearch.report.figures import Figure, Part, layer_map
 from kvsearch.report.numbers import counted
@@ -35,6 +35,9 @@ def plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
         described = [f"{spec.name} {spec.params}" for spec in specs]
         policies = sorted(set(described))
         own = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
+        if carrying := [index for index, carry in enumerate(part.carries) if carry != NO_CARRY]:
+            kinds = sorted(set(part.carries) - {NO_CARRY})
+            own["carry"] = f"{', '.join(kinds)} in layers {', '.join(layer_ranges(carrying))}"
         alone = [index for index, layer in enumerate(part.layers) if layer is None]
         yield {**settings, **own, **({"layers left alone": alone} if alone else {})}
         if len(set(names)) < len(policies):

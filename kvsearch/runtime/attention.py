@@ -191,27 +191,31 @@ def slot_attention(
     """Attend with one token per segment to its slots: [S, G, D] -> [S, G, Dv], and its row if wanted.
 
     Kernels see in the positions which slots have an entry, unless all are `full`. Elsewhere `bias` [S, C] is -inf where
-    a slot has no entry, else 0, in fp32 if the row is wanted, else in the keys' dtype; None: every slot has one. The
-    row is the mean over the group, [S, C] fp32, written to `into` if that is given.
+    a slot has no entry, else 0, in fp32 if the row is wanted, else in the keys' dtype; None: every slot has one. What
+    entries carry is added. The row is the mean over the group, [S, C] fp32, written to `into` if that is given.
     """
     keys = cached.keys
     values = cached.values
+    weights = cached.log_weights
     if serves(query, keys, values):
-        held = kernels.Entries(keys, values, keys.shape[1], positions=None if full else cached.positions)
+        positions = None if full else cached.positions
+        held = kernels.Entries(keys, values, keys.shape[1], positions=positions, log_weights=weights)
         sinks = logits.sinks_of(cached.heads)
         return kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row, into=into)
+    if weights is not None:
+        bias = weights if bias is None else bias + weights
     if not want_row and logits.plain:
         mask = None if bias is None else bias[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))
         return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=logits.scaling).squeeze(1), None
-    weights = logits.softmax(logits.of(query, keys, None if bias is None else bias[:, None].float()), cached.heads)
-    output = weights.to(values.dtype) @ values
+    shares = logits.softmax(logits.of(query, keys, None if bias is None else bias[:, None].float()), cached.heads)
+    output = shares.to(values.dtype) @ values
     if not want_row:
         return output, None
-    weights = weights.detach()
+    shares = shares.detach()
     if into is not None and into.is_contiguous():
-        return output, torch.mean(weights, 1, out=into)
-    row = weights.mean(1)
+        return output, torch.mean(shares, 1, out=into)
+    row = shares.mean(1)
     return output, row if into is None else into.copy_(row)
 
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import RotaryTables, class_of, require_plain_rotary, rotary_switch, text_config
 from kvsearch.models.memory import refuse_offloaded
+from kvsearch.plan.schema import NO_CARRY
 from kvsearch.policies import Policy
 from kvsearch.policies.checks import require_finite
 from kvsearch.runtime.collector import watch
@@ -63,6 +64,8 @@ class PlanCache(Cache):  # type: ignore[misc]
         refuse_offloaded(model, class_of(model))
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
+        if program.prefill is not None and program.prefill.carries:
+            require_plain_rotary(model, "a plan whose entries carry what leaves")
         layers = stock_layers(model)
         config = text_config(model)
         sharing = None if program.allocation is None else Sharing(program.allocation, program)
@@ -367,7 +370,7 @@ class CacheMark(NamedTuple):
 def _phase_rule(phase: PhaseProgram | None, layer: int) -> PhaseRule | None:
     if phase is None or layer not in phase.policies:
         return None
-    return PhaseRule(phase.policies[layer], partial(phase.budgets, layer))
+    return PhaseRule(phase.policies[layer], partial(phase.budgets, layer), phase.carries.get(layer, NO_CARRY))
 
 
 def check_rotary(model: Any, policies: Iterable[Policy]) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from kvsearch.core.errors import IncompatibleError, UsageError, present
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import attention_modules, require_continuation, unrotate
-from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics
+from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics, References
 from kvsearch.policies.checks import DeferredCheck, require_finite
+from kvsearch.policies.fitted import even_places
 from kvsearch.policies.scoring import column_sums
 from kvsearch.runtime.attention import (
     Output,
@@ -28,6 +29,7 @@ from kvsearch.runtime.logits import Logits
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 ENDS_PADDED = "a prompt ends with padding: pad batches on the left (padding_side='left')"
+LEADING = 4  # tokens that are no reference where there are others
 CHUNK = 4096  # query rows turned back at a time, which bounds the scratch memory
 
 
@@ -48,6 +50,8 @@ class DensePrompt:
         self._rows_wanted = max((need.query_rows for need in needs), default=0)
         starts = {need.query_statistics_from for need in needs}
         self._starts = sorted(start for start in starts if start is not None)
+        self._references = max((need.references for need in needs), default=0)
+        self._sampled: QuerySample | None = None
         self._wants_sums = any(need.column_sums for need in needs)
         self._wants_projection = any(need.projection for need in needs)
         self._hidden: dict[OfHidden, list[Tensor]] = {need.hidden: [] for need in needs if need.hidden is not None}
@@ -116,13 +120,17 @@ class DensePrompt:
             if self._sums is not None:
                 sums[..., :-count] += self._sums
             self._sums = sums
-        if self._starts:
-            self._add_moments(query, positions, valid[:, -count:])
+        if self._starts or self._references:
+            own = valid[:, -count:]
+            index = own.cumsum(-1) - 1 if self._seen is None else self._seen[:, None] + own.cumsum(-1) - 1
+            self._seen = index[:, -1] + 1
+            if self._references:
+                sample = QuerySample.of(query, positions, index, own)
+                self._sampled = sample.first(self._references, self._sampled)
+            self._add_moments(query, positions, own, index)
 
-    def _add_moments(self, query: Tensor, positions: Tensor, valid: Tensor) -> None:
-        index = valid.cumsum(-1) - 1 if self._seen is None else self._seen[:, None] + valid.cumsum(-1) - 1
-        self._seen = index[:, -1] + 1
-        for start in range(0, query.shape[2], CHUNK):
+    def _add_moments(self, query: Tensor, positions: Tensor, valid: Tensor, index: Tensor) -> None:
+        for start in range(0, query.shape[2] if self._starts else 0, CHUNK):
             part = slice(start, start + CHUNK)
             plain = plain_queries(query[:, :, part], positions[:, part], self.rotary)
             for first in self._starts:
@@ -144,6 +152,7 @@ class DensePrompt:
             queries=self.rows,
             softcap=logits.softcap,
             statistics={first: found.statistics() for first, found in self._moments.items()},
+            references=None if self._sampled is None else self._sampled.references(self.rotary),
             rotary=self.rotary,
             next_position=self._positions[:, -1] + 1,
             column_sums=self._sums,
@@ -165,6 +174,37 @@ def plain_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     batch, count = positions.shape
     cos, sin = (table.view(batch, count, -1) for table in rotary(positions.flatten()))
     return unrotate(query.float(), cos, sin)
+
+
+class QuerySample(NamedTuple):
+    """Queries of some tokens, by an order in which the first ones lie evenly over a prompt, however long it is."""
+
+    order: Tensor  # [B, n] fp32, ascending; infinite where padding
+    positions: Tensor  # [B, n] rotary
+    queries: Tensor  # [B, Hq, n, D] as attention saw them
+
+    @classmethod
+    def of(cls, query: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> QuerySample:
+        """Take all queries [B, Hq, n, D] of tokens with this `index` [B, n] in their sequence."""
+        order = even_places(index)
+        order = order + (index < LEADING)  # after all others: what they look at is like nothing that comes later
+        return cls(order.masked_fill(~valid, float("inf")), positions, query)
+
+    def first(self, count: int, before: QuerySample | None) -> QuerySample:
+        """Return the first `count` of these and of those `before`."""
+        order, positions, queries = self
+        if before is not None:
+            order, positions, queries = (
+                torch.cat([old, new], dim) for old, new, dim in zip(before, self, (1, 1, 2), strict=True)
+            )
+        order, chosen = torch.sort(order, dim=-1, stable=True)
+        chosen = chosen[:, :count]
+        taken = chosen[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+        return QuerySample(order[:, :count], positions.gather(1, chosen), queries.gather(2, taken))
+
+    def references(self, rotary: Rotary) -> References:
+        """Return the queries at position 0."""
+        return References(plain_queries(self.queries, self.positions, rotary), self.order.isfinite())
 
 
 class Moments(NamedTuple):

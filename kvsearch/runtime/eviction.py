@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Ints
+from kvsearch.plan.schema import NO_CARRY, Carry
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
+from kvsearch.policies.carry import REFERENCES, match_attention
 from kvsearch.policies.checks import lengths_after, lengths_of, start_state
-from kvsearch.policies.decoding import State, slots_of
+from kvsearch.policies.decoding import LOG_WEIGHTS, State, slots_of
 from kvsearch.policies.ranking import at_each, first_staged, keep_at, limits_under, scored
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import UNBOUNDED, Limits, StepRule, decode_needs
@@ -29,22 +31,30 @@ class PhaseRule(NamedTuple):
 
     policy: Policy
     budgets: Budgets
+    carry: Carry = NO_CARRY  # what entries that stay carry of those that leave
+
+    @property
+    def carries(self) -> bool:
+        """Whether kept entries have log weights."""
+        return self.carry != NO_CARRY
 
 
 def rules_need(prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Needs]:
-    """Return what the policies of both phases must be given of a prompt."""
+    """Return what the rules of both phases must be given of a prompt."""
     needs = [] if prefill is None else [prefill.policy.needs()]
+    if prefill is not None and prefill.carries:
+        needs.append(Needs(references=REFERENCES))
     return needs if decode is None else [*needs, decode_needs(decode.policy)]
 
 
 class Kept(NamedTuple):
     """What the prefill phase left of a prompt, and the decode phase's rule and running state, if there is one."""
 
-    observation: Observation  # with merged keys and values, where the policy merges
+    observation: Observation  # with merged keys and values where the policy merges, with others where entries carry
     keep: Tensor  # [B, Hkv, T] bool
     counts: Ints  # [B, Hkv] entries that are kept
     rule: StepRule | None
-    state: State  # tensors [B, Hkv, T, ...] and [B, Hkv, ...]
+    state: State  # tensors [B, Hkv, T, ...] and [B, Hkv, ...], log weights among them where entries carry
 
 
 def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> Kept:
@@ -68,10 +78,14 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
             gone = int((whole - counts).max())
             observation, state = merged(prefill.policy, observation, keep, gone, int(counts.max()))
     if rule is None or decode is None:
-        return Kept(observation, keep, counts, None, State())
-    rule.there = placed[-1]
-    if state is None or prefill is None or prefill.policy != decode.policy:
-        state = rule.start(observation)
+        state = State()
+    else:
+        rule.there = placed[-1]
+        if state is None or prefill is None or prefill.policy != decode.policy:
+            state = rule.start(observation)
+    if prefill is not None and prefill.carries:
+        values, state.entries[LOG_WEIGHTS] = match_attention(observation, keep, counts, lengths)
+        observation = replace(observation, values=values)
     return Kept(observation, keep, counts, rule, state)
 
 
@@ -91,7 +105,8 @@ def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule
         source = source_of(left.observation, left.keep, left.counts, left.state)
         return Decoding(pack([source], left.rule), left.rule, left.keep.shape[2])
     states = (left.observation.keys, left.observation.values)
-    return RaggedStore.pack(*states, left.keep, observation.index, left.counts, lengths_of(observation))
+    log_weights = left.state.entries.get(LOG_WEIGHTS)
+    return RaggedStore.pack(*states, left.keep, observation.index, left.counts, lengths_of(observation), log_weights)
 
 
 def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:

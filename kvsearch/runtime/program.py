@@ -17,7 +17,9 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError, warn_once
 from kvsearch.models.architecture import FULL, attention_modules, class_of, describe
 from kvsearch.models.memory import FP32, MemoryNeeds, free_bytes, free_memory, reading_needs
 from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.schema import NO_CARRY, Carry
 from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.carry import REFERENCES
 from kvsearch.policies.registry import policy_of
 from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.runtime.decode.rule import decode_needs
@@ -41,6 +43,7 @@ class PhaseProgram:
     policies: dict[int, Policy]
     table: BudgetTable
     floor: int = 1  # the fewest entries a head may get where budgets are shared
+    carries: Mapping[int, Carry] = field(default_factory=dict)  # by layer, what its entries carry of those that leave
     allocation: Allocation | None = None  # how they are shared; set by the program
     _tables: dict[int, NDArray[np.int64]] = field(init=False, default_factory=dict, compare=False, repr=False)
 
@@ -85,7 +88,7 @@ class Program:
             decode_needs(policy)
         for phase in self.phases if self.allocation else ():
             for layer, policy in sorted(phase.policies.items()):
-                self.allocation.check(policy, f"layer {layer}")  # type: ignore[union-attr]
+                self.allocation.check(policy, f"layer {layer}", layer in phase.carries)  # type: ignore[union-attr]
 
     @classmethod
     def from_plan(cls, model: nn.Module, plan: Plan) -> Program:
@@ -174,7 +177,8 @@ def _phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhasePr
             f"{FULL} can be planned"
         )
     policies = {index: policy_of(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
-    return PhaseProgram(policies, partial(budgets_at, plan, name, clip=clip), max(plan.floor, 1))
+    carries = {index: carry for index, carry in enumerate(phase.carries) if carry != NO_CARRY}
+    return PhaseProgram(policies, partial(budgets_at, plan, name, clip=clip), max(plan.floor, 1), carries)
 
 
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers calls the normalisation of keys
@@ -203,18 +207,24 @@ def normalises_keys(model: nn.Module) -> bool:
 def prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
     """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers.
 
-    Under a program without a decode phase, `tokens` more of every prompt have come.
+    Log weights of entries that carry something count. Under a program without a decode phase, `tokens` more of every
+    prompt have come.
     """
     shape = describe(model)
     phase = program.prefill
     layers = len(shape.full_layers)
     more = 0 if program.decode else tokens
     entries = 0
+    weights = 0
     for length in lengths:
         planned = 0 if phase is None else phase.entries(length)
+        if phase is not None and phase.carries:
+            table = np.minimum(phase.table(length), length)
+            weights += int(table[[layer in phase.carries for layer in sorted(phase.policies)]].sum())
         unplanned = layers - (0 if phase is None else len(phase.policies))
         entries += planned + unplanned * shape.kv_heads * length + layers * shape.kv_heads * more
-    return int(entries * (2 * shape.head_dim * model.dtype.itemsize + POSITION))
+    size = model.dtype.itemsize
+    return int(entries * (2 * shape.head_dim * size + POSITION) + weights * size)
 
 
 def memory_needs(
@@ -228,6 +238,10 @@ def memory_needs(
     logits = min(chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
     scratch = logits + entries * (RANKING + FP32 * shape.head_dim) if scoring else 0
     queries = max((need.query_rows for need in scoring), default=0) * shape.head_dim * model.dtype.itemsize
+    if program.prefill is not None and program.prefill.carries:
+        queries += REFERENCES * shape.head_dim * model.dtype.itemsize
+        # of one layer: values once more, and reference logits of a few heads at a time
+        scratch += entries * shape.head_dim * model.dtype.itemsize + 2 * chunk_bytes(model.device)
     sums = FP32 * max(lengths) if any(need.column_sums for need in scoring) else 0
     gathered = len(lengths) * len(shape.full_layers) * shape.query_heads * (queries + sums)
     return reading_needs(model, lengths, prompt_bytes(model, program, lengths, tokens), chunk, scratch, gathered)

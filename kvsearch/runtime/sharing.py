@@ -20,6 +20,7 @@ from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import InternalError, NonFiniteError
 from kvsearch.kernels.dispatch import serves
+from kvsearch.plan.schema import NO_CARRY
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.policies.checks import lengths_after, lengths_of
@@ -47,6 +48,7 @@ class PhaseShares:
         self.lasting = lasting  # whether the budgets hold while the sequences grow
         self.rows = {layer: row for row, layer in enumerate(sorted(phase.policies))}
         self.policies = phase.policies
+        self.carries = phase.carries
         self.of_sequence: list[Shares] = []
         for length in lengths:
             planned = phase.table(length)
@@ -148,7 +150,7 @@ class Sharing:
             if phase is None or index not in phase.rows:
                 return None
             budgets = torch.from_numpy(phase.of_layer(index))
-            return PhaseRule(phase.policies[index], lambda _: budgets)
+            return PhaseRule(phase.policies[index], lambda _: budgets, phase.carries.get(index, NO_CARRY))
 
         return evict(observation, rule("prefill"), rule("decode"))
 

@@ -17,7 +17,8 @@ from kvsearch.core.parsing import located_problems, require_header
 from kvsearch.core.yaml_document import Place, YamlDocument
 from kvsearch.plan import PHASES, ModelFingerprint, Plan, PolicySpec
 from kvsearch.plan.origin import Provenance
-from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
+from kvsearch.plan.schema import WHOLE
+from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, layer_ranges
 
 EXAMPLE = "{policy: snapkv, budget: 640}"
 _KEYS = (
@@ -145,13 +146,15 @@ class _Reader:
             if value != WHOLE:
                 self.tell(place, f"must be {WHOLE} (the whole cache) or a mapping such as {EXAMPLE}")
             return None
-        given = self._known(place, value, ("policy", "budget", "params"))
+        given = self._known(place, value, ("policy", "budget", "params", "carry"))
         name = given.get("policy")
         params = given["params"] if "params" in given else self.policies.get(str(name), {})
         entry: dict[str, Any] = {"policy": {"params": params, **({"name": name} if "policy" in given else {})}}
         if "budget" in given:
             budget = given["budget"]
             entry["budget"] = budget if isinstance(budget, list) else [budget] * heads
+        if "carry" in given:
+            entry["carry"] = given["carry"]
         return entry
 
     def _check_plan(self, plan: Plan) -> None:

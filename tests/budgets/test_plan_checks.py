@@ -8,7 +8,8 @@ import pytest
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import Plan
+from kvsearch.plan import PhasePlan, Plan
+from kvsearch.plan.arithmetic import with_carry
 from tests.plan.builders import plan_dict
 
 
@@ -76,6 +77,25 @@ def test_what_is_wrong_with_a_policy_is_said_once_with_its_layers() -> None:
     assert lines[3] == "prefill.layers.6.policy: policy snapkv: window must be a whole number, got 'wide'"
     assert lines[4].startswith("prefill.layers.3.budget: is 9 at head 0, 9 at head 1, below the 32")
     assert len(lines) == 5
+
+
+def test_what_carries_nothing() -> None:
+    small: dict[str, Any] = {"window": 4, "sinks": 2}
+    plan = planned(("d2o", {}, [20, 20]), ("full", {}, [9, 9]), ("snapkv", small, [6, 9]), decode="as prefill")
+    layers = tuple(layer and layer.model_copy(update={"carry": "match"}) for layer in plan.phase("prefill").layers)
+    carrying = plan.model_copy(update={"prefill": PhasePlan(layers=layers), "decode": None})
+    assert problems(carrying) == [
+        "prefill.layers.0.carry: is match, but d2o merges what leaves into what stays itself: leave carry out",
+        "prefill.layers.1.carry: is match, but full keeps everything here, so nothing leaves: leave carry out",
+    ]
+    cake: dict[str, Any] = {"name": "cake", "params": {}}
+    alone = planned(("cake", {"window": 4}, [60, 90]), allocation=cake)
+    (shared,) = problems(with_carry(alone, "match"))
+    assert shared == (
+        "prefill.layers.0: entries carry what leaves, so its budgets must be final when a layer ends: use allocation "
+        "adakv or static, not cake"
+    )
+    check_plan(with_carry(planned(("cake", {"window": 4}, [60, 90])), "match"), "p.json")
 
 
 def test_allocations_that_do_not_suit_the_policies() -> None:

@@ -19,6 +19,7 @@ from kvsearch.exporters import TARGETS, exporter_of
 from kvsearch.exporters.base import SINGLE, Budgets, Inputs, PlanExporter
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import ModelFingerprint, Plan
+from kvsearch.plan.arithmetic import with_carry
 from kvsearch.plan.rounding import largest_remainder
 from tests.exporters.simulations import OPTIONS, SIMULATIONS, difference, options_of
 from tests.plan.builders import make_plan, phase_dict
@@ -203,7 +204,7 @@ def test_an_even_plan_of_a_press_loses_nothing() -> None:
 
 
 def test_what_else_is_lost_is_named() -> None:
-    plan = plan_of([[80, 40], [20, 20]], "snapkv", {"sinks": 4, "protect": 8}, scaling="fixed")
+    plan = with_carry(plan_of([[80, 40], [20, 20]], "snapkv", {"sinks": 4, "protect": 8}, scaling="fixed"), "match")
     _, found = exported("kvpress-layers", plan)
     assert found.describe() == [
         "budgets of single heads: all heads of a layer keep the same number: 20 of 160 entries (12.5%)",
@@ -211,6 +212,8 @@ def test_what_else_is_lost_is_named() -> None:
         "the press protects all 32 queries that it looks at, the policy 8",
         "the press does not protect the first 4 entries",
         "budgets become shares of the prompt: right at 400 tokens only",
+        "entries carry nothing of what leaves: log weights, and values fitted with them, are left out: 160 of 160 "
+        "entries (100.0%)",
     ]
 
 

@@ -27,6 +27,7 @@ class Case:
     sinks: bool = False
     holes: bool = False
     ragged: bool = False
+    weighted: bool = False
     scale: float = 1.0  # of the keys
     seed: int = 0
 
@@ -49,11 +50,12 @@ class Case:
             self.shown &= torch.rand(self.segments, self.columns, generator=generator) < 0.6
             self.positions = torch.where(self.shown, 5, -1)
         self.clean = self.keys.double(), self.values.double()
+        self.log_weights = (2 * normal(self.segments, self.columns)).to(self.dtype) if self.weighted else None
         self.keys[~self.shown] = self.values[~self.shown] = NAN
 
     def block(self) -> Entries:
         """All segments beside one another: they are not `ragged`."""
-        return Entries(self.keys, self.values, self.columns, self.positions)
+        return Entries(self.keys, self.values, self.columns, self.positions, log_weights=self.log_weights)
 
     def flat(self) -> Entries:
         """Segments behind one another, in another order, with what is nobody's between them."""
@@ -70,7 +72,12 @@ class Case:
             positions[order, : self.columns] = self.positions.int()
             positions = positions.flatten()
         lengths = torch.full_like(starts, self.columns) if self.lengths is None else self.lengths
-        return Entries(*(part.flatten(0, 1) for part in parts), self.columns, positions, lengths, starts)
+        weights = None
+        if self.log_weights is not None:
+            weights = self.keys.new_full((self.segments, gap), NAN)
+            weights[order, : self.columns] = self.log_weights
+            weights = weights.flatten()
+        return Entries(*(part.flatten(0, 1) for part in parts), self.columns, positions, lengths, starts, weights)
 
     @property
     def scaling(self) -> float:
@@ -82,6 +89,8 @@ class Case:
         logits = self.query.double() @ keys.transpose(-1, -2) * self.scaling
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
+        if self.log_weights is not None:
+            logits = logits + self.log_weights.double()[:, None]
         stop = torch.full((self.segments,), self.columns) if self.lengths is None else self.lengths
         last = stop[:, None] - self.rows + torch.arange(self.group * self.rows) % self.rows
         seen = self.shown[:, None] & (torch.arange(self.columns) <= last[..., None])

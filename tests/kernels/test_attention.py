@@ -40,9 +40,9 @@ def check(case: Case, want_row: bool) -> None:
     "case",
     [
         Case(1, 1, 64, 64, 1),
-        Case(2, 4, 128, 128, 63, dtype=bf16, holes=True),
+        Case(2, 4, 128, 128, 63, dtype=bf16, holes=True, weighted=True),
         Case(1, 7, 80, 96, 700, dtype=fp16, ragged=True, softcap=30.0),
-        pytest.param(Case(2, 2, 96, 64, 1000, sinks=True, holes=True, ragged=True), marks=nightly),
+        pytest.param(Case(2, 2, 96, 64, 1000, sinks=True, holes=True, ragged=True, weighted=True), marks=nightly),
         Case(1, 8, 192, 128, 600, dtype=bf16, sinks=True),
         Case(1, 3, 256, 256, 300, holes=True, softcap=5.0),
         pytest.param(Case(2, 4, 32, 32, 5000, dtype=bf16, ragged=True), marks=nightly),
@@ -82,7 +82,7 @@ def test_large_keys_neither_overflow_nor_lose_their_order(dtype: torch.dtype, sc
     st.builds(
         Case, st.integers(1, 3), st.integers(1, 5), st.integers(1, 20), st.integers(1, 20), st.integers(4, 80),
         st.integers(1, 4), st.sampled_from([fp16, bf16, fp32]), st.sampled_from([None, 3.0]), st.booleans(),
-        st.booleans(), st.booleans(), seed=st.integers(0, 99),
+        st.booleans(), st.booleans(), st.booleans(), seed=st.integers(0, 99),
     ),
 )  # fmt: skip
 def test_any_segments(case: Case) -> None:
@@ -100,7 +100,7 @@ def test_nothing_to_see_gives_nothing() -> None:
 
 @pytest.mark.parametrize("columns", [40, pytest.param(900, marks=nightly)])
 def test_a_flat_store_gives_the_bits_of_a_block(columns: int) -> None:
-    case = Case(4, 3, 32, 48, columns, holes=True)
+    case = Case(4, 3, 32, 48, columns, holes=True, weighted=True)
     output, _ = attend(case.query, case.block(), 0.3)
     found, _ = attend(case.query, case.flat(), 0.3)
     assert torch.equal(found, output)

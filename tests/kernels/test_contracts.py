@@ -63,7 +63,7 @@ def test_decode_rules(name: str, served: list[str]) -> None:
     settings = {"cake": {"window": 3}, "snapkv": {"window": 1, "refresh": 3}}
     policy = create_policy(name, settings.get(name, {}))
     budgets = (8, 8) if name == "tova" else (5, 8)  # rows of a layer are added up in one block
-    scene = Scene(2, 2, 12, (0, 4), 5, budgets, 3, softcap=2.0 if name == "h2o" else None)
+    scene = Scene(2, 2, 12, (0, 4), 5, budgets, 3, softcap=2.0 if name == "h2o" else None, carries=True)
     same_as_pytorch(policy, scene, slice(1, 3))
     assert ("step" in served) == (name not in ("cam", "d2o", "vatp"))
 
@@ -71,7 +71,7 @@ def test_decode_rules(name: str, served: list[str]) -> None:
 @pytest.mark.parametrize("name", ["tova", "cake", "scissorhands"])
 def test_decode_rules_over_several_chunks(name: str) -> None:
     policy = create_policy(name, {"cake": {"window": 3, "pooling": "max"}}.get(name, {}))
-    layer = Layer(Scene(2, 2, 640, (0,), 3, (630, 630), 3))
+    layer = Layer(Scene(2, 2, 640, (0,), 3, (630, 630), 3, carries=True))
     with interpreted(False):
         expected, holder = begin(layer, policy, policy), begin(layer, policy, policy)
         outputs = feed(layer, expected, 0, 3)
@@ -96,7 +96,7 @@ def test_rows_of_a_layer_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_tokens_go_to_empty_slots_where_several_entries_left_at_once(budgets: tuple[int, int]) -> None:
     """Also before the next ones leave, and where a sequence gets padding meanwhile."""
     policy = create_policy("scissorhands", {"window": 1, "drop": 4})
-    same_as_pytorch(policy, Scene(2, 2, 12, (0, 4), 12, budgets, 3), slice(3, 5))
+    same_as_pytorch(policy, Scene(2, 2, 12, (0, 4), 12, budgets, 3, carries=True), slice(3, 5))
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,22 @@ class Head:
             self.values[segment, :count] = self.normal(count, DV)
             self.positions[segment, :count] = torch.arange(count)
             self.state[segment, :count] = self.normal(count).abs()
+        self.log_weights = self.normal(S, capacity)
         self.slot, self.seen = held.clone(), held.clone()
         self.sinks, self.recent = torch.full((S,), sinks), torch.full((S,), recent)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def slots(self, rule: Rule) -> Slots:
+    def slots(self, rule: Rule, weighted: bool = True) -> Slots:
+        """As they are now; entries that are not `weighted` have weights of 0 from here on."""
+        if not weighted:
+            self.log_weights.zero_()
         copies = (t.clone() for t in (self.keys, self.values, self.positions))
         state = () if rule == "position" else (self.state.clone(),)
-        return Slots(*copies, state, self.slot.clone(), self.clock(), self.budgets, self.sinks, self.recent)
+        limits = self.clock(), self.budgets, self.sinks, self.recent
+        weights = self.log_weights.clone() if weighted else None
+        return Slots(*copies, state, self.slot.clone(), *limits, log_weights=weights)
 
     def clock(self) -> Tensor:
         return torch.stack([self.seen, self.seen - self.recent - 1])
@@ -42,10 +48,11 @@ class Head:
         rows = torch.arange(S)
         where = rows[active], self.slot[active]
         self.keys[where], self.values[where] = key[active], value[active]
-        self.positions[where] = self.seen[active]
+        self.positions[where], self.log_weights[where] = self.seen[active], 0.0
         self.seen = self.seen + active
         held = self.positions >= 0
         logits = query.double() @ self.keys.double().transpose(-1, -2) * D**-0.5
+        logits = logits + self.log_weights.double()[:, None]
         weights = logits.masked_fill(~held[:, None], float("-inf")).softmax(-1)
         output = weights @ torch.where(held[..., None], self.values.double(), 0.0)
         if rule == "mass":
@@ -103,7 +110,7 @@ def test_the_next_token_takes_no_slot_of_an_entry_where_several_left_at_once() -
 def test_steps_hold_and_answer_what_operations_of_pytorch_do(rule: Rule, pauses: bool) -> None:
     """From below the budgets to steps in which an entry leaves each head; with pauses, some heads get nothing."""
     head = Head(9, [8, 6, 4], sinks=2, recent=1)
-    slots = head.slots(rule)
+    slots = head.slots(rule, weighted=not pauses)
     for token in range(4):
         query, key, value = head.normal(S, G, D), head.normal(S, D), head.normal(S, DV)
         arriving = head.normal(S).abs()

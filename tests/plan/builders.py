@@ -42,8 +42,11 @@ def model(**changes: Any) -> ModelFingerprint:
 FOREIGN_POLICY: dict[str, Any] = {"name": "snapkv", "params": {"window": 4, "pool": "max", "exact": True, "decay": 0.5}}
 
 
-def phase_dict(budgets: Sequence[list[int] | None], policy: dict[str, Any] = FOREIGN_POLICY) -> dict[str, Any]:
-    return {"layers": [None if budget is None else {"policy": policy, "budget": budget} for budget in budgets]}
+def phase_dict(
+    budgets: Sequence[list[int] | None], policy: dict[str, Any] = FOREIGN_POLICY, **more: Any
+) -> dict[str, Any]:
+    """Layers of one policy, with what `more` is said of each."""
+    return {"layers": [None if budget is None else {"policy": policy, "budget": budget, **more} for budget in budgets]}
 
 
 def plan_dict(budgets: Sequence[list[int] | None] | None = None, **changes: Any) -> dict[str, Any]:

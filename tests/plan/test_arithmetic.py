@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase, Plan, load_plan, save_plan
-from kvsearch.plan.arithmetic import budgets_at, scale
+from kvsearch.plan.arithmetic import SettingChange, budgets_at, diff, scale, with_carry
 from kvsearch.plan.size import LAID_OUT
 from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
@@ -125,6 +126,34 @@ def test_what_is_not_a_budget_is_kept() -> None:
         assert [layer and layer.policy for layer in made.phase("prefill").layers] == [
             layer and layer.policy for layer in plan.phase("prefill").layers
         ]
+
+
+def carries(plan: Plan) -> tuple[str, ...]:
+    return plan.phase("prefill").carries
+
+
+def test_entries_carry_where_something_leaves() -> None:
+    """Layers that keep prompts whole are left out, also once a plan is scaled; without carry it is not in the file."""
+    full = {"name": "full", "params": {}}
+    whole = phase_dict([[40, 40], None, [4, 12], [40, 40]])
+    whole["layers"][3]["policy"] = full
+    plan = make_plan([[40, 40], None, [4, 12], [40, 40]], prefill=whole)
+    matched = with_carry(plan, "match")
+    assert carries(matched) == ("none", "none", "match", "none")
+    assert canonical_json(matched).count(b'"carry": "match"') == 1
+    assert b"carry" not in canonical_json(plan)
+    assert diff(plan, matched) == ([SettingChange("carry", None, "match", "prefill", (2,))], [])
+    assert diff(with_carry(matched, "none"), plan) == ([], [])
+    assert carries(scale(matched, total=140)) == ("none", "none", "match", "none")
+    assert carries(scale(matched, total=240)) == ("none",) * 4
+    for unfit, words in (
+        (make_plan([[40, 40]]), "keeps prompts whole"),
+        (fixed(prefill=None, decode=phase_dict([[4, 4], None, [4, 4]]), total=16), "no 'prefill' phase"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            with_carry(unfit, "match")
+    with pytest.raises(UsageError, match="matc"):
+        with_carry(plan, "matc")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

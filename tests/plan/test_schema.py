@@ -40,6 +40,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (plan_dict(prefill=None), "decode: a plan needs at least one phase"),
     (plan_dict(prefill=phase_dict([None] * 3)), "prefill.layers: plans no layer"),
     (plan_dict(extra=1), "extra: unknown key"),
+    (plan_dict(prefill=phase_dict([[10, 6], None, [4, 12]], carry="fold")), "prefill.layers.0.carry: must be "),
+    (
+        plan_dict(decode=phase_dict([[10, 6], None, [4, 12]], carry="match")),
+        "decode.layers.0.carry: is match, but only what leaves a prompt is carried: drop it",
+    ),
+    (
+        plan_dict([[40, 40], None, [4, 12]], prefill=phase_dict([[40, 40], None, [4, 12]], carry="match")),
+        "prefill.layers.0.carry: is match, but this layer keeps all of 40 tokens, so nothing leaves it: drop it",
+    ),
     (plan_dict(model=model_dict(layers=4)), "prefill.layers: has 3 items, but model.layers is 4"),
     (plan_dict(model=model_dict(kv_heads=3)), "prefill.layers.0.budget: has 2 items, but model.kv_heads is 3"),
     (plan_dict(model=model_dict(layers=30_000_000)), "model.layers: must be at most 1024"),

@@ -9,7 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kvsearch.policies import Observation, Policy
+from kvsearch.policies import Needs, Observation, Policy
+from kvsearch.policies.carry import REFERENCES
 from kvsearch.runtime.collector import DensePrompt
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import decode_needs
@@ -33,6 +34,7 @@ class Scene:
     budgets: tuple[int, ...]  # one per kv head
     seed: int
     softcap: float | None = None
+    carries: bool = False  # whether what is kept of the prompt carries what leaves it, under policies that do not merge
 
 
 @st.composite
@@ -43,7 +45,7 @@ def scenes(draw: st.DrawFn, max_length: int = 12, max_tokens: int = 8) -> Scene:
     budgets = draw(st.lists(st.integers(1, length + 3), min_size=heads, max_size=heads))
     return Scene(
         heads, draw(st.sampled_from([1, 2, 7])), length, tuple(pads), draw(st.integers(1, max_tokens)), tuple(budgets),
-        draw(st.integers(0, 99)), draw(st.sampled_from([None, None, 2.0])),
+        draw(st.integers(0, 99)), draw(st.sampled_from([None, None, 2.0])), draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -72,6 +74,7 @@ class Layer:
     def observation(self, *policies: Policy, chunk: int | None = None) -> Observation:
         """What the runtime gathers of the prompt for the prefill needs and the decode needs of the policies."""
         needs = [need for policy in policies for need in (policy.needs(), decode_needs(policy))]
+        needs.append(Needs(references=REFERENCES))
         prompt = DensePrompt(needs, rope, layer=3)
         positions = (self.valid.cumsum(-1) - 1).clamp(min=0)
         for first in range(0, self.scene.length, chunk or self.scene.length):
@@ -84,7 +87,8 @@ class Layer:
 
     def rule(self, policy: Policy) -> PhaseRule:
         budgets = torch.tensor(self.scene.budgets)
-        return PhaseRule(policy, lambda lengths: budgets.expand(len(lengths), -1))
+        carry = "match" if self.scene.carries and not policy.merges else "none"
+        return PhaseRule(policy, lambda lengths: budgets.expand(len(lengths), -1), carry)
 
     def followed(self, observation: Observation) -> FollowedLayer:
         """The layer with the tokens that follow, to be replayed."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import FORGETFUL, describe
 from kvsearch.plan import Plan
+from kvsearch.plan.arithmetic import with_carry
 from kvsearch.plan.schema import LayerPlan, PhasePlan, PolicySpec
 from kvsearch.policies import Policy, create_policy, policy_names
 from kvsearch.policies.registry import policy_of
@@ -116,6 +117,22 @@ def test_every_policy_answers_as_without_the_detour(
         pytest.skip("decides nothing while decoding")
     monkeypatch.setattr(type(policy_of(spec)), "check_model", lambda *_: None)  # random weights are of no model
     same_after(tiny(), plan_of(tiny(), spec, phases), tmp_path / "a.kv")
+
+
+@in_turn(phases=["prefill", "both"], allocation=["static", "adakv"])
+def test_log_weights_come_back(phases: str, allocation: str, tmp_path: Path) -> None:
+    plan = with_carry(plan_of(tiny(), SNAPKV, phases, allocation=PolicySpec(name=allocation)), "match")
+    same_after(tiny(), plan, tmp_path / "a.kv")
+    about, tensors = read_tensors(tmp_path / "a.kv")
+    names = [name for name in tensors if name.endswith("log_weights")]
+    assert len({name.split(".")[1] for name in names}) == 2
+    assert all(bool(tensors[name].any()) for name in names)
+    written = {name: tensor.clone() for name, tensor in tensors.items()}
+    written[names[0]][0, 0] = float("nan")
+    write_tensors(tmp_path / "b", written, about)
+    assert "has a log weight that is not finite" in refusal(tmp_path / "b")
+    write_tensors(tmp_path / "c", {name: tensors[name] for name in tensors if name not in names}, about)
+    assert "layers.0 lacks log_weights, which the plan asks for" in refusal(tmp_path / "c")
 
 
 @every_value(allocation=["adakv", "lava", "cake"], phases=PHASES)

@@ -38,25 +38,34 @@ class TestBucket:
         assert 0 <= waste <= blocks.WASTE * sum(lengths)
 
 
-def dense_attention(query: Tensor, keys: Tensor, values: Tensor, shown: Tensor, softcap: float | None) -> Tensor:
-    """[B, Hq, q, D] against [B, Hkv, T, D] with shown [B, Hkv, q, T]; a row that sees nothing gives zero."""
+def dense_attention(
+    query: Tensor, keys: Tensor, values: Tensor, shown: Tensor, softcap: float | None, log_weights: Tensor
+) -> Tensor:
+    """[B, Hq, q, D] against [B, Hkv, T, D] with shown [B, Hkv, q, T]; a row that sees nothing gives zero.
+
+    `log_weights` [B, Hkv, T] are added to logits.
+    """
     group = query.shape[1] // keys.shape[1]
-    keys, values, shown = (t.repeat_interleave(group, 1) for t in (keys, values, shown))
+    keys, values, shown, log_weights = (t.repeat_interleave(group, 1) for t in (keys, values, shown, log_weights))
     logits = query @ keys.transpose(-1, -2) * 0.3
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + log_weights[:, :, None]
     return logits.masked_fill(~shown, float("-inf")).softmax(-1).nan_to_num(0.0) @ values
 
 
-def packed(keys: Tensor, values: Tensor, keep: Tensor, index: Tensor) -> RaggedStore:
+def packed(keys: Tensor, values: Tensor, keep: Tensor, index: Tensor, log_weights: Tensor | None = None) -> RaggedStore:
     """What `keep` leaves of a dense layer."""
-    return RaggedStore.pack(keys, values, keep, index, keep.sum(-1).cpu().numpy(), (index[:, -1] + 1).tolist())
+    counts, lengths = keep.sum(-1).cpu().numpy(), (index[:, -1] + 1).tolist()
+    return RaggedStore.pack(keys, values, keep, index, counts, lengths, log_weights)
 
 
 class Pair:
-    """A ragged store beside the dense tensors and the mask it stands for."""
+    """A ragged store beside the dense tensors and the mask it stands for; entries are `weighted`, or not."""
 
-    def __init__(self, batch: int, heads: int, length: int, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self, batch: int, heads: int, length: int, seed: int, device: str = "cpu", weighted: bool = False
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.device, self.heads = device, heads
         self.keys, self.values = self.normal(batch, heads, length, 4), self.normal(batch, heads, length, 6)
@@ -64,7 +73,9 @@ class Pair:
         self.held = (torch.rand(batch, heads, length, generator=self.generator) < share).to(device)
         self.index = torch.arange(length, device=device).expand(batch, -1)
         self.tokens = torch.full((batch,), length, device=device)
-        self.store = packed(self.keys, self.values, self.held, self.index)
+        self.log_weights = 2 * weighted * self.normal(batch, heads, length)
+        weights = self.log_weights if weighted else None
+        self.store = packed(self.keys, self.values, self.held, self.index, weights)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device)
@@ -105,12 +116,13 @@ class Pair:
         self.index = torch.cat([self.index, new], 1)
         self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
         self.held = torch.cat([self.held, real[:, None].expand(-1, self.heads, -1)], 2)
+        self.log_weights = torch.nn.functional.pad(self.log_weights, (0, count))
         return keys, values
 
     def crop(self, count: int) -> None:
         self.store.crop(count)
-        self.keys, self.values, self.held = (
-            t[:, :, : self.length - count] for t in (self.keys, self.values, self.held)
+        self.keys, self.values, self.held, self.log_weights = (
+            t[:, :, : self.length - count] for t in (self.keys, self.values, self.held, self.log_weights)
         )
         self.tokens = self.tokens - (self.index[:, self.length :] >= 0).sum(-1)
         self.index = self.index[:, : self.length]
@@ -119,6 +131,7 @@ class Pair:
         self.store = self.store.select_rows(rows)
         self.keys, self.values, self.held = self.keys[rows], self.values[rows], self.held[rows]
         self.index, self.tokens = self.index[rows], self.tokens[rows]
+        self.log_weights = self.log_weights[rows]
 
     def reload(self) -> None:
         """Write the store to a file's tensors and read them again."""
@@ -136,7 +149,7 @@ class Pair:
         query = self.normal(self.batch, 3 * self.heads, rows, 4)
         causal = torch.ones(rows, self.length, dtype=torch.bool, device=self.device).tril(self.length - rows)
         shown = self.held[:, :, None] & causal
-        expected = dense_attention(query, self.keys, self.values, shown, softcap)
+        expected = dense_attention(query, self.keys, self.values, shown, softcap, self.log_weights)
         torch.testing.assert_close(
             ragged_attention(self.store, query, Logits(0.3, softcap)), expected, atol=2e-6, rtol=1e-5
         )
@@ -178,13 +191,22 @@ def follow(pair: Pair, history: History, softcap: float | None) -> None:
 @fixed(25)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 99), st.lists(steps, max_size=6),
-    st.sampled_from([None, 2.0]),
+    st.sampled_from([None, 2.0]), st.booleans(),
 )  # fmt: skip
 def test_any_history_equals_a_dense_cache_with_a_mask(
-    place: str, batch: int, heads: int, length: int, seed: int, history: History, softcap: float | None
+    place: str, batch: int, heads: int, length: int, seed: int, history: History, softcap: float | None, weighted: bool
 ) -> None:
     with at(place) as device:
-        follow(Pair(batch, heads, length, seed, device), history, softcap)
+        follow(Pair(batch, heads, length, seed, device, weighted), history, softcap)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_log_weights_take_one_number_of_an_entry_where_there_are_some(place: str) -> None:
+    with at(place) as device:
+        plain, weighted = (Pair(2, 2, 40, 1, device, carries) for carries in (False, True))
+        stored = sum(block.positions.numel() for block in weighted.store.blocks)
+        assert weighted.store.nbytes() - plain.store.nbytes() == stored * weighted.keys.itemsize
+        follow(weighted, [("append", 3, 1), ("put", 2, 2), ("select", 7, 0), ("append", 2, 0), ("reload", 0, 0)], None)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -227,7 +249,7 @@ def test_packing_leaves_the_dense_layer_alone(place: str) -> None:
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=3), st.integers(0, 3))
 def test_joined_stores_hold_what_each_did(place: str, seeds: list[int], forgotten: int) -> None:
     with at(place) as device:
-        pairs = [Pair(1 + seed % 2, 2, 9 + seed % 3, seed, device) for seed in seeds]
+        pairs = [Pair(1 + seed % 2, 2, 9 + seed % 3, seed, device, seed % 4 > 1) for seed in seeds]
         if forgotten:  # leaves room behind
             pairs[0].append(forgotten, 0)
             pairs[0].crop(forgotten)
@@ -271,9 +293,10 @@ class TestFlat:
     @pytest.mark.nightly
     def test_files_are_those_of_the_cpu(self, seed: int, history: History) -> None:
         """What is written of either form is the same to the bit, and can be read as either."""
-        flat_pair = Pair(2, 2, 1 + seed % 40, seed)
+        weighted = seed % 2 > 0
+        flat_pair = Pair(2, 2, 1 + seed % 40, seed, weighted=weighted)
         with interpreted(False):
-            dense_pair = Pair(2, 2, 1 + seed % 40, seed)
+            dense_pair = Pair(2, 2, 1 + seed % 40, seed, weighted=weighted)
         for what, amount, extra in history:
             if what in ("append", "crop"):
                 for pair in (flat_pair, dense_pair):

@@ -100,6 +100,9 @@ def plans(draw: st.DrawFn) -> Plan:
     entry |= st.just({"policy": SNAPKV, "budget": [9] * heads})
     planned = st.lists(st.none() | entry, min_size=count, max_size=count).filter(any)
     prefill, decode = draw(st.tuples(st.just([]) | planned, st.just([]) | planned).filter(any))
+    for number, one in enumerate(prefill):
+        if one is not None and one["policy"] == SNAPKV and one["budget"] == [9] * heads and draw(st.booleans()):
+            prefill[number] = {**one, "carry": "match"}
     main: list[Any] = prefill or decode
     allocation = None
     if all(one["policy"]["name"] == "snapkv" for one in [*prefill, *decode] if one):

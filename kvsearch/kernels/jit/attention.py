@@ -12,22 +12,24 @@ from kvsearch.kernels.jit.common import LOG2E, finite, logits_of, product, scale
 
 @triton.jit
 def attend_chunks(
-    Q, K, V, Starts, Lengths, Positions, Sinks, Out, Acc, Stat, Logit, NewKeys, NewValues, Slot, Seen, Active, Done,
+    Q, K, V, Starts, Lengths, Positions, Weights, Sinks, Out, Acc, Stat, Logit,
+    NewKeys, NewValues, Slot, Seen, Active, Done,
     scale, softcap, columns, chunk, M, splits, segments,
-    q_seg, q_row, k_seg, k_col, v_seg, v_col, p_seg,
+    q_seg, q_row, k_seg, k_col, v_seg, v_col, p_seg, w_seg,
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
     FLAT: tl.constexpr, HOLES: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
-    APPEND: tl.constexpr = False, PAUSES: tl.constexpr = False,
+    APPEND: tl.constexpr = False, PAUSES: tl.constexpr = False, WEIGHTED: tl.constexpr = False,
 ):  # fmt: skip
     """Attend to one chunk of one segment; grid (S, splits, tiles of queries), or FLAT: (all chunks or more, 1, tiles).
 
     WHOLE: there is one chunk, and the output is written at once; else `Acc` [chunks, M, DV] and `Stat` [chunks, 2, M]
     (maximum, sum) are. LOGITS, of a block: `Logit` [S, M, columns] gets the logits, -inf where hidden.
+    WEIGHTED: `Weights`, as `Positions`, are added to the logits.
     APPEND, of a block with HOLES, for one token: `NewKeys` [S, D] and `NewValues` [S, DV] are attended to as if they
     were in slot `Slot` [S], and written there by the program whose chunk it is in, with position `Seen` [S]; where
-    PAUSES, only for segments that are `Active` [S]. `Done` [S] becomes 0, for `finish_step`.
+    PAUSES, only for segments that are `Active` [S]; its weight is 0. `Done` [S] becomes 0, for `finish_step`.
     """
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     d, dv, n = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
@@ -41,6 +43,7 @@ def attend_chunks(
         K += start * k_col
         V += start * v_col
         Positions += start
+        Weights += start
     else:
         seg = tl.program_id(0).to(tl.int64)
         split = tl.program_id(1)
@@ -49,6 +52,7 @@ def attend_chunks(
         K += seg * k_seg
         V += seg * v_seg
         Positions += seg * p_seg
+        Weights += seg * w_seg
     q = tl.load(Q + seg * q_seg + m[:, None] * q_row + d[None, :], mask=(m < M)[:, None] & (d < D)[None, :], other=0.0)
     if APPEND:
         slot = tl.load(Slot + seg).to(tl.int32)
@@ -75,6 +79,8 @@ def attend_chunks(
             K + far * k_col + n[:, None] * k_col + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
         )
         s = logits_of(q, k, scale, softcap, SOFTCAP)
+        if WEIGHTED:
+            s += tl.load(Weights + c + n, mask=there, other=0.0).to(tl.float32)[None, :] * LOG2E
         s = tl.where(there[None, :] & ((c + n)[None, :] < limit[:, None]), s, float("-inf"))
         if LOGITS:
             tl.store(Logit + (seg * M + m[:, None]) * columns + (c + n)[None, :], s,
@@ -104,6 +110,8 @@ def attend_chunks(
             tl.store(K + slot.to(tl.int64) * k_col + d, k, mask=d < D)
             tl.store(V + slot.to(tl.int64) * v_col + dv, v, mask=dv < DV)
             tl.store(Positions + slot, tl.load(Seen + seg).to(Positions.dtype.element_ty))
+            if WEIGHTED:
+                tl.store(Weights + slot, 0.0)
     if LOGITS or not WHOLE:
         stat = Stat + part * 2 * M
         tl.store(stat + m, peak, mask=m < M)

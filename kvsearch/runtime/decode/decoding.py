@@ -18,7 +18,7 @@ from kvsearch.core.arrays import Bools, Ints
 from kvsearch.core.errors import present
 from kvsearch.kernels.dispatch import needs_gradients, serves
 from kvsearch.kernels.step import Slots, step
-from kvsearch.policies.decoding import Cached, Step, slots_of
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, slots_of
 from kvsearch.runtime.attention import slot_attention
 from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.logits import Logits
@@ -315,14 +315,15 @@ def fused_step(
         return None
     if (running := rule.running) is None or (averages is not None and len(averages.parts) > 1):
         return None
-    state = () if running in ("position", "row", "pooled") else tuple(cached.state.entries.values())
+    read = {name: held for name, held in cached.state.entries.items() if name != LOG_WEIGHTS}
+    state = () if running in ("position", "row", "pooled") else tuple(read.values())
     sums = None
     if averages is not None:
         averages.made_anew.zero_()
         sums = averages.sums, averages.first[0][:, 0]
     slots = Slots(
         cached.keys, cached.values, cached.positions, state, block.slot, block.clock,
-        limits.budgets, limits.sinks, limits.recent, block.links, sums,
+        limits.budgets, limits.sinks, limits.recent, block.links, sums, cached.log_weights,
     )  # fmt: skip
 
     def arriving() -> Tensor | None:

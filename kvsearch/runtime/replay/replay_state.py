@@ -79,7 +79,9 @@ class ReplayState:
         row = None
         self.waiting.append(held)
         if rule.policy.merges or rule.policy.row is not None:
-            scores = self.logits.of(self.by_segment[:, :, token], self.cached.keys)
+            carried = self.cached.log_weights
+            bias = None if carried is None else carried[:, None].float()
+            scores = self.logits.of(self.by_segment[:, :, token], self.cached.keys, bias)
             weights = self.logits.softmax(scores.masked_fill_(~held[:, None], float("-inf")), self.cached.heads)
             row = weights.mean(1)
             if rule.policy.merges:
@@ -110,7 +112,8 @@ class ReplayState:
         step = max(1, chunk_bytes(held.device) // (4 * TABLES * query.shape[1] * held[0].numel()))
         for start in range(0, len(held), step):
             part = slice(start, start + step)
-            scores = self.logits.of(query[part].flatten(1, 2), cached.keys[part]).view(*query[part].shape[:3], -1)
+            bias = None if cached.log_weights is None else cached.log_weights[part, None].float()
+            scores = self.logits.of(query[part].flatten(1, 2), cached.keys[part], bias).view(*query[part].shape[:3], -1)
             scores = scores.masked_fill_(~held[part, None], float("-inf"))
             weights = self.logits.softmax(scores, cached.heads[part]).to(cached.values.dtype)
             outputs[part] = (weights.flatten(1, 2) @ cached.values[part]).view_as(outputs[part])

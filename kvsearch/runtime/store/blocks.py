@@ -49,6 +49,8 @@ class Block:
     positions: Tensor  # [S, capacity] int32, index of the token in its sequence, -1 where no entry
     end: int
     padded: bool  # some column left of `end` is empty in some segment
+    # [S, capacity] in the dtype of keys, what entries of the prompt carry, 0 for others; None: nothing
+    log_weights: Tensor | None = None
     _bias: Tensor | None = None  # [S, capacity], made when first asked for
     place: Tensor | None = None  # [1] int64, where `put` writes next; None: it does not, before `prepare_step`
 
@@ -64,14 +66,15 @@ class Block:
 
     @property
     def bias(self) -> Tensor | None:
-        """What to add to the logits, [S, columns]: -inf where there is no entry, else 0; None when every one has one.
+        """What to add to the logits, [S, columns]: -inf where there is no entry, else the log weight, or 0.
 
-        Spare columns count as filled, so that decode steps need not touch it, but in a fixed block.
+        None where every column has an entry and none a log weight. Spare columns count as filled, so that decode steps
+        need not touch it, but in a fixed block.
         """
         if self.place is not None:
             return self._bias
         if not self.padded:
-            return None
+            return None if self.log_weights is None else self.log_weights[:, : self.end]
         if self._bias is None:
             empty = self.positions < 0
             empty[:, self.end :] = False
@@ -79,6 +82,8 @@ class Block:
         return self._bias[:, : self.end]
 
     def _hiding(self, empty: Tensor) -> Tensor:
+        if self.log_weights is not None:
+            return self.log_weights.masked_fill(empty, float("-inf"))
         return torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device).masked_fill_(empty, float("-inf"))
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, padded: bool) -> None:
@@ -136,8 +141,7 @@ class Block:
         self._bias = self.place = None  # a forgotten column may have been padding
 
     def _grow(self, capacity: int) -> None:
-        for name in ("keys", "values", "positions"):
-            old = getattr(self, name)
+        for name, old in entry_tensors(self).items():
             new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
             new[:, : self.end] = old[:, : self.end]
             setattr(self, name, new)
@@ -149,7 +153,8 @@ class Block:
 
     def for_kernels(self) -> Entries:
         """Return what is held as kernels take it."""
-        return Entries(self.keys, self.values, self.columns, positions=self.positions if self.gaps else None)
+        positions = self.positions if self.gaps else None
+        return Entries(self.keys, self.values, self.columns, positions, log_weights=self.log_weights)
 
     def aligned(self) -> Block:
         """Return what is held as one block, itself or a copy."""
@@ -166,10 +171,8 @@ class Block:
     def select(self, chosen: Ints) -> Block:
         """Return a block that holds row r of this one as segment s, for all (r, s) of `chosen` [S', 2], s ascending."""
         rows, segments = torch.from_numpy(chosen).to(self.keys.device).unbind(1)
-        keys = self.keys[rows]
-        values = self.values[rows]
-        positions = self.positions[rows]
-        return replace(self, segments=segments, keys=keys, values=values, positions=positions, _bias=None, place=None)
+        chosen_entries = {name: held[rows] for name, held in entry_tensors(self).items()}
+        return replace(self, segments=segments, **chosen_entries, _bias=None, place=None)
 
     def spread(self, limits: Tensor) -> Tensor:
         """Return a number of each segment [S] for all of its entries, in the shape of `positions` or [S, 1]."""
@@ -192,9 +195,10 @@ class Block:
             columns, filled = right_aligned(keep[index], width)
             where = (index[:, None], columns)
             padded = bool((counts[rows] < width).any())
-            positions = self.positions[where].masked_fill(~filled, -1) if padded else self.positions[where]
-            block = Block(self.segments[index], self.keys[where], self.values[where], positions, width, padded)
-            yield block, where, rows
+            held = {name: states[where] for name, states in entry_tensors(self).items()}
+            if padded:
+                held["positions"].masked_fill_(~filled, -1)
+            yield Block(self.segments[index], end=width, padded=padded, **held), where, rows
 
     def held(self) -> Tensor:
         """Return the entries of each segment, padding not counted, [S] int64 on the CPU."""
@@ -206,8 +210,7 @@ class Block:
 
     def tensors(self) -> list[Tensor]:
         """Return all that takes memory."""
-        held = (self.keys, self.values, self.positions, self._bias)
-        return [tensor for tensor in held if tensor is not None]
+        return [*entry_tensors(self).values(), *([] if self._bias is None else [self._bias])]
 
     def narrowed(self, rows: Ints, width: int) -> Block:
         """Return some rows in `width` columns, which must hold all of their entries."""
@@ -219,20 +222,34 @@ class Block:
             front = chosen.new_full((len(rows), missing, *chosen.shape[2:]), empty)
             return torch.cat([front, chosen], 1) if missing else chosen
 
-        keys = cut(self.keys, 0)
-        values = cut(self.values, 0)
-        positions = cut(self.positions, -1)
-        return Block(self.segments[index], keys, values, positions, width, padded=True)
+        held = {name: cut(states, -1 if name == "positions" else 0) for name, states in entry_tensors(self).items()}
+        return Block(self.segments[index], end=width, padded=True, **held)
 
     @classmethod
     def stacked(cls, blocks: Sequence[Block], padded: bool) -> Block:
         """Stack the segments of blocks of one width, in ascending order."""
         segments = torch.cat([block.segments for block in blocks])
         order = torch.argsort(segments)
-        keys, values, positions = (
-            torch.cat([getattr(block, name) for block in blocks])[order] for name in ("keys", "values", "positions")
-        )
-        return cls(segments[order], keys, values, positions, blocks[0].end, padded)
+        held = {name: torch.cat(parts)[order] for name, parts in aligned_tensors(blocks).items()}
+        return cls(segments[order], end=blocks[0].end, padded=padded, **held)
+
+
+def entry_tensors(block: Any) -> dict[str, Any]:
+    """Return what a block holds of entries, by the names of its fields; log weights where it has some."""
+    held = {name: getattr(block, name) for name in ("keys", "values", "positions", "log_weights")}
+    return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def aligned_tensors(blocks: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return what each of some blocks holds of entries, by the names of fields: log weights if one has some."""
+    names = ["keys", "values", "positions"]
+    parts = {name: [getattr(block, name) for block in blocks] for name in names}
+    if any(block.log_weights is not None for block in blocks):
+        parts["log_weights"] = [
+            block.keys.new_zeros(block.positions.shape) if block.log_weights is None else block.log_weights
+            for block in blocks
+        ]
+    return parts
 
 
 class Segmented:
@@ -294,7 +311,12 @@ def shown_positions(positions: Tensor, sequences: Tensor, visible: Tensor) -> Te
 
 
 def dense_blocks(
-    keys: Tensor, values: Tensor, keep: Tensor, index: Tensor, lengths: Sequence[int]
+    keys: Tensor,
+    values: Tensor,
+    keep: Tensor,
+    index: Tensor,
+    lengths: Sequence[int],
+    log_weights: Tensor | None = None,
 ) -> Iterator[tuple[Block, Tensor]]:
     """Copy the kept entries of a dense layer; yield blocks with the columns [S, width] they come from.
 
@@ -313,7 +335,9 @@ def dense_blocks(
         padded = any(lengths[i] < width for i in members)
         if padded:
             where = torch.where(filled, where, -1)
-        yield Block(segments, keys[row, head, columns], values[row, head, columns], where, width, padded), columns
+        weights = None if log_weights is None else log_weights[row, head, columns]
+        entries = keys[row, head, columns], values[row, head, columns], where
+        yield Block(segments, *entries, width, padded, weights), columns
 
 
 def bucket(lengths: Sequence[int], device: torch.device) -> list[list[int]]:

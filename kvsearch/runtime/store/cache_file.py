@@ -2,7 +2,8 @@
 
 Per planned layer `layers.I.`: blocks of kv heads that hold (nearly) as many entries, each with `segments` [S] (sequence
 times kv heads plus kv head), `keys` [S, N, D], `values` [S, N, Dv] and `positions` [S, N] (the index of the token, -1
-where no entry), and under a decode phase what its rule goes on with. Other layers have the attributes of transformers'
+where no entry), where the plan lets entries carry what left `log_weights` [S, N] (none: all 0), and under a decode
+phase what its rule goes on with. Other layers have the attributes of transformers'
 own cache layers. `tokens` [B, T] are what was read, where that was said; `mask` [B, T] is 0 where it was padding.
 """
 
@@ -30,7 +31,7 @@ from kvsearch.models.fingerprint import fingerprint
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import find_weights, put_weights
 from kvsearch.policies import Policy
-from kvsearch.policies.decoding import Cached, State
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, State
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule, decode_needs
@@ -169,6 +170,8 @@ def _of_ragged(store: RaggedStore) -> Tensors:
     for number, block in enumerate(block for one in store.blocks for block in one.grouped()):
         positions = block.positions[:, : block.end]
         entries = {"keys": block.keys[:, : block.end], "values": block.values[:, : block.end]}
+        if block.log_weights is not None:
+            entries["log_weights"] = block.log_weights[:, : block.end]
         part = {name: _blank(states, positions) for name, states in entries.items()}
         part |= {"segments": block.segments, "positions": positions, "padded": torch.tensor(block.padded)}
         tensors |= _under(f"blocks.{number}", part)
@@ -292,11 +295,17 @@ def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) ->
     if layer.decode is None:
         store = _ragged(reader, of)
         keys = store.blocks[0].keys
+        weights = [block.log_weights for block in store.blocks]
         layer.holder = store
     else:
         decoding = _decoding(reader, layer.decode.policy, layer.rotary, layer.index, of)
         keys = decoding.blocks[0].cached.keys
+        weights = [block.cached.log_weights for block in decoding.blocks]
         layer.holder = decoding
+    carries = layer.prefill is not None and layer.prefill.carries
+    if any((held is not None) != carries for held in weights):
+        wrong = f"lacks {LOG_WEIGHTS}, which" if carries else f"has {LOG_WEIGHTS}, which nothing in"
+        raise ValueError(f"layers.{layer.index} {wrong} the plan asks for")
     layer.lazy_initialization(keys, keys)
     layer.seen = of.seen
 
@@ -312,7 +321,10 @@ def _ragged(reader: TensorReader, of: CacheShape) -> RaggedStore:
         positions = part.take("positions", torch.int32, len(segments), None, within=(-1, of.seen - 1))
         keys, values = (part.take(name, of.dtype, *positions.shape, None) for name in ("keys", "values"))
         padded = bool(part.take("padded", torch.bool))
-        blocks.append(Block(segments, keys, values, positions, positions.shape[1], padded))
+        weights = None
+        if LOG_WEIGHTS in part.names():
+            weights = _finite(part.take(LOG_WEIGHTS, of.dtype, *positions.shape), part.prefix)
+        blocks.append(Block(segments, keys, values, positions, positions.shape[1], padded, weights))
     _require_all((block.segments for block in blocks), of.batch * of.heads)
     if appended > min(block.end for block in blocks):
         raise ValueError(f"{appended} tokens came after the prompt, and some heads hold fewer")
@@ -350,6 +362,8 @@ def _slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock:
 
     keys, values = (roomy(part.take(name, of.dtype, *size, None)) for name in ("keys", "values"))
     entries = {name: roomy(tensor) for name, tensor in _state(part.under("state.entries"), size).items()}
+    if LOG_WEIGHTS in entries:
+        _finite(entries[LOG_WEIGHTS], part.prefix)
     state = State(entries, _state(part.under("state.heads"), size[:1]))
     cached = Cached(keys, values, roomy(positions, -1), state, rule.layer, names % rule.heads)
     slot = part.take("slot", torch.int64, len(names), within=(0, capacity - 1))
@@ -366,6 +380,12 @@ def _state(reader: TensorReader, size: Sequence[int]) -> Tensors:
         if tuple(tensor.shape[: len(size)]) != tuple(size):
             raise ValueError(f"state {name} is {list(tensor.shape)}, and does not begin with {list(size)}")
     return state
+
+
+def _finite(log_weights: Tensor, place: str) -> Tensor:
+    if not bool(log_weights.isfinite().all()):
+        raise ValueError(f"{place}{LOG_WEIGHTS} has a log weight that is not finite")
+    return log_weights
 
 
 def _fill_stock(layer: Any, reader: TensorReader) -> None:
@@ -400,7 +420,7 @@ def _require_all(names: Iterable[Tensor], count: int) -> None:
 
 
 def _blank(states: Tensor, positions: Tensor) -> Tensor:
-    return states.masked_fill((positions < 0)[..., None], 0)
+    return states.masked_fill((positions < 0).view(*positions.shape, *[1] * (states.dim() - 2)), 0)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:

@@ -8,8 +8,9 @@ before anything was appended the host knows, too. Only kernels read this form: f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,17 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.kernels.attention import Entries
-from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Block, Where, bucket, index_of, shown_positions
+from kvsearch.runtime.store.blocks import (
+    GROWTH,
+    MIN_SPARE,
+    Block,
+    Where,
+    aligned_tensors,
+    bucket,
+    entry_tensors,
+    index_of,
+    shown_positions,
+)
 
 CPU = torch.device("cpu")
 
@@ -38,19 +49,28 @@ class FlatBlock:
     padded: bool = False  # padding was appended to some segment
     fixed: bool = False  # room was made ahead of time
     stable: bool = False  # tensors are those of the last step that was foreseen
+    log_weights: Tensor | None = None  # [N], see `Block`
 
     def __post_init__(self) -> None:
         self.longest = int(self.counts.max())
 
     @classmethod
-    def compact(cls, keys: Tensor, values: Tensor, positions: Tensor, counts: Ints, lengths: Tensor) -> FlatBlock:
-        """Take entries without spare room, [N, D], [N, Dv] and [N]; `counts` and `lengths` [S] are the same numbers."""
+    def compact(cls, held: Mapping[str, Any], counts: Ints, lengths: Tensor) -> FlatBlock:
+        """Take tensors of entries by name, without spare room; `counts` and `lengths` [S] are the same numbers."""
         stop = lengths.cumsum(0)
-        segments = torch.arange(len(counts), device=keys.device)
-        return cls(segments, keys, values, positions, counts, stop - lengths, torch.stack([stop, lengths]))
+        segments = torch.arange(len(counts), device=stop.device)
+        return cls(segments, counts=counts, starts=stop - lengths, ends=torch.stack([stop, lengths]), **held)
 
     @classmethod
-    def pack(cls, keys: Tensor, values: Tensor, keep: Tensor, index: Tensor, counts: Ints) -> tuple[FlatBlock, Tensor]:
+    def pack(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        keep: Tensor,
+        index: Tensor,
+        counts: Ints,
+        log_weights: Tensor | None = None,
+    ) -> tuple[FlatBlock, Tensor]:
         """Copy the kept entries of a dense layer; return them and their places [N] in what is [B, Hkv, T], flattened.
 
         `counts` [B * Hkv] are how many entries of each segment are kept; for the rest see `RaggedStore.pack`.
@@ -61,34 +81,35 @@ class FlatBlock:
         segment = places // length
         row = segment // heads
         head = segment % heads  # apart: flattening a transposed layer would copy all of it
-        entries = keys[row, head, column], values[row, head, column], index[row, column].int()
-        return cls.compact(*entries, counts, keep.flatten(0, 1).sum(-1)), places
+        held = {"keys": keys[row, head, column], "values": values[row, head, column]}
+        held["positions"] = index[row, column].int()
+        if log_weights is not None:
+            held["log_weights"] = log_weights[row, head, column]
+        return cls.compact(held, counts, keep.flatten(0, 1).sum(-1)), places
 
     @classmethod
     def joined(cls, parts: Sequence[FlatBlock]) -> FlatBlock:
         """Put the segments of some blocks, to which nothing is appended, behind one another."""
         parts = [part.moved(0) if part.spare else part for part in parts]
-        keys, values, positions = (
-            torch.cat([getattr(part, name) for part in parts]) for name in ("keys", "values", "positions")
-        )
+        held = {name: torch.cat(tensors) for name, tensors in aligned_tensors(parts).items()}
         counts = np.concatenate([part.counts for part in parts])
-        return cls.compact(keys, values, positions, counts, torch.cat([part.ends[1] for part in parts]))
+        return cls.compact(held, counts, torch.cat([part.ends[1] for part in parts]))
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Block], appended: int) -> FlatBlock:
         """Copy all segments of a layer out of dense blocks, whose last `appended` columns came after the prompt."""
-        entries: list[tuple[Tensor, Tensor, Tensor]] = []
-        sizes = []
+        places = []
         for block in blocks:
-            keys, values, positions = (tensor[:, : block.end] for tensor in (block.keys, block.values, block.positions))
-            held = positions >= 0
+            held = block.positions[:, : block.end] >= 0
             held[:, block.end - appended :] = True
-            entries.append((keys[held], values[held], positions[held]))
-            sizes.append(held.sum(-1))
-        lengths = torch.cat(sizes)
+            places.append(held)
+        lengths = torch.cat([held.sum(-1) for held in places])
         names = torch.cat([block.segments for block in blocks]).cpu().numpy()
-        keys, values, positions = (torch.cat(parts) for parts in zip(*entries, strict=True))
-        whole = cls.compact(keys, values, positions, lengths.cpu().numpy(), lengths).moved(0, np.argsort(names))
+        entries = {
+            name: torch.cat([tensor[:, : held.shape[1]][held] for tensor, held in zip(tensors, places, strict=True)])
+            for name, tensors in aligned_tensors(blocks).items()
+        }
+        whole = cls.compact(entries, lengths.cpu().numpy(), lengths).moved(0, np.argsort(names))
         whole = replace(whole, counts=whole.counts - appended, spare=appended, appended=appended)
         whole.padded = bool((whole.recent(appended) < 0).any())
         return whole
@@ -125,6 +146,8 @@ class FlatBlock:
         self.keys.index_copy_(0, rows, keys.flatten(0, 1))
         self.values.index_copy_(0, rows, values.flatten(0, 1))
         self.positions.index_copy_(0, rows, positions.expand(len(keys), -1).flatten())
+        if self.log_weights is not None:
+            self.log_weights.index_fill_(0, rows, 0.0)
         self.ends.add_(count)
 
     def release(self) -> None:
@@ -141,7 +164,7 @@ class FlatBlock:
 
     def _grow(self, spare: int) -> None:
         starts, ends, source = self._layout(spare, self.counts)
-        for name in ("keys", "values", "positions"):  # one by one: only one of them is there twice for a moment
+        for name in entry_tensors(self):  # one by one: only one of them is there twice for a moment
             setattr(self, name, _taken(getattr(self, name), source))
         self.starts = starts
         self.ends = ends
@@ -153,18 +176,17 @@ class FlatBlock:
         """Copy segments `rows` [S'] (None: all) to a block of their own, with other spare room behind each."""
         counts = self.counts if rows is None else self.counts[rows]
         starts, ends, source = self._layout(spare, counts, rows)
+        held: dict[str, Any] = {name: _taken(states, source) for name, states in entry_tensors(self).items()}
         return replace(
             self,
             segments=torch.arange(len(counts), device=starts.device),
-            keys=_taken(self.keys, source),
-            values=_taken(self.values, source),
-            positions=_taken(self.positions, source),
             counts=counts,
             starts=starts,
             ends=ends,
             spare=spare,
             fixed=False,
             stable=False,
+            **held,
         )
 
     def _layout(self, spare: int, counts: Ints, rows: Ints | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,7 +214,8 @@ class FlatBlock:
     def kept(self, keep: Tensor, counts: Ints) -> Iterator[tuple[FlatBlock, Where, Ints]]:
         where = true_places(keep, int(counts.sum()))
         lengths = torch.from_numpy(counts).to(where.device)
-        block = FlatBlock.compact(self.keys[where], self.values[where], self.positions[where], counts, lengths)
+        held = {name: states[where] for name, states in entry_tensors(self).items()}
+        block = FlatBlock.compact(held, counts, lengths)
         yield block, where, np.arange(len(counts))
 
     def showing(self, visible: Tensor, heads: int) -> FlatBlock:
@@ -212,7 +235,7 @@ class FlatBlock:
 
     def for_kernels(self) -> Entries:
         positions = self.positions if self.padded else None
-        return Entries(self.keys, self.values, self.columns, positions, self.ends[1], self.starts)
+        return Entries(self.keys, self.values, self.columns, positions, self.ends[1], self.starts, self.log_weights)
 
     def aligned(self) -> Block:
         return self._aligned(np.arange(len(self.counts)), self.columns)
@@ -228,15 +251,12 @@ class FlatBlock:
         column = torch.arange(-width, 0, device=index.device)
         held = column >= -used[:, None]
         where = (ends[:, None] + column).clamp_(min=0)
-        keys = self.keys[where]
-        values = self.values[where]
-        positions = self.positions[where]
+        entries = {name: states[where] for name, states in entry_tensors(self).items()}
         padded = bool((self.counts[rows] + self.appended < width).any())
-        if padded:
-            gap = ~held
-            keys, values = (states.masked_fill_(gap[..., None], 0) for states in (keys, values))
-            positions.masked_fill_(gap, -1)
-        return Block(self.segments[index], keys, values, positions, width, padded or self.padded)
+        for name, states in entries.items() if padded else ():
+            gap = ~held.view(*held.shape, *[1] * (states.dim() - 2))
+            states.masked_fill_(gap, -1 if name == "positions" else 0)
+        return Block(self.segments[index], end=width, padded=padded or self.padded, **entries)
 
     def whole(self, seen: int) -> tuple[Tensor, Tensor] | None:
         if self.padded or (self.counts + self.appended != seen).any():
@@ -253,7 +273,7 @@ class FlatBlock:
         return self.positions[first : first + int(self.counts[row]) + self.appended]
 
     def tensors(self) -> list[Tensor]:
-        return [self.segments, self.keys, self.values, self.positions, self.starts, self.ends]
+        return [self.segments, *entry_tensors(self).values(), self.starts, self.ends]
 
 
 AnyBlock = Block | FlatBlock

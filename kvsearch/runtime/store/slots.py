@@ -118,6 +118,8 @@ class SlotBlock:
         cached.values.index_put_(where, values)
         position = self.seen if active is None else self.seen.masked_fill(~active, -1)
         cached.positions.scatter_(1, self.slot[:, None], position[:, None])
+        if cached.log_weights is not None:  # where a kernel freed the slot, that of what left is still there
+            cached.log_weights.scatter_(1, self.slot[:, None], 0.0)
         self.clock.add_(1 if active is None else active)
         if self.bias is not None and step_plan.bias == "make":
             self.bias.zero_().masked_fill_(cached.positions < 0, float("-inf"))

@@ -50,18 +50,21 @@ class RaggedStore(Segmented):
         index: Tensor,
         counts: Ints,
         lengths: Sequence[int],
+        log_weights: Tensor | None = None,
     ) -> RaggedStore:
         """Copy the kept entries out of a dense layer.
 
         `keys` [B, Hkv, T, D] and `values` [B, Hkv, T, Dv] are left untouched, `keep` is [B, Hkv, T] bool, `index`
         [B, T] the index of each column's token in its sequence, -1 for padding. `counts` [B, Hkv] are the entries that
-        are kept, `lengths` the tokens of each sequence, so that the host need not wait for the device.
+        are kept, `lengths` the tokens of each sequence, so that the host need not wait for the device. `log_weights`
+        [B, Hkv, T] are added to logits, in the dtype of keys (None: nothing is).
         """
         blocks: list[AnyBlock]
         if serves(keys, values):
-            blocks = [FlatBlock.pack(keys, values, keep, index, counts.flatten())[0]]
+            blocks = [FlatBlock.pack(keys, values, keep, index, counts.flatten(), log_weights)[0]]
         else:
-            blocks = [block for block, _ in dense_blocks(keys, values, keep, index, counts.flatten().tolist())]
+            made = dense_blocks(keys, values, keep, index, counts.flatten().tolist(), log_weights)
+            blocks = [block for block, _ in made]
         return cls(blocks, keys.shape[1], index[:, -1].int() + 1, even=len(set(lengths)) == 1)
 
     @classmethod
