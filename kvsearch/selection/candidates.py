@@ -4,6 +4,7 @@
 budgets of its own. Names are those of `evaluate --methods`: a policy alone has even budgets, METHOD:POLICY is a policy
 under the budgets of a method. Only what a fitted ranking or a choice between policies brings is a candidate. A built-in
 policy is a baseline, also with the budgets that keep most of its measured importance: a candidate must be worth more.
+NAME+match is the plan NAME whose entries carry what leaves the prompt.
 
 `lukv:X` are the budgets that `export` makes of the curves of `calibrate --method lukv`. The calibration's own table is
 the mean of what single questions would keep, and it is mixed with even budgets where that keeps more held-out answers.
@@ -24,8 +25,10 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.options import OBSERVING, RECENT, SCORED
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import require_plain_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Size
+from kvsearch.plan.arithmetic import with_carry
 from kvsearch.plan.origin import joined
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
@@ -42,6 +45,7 @@ JOINT: Final = "joint"
 HALF: Final = "half"  # of measured budgets and of even ones
 MIXTURES: Final = {LUKV: 0.0, HALF: 0.5}  # shares of even budgets
 ALONE: Final = "uniform"  # of a policy, with even budgets
+CARRY: Final = "match"  # what kept entries carry of those that leave, where they carry something
 # the name of a plan, the plan or what makes it where that may be impossible, and its origin
 NamedPlan = tuple[str, Plan | Callable[[], Plan], Mapping[str, str]]
 
@@ -134,7 +138,7 @@ def find_policy_candidates(
     if not baselines:
         raise UsageError(f"{size.words}: no policy can be used at this size: {factory.notes[0]}")
     others: list[NamedPlan] = [(name, plan, {"strategy": name}) for name, plan in (more or {}).items()]
-    candidates = factory.collect([*factory.candidates(), *others])
+    candidates = factory.collect([*factory.candidates(), *others, *factory.carrying(others)])
     return CandidateSet(PHASE, candidates, baselines, next(iter(baselines)), factory.origins, tuple(factory.notes))
 
 
@@ -169,6 +173,18 @@ class _PolicyPlans(PlanFactory):
             yield name, partial(self._fitted, plan), origin
         name = f"{JOINT}:built-in"
         yield name, partial(self._joint_plan, self.calibrated.built_in), {"strategy": name}
+
+    def carrying(self, others: Iterable[NamedPlan]) -> Iterator[NamedPlan]:
+        """Make plans of measured budgets again, and some others, so that entries carry what leaves."""
+        made = (*self.baselines(), *self.candidates())
+        measured = [entry for entry in made if entry[0].partition(":")[0] in (LUKV, JOINT)]
+        for name, plan, origin in (*measured, *others):
+            yield f"{name}+{CARRY}", partial(self._carry, plan), {**origin, "carry": CARRY}
+
+    def _carry(self, plan: Plan | Callable[[], Plan]) -> Plan:
+        """Return a plan whose entries carry what leaves; errors: see `with_carry` and `require_plain_rotary`."""
+        require_plain_rotary(self.loaded.model, "a plan whose entries carry what leaves")
+        return with_carry(plan if isinstance(plan, Plan) else plan(), CARRY)
 
     def _policy(self, name: str) -> Policy:
         """Return a policy as it was measured, or else protecting as many recent entries as those that were."""
