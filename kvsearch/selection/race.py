@@ -22,8 +22,8 @@ few contexts is picked by luck. The loss of the right replies, which are teacher
 for a question. So losses rank the methods (`screen` in `PlanRace`): first those leave that are hopeless
 (`find_hopeless`), then the `FINALISTS` of either kind that lose least on more contexts reply. Among these, losses say
 who is foremost, and scores who leaves and what is proven. A candidate is also *likely* better if the one-sided bound of
-its lead in losses is above zero. A race that has losses ends where a proof is out of reach: if the evidence, growing on
-as it has until then, would not do after all contexts.
+its lead in losses is above zero. Where such a bound tells the foremost candidate and baseline apart, either way, the
+race ends once a proof is out of reach: if the evidence, growing on as it has, would not do after all contexts.
 
 After every round those leave that cannot win any more: who scores less than another one beyond a 95% bound. That may be
 wrong for the best one, but then another that is about as good is ahead of it.
@@ -203,7 +203,7 @@ class Race:
             self.loss_bound = lead_bound(self.losses, leader, self.best, self.rule.sure)
         if self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= LEAST_CONTEXTS:
             self._end(leader, "beats")
-        elif is_last or self._is_out_of_reach(leader, available):
+        elif is_last or (self._is_told_by_losses(leader) and self._is_out_of_reach(leader, available)):
             is_likely = self.rule.writes_likely and max(self.bound, self.loss_bound) > 0
             self._end(leader if is_likely else self.best, "likely" if is_likely else "baseline")
 
@@ -217,11 +217,16 @@ class Race:
         names = list(self.wealths)
         return float(adjust_for_several(np.array(list(self.wealths.values())))[names.index(name)])
 
+    def _is_told_by_losses(self, leader: str) -> bool:
+        """Tell whether losses say which of the leader and the best baseline is better."""
+        if self.losses is None:
+            return False
+        return max(self.loss_bound, lead_bound(self.losses, self.best, leader, self.rule.sure)) > 0
+
     def _is_out_of_reach(self, leader: str, available: int) -> bool:
-        """Tell whether losses decide, as the evidence for the leader grows too slowly for a proof by scores."""
+        """Tell whether the evidence for the leader grows too slowly for a proof."""
         asked = len(present(self.scores, "no round was judged").tasks)
-        grown = self.evidence(leader) * available / asked
-        return self.losses is not None and asked >= OPEN and grown < -math.log(self.rule.level)
+        return asked >= OPEN and self.evidence(leader) * available / asked < -math.log(self.rule.level)
 
     def _let_leave(self, scores: Scores) -> None:
         ahead = [scores.ranked(kind)[0] for kind in (self.candidates, self.baselines) if kind]

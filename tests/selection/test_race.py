@@ -199,6 +199,9 @@ def test_losses_say_who_is_foremost_and_scores_who_leaves() -> None:
     assert race.loss_bound == pytest.approx(0.2 - 1.3195 * 0.1 / math.sqrt(23), abs=1e-4)
     assert race.bound == 0.0
     assert asked == 27  # of 60: no proof is in reach where scores do not differ
+    close = replace(losses, sums={**losses.sums, "e": losses.sums["b"] + np.tile([0.3, -0.3], 12)})
+    race, asked = run_race(rows, ["a", "b", "c"], losses=close)
+    assert (race.winner, race.verdict, asked) == ("e", "baseline", 60)  # losses do not tell them apart: all are asked
     worse = replace(losses, sums={**losses.sums, "b": losses.sums["e"] - 0.01, "a": losses.sums["e"] - 0.02})
     race, _ = run_race(rows, ["a", "b", "c"], losses=worse)
     assert (race.winner, race.verdict) == ("e", "baseline")
