@@ -273,6 +273,11 @@ class Plan(Record):
             refuse([((), "a plan needs at least one phase: give prefill, decode or both")])
         return phase
 
+    @property
+    def carries(self) -> bool:
+        """Whether kept entries of some layer carry what leaves a prompt."""
+        return self.prefill is not None and set(self.prefill.carries) != {NO_CARRY}
+
     @field_validator("total")
     @classmethod
     def _adds_up(cls, total: int, info: ValidationInfo) -> int:

@@ -20,7 +20,7 @@ from kvsearch.plan import Phase, PhasePlan, Plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord, provenance
 from kvsearch.plan.rounding import water_fill
-from kvsearch.plan.schema import NO_CARRY, STATIC
+from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.decode.rule import decode_needs
@@ -219,7 +219,7 @@ def _require_static(loaded: LoadedModel, plan: Plan, name: str, phases: Sequence
     parts = list(plan.phases.values())
     if any(set(describe(loaded.model).full_layers) - set(part.planned_layers) for part in parts):
         raise UsageError(f"{name} leaves layers their full cache: a search shares a total among all of them")
-    if any(set(part.carries) != {NO_CARRY} for part in parts):
+    if plan.carries:
         raise UsageError(
             f"{name} has entries that carry what leaves, and what is searched has not: start from it without carry, "
             "with_carry(plan, 'none')"

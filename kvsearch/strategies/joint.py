@@ -62,12 +62,9 @@ class PolicyCurves:
         return [name for name in self.names if name not in self.rankings]
 
     def select_plans(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
-        """Return the static ones of some plans that have no other policies than these."""
-        return {
-            name: plan
-            for name, plan in plans.items()
-            if plan.allocation.name == STATIC and all(policy in self.policies for policy in plan.policies)
-        }
+        """Return the static ones of some plans that have no other policies than these, and carry nothing."""
+        static = {name: plan for name, plan in plans.items() if plan.allocation.name == STATIC and not plan.carries}
+        return {name: plan for name, plan in static.items() if all(policy in self.policies for policy in plan.policies)}
 
     @property
     def contexts(self) -> ContextRecord | None:

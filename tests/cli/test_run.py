@@ -126,8 +126,10 @@ def test_plans_are_searched_on_from_what_was_solved(finished: tuple[Path, str]) 
         assert {"probe", "lukv:probe", "half:probe", "lukv:snapkv", "joint"} & set().union(*starts)
         plans = [load_plan(path) for path in sorted((directory / "refine").glob(f"plan-{budget}-*.json"))]
         assert all(plan.total == int(budget) * 24 for plan in plans)
-        kinds = {found["name"]: found["kind"] for found in sizes[budget]["chosen"]["methods"]}
-        assert kinds.get("refined", "candidate") == kinds["half:probe"] == "candidate"
+        outcome = sizes[budget]["chosen"]
+        methods = [*outcome["methods"], *outcome["screening"]["dropped"]]
+        kinds = {found["name"]: found["kind"] for found in methods}
+        assert kinds.get("refined", "candidate") == kinds["half:probe"] == kinds["lukv:snapkv+match"] == "candidate"
         assert ("refined" in kinds) == bool(plans)  # a search may find nothing that is better than where it starts
         assert kinds["half:snapkv"] == "baseline"
         refined += plans
