@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import NonFiniteError
 from kvsearch.plan.schema import NO_CARRY, Carry
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
 from kvsearch.policies.carry import REFERENCES, match_attention
-from kvsearch.policies.checks import lengths_after, lengths_of, start_state
+from kvsearch.policies.checks import DeferredCheck, lengths_after, lengths_of, require_finite, start_state
 from kvsearch.policies.decoding import LOG_WEIGHTS, State, slots_of
 from kvsearch.policies.ranking import at_each, first_staged, keep_at, limits_under, scored
 from kvsearch.runtime.decode.decoding import Decoding
@@ -84,9 +86,16 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
         if state is None or prefill is None or prefill.policy != decode.policy:
             state = rule.start(observation)
     if prefill is not None and prefill.carries:
-        values, state.entries[LOG_WEIGHTS] = match_attention(observation, keep, counts, lengths)
+        values, log_weights = match_attention(observation, keep, counts, lengths)
+        require_finite([DeferredCheck(~log_weights.flatten(1).isfinite().all(-1), partial(_weight_error, observation))])
+        state.entries[LOG_WEIGHTS] = log_weights
         observation = replace(observation, values=values)
     return Kept(observation, keep, counts, rule, state)
+
+
+def _weight_error(observation: Observation, row: int) -> NonFiniteError:
+    problem = "the log weights of what entries carry are not finite: the model computes NaN or infinity"
+    return NonFiniteError(f"layer {observation.layer}: {problem}", row)
 
 
 def _placed(tables: list[Tensor], device: torch.device) -> list[Tensor]:

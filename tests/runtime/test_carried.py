@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvsearch.budgets.dynamic import create_allocation
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, NonFiniteError, UsageError
 from kvsearch.models.architecture import describe
-from kvsearch.plan import Plan, PolicySpec
+from kvsearch.plan import PhasePlan, Plan, PolicySpec
 from kvsearch.plan.arithmetic import with_carry
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
@@ -109,6 +109,21 @@ def test_a_prompt_that_fits_is_the_full_cache() -> None:
             feed(model, PlanCache(model, with_carry(planned(model), carry)), pieces)[1] for carry in ("match", "none")
         )
     assert torch.equal(found, expected)
+
+
+def test_log_weights_that_are_not_finite_are_refused() -> None:
+    model = build("llama")
+    plan = planned(model)
+    streaming = PolicySpec(name="streaming", params={})  # which looks at no number
+    layers = tuple(layer and layer.model_copy(update={"policy": streaming}) for layer in plan.phase("prefill").layers)
+    plan = plan.model_copy(update={"prefill": PhasePlan(layers=layers)})
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[3, 3] = float("nan")
+    with (
+        running(model, NAME),
+        pytest.raises(NonFiniteError, match="layer 1: the log weights of what entries carry are"),
+    ):
+        feed(model, PlanCache(model, plan), [prompts(1, LENGTH)])
 
 
 def test_what_cannot_carry() -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase, Plan
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.arithmetic import budgets_at, with_carry
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.search.start_plans import Base, start_tables
@@ -112,3 +112,5 @@ class TestStarts:
     def test_a_plan_with_full_layers(self, base: Base, model: LoadedModel) -> None:
         with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
             start_tables(base, 20, {"mine": tiny.plan_for(model, [None, *SHAPED[1:]])})
+        with pytest.raises(UsageError, match="start plan mine has entries that carry what leaves"):
+            start_tables(base, 20, {"mine": with_carry(tiny.plan_for(model, list(SHAPED)), "match")})
