@@ -8,7 +8,7 @@ even spread moves less; how good the ranking is, is reported on others, as for a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.options import CANDIDATES, TARGETS, QueryBankOptions
-from kvsearch.calibration.probe.context_pass import ContextPass, EntryLook, Noting, QuestionBuilder
+from kvsearch.calibration.probe.context_pass import ContextPass, EntryLook, Measure, Noting, QuestionBuilder
 from kvsearch.calibration.probe.contexts import Candidates, FitContexts, FittedRanking, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
@@ -69,8 +69,8 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
         drawn = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in contexts.fit}
         return Noting(queries=drawn)
 
-    def sample(self, context_pass: ContextPass) -> Mapping[str, Tensor]:
-        return {QUERIES: context_pass.queries}
+    def sampler(self) -> Measure:
+        return sample_queries
 
     def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
         asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in samples], 3))  # [L, Hkv, G, M, D]
@@ -91,6 +91,11 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
         """Return a look at the order of entries under each of several banks."""
         policies = [bank.policy(self, contexts) for bank in banks]
         return EntryLook([policy.needs() for policy in policies], partial(note_order, policies=policies))
+
+
+def sample_queries(context_pass: ContextPass) -> dict[str, Tensor]:
+    """Return the queries that were drawn of a context."""
+    return {QUERIES: context_pass.queries}
 
 
 def note_order(observation: Observation, context: int, free: slice, policies: Sequence[Policy]) -> Tensor:  # noqa: ARG001

@@ -189,7 +189,7 @@ AnyRanking = TypeVar("AnyRanking", bound=RankingOptions)
 class RankingCalibration(Calibration[AnyRanking]):
     """A ranking that is fitted, and compared with built-in policies; several may be fitted in one pass.
 
-    `fit_rankings` calls `draw`, `fit`, `choose` and `finish` in this order.
+    `fit_rankings` calls `draw`, `sampler`, `fit`, `choose` and `finish` in this order.
     """
 
     fits_importance: ClassVar[bool] = True  # whether the importance of entries is fitted
@@ -199,8 +199,8 @@ class RankingCalibration(Calibration[AnyRanking]):
         """Draw what the ranking is fitted on, and return what to note of the contexts to fit on."""
 
     @abstractmethod
-    def sample(self, context_pass: ContextPass) -> Mapping[str, Tensor]:
-        """Return what was drawn of a context."""
+    def sampler(self) -> Measure:
+        """Return a function that takes what was drawn of a context; it has no model, as it is sent to processes."""
 
     @abstractmethod
     def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
@@ -286,12 +286,13 @@ def fit_rankings(
     """
     contexts = FitContexts(calibrations[0], prompts, progress)
     by_name = {calibration.options.method: calibration for calibration in calibrations}
+    drawn = [calibration.draw(contexts) for calibration in calibrations]
+    samplers = {name: calibration.sampler() for name, calibration in by_name.items()}
 
     def sample(context_pass: ContextPass) -> dict[str, Tensor]:
-        drawn = {name: calibration.sample(context_pass) for name, calibration in by_name.items()}
-        return {f"{name}.{part}": values for name, parts in drawn.items() for part, values in parts.items()}
+        parts = {name: take(context_pass) for name, take in samplers.items()}
+        return {f"{name}.{part}": values for name, taken in parts.items() for part, values in taken.items()}
 
-    drawn = [calibration.draw(contexts) for calibration in calibrations]
     noting = Noting(
         {name: look for noting in drawn for name, look in noting.looks.items()},
         queries={context: places for noting in drawn for context, places in noting.queries.items()},

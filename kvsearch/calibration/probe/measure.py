@@ -24,6 +24,7 @@ from kvsearch.calibration.options import ProbeOptions
 from kvsearch.calibration.probe.context_pass import (
     ContextPass,
     EntryLook,
+    Measure,
     Noting,
 )
 from kvsearch.calibration.probe.contexts import Candidates, FitContexts, FittedRanking, RankingCalibration
@@ -73,12 +74,8 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
         look = EntryLook([needs_of(names)], partial(note_features, names=names, places=self.places))
         return Noting({self.options.method: look})
 
-    def sample(self, context_pass: ContextPass) -> Mapping[str, Tensor]:
-        """Return arrays of the entries that were drawn: features [Hkv, n, F] by layer, targets [L, Hkv, n]."""
-        layers = enumerate(context_pass.passed.noted)
-        features = {f"{FEATURE}.{row}": layer.noted[self.options.method] for row, layer in layers}
-        target = log_importance(context_pass.largest)[..., self.places[context_pass.prompt.context]]
-        return {**features, TARGET: target.clone()}
+    def sampler(self) -> Measure:
+        return partial(sample_entries, name=self.options.method, places=self.places)
 
     def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
         options = self.options
@@ -126,6 +123,17 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
 
         seconds = median(timed(fit_some)) * STEPS / TIMED_STEPS
         return Work(seconds=seconds * len(shape.full_layers))
+
+
+def sample_entries(context_pass: ContextPass, name: str, places: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Return arrays of the entries that were drawn: features [Hkv, n, F] by layer, targets [L, Hkv, n].
+
+    The features are what the look of this `name` noted; `places` are the entries by context.
+    """
+    layers = enumerate(context_pass.passed.noted)
+    features = {f"{FEATURE}.{row}": layer.noted[name] for row, layer in layers}
+    target = log_importance(context_pass.largest)[..., places[context_pass.prompt.context]]
+    return {**features, TARGET: target.clone()}
 
 
 def note_scores(observation: Observation, context: int, free: slice, weights: Sequence[Weights]) -> Tensor:  # noqa: ARG001
