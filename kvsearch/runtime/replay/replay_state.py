@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.policies.checks import require_finite
-from kvsearch.policies.decoding import Cached, Step, by_position, entries_at
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, by_position, entries_at
 from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.runtime.attention import causal_mask
 from kvsearch.runtime.decode.decoding import AttentionAverages
@@ -156,9 +156,11 @@ class ReplayState:
 
 
 def _clear(cached: Cached) -> None:
-    """Zero the state of slots without an entry, in place."""
+    """Zero the state of slots without an entry, in place, but for log weights: outputs come when some have left."""
     empty = ~cached.held
-    for tensor in cached.state.entries.values():
+    for name, tensor in cached.state.entries.items():
+        if name == LOG_WEIGHTS:
+            continue
         tensor.masked_fill_(empty.view(*empty.shape, *[1] * (tensor.dim() - 2)), 0)
 
 
