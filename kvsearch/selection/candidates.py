@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from kvsearch.budgets.allocator import Uniform
@@ -134,11 +134,13 @@ def find_policy_candidates(
     if calibrated is not None:
         size = replace(size, length=size.length or calibrated.profile.metadata.length)
     factory = _PolicyPlans(loaded, calibrated, size)
-    baselines = factory.collect(factory.baselines())
+    single = list(factory.baselines())
+    baselines = factory.collect(single)
     if not baselines:
         raise UsageError(f"{size.words}: no policy can be used at this size: {factory.notes[0]}")
     others: list[NamedPlan] = [(name, plan, {"strategy": name}) for name, plan in (more or {}).items()]
-    candidates = factory.collect([*factory.candidates(), *others, *factory.carrying(others)])
+    made = list(factory.candidates())
+    candidates = factory.collect([*made, *others, *factory.carrying([*single, *made], others)])
     return CandidateSet(PHASE, candidates, baselines, next(iter(baselines)), factory.origins, tuple(factory.notes))
 
 
@@ -168,15 +170,14 @@ class _PolicyPlans(PlanFactory):
             entries.append(self._direct(name, Recipe(name)))
             entries.append(self._direct(f"adakv:{name}", METHODS["adakv"]._replace(policy=name)))
             entries += self._solved(name)
-        entries.append((JOINT, partial(self._joint_plan, self.calibrated.names), {"strategy": JOINT}))
+        entries.append((JOINT, self._solver(self.calibrated.names), {"strategy": JOINT}))
         for name, plan, origin in entries:
             yield name, partial(self._fitted, plan), origin
         name = f"{JOINT}:built-in"
-        yield name, partial(self._joint_plan, self.calibrated.built_in), {"strategy": name}
+        yield name, self._solver(self.calibrated.built_in), {"strategy": name}
 
-    def carrying(self, others: Iterable[NamedPlan]) -> Iterator[NamedPlan]:
-        """Make plans of measured budgets again, and some others, so that entries carry what leaves."""
-        made = (*self.baselines(), *self.candidates())
+    def carrying(self, made: Iterable[NamedPlan], others: Iterable[NamedPlan]) -> Iterator[NamedPlan]:
+        """Yield those of the plans `made` that have measured budgets, and all `others`, with entries that carry."""
         measured = [entry for entry in made if entry[0].partition(":")[0] in (LUKV, JOINT)]
         for name, plan, origin in (*measured, *others):
             yield f"{name}+{CARRY}", partial(self._carry, plan), {**origin, "carry": CARRY}
@@ -210,7 +211,11 @@ class _PolicyPlans(PlanFactory):
         """Yield a policy with measured budgets, and with their mixture with even ones."""
         for method, even in MIXTURES.items():
             name = f"{method}:{policy}"
-            yield name, partial(self._joint_plan, [policy], even), {"strategy": name}
+            yield name, self._solver([policy], even), {"strategy": name}
+
+    def _solver(self, policies: Sequence[str], even: float = 0.0) -> Callable[[], Plan]:
+        """Return what makes a joint plan, once: plans that carry are made of it, too."""
+        return cache(partial(self._joint_plan, policies, even))
 
     def _joint_plan(self, policies: Sequence[str], even: float = 0.0) -> Plan:
         """Return the plan that keeps most of the measured importance under some policies, or its mixture with even."""
