@@ -138,10 +138,11 @@ def with_carry(plan: Plan, carry: Carry) -> Plan:
     require_known("carries", carry, get_args(Carry))
     phase = plan.phase("prefill")
     prefill = _carrying(phase, [carry] * len(phase.layers), plan.length)
-    if carry != NO_CARRY and set(prefill.carries) == {NO_CARRY}:
-        raise UsageError("the plan keeps prompts whole, so nothing leaves that its entries could carry")
     origin = changed(plan.provenance, f"carry {carry}: plan {sha256_of(plan)}")
-    return Plan(**{**dict(plan), "prefill": prefill, "provenance": origin})
+    changed_plan = Plan(**{**dict(plan), "prefill": prefill, "provenance": origin})
+    if carry != NO_CARRY and not changed_plan.carries:
+        raise UsageError("the plan keeps prompts whole, so nothing leaves that its entries could carry")
+    return changed_plan
 
 
 def _carrying(phase: PhasePlan, carries: Sequence[Carry], longest: int | None) -> PhasePlan:

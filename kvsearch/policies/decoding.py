@@ -44,7 +44,7 @@ class State:
         """Take the segments `rows` [S] bool back to `before`, in place."""
         for mine, old in ((self.entries, before.entries), (self.heads, before.heads)):
             for name, tensor in mine.items():
-                tensor.copy_(torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), old[name], tensor))
+                tensor.copy_(torch.where(widened(rows, tensor), old[name], tensor))
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Step:
 
     def at_newest(self, values: Tensor) -> Tensor:
         """Return the entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""
-        where = self.newest.view(-1, *[1] * (values.dim() - 1))
+        where = widened(self.newest, values)
         return values.gather(1, where.expand(-1, 1, *values.shape[2:])).squeeze(1)
 
 
@@ -148,8 +148,12 @@ def slots_of(chosen: Tensor, positions: Tensor, most: int) -> Tensor:
 
 def entries_at(states: Tensor, slots: Tensor) -> Tensor:
     """Return the states [S, C, ...] at slots [S, K], [S, K, ...]."""
-    index = slots.view(*slots.shape, *[1] * (states.dim() - 2))
-    return states.gather(1, index.expand(*slots.shape, *states.shape[2:]))
+    return states.gather(1, widened(slots, states).expand(*slots.shape, *states.shape[2:]))
+
+
+def widened(marks: Tensor, states: Tensor) -> Tensor:
+    """Return marks of the first dimensions of states, such as [S, C] of [S, C, ...], with a 1 for each other one."""
+    return marks.view(*marks.shape, *[1] * (states.dim() - marks.dim()))
 
 
 def protected_slots(positions: Tensor, seen: Tensor, sinks: Tensor, recent: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.report.numbers import asked_words, chance_of, counted, interval, nats, percent
-from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells, lower_words
+from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells, lead_on_text, lower_words
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import Finalist, FoundAtBudget, SearchResult, Trace
 from kvsearch.runs.estimates import Estimate
@@ -173,9 +173,7 @@ def _led(choice: Choice, name: str) -> tuple[str, str]:
     finalist = choice.race.method(name)
     assert finalist.lead is not None
     assert finalist.chance is not None
-    lead = f"{interval(finalist.lead, '+.2f')} points"
-    if finalist.nats is not None and finalist.nats.difference is not None:
-        lead = f"{nats(finalist.nats.difference, '+')} nats per token, lower is better"
+    lead = lead_on_text(finalist) or f"{interval(finalist.lead, '+.2f')} points"
     return lead, chance_of(finalist.chance)
 
 

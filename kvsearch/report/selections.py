@@ -276,11 +276,16 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
     assert method.chance is not None
     shared = f", where {result.level:.2g} or less counts" if result.level < min(Rule.level, 1 - result.sure) else ""
     least = "" if result.bound is None else f", at least {100 * result.bound:+.2f} with {percent(result.sure, 0)}%"
-    lead = f"{100 * method.lead.mean:+.2f} points{least}"
-    if method.nats is not None and method.nats.difference is not None:
-        lead = f"{nats(method.nats.difference, '+')} nats per token, lower is better"
+    lead = lead_on_text(method) or f"{100 * method.lead.mean:+.2f} points{least}"
     spared = "" if method.spared is None else f", right replies lose {nats(method.spared)} nats per token less"
     return f"{lead} (chance {chance_of(method.chance)}{shared}){spared}"
+
+
+def lead_on_text(method: MethodResult) -> str | None:
+    """Say how far the loss of a method is from that of the best baseline; None where that is not what counts."""
+    if method.nats is None or method.nats.difference is None:
+        return None
+    return f"{nats(method.nats.difference, '+')} nats per token, lower is better"
 
 
 def run_parts(content: RunResult) -> Iterator[str | Table]:

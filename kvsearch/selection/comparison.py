@@ -75,6 +75,11 @@ class PlanRace:
         """Return the race on a part of its questions."""
         return replace(self, prepared=replace(self.prepared, encoded=questions))
 
+    @property
+    def available(self) -> int:
+        """How many contexts all rounds have."""
+        return sum(task.distinct for task in self.encoded)
+
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
         """The questions of each round."""
@@ -138,7 +143,6 @@ class PlanRace:
             race.baselines = [name for name in race.baselines if name not in left_out]
             race.losses = losses_of(forced)
         is_text = all(is_forced(task.task) for task in self.encoded)
-        available = sum(len(texts_of(task)) for task in self.encoded)
         for number, questions in enumerate(self.rounds, 1):
             names = [*race.candidates, *race.baselines]
             comparison = self.ask(questions, names, f"round-{number}", store, answered=answered and number == 1)
@@ -149,7 +153,7 @@ class PlanRace:
             behind |= behind_on_kinds(rounds, race.candidates, race.baselines)
             race.candidates = [name for name in race.candidates if name not in behind]
             asked = Scores.of(comparison.samples, comparison.contexts)
-            race.judge_round(asked, is_last=number == len(self.rounds), available=available)
+            race.judge_round(asked, is_last=number == len(self.rounds), available=self.available)
             if race.winner is not None:
                 break
         result = self._result(race, rounds, forced, tuple(behind.values()), level)
@@ -217,7 +221,7 @@ class PlanRace:
             sure=self.rule.sure,
             bound=race.bound if math.isfinite(race.bound) else None,
             asked=QuestionCount.of(rounds),
-            available=sum(task.distinct for task in self.encoded),
+            available=self.available,
             notes=(*plans.notes, *behind, *rounds[-1].notes),
             lower=tuple(lower_kinds(samples, contexts, race.winner, race.best)),
         )

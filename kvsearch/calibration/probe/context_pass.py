@@ -186,7 +186,7 @@ class ContextPass:
     def spread(self) -> Tensor:
         """Scores whose best entries lie evenly, [L, Hkv, T]."""
         places = even_places(torch.arange(self.prompt.length, device=self.passed.model.device)[self.free])
-        return places.expand(len(self.passed.noted), self.passed.noted[0].norms.shape[1], -1)
+        return places.expand(len(self.passed.noted), self.passed.observed[0].keys.shape[1], -1)
 
     @property
     def largest(self) -> Tensor:

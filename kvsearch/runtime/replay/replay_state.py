@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.policies.checks import require_finite
-from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, by_position, entries_at
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, by_position, entries_at, widened
 from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.runtime.attention import causal_mask
 from kvsearch.runtime.decode.decoding import AttentionAverages
@@ -161,7 +161,7 @@ def _clear(cached: Cached) -> None:
     for name, tensor in cached.state.entries.items():
         if name == LOG_WEIGHTS:
             continue
-        tensor.masked_fill_(empty.view(*empty.shape, *[1] * (tensor.dim() - 2)), 0)
+        tensor.masked_fill_(widened(empty, tensor), 0)
 
 
 def spread(slots: Tensor, columns: Tensor | None, width: int) -> Tensor:

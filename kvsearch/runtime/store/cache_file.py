@@ -31,7 +31,7 @@ from kvsearch.models.fingerprint import fingerprint
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import find_weights, put_weights
 from kvsearch.policies import Policy
-from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, State
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, State, widened
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule, decode_needs
@@ -420,7 +420,7 @@ def _require_all(names: Iterable[Tensor], count: int) -> None:
 
 
 def _blank(states: Tensor, positions: Tensor) -> Tensor:
-    return states.masked_fill((positions < 0).view(*positions.shape, *[1] * (states.dim() - 2)), 0)
+    return states.masked_fill(widened(positions < 0, states), 0)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
