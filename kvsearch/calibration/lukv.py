@@ -150,7 +150,7 @@ def reply_work(prompts: Sequence[CalibrationPrompt], options: AnsweredOptions, *
         return Work()
     asked = [prompt for prompt in prompts if prompt.continuations]
     replies = sum(
-        continuation.most or options.answer_tokens for prompt in asked for continuation in prompt.continuations
+        continuation.limit_reply(options.answer_tokens) for prompt in asked for continuation in prompt.continuations
     )
     reading = Work.over(prompt.length for prompt in asked) if read else Work()
     return reading + Work.replying(replies)

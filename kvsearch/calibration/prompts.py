@@ -30,6 +30,7 @@ from kvsearch.runtime.program import full_cache, prompt_bytes
 from kvsearch.runtime.replay.forced_answers import (
     TOGETHER,
     ForcedQuestions,
+    limit_own_reply,
     parted_replies,
     replies_of_passes,
     reply_end,
@@ -57,6 +58,11 @@ class Continuation:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out, on the way to another process, what own replies alone are made with: it has a tokenizer."""
         return {**self.__dict__, "taken": None}
+
+    def limit_reply(self, most: int) -> int:
+        """Return the most tokens of an own reply, `most` where the question says nothing."""
+        most = self.most or most
+        return most if self.taken is None else limit_own_reply(self.tokens.shape[1] - self.answer, most)
 
     @property
     def predicting(self) -> slice:
@@ -111,7 +117,7 @@ class CalibrationPrompt:
         They have `most` tokens where a question says nothing; `limit` is of all.
         """
         questions = tuple(after.tokens[0, : after.answer] for after in self.continuations)
-        room = tuple(min(after.most or most, limit - self.length - after.answer) for after in self.continuations)
+        room = tuple(min(after.limit_reply(most), limit - self.length - after.answer) for after in self.continuations)
         return ForcedQuestions(self.ids[0], questions, room, stop, self.refusal(model), self.ended)
 
     def replied(self, replies: Sequence[list[int]], most: int) -> Iterator[Tensor]:

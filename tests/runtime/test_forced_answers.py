@@ -11,7 +11,14 @@ from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
+from kvsearch.runtime.replay.forced_answers import (
+    LONGER,
+    TOGETHER,
+    Asked,
+    ForcedAnswer,
+    forced_answers,
+    limit_own_reply,
+)
 from kvsearch.tasks.base import Answers, Query, Task
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
@@ -84,6 +91,23 @@ def test_half_of_the_answers_are_not_enough(model: LoadedModel) -> None:
     assert not answer.own
     assert FEW.rows[0].queries[0].max_new_tokens == 3
     assert model.tokenizer.decode(answer.ids) == "lantern green lantern"
+
+
+def test_an_own_reply_is_little_longer_than_the_right_one(model: LoadedModel) -> None:
+    """Of a reply that is allowed 100 tokens, 3 + 32 are made where the right one has 3."""
+    assert limit_own_reply(3, 100) == 3 + LONGER == 35
+    assert limit_own_reply(3, 20) == 20
+    assert limit_own_reply(0, 100) == 100  # no right reply says how long it is
+    lengths: list[int] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, __, given: lengths.append(given["attention_mask"].shape[1]), with_kwargs=True
+    )
+    task = with_answers(tiny.listed((40, 1)), {("listed", "0", 0): ("lantern green lantern",)}, max_new_tokens=100)
+    try:
+        decided(model, task)
+    finally:
+        handle.remove()
+    assert max(lengths) == lengths[1] + 34  # the last token of a reply is not read
 
 
 def test_few_contexts_reply_to_several_questions_at_a_time(model: LoadedModel) -> None:

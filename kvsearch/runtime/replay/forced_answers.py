@@ -34,6 +34,7 @@ from kvsearch.tasks.metrics import is_forced, is_right, score
 from kvsearch.tasks.prompts import cut, stop_at
 
 TOGETHER = 8  # sequences that are decoded in one batch
+LONGER = 32  # tokens that an own reply may have more than the right one
 
 Asked = tuple[str, str, int]  # a question by its task, the key of its example and its number there
 
@@ -87,6 +88,14 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
     if said and is_right(score(task.task, key, number, query, cut(decode(said), stops))):
         return said
     return []
+
+
+def limit_own_reply(right: int, most: int) -> int:
+    """Return how many of at most `most` tokens an own reply gets that is used only if it is right.
+
+    One that is not by `LONGER` tokens more than the `right` reply takes hardly ever is later on.
+    """
+    return min(most, right + LONGER) if right else most
 
 
 class ForcedAnswer(NamedTuple):
@@ -238,7 +247,7 @@ def _asking(task: TaskPrompts, reading: Reading, stop: frozenset[int], ended: Fi
     return ForcedQuestions(
         reading.ids,
         tuple(map(reading.following, reading.questions)),
-        tuple(question.query.max_new_tokens for question in reading.questions),
+        tuple(limit_own_reply(len(question.right), question.query.max_new_tokens) for question in reading.questions),
         stop,
         f"task {task.task.name}, example {reading.prompt.key}",
         ended,
