@@ -15,7 +15,7 @@ from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.core.naming import require_known
 from kvsearch.plan.origin import changed
 from kvsearch.plan.rounding import water_fill
-from kvsearch.plan.schema import NO_CARRY, PHASES, WHOLE, Carry, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
+from kvsearch.plan.schema import NO_CARRY, PHASES, STATIC, WHOLE, Carry, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
 from kvsearch.plan.size import LAID_OUT, ONE_SIZE, Size
 
 Scaling = Literal["fixed", "proportional"]
@@ -143,6 +143,19 @@ def with_carry(plan: Plan, carry: Carry) -> Plan:
     if carry != NO_CARRY and not changed_plan.carries:
         raise UsageError("the plan keeps prompts whole, so nothing leaves that its entries could carry")
     return changed_plan
+
+
+def with_even_budgets(plan: Plan) -> Plan:
+    """Return a plan with the same policies that gives all kv heads the same share of the total of every phase.
+
+    Entries carry nothing, and budgets are those of the plan at every prompt: no allocation shares them out there.
+    """
+    phases: dict[str, PhasePlan] = {
+        name: PhasePlan.of(phase.policies, water_fill(np.ones_like(phase.table), phase.total))
+        for name, phase in plan.phases.items()
+    }
+    origin = changed(plan.provenance, f"even budgets: plan {sha256_of(plan)}")
+    return Plan(**{**dict(plan), **phases, "allocation": PolicySpec(name=STATIC), "provenance": origin})
 
 
 def _carrying(phase: PhasePlan, carries: Sequence[Carry], longest: int | None) -> PhasePlan:

@@ -14,6 +14,7 @@ from kvsearch.selection.selection import (
     LEAST_CONTEXTS,
     Kind,
     MethodResult,
+    Part,
     PhaseResult,
     Reported,
     Rule,
@@ -24,6 +25,11 @@ from kvsearch.selection.selection import (
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
+PARTS: dict[Part, tuple[str, str]] = {  # what brings something, and what the plan is with it
+    "rankings": ("its rankings bring", "its rankings with even budgets"),
+    "budgets": ("its budgets bring", "its rankings with its budgets"),
+    "carry": ("what its entries carry brings", ""),
+}
 SHOWN = 16  # rows of the table of a race
 DECODE_ONLY = (
     "decode-only strategies hold the full cache at the end of prefill: their peak memory is that of no eviction"
@@ -343,3 +349,16 @@ def sentences(one: SelectionResult) -> Iterator[str]:
     ahead = report_ahead_words(one.report)
     yield f"{one.decision}{f'; {ahead}' if ahead else ''}"
     yield one.reported
+    yield from parts_words(one)
+
+
+def parts_words(selection: SelectionResult) -> Iterator[str]:
+    """Say what each part of the plan that was written adds to the parts before it, a line each."""
+    before = f"{selection.uniform} with even budgets"
+    for part, added in selection.report.parts.items():
+        brings, plan = PARTS[part]
+        words = interval(added, "+.1f", noun=" points")
+        if selection.report.nats:
+            words = f"{nats(added, '+')} nats per token saved"
+        yield f"report split, {brings} {words} beside {before}"
+        before = plan

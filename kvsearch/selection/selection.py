@@ -24,6 +24,7 @@ LEAST_CONTEXTS: Final = 8  # with fewer nothing beats
 HOPELESS: Final = 0.95  # of the one-sided bound by which a loss of right replies is so much above the least
 
 Verdict = Literal["beats", "likely", "baseline"]
+Part = Literal["rankings", "budgets", "carry"]  # of a plan, in the order in which a report adds them to even budgets
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ class Reported:
     `gain` is of the winner over the best baseline, `share` what it recovers of the gap to the full cache; None without
     a winner, `share` also where the full cache is not above the best baseline. `lead` is of the foremost candidate over
     the best baseline; None without one. `nats` are losses by name with differences to what was written, where all tasks
-    are teacher-forced.
+    are teacher-forced. `parts` are what each part of the written plan adds to those before it, from the even baseline
+    on: in scores, or nats per token less where there are `nats`.
     """
 
     asked: QuestionCount
@@ -206,6 +208,7 @@ class Reported:
     lead: Difference | None = None
     notes: tuple[str, ...] = ()
     nats: Annotated[dict[str, TextLoss], Field(exclude_if=lambda nats: not nats)] = field(default_factory=dict)
+    parts: Annotated[dict[Part, Estimate], Field(exclude_if=lambda parts: not parts)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

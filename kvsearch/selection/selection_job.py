@@ -6,7 +6,7 @@ What counts is said in `kvsearch.selection.race`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -14,20 +14,32 @@ from itertools import cycle, islice
 from typing import Any, Final
 
 from kvsearch.core.arrays import TIE
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import UsageError, present
 from kvsearch.core.naming import forwarded
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
 from kvsearch.evaluation.runner import rows_hash
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Plan, Profile, Size
+from kvsearch.plan.arithmetic import with_carry, with_even_budgets
 from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
+from kvsearch.plan.schema import NO_CARRY
+from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.candidates import content_hash
 from kvsearch.selection.comparison import PlanRace, prepare_race
 from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.selection.selection import FOREMOST, PhaseResult, QuestionCount, Reported, Rule, Selection, TriedBudget
+from kvsearch.selection.selection import (
+    FOREMOST,
+    Part,
+    PhaseResult,
+    QuestionCount,
+    Reported,
+    Rule,
+    Selection,
+    TriedBudget,
+)
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
 from kvsearch.selection.splits import halve_contexts, refuse_shared
 from kvsearch.strategies.names import FULL
@@ -111,7 +123,8 @@ class SelectionJob:
         if self.profile is None:
             foremost += chosen.foremost("baseline")
         names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
-        asked = {name: plans[name] for name in dict.fromkeys(names)}
+        partial_plans = {} if self.profile is not None else self._find_partial_plans(chosen.written)
+        asked = {name: plans[name] for name in dict.fromkeys(names)} | dict(partial_plans.values())
         evaluation = prepare_plans(self.race.prepared.loaded, asked, self.reported)
         stage = "report" if self.profile is None else f"{chosen.phases}/report"
         report = evaluation.run_stage(stage, store)
@@ -130,8 +143,32 @@ class SelectionJob:
             lead=None if leader is None else report.gain(leader.name, [chosen.best]),
             notes=tuple(report.notes),
             nats=report.nats(chosen.written),
+            parts=measure_parts(report, candidate_set.even, {part: name for part, (name, _) in partial_plans.items()}),
         )
         return Selection(self, chosen, reported, report.gain(FULL, [chosen.written]), self._plan(chosen))
+
+    def _find_partial_plans(self, written: str) -> dict[Part, tuple[str, Plan]]:
+        """Return the plans that the written one grows by, each with a name: that of a method that keeps the same.
+
+        The first has its rankings with even budgets, the second its budgets, too, the last is the plan itself. Those
+        that keep the same as the one before are left out.
+        """
+        plans = self.race.candidate_set.plans
+        known = {content_hash(plan): name for name, plan in reversed(plans.items())}
+        plan = plans[written]
+        partial_plans: dict[Part, Plan] = {
+            "rankings": with_even_budgets(plan),
+            "budgets": with_carry(plan, NO_CARRY),
+            "carry": plan,
+        }
+        before = content_hash(plans[self.race.candidate_set.even])
+        named = {}
+        for part, partial_plan in partial_plans.items():
+            content = content_hash(partial_plan)
+            if content != before:
+                named[part] = (known.get(content, f"{written}, {part} alone"), partial_plan)
+            before = content
+        return named
 
     def _plan(self, chosen: PhaseResult) -> Plan:
         """Return the plan to write; its provenance says how it was chosen, and what on."""
@@ -166,6 +203,19 @@ class SelectionJob:
         asked = ContextRecord(chosen=asked_set(self.race.encoded), reported=asked_set(self.report_prompts))
         origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, asked]))
         return plan.model_copy(update={"provenance": origin})
+
+
+def measure_parts(report: Evaluation, even: str, names: Mapping[Part, str]) -> dict[Part, Estimate]:
+    """Return what each part of a plan adds, by the `names` of the plans that have it and those before it.
+
+    The first is compared with the baseline `even`. In scores, or on text in nats per token that are lost less.
+    """
+    added: dict[Part, Estimate] = {}
+    for (part, name), before in zip(names.items(), [even, *names.values()], strict=False):
+        losses = report.nats(name)
+        less = losses[before].difference if losses else report.gain(name, [before])
+        added[part] = present(less, f"{name} and {before} are one plan")
+    return added
 
 
 def prepare_selection(

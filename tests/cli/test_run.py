@@ -82,6 +82,12 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert f"{budget} entries per kv head: {found['decision']}" in talk
         assert "full cache minus plan" in found["reported"]
         assert found["reported"] in talk
+        scores = {name: score["mean"] for name, score in found["report"]["scores"].items()}
+        parts = found["report"].get("parts", {})
+        assert sum(part["mean"] for part in parts.values()) == pytest.approx(scores[written] - scores[found["uniform"]])
+        assert talk.count("report split, its budgets bring") == sum(
+            "budgets" in of["report"].get("parts", {}) for of in sizes.values()
+        )
     following = [shlex.split(line)[2:] for line in talk.splitlines() if line.startswith("next: kvsearch")]
     assert [words[0] for words in following] == ["show", "evaluate"]
     assert following[1][following[1].index("--split") :][:2] == ["--split", "report"]  # not what it was chosen by

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase, Plan, load_plan, save_plan
-from kvsearch.plan.arithmetic import SettingChange, budgets_at, diff, scale, with_carry
+from kvsearch.plan.arithmetic import SettingChange, budgets_at, diff, scale, with_carry, with_even_budgets
 from kvsearch.plan.size import LAID_OUT
 from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
@@ -126,6 +126,15 @@ def test_what_is_not_a_budget_is_kept() -> None:
         assert [layer and layer.policy for layer in made.phase("prefill").layers] == [
             layer and layer.policy for layer in plan.phase("prefill").layers
         ]
+
+
+def test_even_budgets_keep_policies_and_totals() -> None:
+    plan = with_carry(make_plan([[40, 5], None, [4, 13]]), "match")
+    even = with_even_budgets(plan)
+    assert even.phase("prefill").table.tolist() == [[16, 16], [15, 15]]
+    assert (even.total, even.phase("prefill").policies) == (plan.total, plan.phase("prefill").policies)
+    assert (carries(even), even.allocation.name) == (("none",) * 3, "static")
+    assert with_even_budgets(even).phase("prefill") == even.phase("prefill")
 
 
 def carries(plan: Plan) -> tuple[str, ...]:
