@@ -58,7 +58,7 @@ POLICIES = (
     "criticalkv", "uniform:defensivekv", "kvzip", "streaming",
 )  # fmt: skip
 CONTROLS = ("streaming:sinks=0", "random")
-ALLOCATIONS = ("pyramid", "adakv", "adakv:expected_attention", "cake", "lava", "layer-defensivekv")
+ALLOCATIONS = ("pyramid", "adakv", "adakv:expected_attention", "cake", "lava", "layer-defensivekv", "pooled")
 RIVALS = (POLICIES, (*ALLOCATIONS, "lukv"))  # of which the best of each stands beside the plan
 NAMES = {
     "needles": "needles, RULER's kinds that the full cache finds",

@@ -58,8 +58,9 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
     methods: Commas | None = option(
         None,
         "Methods to compare: uniform, pyramid, adakv, ada-pyramid, cake, lava, lava-uniform, lava-pyramid, "
-        "lava-equal-heads, defensivekv, layer-defensivekv, any policy (with even budgets), random; METHOD:POLICY "
-        "puts another policy under a method's budgets, NAME=DIR looks budgets up in a profile of `calibrate`.",
+        "lava-equal-heads, defensivekv, layer-defensivekv, pooled, any policy (with even budgets), random; "
+        "METHOD:POLICY puts another policy under a method's budgets, NAME=DIR looks budgets up in a profile of "
+        "`calibrate`.",
         SIZE,
         metavar="NAME,...",
         completes="kvsearch.strategies.names:method_names",

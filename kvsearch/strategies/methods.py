@@ -196,9 +196,11 @@ def direct_plan(
     anew for every prompt.
 
     Raises:
-        UsageError: as `check_request` raises it.
+        UsageError: as `check_request` raises it, or the policy cannot decide while decoding.
     """
     check_request(policy, size, allocation)
+    if "decode" in phases and (problem := policy.no_decode_rule()) is not None:
+        raise UsageError(problem)
     size = size.laid_out()
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)

@@ -38,6 +38,7 @@ METHODS: dict[str, Recipe] = {
     "lava-equal-heads": Recipe("lava", allocation="lava", options={"heads": "equal"}),
     "defensivekv": Recipe("defensivekv", allocation="adakv", options={"floor_share": 0.0}),
     "layer-defensivekv": Recipe("defensivekv", allocation="lava", options={"layers": "scores", "floor_share": 0.0}),
+    "pooled": Recipe("kvzip", allocation="lava", options={"layers": "scores", "floor_share": 0.0}),
 }
 
 
