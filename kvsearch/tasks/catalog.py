@@ -248,6 +248,9 @@ def _find_kind(spec: str) -> list[Entry]:
     if kind in OF_FILES:
         if not rest:
             raise UsageError(f"task {spec!r} names no file: a file is given as {kind}:FILE")
+        other = next((name for name in KINDS if f",{name}:" in rest), None)
+        if other is not None and not Path(rest).exists():
+            raise UsageError(f"there is no file {rest}: {MANY}, as in {kind}:FILE+{other}")
         return [own_file(rest, kind)]
     if kind not in KINDS:
         near = [known for known in (*ENTRIES, *SETS) if known.endswith(f":{kind}")]

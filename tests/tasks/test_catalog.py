@@ -97,6 +97,7 @@ def test_any_specs_joined(specs: list[str]) -> None:
         ("qa_1", "unknown task 'qa_1'; did you mean 'synthetic:qa_1' or 'ruler:qa_1'"),
         ("aime:26", "unknown aime task '26'; did you mean '25'"),
         ("gsm8k:easy", "unknown task 'gsm8k:easy': gsm8k is a single task, name it alone"),
+        ("ppl:a.txt,ruler:vt", r"no file a.txt,ruler:vt: several tasks are joined by \+, as in ppl:FILE\+ruler"),
         ("ruler:vt,gsm8k", r"unknown ruler task 'gsm8k': several tasks are joined by \+, as in ruler\+gsm8k"),
         ("gsm8k+", "unknown task ''"),
         ("ruler", r"ruler:qa_1 needs questions: give --squad FILE, SQuAD's JSON, or choose ruler:no"),
