@@ -29,7 +29,7 @@ from kvsearch.plan import Size, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import LEDGER, read_config
 from kvsearch.selection.candidates import find_policy_candidates
-from kvsearch.selection.comparison import SCREENED_TOKENS, losses_of
+from kvsearch.selection.comparison import SCREENED_TOKENS, score_losses
 from kvsearch.selection.scores import Scores
 from kvsearch.strategies.joint import policy_curves
 from kvsearch.tasks.encode import force_replies
@@ -61,7 +61,7 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
         prepared = prepare_plans(loaded, {method: plans[method] for method in known}, split)
         forced = present(force_replies(encoded, SCREENED_TOKENS), "questions without right replies")
         answered = prepared.of(known, encoded).run()
-        by_kind = (Scores.of(answered.samples, answered.contexts), losses_of([prepared.of(known, forced).run()]))
+        by_kind = (Scores.of(answered.samples, answered.contexts), score_losses([prepared.of(known, forced).run()]))
         for values, of_kind in zip((scores, losses), by_kind, strict=True):
             labels = [prepared.names[method] for method in known]
             values.append(np.stack([of_kind.sums[label] / of_kind.questions for label in labels], 1))

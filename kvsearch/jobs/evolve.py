@@ -36,7 +36,7 @@ from kvsearch.report.search import decisions, search_result
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import run_in, write_contexts
-from kvsearch.search.settings import WHAT, EvolveSettings
+from kvsearch.search.settings import SEARCH_PANEL, EvolveSettings
 from kvsearch.search.trials import TrialLog
 from kvsearch.tasks.metrics import is_forced
 
@@ -58,7 +58,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
     job: ClassVar[str] = "evolve"
     recipes: ClassVar[bool] = True
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
-    panel: ClassVar[str] = WHAT
+    panel: ClassVar[str] = SEARCH_PANEL
 
     budget: Entries | None = option(None, BUDGET)
     budgets: Budgets = option(None, BUDGETS)
@@ -99,7 +99,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
 
     def most(self, searches: Sequence[PreparedSearch]) -> int:
         """Return how many candidates are evaluated at most."""
-        return min(sum(search.most_candidates for search in searches), self.max_evals or MOST_NUMBER)
+        return min(sum(search.maximum_candidates for search in searches), self.max_evals or MOST_NUMBER)
 
     @property
     def config(self) -> RunConfig:
@@ -125,11 +125,11 @@ def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
     candidates = options.most(searches)
     content = {
         **describe_searches(searches),
-        "measured_by": "stored prompts" if first.base.in_prefill else "whole runs",
+        "measured_by": "stored prompts" if first.setup.evicts_prompts_only else "whole runs",
         "most_candidates": candidates,
     }
     decisions = [cost for search in searches for cost in search.decision_costs()]
-    return Forecast(content, [*first.search_costs(candidates), *decisions], first.base.loaded.model)
+    return Forecast(content, [*first.search_costs(candidates), *decisions], first.setup.loaded.model)
 
 
 @job(EvolveOptions)
@@ -191,10 +191,10 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
     plans = {path.stem: checked_plan(path) for path in options.start}
     from kvsearch.search.evolve import prepare_searches
-    from kvsearch.search.start_plans import Base, check_names
+    from kvsearch.search.start_plans import SearchSetup, check_start_names
 
     names = [path.stem for path in options.start]
-    check_names(names)
+    check_start_names(names)
     check_unique("start plan", names)
     policies = _find_policies(options.space, options.policy, options.params, plans)
     for name, plan in plans.items():
@@ -205,11 +205,11 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
             )
     loaded = options.load(options.model, reporter)
     if options.space == "joint":
-        base = Base.choosing(loaded, policies)
+        setup = SearchSetup.with_choices(loaded, policies)
     else:
-        base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
+        setup = SearchSetup.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
     splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
-    searches = prepare_searches(base, dict.fromkeys(sorted(budgets), plans), options, splits, rule=options.rule)
+    searches = prepare_searches(setup, dict.fromkeys(sorted(budgets), plans), options, splits, rule=options.rule)
     if options.samples is not None:
         warn_of_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
     return searches

@@ -207,11 +207,11 @@ class ExportOptions(PlanOptions, Sized, Loading):
             )
         if several:
             return self._joint(profile, reporter)
-        from kvsearch.selection.table_check import harmful_table
+        from kvsearch.selection.table_check import describe_harmful_table
 
         plan = plan_from_profile(profile, self.size)
         pool = self.size.pool(profile.metadata)
-        self._refuse_harmful(harmful_table(profile, 1 - pool.mean / pool.length), reporter)
+        self._refuse_harmful(describe_harmful_table(profile, 1 - pool.mean / pool.length), reporter)
         return plan
 
     def _refuse_harmful(self, warning: str | None, reporter: Reporter) -> None:

@@ -60,7 +60,7 @@ from kvsearch.report.selections import selection_result, sentences, smallest_wor
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts, writing
-from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
+from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, compute_shared_level
 from kvsearch.strategies.joint import PolicyCurves, policy_curves
 from kvsearch.tasks.catalog import describe_tasks
 
@@ -464,10 +464,10 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
 def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
     """Yield what leaves in doubt what will be chosen: few contexts, and kinds of questions that are not fitted on."""
     contexts = sum(task.distinct for task in asked)
-    if contexts < LEAST_CONTEXTS:
+    if contexts < MIN_CONTEXTS_FOR_PROOF:
         yield (
-            f"there are {contexts} contexts to choose by, and {LEAST_CONTEXTS} are needed to show that a plan beats "
-            "the baselines: what is written is likely better at most"
+            f"there are {contexts} contexts to choose by, and {MIN_CONTEXTS_FOR_PROOF} are needed to show that a plan "
+            "beats the baselines: what is written is likely better at most"
         )
     if not options.rankings:
         return
@@ -561,7 +561,7 @@ class RunStages:
         """
         from kvsearch.evaluation.compare import replies_cost
         from kvsearch.runtime.program import full_cache
-        from kvsearch.selection.comparison import choice_cost, screened_questions
+        from kvsearch.selection.comparison import choose_screening_questions, estimate_choice
         from kvsearch.selection.race import FINALISTS
 
         calibrations = {FITTING: list(self.options.fits().values())} if self.options.rankings else {}
@@ -574,10 +574,10 @@ class RunStages:
             costs += [replace(cost, name=name) for cost in forecast_together(anew, quiet).stages]
         if self.refinement is not None:
             costs.append(self.refinement.cost(SEARCHING, len(asked)))
-        screened = screened_questions(self.encoded["select"], self.options.seed)
+        screened = choose_screening_questions(self.encoded["select"], self.options.seed)
         for size, programs in asked.items():
             name = f"choose at {size.words}"
-            costs.append(choice_cost(name, self.encoded["select"], self.splits["select"], programs, screened))
+            costs.append(estimate_choice(name, self.encoded["select"], self.splits["select"], programs, screened))
         for size, programs in asked.items():
             name = f"report at {size.words}"
             costs.append(
@@ -647,7 +647,7 @@ class RunStages:
         decided: list[tuple[SelectionJob, PhaseResult]] = []
 
         def level() -> float:
-            return shared_level(self.rule.level, len(sizes), (result for _, result in decided))
+            return compute_shared_level(self.rule.level, len(sizes), (result for _, result in decided))
 
         for size in sizes:
             with display.stage(f"choose at {size.words}") as stage:
@@ -659,23 +659,23 @@ class RunStages:
         for selection, result in decided:
             with display.stage(f"report at {selection.size.words}") as stage:
                 store = self._reply_store(selection, stage)
-                selections.append(selection.report(result.at_level(level()), store))
+                selections.append(selection.report(result.with_level(level()), store))
         return selections
 
     def find_smallest(self, calibrated: PolicyCurves, display: Overall) -> tuple[Selection, Sequence[TriedBudget]]:
         """Find the smallest budget, between what policies always keep and the longest context, and report."""
-        from kvsearch.selection.selection_job import find_smallest, ladder
+        from kvsearch.selection.selection_job import find_smallest_budget, list_budgets
 
         least = min(policy.least for policy in self.options.curves().with_policies(self.policies).policies())
         with display.stage(SMALLEST) as stage:
-            budgets = ladder(least + 1, self.longest - 1)
+            budgets = list_budgets(least + 1, self.longest - 1)
             stage.part = ROUND
 
             def selection_at(budget: int) -> tuple[SelectionJob, StageStore]:
                 selection = self._prepare_selection(calibrated, Size(budget), None)
                 return selection, self._reply_store(selection, stage)
 
-            return find_smallest(budgets, self.options.within / 100, selection_at)
+            return find_smallest_budget(budgets, self.options.within / 100, selection_at)
 
     def _prepare_selection(self, calibrated: PolicyCurves, size: Size, refined: RefinedPlans | None) -> SelectionJob:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""

@@ -29,12 +29,12 @@ from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json, writing
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
-from kvsearch.search.bank.prepared import ranking_policies
+from kvsearch.search.bank.prepared import resolve_policies
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
-from kvsearch.search.start_plans import RESERVED, Base
-from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog
+from kvsearch.search.start_plans import RESERVED_NAMES, SearchSetup
+from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog
 from kvsearch.strategies.joint import PolicyCurves
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> t
         return tuple(searches)
     asked = first.settings
     with reporter.progress("own replies: context") as progress:
-        found = forced_answers(first.base.loaded, first.encoded["search"], asked.protocol, asked.answers, progress)
+        found = forced_answers(first.setup.loaded, first.encoded["search"], asked.protocol, asked.answers, progress)
     own = sum(answer.own for answer in found.values())
     reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
              "answer after the others")  # fmt: skip
@@ -101,10 +101,10 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     """Return all that decides the result, as JSON."""
     first = searches[0]
     return {
-        **environment(first.base.loaded),
+        **environment(first.setup.loaded),
         "settings": first.as_json(),
         "budgets": [search.budget for search in searches],
-        "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.base.policies],
+        "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.setup.policies],
         "starts": [{name: table.tolist() for name, table in search.starts.items()} for search in searches],
         "asked": {
             "samples": {name: split.samples for name, split in first.splits.items()},
@@ -120,7 +120,7 @@ def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, repo
     """Return who evaluates candidates, with the prompts read."""
     first = searches[0]
     who = "" if workers is None else f" by each of {workers} workers"
-    if first.base.in_prefill:
+    if first.setup.evicts_prompts_only:
         reporter.say(f"reading {len(first.samples)} questions once for all candidates{who}")
     else:
         reporter.say(
@@ -152,9 +152,9 @@ class SearchProgress:
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         self.failures += sum(not math.isfinite(value) for value in values)
-        if stage == STARTS:
+        if stage == START_PLANS:
             self.starts = best.value
-        place = self.place if stage == STARTS else f"{self.place}, generation {generation}"
+        place = self.place if stage == START_PLANS else f"{self.place}, generation {generation}"
         failed = f", {self.failures} failed" if self.failures else ""
         self.title = f"{place}, best {best.value:.6g} (best start {self.starts:.6g}){failed}"
         if self._show is None:
@@ -247,13 +247,13 @@ class Refinement:
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]]
     ) -> tuple[PreparedSearch, ...]:
         """Prepare a search for every size from its `starts`, among the policies that were measured."""
-        base = Base.choosing(self.loaded, [policy_of(spec) for spec in calibrated.policies])
-        ranking_policies(self.loaded.model, base.by_layer)  # told before prompts are read
+        setup = SearchSetup.with_choices(self.loaded, [policy_of(spec) for spec in calibrated.policies])
+        resolve_policies(self.loaded.model, setup.policies_by_layer)  # told before prompts are read
         named = {
-            _budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED}
+            _budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED_NAMES}
             for size, solved in starts.items()
         }
-        return prepare_searches(base, named, self.options, {"search": self.searched}, calibrated.contexts)
+        return prepare_searches(setup, named, self.options, {"search": self.searched}, calibrated.contexts)
 
     def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
         """Search at every budget, and write the best plans."""

@@ -21,8 +21,8 @@ from kvsearch.report.selections import report_ahead_words, selection_result
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
-from kvsearch.selection.selection import shared_level
-from kvsearch.selection.verdicts import SETTINGS
+from kvsearch.selection.selection import compute_shared_level
+from kvsearch.selection.verdicts import PHASE_SETTINGS
 
 if TYPE_CHECKING:
     from kvsearch.results.selection import SelectionResult
@@ -40,7 +40,7 @@ class SelectOptions(OnSignals, Deciding):
     budget: int | None = option(None, BUDGET, shown="the one that was measured", ge=1)
     budgets: Budgets = option(None, BUDGETS, help="Several budgets, each with a plan of its own: PLAN-N.json.")
     phases: str = option("prefill", "When to evict: prefill, decode or both.")
-    routes: Names | None = None  # this and the next are for tables of papers, see `explore`
+    routes: Names | None = None  # this and the next are for tables of papers, see `find_measured`
     allocators: Names | None = None
     run: Path | None = option(
         None,
@@ -117,9 +117,9 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
     for place, output, selection in prepared:
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
-        with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *SETTINGS)) as run:
+        with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *PHASE_SETTINGS)) as run:
             store = stage_store(place, selection.config, reporter, title=f"{selection.size}, ")
-            level = shared_level(options.rule.level, len(prepared), ended)
+            level = compute_shared_level(options.rule.level, len(prepared), ended)
             found = selection.run(store, level, answered=True)
             ended.append(found.chosen)
             check_plan(found.plan, f"the plan for {output}")
@@ -151,7 +151,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     phases_of(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
-    from kvsearch.selection.signal_candidates import explore
+    from kvsearch.selection.signal_candidates import find_measured
 
     protocol = options.asked_protocol
     choice, reported = (options.split(name, asked, protocol).without(options.used) for name, asked in tasks.items())
@@ -164,7 +164,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     loaded = options.load_calibrated(reporter)
     selections = []
     for size in sizes:
-        explored = explore(profile, size, options.routes, options.allocators)
+        explored = find_measured(profile, size, options.routes, options.allocators)
         selection = prepare_selection(loaded, profile, size, choice, reported, options.phases, explored, rule)
         selections.append(selection)
     if options.samples is not None:

@@ -325,7 +325,7 @@ def selections(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredC
             yield MeasuredCell(row, "PolyKV Top-1", None, key=row, text="no candidate")
             continue
         top = outcome.leader.name
-        spread = [mean[method.name] for method in outcome.foremost("candidate") if method.name in mean]
+        spread = [mean[method.name] for method in outcome.list_foremost("candidate") if method.name in mean]
         lead = mean[top] - mean[best]
         yield MeasuredCell(row, "PolyKV Top-1", mean[top], key=row, text=f"{mean[top]:.2f} ({top})")
         yield MeasuredCell(row, "Top-5 range", None, key=row, text=f"{min(spread):.2f} to {max(spread):.2f}")

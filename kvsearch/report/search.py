@@ -24,7 +24,7 @@ def search_result(found: Sequence[Evolved], evaluations: int, tokens: int) -> Se
     coverage = {name: tuple(task.coverage for task in encoded) for name, encoded in first.encoded.items()}
     questions = {name: sum(task.questions for task in asked) for name, asked in coverage.items()}
     return SearchResult(
-        model=first.base.loaded.name,
+        model=first.setup.loaded.name,
         questions={**questions, "search": len(first.samples)},
         asked=coverage,
         evaluations=evaluations,

@@ -11,12 +11,12 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.selection import (
-    LEAST_CONTEXTS,
-    Kind,
+    MIN_CONTEXTS_FOR_PROOF,
+    MethodKind,
     MethodResult,
-    Part,
     PhaseResult,
-    Reported,
+    PlanPart,
+    ReportScores,
     Rule,
     Screening,
     Selection,
@@ -25,7 +25,7 @@ from kvsearch.selection.selection import (
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
-PARTS: dict[Part, tuple[str, str]] = {  # what brings something, and what the plan is with it
+PARTS: dict[PlanPart, tuple[str, str]] = {  # what brings something, and what the plan is with it
     "rankings": ("its rankings bring", "its rankings with even budgets"),
     "budgets": ("its budgets bring", "its rankings with its budgets"),
     "carry": ("what its entries carry brings", ""),
@@ -72,7 +72,11 @@ def decision(result: PhaseResult) -> str:
     if leader is None:
         return f"{result.best}, the best of {baselines}, is written: every strategy is a baseline, too"
     lead = _lead_words(leader, result)
-    note = "; with fewer than 8 contexts no lead is beyond chance" if result.asked.contexts < LEAST_CONTEXTS else ""
+    note = (
+        "; with fewer than 8 contexts no lead is beyond chance"
+        if result.asked.contexts < MIN_CONTEXTS_FOR_PROOF
+        else ""
+    )
     if result.verdict != "baseline":
         is_better = "is likely better than"
         if result.verdict == "beats":
@@ -89,7 +93,7 @@ def decision(result: PhaseResult) -> str:
     )
 
 
-def _counted_kind(result: PhaseResult, kind: Kind) -> str:
+def _counted_kind(result: PhaseResult, kind: MethodKind) -> str:
     """Count candidates or baselines, and those among them that were dropped before they replied."""
     words = counted(result.count(kind), kind)
     dropped = 0 if result.screening is None else result.screening.count(kind)
@@ -111,7 +115,7 @@ def lower_words(result: PhaseResult) -> str:
     return f"; it scores less on {' and '.join(result.lower)}" if result.lower else ""
 
 
-def report_ahead_words(report: Reported) -> str:
+def report_ahead_words(report: ReportScores) -> str:
     """Say of a report what `ahead_words` says."""
     others = len(report.scores) - 2
     if not report.nats:
@@ -254,7 +258,7 @@ def report_table(selection: SelectionResult) -> Table:
     return Table(title, header, [("", rows)], (selection.reported, *selection.notes))
 
 
-def score_facts(report: Reported, name: str) -> Iterator[tuple[str, str]]:
+def score_facts(report: ReportScores, name: str) -> Iterator[tuple[str, str]]:
     """Yield what a plan scores in a report, what the full cache does, and what the best candidate leads by, named."""
     if report.nats:
         yield "nats above full", nats(report.nats[name].excess)
@@ -266,7 +270,7 @@ def score_facts(report: Reported, name: str) -> Iterator[tuple[str, str]]:
         yield "best candidate's lead", interval(report.lead, "+.1f")
 
 
-def _column(report: Reported) -> str:
+def _column(report: ReportScores) -> str:
     """Return the heading of what methods are compared by."""
     return "nats above full" if report.nats else "score"
 

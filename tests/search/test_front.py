@@ -11,7 +11,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.report.search import search_result, tables
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, run_searches
-from kvsearch.search.start_plans import Base
+from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import TrialLog
 from tests.search.evolving import POLICY, settings_of, splits
 from tests.search.searching import Silent, timeless, told
@@ -21,7 +21,7 @@ BUDGETS = 8, 16, 24
 
 
 def prepare(loaded: LoadedModel, *budgets: int) -> tuple[PreparedSearch, ...]:
-    base = Base.of(loaded, POLICY)
+    base = SearchSetup.of(loaded, POLICY)
     return prepare_searches(base, {budget: {} for budget in budgets}, settings_of(generations=1), splits())
 
 

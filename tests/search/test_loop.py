@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Ints, Vector
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.search import loop
-from kvsearch.search.loop import SearchOutcome, cache_score, fitness, loss_score, worst_of
-from kvsearch.search.stages import Frame
+from kvsearch.search.loop import SearchOutcome, cache_score, fitness, loss_score, penalise_failures
+from kvsearch.search.stages import BudgetBounds
 from kvsearch.search.trials import Candidate, TrialLog
 from tests.search.searching import (
     BUDGET,
@@ -254,8 +254,8 @@ class TestFailures:
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1))
 def test_a_failure_is_worse_than_everything_and_finite(values: list[float]) -> None:
-    assert math.isfinite(worst_of(values))
-    assert worst_of(values) > max(values)
+    assert math.isfinite(penalise_failures(values))
+    assert penalise_failures(values) > max(values)
 
 
 class TestLimits:
@@ -317,7 +317,7 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     completed = {(11, 11, 3, 7): 0.705}
     script = [[[1.5, 1.5], [0.5, 1.0]], [[0.5, 0.5], [0.5, 1.0]]]
     log: list[tuple[Sequence[Vector], list[float]]] = []
-    monkeypatch.setattr(loop, "optimiser_of", lambda _: Scripted(script, log))
+    monkeypatch.setattr(loop, "create_optimiser", lambda _: Scripted(script, log))
     asked: list[tuple[int, ...]] = []
 
     def loss(table: Ints, sample: int) -> float:
@@ -327,7 +327,7 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return -math.log({**scores, **completed}[key])
 
     floors = np.ones((4, 1), dtype=np.int64)
-    frame = Frame(8, floors, np.full_like(floors, 64))
+    frame = BudgetBounds(8, floors, np.full_like(floors, 64))
     starts = {"uniform": np.full((4, 1), 8, dtype=np.int64)}
     outcome = run(tmp_path / "l", Measure(loss), frame=frame, starts=starts, parity=True, generations=1, finalists=1)
     assert asked[:5] == list(scores)

@@ -18,7 +18,7 @@ from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.plan import Profile, load_profile, save_profile
 from kvsearch.plan.profile import TableCheck
 from kvsearch.selection import table_check
-from kvsearch.selection.table_check import check_table, harmful_table
+from kvsearch.selection.table_check import check_table, describe_harmful_table
 from tests import tiny
 from tests.calibrations import calibrate_dynamic, calibrate_lukv
 
@@ -92,9 +92,9 @@ def checked(profile: Profile, *verdicts: Any) -> Profile:
 
 def test_the_nearest_ratio_counts(measured: Any) -> None:
     profile = checked(measured[2], "harmful", "unproven", "useful")
-    assert harmful_table(measured[2], 0.8) is None
+    assert describe_harmful_table(measured[2], 0.8) is None
     for ratio, harmful in ((0.2, True), (0.8, True), (0.85, True), (0.88, False), (0.99, False)):
-        assert (harmful_table(profile, ratio) is not None) == harmful
+        assert (describe_harmful_table(profile, ratio) is not None) == harmful
 
 
 def test_export_refuses_a_table_that_lost(measured: Any, tmp_path: Path) -> None:
