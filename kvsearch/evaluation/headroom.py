@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.calibration.importance import NODES, ImportancePass, errors_taken_away, output_errors
+from kvsearch.calibration.importance import QUADRATURE_NODES, ImportancePass, compute_error_drops, measure_output_errors
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, counted, grouped
@@ -148,7 +148,7 @@ def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio: 
             work += Work.over([len(prompt.context)], 2 + RANKED * TRIED)
             work += Work(rows / TOGETHER, rows * max(lengths)) + Work(len(lengths), TRIED * sum(lengths))
             # output errors: passes forward, and back, which takes twice as long
-            work += Work((1 + NODES) * len(lengths), (1 + 3 * NODES) * sum(lengths))
+            work += Work((1 + QUADRATURE_NODES) * len(lengths), (1 + 3 * QUADRATURE_NODES) * sum(lengths))
     return replace(cost, work=work)
 
 
@@ -210,7 +210,7 @@ def _programs(
     """Return allocations by true importance of a context, token ids [T], and what replies whatever these lose."""
     model = loaded.model
     passed = ImportancePass(model, [], context[None].to(loaded.device))
-    importance = passed.importance_of([torch.cat(pair) for pair in (*asked, *others)])
+    importance = passed.measure_importance_of([torch.cat(pair) for pair in (*asked, *others)])
     known = importance[: len(asked)]
     strange = importance[len(asked) :]
     total = int(round_half_up((1 - ratio) * known[0].numel()))
@@ -249,14 +249,14 @@ def _allocations(
     orders = [of_window.argsort(-1) for of_window in ranks]
     protected = [policy.protected(length) for policy in policies]
     continuations = [Continuation(torch.cat(pair)[None], len(pair[0])) for pair in asked]
-    errors = list(output_errors(passed, continuations, ranks[0] < protected[0], orders))
+    errors = list(measure_output_errors(passed, continuations, ranks[0] < protected[0], orders))
     shares = importance / importance.sum((1, 2), keepdim=True).clamp(min=1e-30)
     for number, (policy, order) in enumerate(zip(policies, orders, strict=True)):
         floor = min(protected[number], total // (layers * heads))
         gains = {"mass": shares.gather(-1, order)}
         if errors:
             together = torch.stack([of_question[number] for of_question in errors]).sum(0)
-            gains["error"] = errors_taken_away(together, protected[number])
+            gains["error"] = compute_error_drops(together, protected[number])
         budgets = {"even": largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)}
         budgets |= {name: MarginalSolver(values.double().numpy(), floor).solve(total) for name, values in gains.items()}
         if "error" in budgets:

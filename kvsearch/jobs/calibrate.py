@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from kvsearch.calibration.data import default_data, load_calibration_data
+from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.methods import METHODS, create_calibration
 from kvsearch.calibration.options import CalibrationOptions, RankingOptions
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.steps import SAMPLES, StepCache, count_steps, step_identity
-from kvsearch.calibration.tables import HELD_OUT, LEAST_CONTEXTS
+from kvsearch.calibration.steps import STEPS_FOLDER, StepCache, count_steps, hash_step_inputs
+from kvsearch.calibration.tables import HELD_OUT, MIN_CONTEXTS_TO_JUDGE
 from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.profile import TableCheck
 
 DEFAULT_METHOD = "lukv"
-FILES = (CONTEXTS, SAMPLES, "*.safetensors")  # the last: the profile, and weights of policies
+FILES = (CONTEXTS, STEPS_FOLDER, "*.safetensors")  # the last: the profile, and weights of policies
 RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may have
 OF_TASKS = {"split", "samples", *TASK_DETAILS} - {"data"}  # what only --tasks reads
 
@@ -221,7 +221,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
     prompts = _prompts(calibrations)
     directory = several[-1].output
     content = configs[0].content if len(configs) == 1 else {"together": [config.content for config in configs]}
-    first.steps = StepCache(directory, step_identity(loaded, data, prompts, content))
+    first.steps = StepCache(directory, hash_step_inputs(loaded, data, prompts, content))
 
     def words_to_go_on() -> str:
         count = count_steps(directory)
@@ -247,7 +247,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
             save_profile(profile, run.directory / PROFILE, overwrite=True)
             write_contexts(run.directory, {"fitted": data.hashes})
             if run is runs[-1]:
-                shutil.rmtree(directory / SAMPLES, ignore_errors=True)
+                shutil.rmtree(directory / STEPS_FOLDER, ignore_errors=True)
             run.finish()
     return profiles
 
@@ -313,8 +313,8 @@ def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Re
             checks = check_table(calibration.loaded, calibration.data, settings, profile, progress)
     if not checks:
         reporter.say(
-            f"the table was not checked against even budgets: that takes {LEAST_CONTEXTS} different contexts with "
-            "answers, and a table by ratios"
+            f"the table was not checked against even budgets: that takes {MIN_CONTEXTS_TO_JUDGE} different contexts "
+            "with answers, and a table by ratios"
         )
         return profile
     for check in checks:
@@ -369,10 +369,10 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
     if options.tasks is None:
         for name in sorted(OF_TASKS & options.model_fields_set):
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")
-        data = load_calibration_data(options.data or default_data(options.model), options.bare)
-        return data.limited(options.questions), None
+        data = load_calibration_data(options.data or find_default_data(options.model), options.bare)
+        return data.limit_questions(options.questions), None
     tasks = options.find_tasks(options.model, options.split)
-    from kvsearch.calibration.prompts import data_of_tasks
+    from kvsearch.calibration.prompts import make_task_data
     from kvsearch.selection.splits import refuse_reported
 
     refuse_reported(tasks)
@@ -380,5 +380,5 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
     if any(facts.split == "all" for facts in describe_tasks(options.tasks)):
         reporter.say(f"evaluate asks all examples of {options.tasks} by default: add --split report for held-out ones")
     loaded = options.load(options.model, reporter)
-    data = data_of_tasks(loaded, tasks, options.samples, options.seed, options.max_length, options.used())
-    return data.limited(options.questions), loaded
+    data = make_task_data(loaded, tasks, options.samples, options.seed, options.max_length, options.used())
+    return data.limit_questions(options.questions), loaded

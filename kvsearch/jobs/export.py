@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsearch.calibration.steps import profile_file
+from kvsearch.calibration.steps import find_profile_file
 from kvsearch.config.options import RULE, JobOptions, option
 from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.core.files import atomic_write, read_text, require_directory
@@ -166,7 +166,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
                 raise UsageError(
                     f"target {self.to} is made of a profile, and {path} is none: give the directory of one"
                 )
-            profile = load_profile(profile_file(path))
+            profile = load_profile(find_profile_file(path))
             found = exporter.export(profile, self.inputs(profile.metadata.model, reporter))
         else:
             assert isinstance(exporter, PlanExporter)
@@ -186,7 +186,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
     def compute(self, reporter: Reporter) -> Plan:
         """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
-        profile = load_profile(profile_file(self.profile))
+        profile = load_profile(find_profile_file(self.profile))
         if profile.metadata.signals is not None:
             size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
             strategy = self.strategy(profile)

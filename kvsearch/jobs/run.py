@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
+from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_POLICIES, LukvOptions
 from kvsearch.config.options import MACHINE, RULE, SIZE, Names, one_of, option
 from kvsearch.config.recipes import read_recipe, shipped_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
@@ -119,11 +119,11 @@ Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 class Curves(LukvOptions, CalibrateOptions):
     """LU-KV's measurement, of policies that protect so many recent entries."""
 
-    protect: int = RECENT
+    protect: int = DEFAULT_RECENT
 
     def make_policy(self) -> Policy:
         policy = super().make_policy()
-        protected = {"protect": self.protect} if policy.name in OBSERVING else {}
+        protected = {"protect": self.protect} if policy.name in WINDOW_POLICIES else {}
         return create_policy(policy.name, {**policy.parameters(), **protected})
 
     def with_policies(self, names: Sequence[str]) -> Self:
@@ -266,8 +266,10 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         """
         protect = self.protect
         if protect is None:
-            smallest = min((size.mean(round(length)) for size in self.sizes), default=float(RECENT * PROTECTED_PART))
-            protect = max(min(RECENT, int(smallest / PROTECTED_PART)), 1)
+            smallest = min(
+                (size.mean(round(length)) for size in self.sizes), default=float(DEFAULT_RECENT * PROTECTED_PART)
+            )
+            protect = max(min(DEFAULT_RECENT, int(smallest / PROTECTED_PART)), 1)
         tasks = self.find_tasks(self.model, "train")
         fit = self.fit or round(max(FIT_TOKENS / length, LEAST_FITTED) / len(tasks)) or 1
         measure = self.measure or round(max(MEASURE_TOKENS / length, LEAST_MEASURED) / len(tasks)) or 1
@@ -297,7 +299,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         return kind.of(
             model=self.model, output=self.output / stage, method=kind.model_fields["method"].default, seed=seed,
             tasks=self.tasks or default_tasks(self.model), samples=samples or 1,
-            protect=RECENT if self.protect is None else self.protect, **shared, **more,
+            protect=DEFAULT_RECENT if self.protect is None else self.protect, **shared, **more,
         )  # fmt: skip
 
     def fits(self) -> dict[str, CalibrateOptions]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvsearch.calibration.steps import calibration_content
+from kvsearch.calibration.steps import read_calibration_content
 from kvsearch.config.options import RULE, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
@@ -112,7 +112,7 @@ class OnSignals(WithTasks, WithWorkers, Batches):
 
 def _stated(directory: Path, name: str) -> str | None:
     """Return what the configuration of a calibration says of the model that was measured; None: nothing."""
-    value = calibration_content(directory).get(name)
+    value = read_calibration_content(directory).get(name)
     return value if isinstance(value, str) else None
 
 

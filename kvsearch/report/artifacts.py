@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsearch.calibration.steps import profile_file
+from kvsearch.calibration.steps import find_profile_file
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import opened, read_text
 from kvsearch.core.parsing import read_json
@@ -328,7 +328,7 @@ def _directory(path: Path) -> Opened:
         return replace(_of_run(path, config), path=path, config=config)
     if (path / PROFILE).exists() or config is not None:
         below = [path / VALIDATION, *sorted(path.glob(f"selection/*/{SELECTION}"))]
-        return Opened(path, "profile", load_profile(profile_file(path)), config=config, places=_existing(below))
+        return Opened(path, "profile", load_profile(find_profile_file(path)), config=config, places=_existing(below))
     if (path / FOLDER_PLAN).is_file():
         return replace(_json(path / FOLDER_PLAN), path=path)
     tables = _existing([path / f"{name}.json" for name in TABLES])

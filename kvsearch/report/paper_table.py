@@ -15,7 +15,7 @@ from pydantic import Field
 
 from kvsearch.budgets.lukv import MarginalSolver, exact_budgets
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.calibration.analysis import lost_mass, stability
+from kvsearch.calibration.analysis import compute_lost_mass, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.core.items import grouped
 from kvsearch.core.printed import csv_text
@@ -450,7 +450,7 @@ def profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCel
             for column, value in {**lost, "all": loss.sum(), "worst head": loss.max()}.items():
                 yield MeasuredCell(name, column, 100 * float(value), f"Figures 3, 4, 6: {metric}")
     for metric, profile in named:
-        correlation = stability(profile, ratio)
+        correlation = measure_stability(profile, ratio)
         for column in ("questions", "texts", "halves"):
             yield MeasuredCell(metric, column, getattr(correlation, column), "Figure 2b")
         for name, evicted, kept in kept_by_solver(profile.arrays["mass"]):
@@ -482,7 +482,7 @@ def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> 
     if shared is not None:
         kept["Ada"] = 1 - shared.local_ratios(ratio)
     kept["LU-KV"] = 1 - profile.local_ratios(ratio)
-    return {name: lost_mass(profile, share) for name, share in kept.items()}
+    return {name: compute_lost_mass(profile, share) for name, share in kept.items()}
 
 
 VIEWS: Mapping[str, Callable[[PaperTable, Sequence[Stage]], Iterator[MeasuredCell]]] = {

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvsearch.calibration.analysis import lost_mass, ranking_gap, stability
+from kvsearch.calibration.analysis import compute_lost_mass, compute_ranking_gap, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.plan import Phase, Profile, ProfileMetadata
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
@@ -69,8 +69,8 @@ def eviction_losses(profile: Profile, ratio: float) -> dict[str, Floats]:
     """Return the importance that is evicted with equal budgets, and with those of the profile."""
     ratios = profile.local_ratios(ratio)
     return {
-        "uniform": lost_mass(profile, np.full(ratios.shape, 1 - ratio)),
-        profile.metadata.method: lost_mass(profile, 1 - ratios),
+        "uniform": compute_lost_mass(profile, np.full(ratios.shape, 1 - ratio)),
+        profile.metadata.method: compute_lost_mass(profile, 1 - ratios),
     }
 
 
@@ -103,7 +103,7 @@ def _lukv_parts(profile: Profile, ratio: float) -> Iterator[Part]:
     if "recall" not in profile.arrays:
         return
     layers = profile.metadata.layers
-    gap = layer_map({"": ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
+    gap = layer_map({"": compute_ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
     yield Figure("ranking-gap", "recall lost to the oracle ranking", caption(profile), gap)
     losses = eviction_losses(profile, ratio)
     lost: list[tuple[str | int, list[float]]] = [
@@ -122,7 +122,7 @@ def _lukv_parts(profile: Profile, ratio: float) -> Iterator[Part]:
 
 def _stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
     """Yield a table of how stable local ratios are over what they were measured on, and a verdict."""
-    stabilities = [stability(profile, ratio) for ratio in RATIOS_SHOWN]
+    stabilities = [measure_stability(profile, ratio) for ratio in RATIOS_SHOWN]
     rows = [(f"{found.ratio:g}", (found.questions, found.texts, found.halves)) for found in stabilities]
     columns = ["ratio", f"{noun} of one text", "texts", "halves of the texts"]
     yield Table.numbers("rank correlation of local ratios", columns, rows, ".2f")

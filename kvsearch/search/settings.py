@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvsearch.calibration.options import ANSWERS
+from kvsearch.calibration.options import ANSWERS_OPTION
 from kvsearch.config.options import option
 from kvsearch.core.fields import Record, refuse
 from kvsearch.plan import PhaseNames
@@ -47,7 +47,7 @@ class EvolveSettings(Record):
         "What the search lowers or raises: nll of teacher-forced answers (cheap), or metric, the task's own of "
         "free replies. The best are judged by the metric in any case.",
     )
-    answers: Answers = option("own", ANSWERS)
+    answers: Answers = option("own", ANSWERS_OPTION)
     generations: int = option(10, "Of each group.", ge=1)
     population: int | None = option(None, "Of each generation.", shown="4 + 3 ln dimension", ge=MIN_POPULATION)
     sigma: float = option(0.3, "First step, in units of the budget.", gt=0, allow_inf_nan=False)

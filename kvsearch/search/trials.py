@@ -112,7 +112,7 @@ class BestRecord(TrialRecord):
     where: Text
 
 
-RECORDS: dict[str, type[TrialRecord]] = {
+TRIAL_RECORDS: dict[str, type[TrialRecord]] = {
     "stage": StageRecord,
     "result": JobRecord,
     "told": GenerationRecord,
@@ -161,16 +161,16 @@ class TrialLog(Ledger[TrialRecord]):
     @staticmethod
     def parse(content: dict[str, Any]) -> TrialRecord:
         kind = content.pop("kind", None)
-        if not isinstance(kind, str) or kind not in RECORDS:
+        if not isinstance(kind, str) or kind not in TRIAL_RECORDS:
             raise LedgerFormatError(f"there is no kind {kind!r}")
         try:
-            return RECORDS[kind].model_validate(content)
+            return TRIAL_RECORDS[kind].model_validate(content)
         except ValidationError as error:
             raise LedgerFormatError(problems_of(error)[0]) from error
 
     def append(self, kind: str, **fields: Any) -> int:
-        """Write a line of one of the `RECORDS`; it is on the disk when this returns its number."""
-        line = RECORDS[kind](at=self.seconds, **fields)
+        """Write a line of one of the `TRIAL_RECORDS`; it is on the disk when this returns its number."""
+        line = TRIAL_RECORDS[kind](at=self.seconds, **fields)
         self._append(line, json.dumps({"kind": kind, **line.model_dump()}, allow_nan=False))
         return self.count
 

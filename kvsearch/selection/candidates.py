@@ -22,7 +22,7 @@ from typing import Final
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.calibration.options import OBSERVING, RECENT, SCORED
+from kvsearch.calibration.options import DEFAULT_RECENT, SCORE_POLICIES, WINDOW_POLICIES
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import require_plain_rotary
@@ -39,7 +39,7 @@ from kvsearch.strategies.methods import direct_plan
 from kvsearch.strategies.names import METHODS, Recipe
 
 PHASE: Final = "prefill"
-BASELINE_POLICIES: Final = (*SCORED, "streaming", "criticalkv", "defensivekv", "scissorhands", "cam", "d2o")
+BASELINE_POLICIES: Final = (*SCORE_POLICIES, "streaming", "criticalkv", "defensivekv", "scissorhands", "cam", "d2o")
 LUKV: Final = "lukv"
 JOINT: Final = "joint"
 HALF_MIXED: Final = "half"  # of measured budgets and of even ones
@@ -193,8 +193,8 @@ class _PolicyPlans(PlanFactory):
         measured = {} if curves is None else dict(zip(curves.names, map(policy_of, curves.policies), strict=True))
         if name in measured:
             return measured[name]
-        recent = min((policy.recent_count for policy in measured.values()), default=RECENT)
-        return create_policy(name, {"protect": recent} if name in OBSERVING else {})
+        recent = min((policy.recent_count for policy in measured.values()), default=DEFAULT_RECENT)
+        return create_policy(name, {"protect": recent} if name in WINDOW_POLICIES else {})
 
     def _make_direct(self, name: str, recipe: Recipe) -> NamedPlan:
         """Return the named factory of a policy under the budgets of a method."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.options import CalibrationOptions
-from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
-from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
+from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
+from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, assign_folds, floor_entries
 from kvsearch.core.arrays import TIE, Floats, Ints
 from kvsearch.core.items import Progress, counted
 from kvsearch.core.sign_flips import compute_chances
@@ -58,8 +58,8 @@ def check_table(
     protocol, minimum = getattr(options, "protocol", QUESTION_AGNOSTIC), getattr(options, "minimum", 0.0)
     answer_tokens = getattr(options, "answer_tokens", None)
     mixes = TABLE_SHARES if getattr(options, "shrink", False) else TABLE_AND_EVEN
-    prompts = prompts_of(loaded, data, protocol, answer_tokens, options.max_length)
-    policy, folds, tables = options.make_policy(), folds_of(data), profile.arrays[HELD_OUT]
+    prompts = encode_prompts(loaded, data, protocol, answer_tokens, options.max_length)
+    policy, folds, tables = options.make_policy(), assign_folds(data), profile.arrays[HELD_OUT]
     shares_by_text: dict[int, list[Floats]] = {}
     items = [(prompt, tables[folds[prompt.context]].astype(np.float64)) for prompt in prompts]
     measured = loaded.map(partial(_measure_kept_shares, policy=policy, minimum=minimum, mixes=mixes), items)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
-from kvsearch.calibration.tables import LEAST_CONTEXTS
+from kvsearch.calibration.tables import MIN_CONTEXTS_TO_JUDGE
 from kvsearch.core.fields import Count, Index, Record, Sha256, Text
 from kvsearch.evaluation.statistics import student_quantile
 from kvsearch.plan import ModelFingerprint, PhaseNames
@@ -183,7 +183,7 @@ def judge_gains(
     do not as well, see `RandomControls.judge_gain`. The first that applies:
 
     1. useless: the signal is `constant`, so that forward and inverse are the same strategy;
-    2. unproven: there are fewer than `LEAST_CONTEXTS` different contexts, which cannot tell;
+    2. unproven: there are fewer than `MIN_CONTEXTS_TO_JUDGE` different contexts, which cannot tell;
     3. harmful: forward is below the uniform control, so not using the signal is better on this model, be it by the
        signal's fault or by bad luck; or it is below the random controls by more than chance;
     4. useful: forward is above its inverse, and above the uniform or the random controls by more than chance;
@@ -198,8 +198,9 @@ def judge_gains(
     names = {_UNIFORM[kind]: min(uniform, find_sign(gains.uniform)), _RANDOM[kind]: random}
     if constant:
         return "useless", "constant: forward and inverse are the same strategy"
-    if contexts < LEAST_CONTEXTS:
-        return "unproven", f"too few contexts to tell: {contexts} different ones, at least {LEAST_CONTEXTS} are needed"
+    if contexts < MIN_CONTEXTS_TO_JUDGE:
+        reason = f"too few contexts to tell: {contexts} different ones, at least {MIN_CONTEXTS_TO_JUDGE} are needed"
+        return "unproven", reason
     if min(names.values()) < 0:
         return "harmful", f"forward is below {' and '.join(name for name, side in names.items() if side < 0)}"
     if inverse > 0 and better > 0:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsearch.budgets.joint import JointSolver
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.calibration.tables import floor_entries, sampled
+from kvsearch.calibration.tables import floor_entries, sample_curves
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
@@ -144,7 +144,7 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
     floor = floor_entries(length, policy_of(curves.policies[0]), minimum)
     check_pool(pool, floor)
     steps = min(length, MOST_STEPS)
-    gains = np.maximum(np.diff(sampled(curves.kept, steps + 1), axis=-1), 0.0)
+    gains = np.maximum(np.diff(sample_curves(curves.kept, steps + 1), axis=-1), 0.0)
     low = -(-floor * steps // length)
     solver = JointSolver(gains, low)
     found = solver.solve(max(total if steps == length else round(total * steps / length), solver.least))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.calibration.steps import profile_file
+from kvsearch.calibration.steps import find_profile_file
 from kvsearch.core.errors import UsageError
 from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.reporter import Silent
@@ -51,9 +51,9 @@ def test_a_calibration_is_gone_on_with_as_it_was_made(tmp_path: Path) -> None:
 
 def test_a_calibration_without_a_profile_is_unfinished_and_nothing_else_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model": "a/b"}))
-    assert profile_file(tmp_path) == tmp_path / PROFILE
+    assert find_profile_file(tmp_path) == tmp_path / PROFILE
     (tmp_path / "config.json").write_text(json.dumps({**RECIPE, "model": "a/b"}))
     with pytest.raises(UsageError, match=r"is not finished: .* kvsearch calibrate a/b \.\.\."):
-        profile_file(tmp_path)
+        find_profile_file(tmp_path)
     with pytest.raises(UsageError, match="is no profile: the size of a plan is changed by `kvsearch plan scale"):
-        profile_file(tmp_path / "config.json")
+        find_profile_file(tmp_path / "config.json")

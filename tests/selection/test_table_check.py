@@ -13,7 +13,7 @@ import torch
 import kvsearch
 from kvsearch.calibration import lukv
 from kvsearch.calibration.options import LavaOptions, LukvOptions
-from kvsearch.calibration.tables import CHECKED_RATIOS, FOLDS, HELD_OUT, LEAST_CONTEXTS, folds_of
+from kvsearch.calibration.tables import CHECKED_RATIOS, FOLDS, HELD_OUT, MIN_CONTEXTS_TO_JUDGE, assign_folds
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.plan import Profile, load_profile, save_profile
 from kvsearch.plan.profile import TableCheck
@@ -36,7 +36,7 @@ def test_each_fold_has_the_table_of_all_other_contexts(measured: Any, normalizat
     model, data, _ = measured
     options = OPTIONS.model_copy(update={"normalization": normalization})
     profile = calibrate_lukv(model, data, options.make_policy(), options)
-    held_out, folds = profile.arrays[HELD_OUT], folds_of(data)
+    held_out, folds = profile.arrays[HELD_OUT], assign_folds(data)
     assert held_out.shape == (FOLDS, len(CHECKED_RATIOS), 4, 2)
     assert folds == [0, 1, 2, 3, 0, 1]
     others = [context for context, fold in zip(data.contexts, folds, strict=True) if fold != 1]
@@ -116,7 +116,7 @@ def test_export_refuses_a_table_that_lost(measured: Any, tmp_path: Path) -> None
 def test_too_few_contexts_are_not_checked_nor_any_where_it_is_off(measured: Any) -> None:
     model, data, _ = measured
     few = calibrate_lukv(
-        model, replace(data, contexts=data.contexts[: LEAST_CONTEXTS - 1]), OPTIONS.make_policy(), OPTIONS
+        model, replace(data, contexts=data.contexts[: MIN_CONTEXTS_TO_JUDGE - 1]), OPTIONS.make_policy(), OPTIONS
     )
     assert HELD_OUT not in few.arrays
     off = OPTIONS.model_copy(update={"check": False})

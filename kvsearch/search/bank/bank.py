@@ -29,7 +29,7 @@ from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import require_room
 from kvsearch.search.bank.memory import (
     BlockWork,
-    MemoryNeeds,
+    PassMemory,
     SampleNeed,
     SplittingRunner,
     check_fits,
@@ -89,7 +89,7 @@ class CandidateBank(Closing):
         self._choices = len(next(iter(self._policies.values())))
         self.shape = (self._choices * len(self._policies), describe(loaded.model).kv_heads)
         check_samples(loaded.model, self.samples)
-        sizes = MemoryNeeds(loaded.model, tuple(self._windows.values()), self._choices)
+        sizes = PassMemory(loaded.model, tuple(self._windows.values()), self._choices)
         self._forcing = [sizes.estimate_forcing(sample, cap) for sample in self.samples]
         self._replying = [sizes.estimate_reply(sample, cap) for sample in self.samples]
         self._memory = default_memory(loaded.device) if max_memory is None else max_memory

@@ -31,7 +31,7 @@ class SampleNeed(NamedTuple):
     each: int
 
 
-class MemoryNeeds:
+class PassMemory:
     """Estimates bytes of stored prompts and passes on a model, whose sliding `windows` are in tokens."""
 
     def __init__(self, model: Any, windows: Sequence[int], choices: int = 1) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvsearch.calibration.steps import StepCache, calibration_content
+from kvsearch.calibration.steps import StepCache, read_calibration_content
 from kvsearch.evaluation.reply_store import ReplyStore, read_replies
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.jobs.calibrate import CalibrateOptions
@@ -50,7 +50,7 @@ def _recipe(job: str, path: Path) -> None:
 
 def _config(job: str, path: Path) -> None:
     found = read_config(path.parent)
-    calibration_content(path.parent)
+    read_calibration_content(path.parent)
     show(path)
     if found is None:
         return

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.memory import (
-    MemoryNeeds,
+    PassMemory,
     SampleNeed,
     SplittingRunner,
     check_fits,
@@ -20,7 +20,7 @@ from kvsearch.search.bank.memory import (
 )
 from tests.families import build
 
-LLAMA, GEMMA = MemoryNeeds(build("llama"), ()), MemoryNeeds(build("gemma3"), (16, 16))
+LLAMA, GEMMA = PassMemory(build("llama"), ()), PassMemory(build("gemma3"), (16, 16))
 NEEDS = st.lists(
     st.builds(
         LLAMA.estimate,
