@@ -31,7 +31,7 @@ from kvsearch.runs.identity import LEDGER, read_config
 from kvsearch.selection.candidates import find_policy_candidates
 from kvsearch.selection.comparison import SCREENED_TOKENS, score_losses
 from kvsearch.selection.scores import Scores
-from kvsearch.strategies.joint import policy_curves
+from kvsearch.strategies.joint import read_policy_curves
 from kvsearch.tasks.encode import force_replies
 from kvsearch.tasks.metrics.likelihood import loss_of
 
@@ -45,7 +45,7 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
     options = RunOptions.of(**{**recorded, "model": args.model, "dtype": args.dtype, "output": args.run})
     loaded = options.load(options.model, Silent())
     rankings = {name: load_profile(args.run / FIT / name / PROFILE) for name in options.rankings}
-    calibrated = replace(policy_curves(load_profile(args.run / CURVES / PROFILE)), rankings=rankings)
+    calibrated = replace(read_policy_curves(load_profile(args.run / CURVES / PROFILE)), rankings=rankings)
     screened: dict[str, list[float]] = {}
     for reply in read_replies(args.run / CHOICE / str(args.size) / "screen" / LEDGER).values():
         screened.setdefault(reply.method, []).append(loss_of(reply.reply))

@@ -46,8 +46,8 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import PhaseProgram, full_cache
 from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.shared_prefill import compressed
-from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.strategies.names import FULL
+from kvsearch.strategies.ready_methods import make_baselines, spread_evenly
 from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, listed, readings
 
 BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"
@@ -227,10 +227,10 @@ def _programs(
 def _policies(model: Any, total: Callable[[int], int]) -> dict[str, Program]:
     """Return what knows no question, with `total` entries of a context of that length, evenly over layers and heads."""
     even = {
-        name: equal_uniform(model, create_policy(name, {"sinks": 4, **window}), {"prefill": total})
+        name: spread_evenly(model, create_policy(name, {"sinks": 4, **window}), {"prefill": total})
         for name, window in WINDOWS.items()
     }
-    return even | baselines(model, even["snapkv"], ("streaming", "random"))
+    return even | make_baselines(model, even["snapkv"], ("streaming", "random"))
 
 
 def _allocations(

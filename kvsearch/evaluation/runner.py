@@ -31,8 +31,8 @@ from kvsearch.runtime.decode.next_tokens import Draws, generation_record
 from kvsearch.runtime.decode.replies import has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
-from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.names import FULL
+from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, questions_of, readings, token_hash
 from kvsearch.tasks.metrics import is_forced, score

@@ -43,7 +43,7 @@ from kvsearch.tasks.base import Sampling
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.strategies.compared import Request
+    from kvsearch.strategies.ready_methods import Request
 
 
 class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
@@ -182,7 +182,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     tasks = options.find_tasks(options.model, options.split)
     for path in options.plan:
         load_plan(path)
-    from kvsearch.strategies.compared import read_request
+    from kvsearch.strategies.ready_methods import read_request
 
     request = read_request(
         options.plan, options.methods, options.budgets, options.ratios, options.phases, options.settings,
@@ -193,7 +193,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
 
     loaded = options.load(options.model, reporter)
     asked = replace(options.asked_of(tasks, options.samples, options.protocol), sampling=sampling)
-    evaluation = prepare(loaded, request.ready(loaded), request.subject, asked)
+    evaluation = prepare(loaded, request.prepare(loaded), request.subject, asked)
     warn_of_coverage(reporter, evaluation.encoded)
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
@@ -292,9 +292,9 @@ def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
     if options.output is not None:
         run_in(options.output, "headroom")
     from kvsearch.evaluation.compare import Split, prepare
-    from kvsearch.strategies.compared import full_method
+    from kvsearch.strategies.ready_methods import make_full_cache_method
 
     loaded = options.load(options.model, reporter)
-    full = prepare(loaded, [full_method(loaded)], FULL, Split(tasks, options.samples, seed=options.seed))
+    full = prepare(loaded, [make_full_cache_method(loaded)], FULL, Split(tasks, options.samples, seed=options.seed))
     warn_of_coverage(reporter, full.encoded)
     return full

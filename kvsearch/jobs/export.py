@@ -28,8 +28,8 @@ from kvsearch.runs.lock import locked
 from kvsearch.runs.run import finish, unfinish
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.from_signals import Strategy, strategy_plan
-from kvsearch.strategies.joint import joint_plan, policy_curves
+from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
+from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
 from kvsearch.strategies.names import UNIFORM
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
         if profile.metadata.signals is not None:
             size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
             strategy = self.strategy(profile)
-            plan = strategy_plan(profile, strategy, size)
+            plan = make_strategy_plan(profile, strategy, size)
             self._refuse_harmful(harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
             return plan
         several = profile.metadata.policies is not None
@@ -223,13 +223,13 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
     def _joint(self, profile: Profile, reporter: Reporter) -> Plan:
         """Choose a policy for every layer, and budgets."""
-        curves = policy_curves(profile)
+        curves = read_policy_curves(profile)
         if self.policy is not None:
-            curves = curves.only([self.policy])
+            curves = curves.select([self.policy])
         elif seen := curves.fitted_here:
             reporter.warn(f"{', '.join(seen)}: fitted on contexts that the budgets are measured on, so it looks better "
                       "than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
-        found = joint_plan(curves, self.size)
+        found = make_joint_plan(curves, self.size)
         reporter.say(found.words)
         return found.plan
 

@@ -110,14 +110,14 @@ class UniformOptions(PlanOptions, Sized, WithModel):
         """Return the plan; what can be checked without a model is checked before one is loaded."""
         name, params = parse_policy(self.policy)
         policy = create_policy(name, {**params, **(self.settings or {})})
-        from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
+        from kvsearch.strategies.methods import check_request, make_direct_plan, parse_allocation
 
         allocation = parse_allocation(self.allocation)
         phases = phases_of(self.phases)
         allocator = self.allocator(policy)
         size = self.size
         check_request(policy, size, allocation)
-        return direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation)
+        return make_direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation)
 
     def allocator(self, policy: Policy) -> Uniform | Pyramid:  # noqa: ARG002 - as a pyramid has it
         """Return what shares the total out between layers and kv heads."""

@@ -287,15 +287,15 @@ class Stages:
             IncompatibleError: it can run none of them.
         """
         from kvsearch.runtime.cache import check_rotary
-        from kvsearch.strategies.methods import find_methods, find_sizes
+        from kvsearch.strategies.methods import parse_methods, parse_sizes
 
         options = stage.options
         lost = {method: self._lost(method) for method in stage.methods}
         left_out = {method.partition("=")[0]: why for method, why in lost.items() if why is not None}
         kept = [method for method, why in lost.items() if why is None]
         plans = tuple(plan for plan in options.get("plan", ()) if self._lost(plan) is None)
-        methods = find_methods(",".join(_filled(kept, self.outputs)), options.get("settings", ())) if kept else []
-        sizes = find_sizes(options.get("budgets"), options.get("ratios"))
+        methods = parse_methods(",".join(_filled(kept, self.outputs)), options.get("settings", ())) if kept else []
+        sizes = parse_sizes(options.get("budgets"), options.get("ratios"))
         for method in methods:
             try:
                 method.check(sizes)

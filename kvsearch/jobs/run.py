@@ -61,7 +61,7 @@ from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts, writing
 from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, compute_shared_level
-from kvsearch.strategies.joint import PolicyCurves, policy_curves
+from kvsearch.strategies.joint import PolicyCurves, read_policy_curves
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
@@ -626,7 +626,7 @@ class RunStages:
         with display.stage(MEASURING) as stage:
             fitted = [f"{name}={self.options.output / FIT / name}" for name in rankings]
             curves = self.options.curves().with_policies((*self.policies, *fitted)).with_model(self.loaded)
-            return replace(policy_curves(calibrate(curves, reporter=stage)), rankings=rankings)
+            return replace(read_policy_curves(calibrate(curves, reporter=stage)), rankings=rankings)
 
     def refine(self, calibrated: PolicyCurves, display: Overall) -> RefinedPlans | None:
         """Search on from what was solved at every size; None where that is not wanted, or not possible."""

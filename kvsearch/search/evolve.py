@@ -43,7 +43,7 @@ from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.selection import PhaseResult, Rule, compute_shared_level
 from kvsearch.selection.splits import refuse_shared
-from kvsearch.strategies.methods import direct_plan
+from kvsearch.strategies.methods import make_direct_plan
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
 from kvsearch.tasks.metrics import is_right
@@ -248,7 +248,7 @@ class PreparedSearch:
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in tables.items()}}
         streaming = create_policy(STREAMING)
         if self.budget > streaming.sink_count:
-            plans[STREAMING] = direct_plan(
+            plans[STREAMING] = make_direct_plan(
                 self.setup.loaded, streaming, Size(budget=self.budget), self.setup.phases, Uniform()
             )
         return plans

@@ -25,7 +25,7 @@ from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.search.spaces import decode_choices, encode_choices
-from kvsearch.strategies.build import Chosen, build_plan
+from kvsearch.strategies.build import PhaseChoice, build_plan
 from kvsearch.strategies.names import PYRAMID, STREAMING, UNIFORM
 
 EVOLKV = "evolkv"
@@ -119,7 +119,7 @@ class SearchSetup:
         if self.choices > 1:
             rows = decode_choices(table, self.choices) * layers + np.arange(layers)
         chosen = {
-            phase: Chosen(tuple(self.policies[row].spec for row in part), table[part])
+            phase: PhaseChoice(tuple(self.policies[row].spec for row in part), table[part])
             for phase, part in zip(self.phases, np.split(rows, len(self.phases)), strict=True)
         }
         return build_plan(

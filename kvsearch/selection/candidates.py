@@ -34,8 +34,8 @@ from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.strategies.joint import PolicyCurves, joint_plan
-from kvsearch.strategies.methods import direct_plan
+from kvsearch.strategies.joint import PolicyCurves, make_joint_plan
+from kvsearch.strategies.methods import make_direct_plan
 from kvsearch.strategies.names import METHODS, Recipe
 
 PHASE: Final = "prefill"
@@ -104,11 +104,11 @@ class PlanFactory:
                 plans[name] = plan
         return plans
 
-    def direct_plan(self, policy: Policy, recipe: Recipe, size: Size) -> Plan:
-        """Make the plan of a policy under the budgets of a method; errors as `strategies.methods.direct_plan`."""
+    def make_direct_plan(self, policy: Policy, recipe: Recipe, size: Size) -> Plan:
+        """Make the plan of a policy under the budgets of a method; errors as `strategies.methods.make_direct_plan`."""
         allocator = Pyramid(window=policy.least) if recipe.allocator == "pyramid" else Uniform()
         allocation = create_allocation(recipe.allocation, recipe.options)
-        return direct_plan(self.loaded, policy, size, PHASES[self.phases], allocator, allocation)
+        return make_direct_plan(self.loaded, policy, size, PHASES[self.phases], allocator, allocation)
 
 
 def content_hash(plan: Plan) -> str:
@@ -203,7 +203,7 @@ class _PolicyPlans(PlanFactory):
         def make() -> Plan:
             policy.check_model(self.loaded.fingerprint)
             check_rotary(self.loaded.model, [policy])
-            return self.direct_plan(policy, recipe, self.size)
+            return self.make_direct_plan(policy, recipe, self.size)
 
         return name, make, {"strategy": name}
 
@@ -220,7 +220,7 @@ class _PolicyPlans(PlanFactory):
     def _joint_plan(self, policies: Sequence[str], even: float = 0.0) -> Plan:
         """Make the plan that keeps most measured importance under `policies`, mixed with a share of uniform budgets."""
         assert self.calibrated is not None
-        return joint_plan(self.calibrated.only(policies), self.size, even=even).plan
+        return make_joint_plan(self.calibrated.select(policies), self.size, even=even).plan
 
     def _make_fitted(self, make: Plan | Callable[[], Plan]) -> Plan:
         """Make a plan whose provenance includes the contexts its rankings were fitted on."""

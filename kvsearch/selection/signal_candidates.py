@@ -29,8 +29,15 @@ from kvsearch.policies import Policy
 from kvsearch.policies.registry import create_policy, policy_class
 from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, check_kept, choose, floor_of, floors_of, signals_plan
+from kvsearch.strategies.build import PhaseChoice
+from kvsearch.strategies.from_signals import (
+    Strategy,
+    check_kept,
+    choose_by_signals,
+    find_floor,
+    find_floors,
+    make_signals_plan,
+)
 from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
 
 NO_ROUTE: Final = "none"  # the route that stands for every pattern alone
@@ -124,7 +131,7 @@ class _SignalPlans(PlanFactory):
     def single(self) -> Iterator[NamedPlan]:
         """Make plans of single patterns with uniform budgets."""
         for name in self._usable:
-            chosen = choose(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
+            chosen = choose_by_signals(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
             yield self._name_plan(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
 
     def methods(self) -> Iterator[NamedPlan]:
@@ -141,7 +148,7 @@ class _SignalPlans(PlanFactory):
                     continue
                 is_sensitivity = allocator in SENSITIVITIES
                 routed = replace(strategy, budgets=allocator if is_sensitivity else UNIFORM)
-                chosen = choose(self.table, routed, self.size)
+                chosen = choose_by_signals(self.table, routed, self.size)
                 if allocator in (PYRAMID, CURVES):
                     budgets = self._allocate(allocator, chosen)
                     chosen = {phase: part._replace(budgets=budgets) for phase, part in chosen.items()}
@@ -161,35 +168,35 @@ class _SignalPlans(PlanFactory):
                     if name in (NO_ROUTE, pattern):
                         yield Strategy(None, policy=pattern, phases=self.phases)
 
-    def _name_plan(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> NamedPlan:
-        return name, signals_plan(self.table.profile, chosen, self.size), origin
+    def _name_plan(self, name: str, chosen: Mapping[Phase, PhaseChoice], origin: Mapping[str, str]) -> NamedPlan:
+        return name, make_signals_plan(self.table.profile, chosen, self.size), origin
 
     def _method_plan(self, recipe: Recipe) -> Plan:
         policy = create_tuned_policy(recipe.policy, self.table.profile)
         check_kept(self.pool.mean, policy)
         size = replace(self.size, length=self.pool.length)  # as for candidates, no head gets more
-        return self.direct_plan(policy, recipe, size)
+        return self.make_direct_plan(policy, recipe, size)
 
-    def _allocate(self, allocator: str, routed: Mapping[Phase, Chosen]) -> Ints:
+    def _allocate(self, allocator: str, routed: Mapping[Phase, PhaseChoice]) -> Ints:
         """Allocate budgets [L, Hkv] by PyramidKV or by loss curves for the patterns of all phases together."""
         phase, part = next(iter(routed.items()))
-        floors = self._floors(floors_of({when: other.policies for when, other in routed.items()}))
+        floors = self._floors(find_floors({when: other.policies for when, other in routed.items()}))
         bounds = self.pool.total, floors, self._caps
         if allocator == PYRAMID:
             return Pyramid(window=0).allocate(np.zeros(0), *bounds)
         indices = [self.table.patterns.index(pattern.name) for pattern in part.policies]
         return self._curves.allocate(self._losses(phase)[np.arange(len(indices)), indices], *bounds)
 
-    def _choose_jointly(self) -> dict[Phase, Chosen]:
+    def _choose_jointly(self) -> dict[Phase, PhaseChoice]:
         """Choose budgets by the best patterns of the first phase, then the best patterns of every phase for them."""
         usable = [self.table.patterns.index(name) for name in self._usable]
         specs = [self.table.axes.patterns[index] for index in usable]
-        low = self._floors([max(map(floor_of, specs))] * self.pool.shape[0])
+        low = self._floors([max(map(find_floor, specs))] * self.pool.shape[0])
         high = self._caps
-        choices = dict[Phase, Chosen]()
+        choices = dict[Phase, PhaseChoice]()
         for phase in PHASES[self.phases]:
             budgets, best = self._curves.allocate_jointly(self._losses(phase)[:, usable], self.pool.total, low, high)
-            choices[phase] = Chosen(tuple(specs[index] for index in best.tolist()), budgets)
+            choices[phase] = PhaseChoice(tuple(specs[index] for index in best.tolist()), budgets)
             low = high = budgets  # which leaves other phases no choice but of patterns
         return choices
 
@@ -221,9 +228,9 @@ class _SignalPlans(PlanFactory):
 def _find_barred(table: SignalTable, mean: float) -> dict[str, str]:
     """Find patterns that cannot be used, with a reason each; UsageError if none is left."""
     reasons = {
-        pattern.name: f"it always keeps {floor_of(pattern)} entries per kv head, above the mean of {mean:g}"
+        pattern.name: f"it always keeps {find_floor(pattern)} entries per kv head, above the mean of {mean:g}"
         for pattern in table.evicting
-        if floor_of(pattern) > mean
+        if find_floor(pattern) > mean
     }
     if len(reasons) == len(table.evicting):
         listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())

@@ -36,8 +36,8 @@ from kvsearch.selection.verdicts import (
     judge_signal,
 )
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, check_kept, choose, signals_plan
+from kvsearch.strategies.build import PhaseChoice
+from kvsearch.strategies.from_signals import Strategy, check_kept, choose_by_signals, make_signals_plan
 from kvsearch.strategies.names import FULL
 
 SIGNALS_OF_KIND: Final[dict[SignalKind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
@@ -95,7 +95,7 @@ def prepare_validation(
     compared: dict[SignalUse, StrategyNames] = {}
     for use in uses:
         compared[use], made = _make_strategies(table, use, size, permutations, split.seed)
-        plans |= {name: signals_plan(profile, chosen, size) for name, chosen in made.items() if name not in plans}
+        plans |= {name: make_signals_plan(profile, chosen, size) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, split)
     for task in prepared.encoded:
         if task.distinct < 2:
@@ -192,7 +192,7 @@ def _choose_phases(table: SignalTable, typed: Sequence[str] | None) -> list[Phas
 
 def _make_strategies(
     table: SignalTable, use: SignalUse, size: Size, permutations: int, seed: int
-) -> tuple[StrategyNames, dict[str, dict[Phase, Chosen]]]:
+) -> tuple[StrategyNames, dict[str, dict[Phase, PhaseChoice]]]:
     """Make the strategy and controls of a signal, by name.
 
     Controls that do not depend on the signal have the same names for all signals, so they run once.
@@ -208,9 +208,9 @@ def _make_strategies(
         forward = Strategy(None, signal, phases)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvsearchWarning)  # of constant signals: the verdict says it
-        chosen = choose(table, forward, size)
-        worst = choose(table, forward, size, inverse=True)
-        uniform_choice = choose(table, uniform, size)
+        chosen = choose_by_signals(table, forward, size)
+        worst = choose_by_signals(table, forward, size, inverse=True)
+        uniform_choice = choose_by_signals(table, uniform, size)
     draws = (
         np.random.default_rng((seed, SIGNAL_KINDS.index(kind), PHASE_SETTINGS.index(phases), number))
         for number in count()
@@ -233,8 +233,8 @@ def _make_strategies(
 
 
 def _draw_random_patterns(
-    table: SignalTable, forward: Mapping[Phase, Chosen], rng: np.random.Generator
-) -> dict[Phase, Chosen]:
+    table: SignalTable, forward: Mapping[Phase, PhaseChoice], rng: np.random.Generator
+) -> dict[Phase, PhaseChoice]:
     """Draw random patterns of every phase, under the forward budgets."""
     candidates = table.evicting
     layers = table.profile.metadata.shape[0]
@@ -246,8 +246,8 @@ def _draw_random_patterns(
 
 
 def _permute_budgets(
-    forward: Mapping[Phase, Chosen], draws: Iterable[np.random.Generator], wanted: int
-) -> tuple[bool, list[dict[Phase, Chosen]]]:
+    forward: Mapping[Phase, PhaseChoice], draws: Iterable[np.random.Generator], wanted: int
+) -> tuple[bool, list[dict[Phase, PhaseChoice]]]:
     """Permute forward budgets over the layers, in distinct orders; also tell whether these are all orders.
 
     The order is the same in all phases, as budgets are. Layers of one pattern have the same bounds, so budgets in any

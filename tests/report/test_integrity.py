@@ -22,8 +22,8 @@ from kvsearch.report.integrity import CHANGED, Verification
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.run import finish, unfinish, write_json
-from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.methods import Size, find_methods
+from kvsearch.strategies.methods import Size, parse_methods
+from kvsearch.strategies.ready_methods import prepare_methods
 from tests import tiny
 from tests.combinations import every_value
 from tests.plan.builders import make_plan, phase_dict
@@ -33,7 +33,7 @@ from tests.plan.builders import make_plan, phase_dict
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished evaluation of a tiny model."""
     directory, model = tmp_path_factory.mktemp("integrity") / "run", tiny.loaded()
-    ready = sweep(model, find_methods("pyramid,tova", ["window=3"]), [Size(8)], "prefill")
+    ready = prepare_methods(model, parse_methods("pyramid,tova", ["window=3"]), [Size(8)], "prefill")
     one = prepare(model, ready, ready[1].name, Split([tiny.listed((60, 2), (48, 1))], batch=1))
     with open_run(directory, one.config()) as (opened, store):
         result = one.run(store=store)

@@ -26,7 +26,7 @@ from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import Candidate
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.selection import Rule
-from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.encode import asked_hashes, asked_set
 from tests import tiny
 from tests.evaluation.results import as_if

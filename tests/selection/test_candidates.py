@@ -13,7 +13,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.signal_candidates import find_measured, find_signal_candidates
-from kvsearch.strategies.from_signals import Strategy, strategy_plan
+from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
 from kvsearch.strategies.names import METHODS
 from tests.combinations import in_turn
 from tests.signals.profiles import PATTERNS, make_signals, signal_metadata
@@ -122,7 +122,7 @@ def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, ro
     profile = profile_of(model)
     found = found_in(model, profile, [route], ["uniform", signal])
     strategy = Strategy(route, signal)
-    mine, theirs = found.candidates[strategy.name], strategy_plan(profile, strategy, SIZE)
+    mine, theirs = found.candidates[strategy.name], make_strategy_plan(profile, strategy, SIZE)
     assert mine.prefill == theirs.prefill
     assert (mine.scaling, mine.floor, mine.length) == (theirs.scaling, theirs.floor, theirs.length)
 
@@ -216,7 +216,7 @@ def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: Loa
         for phase in ("prefill", "decode"):
             rows = zip(kept(plan, phase), patterns(plan, phase), strict=True)
             assert all(budget >= floors[pattern] for budget, pattern in rows), name
-    strategy = strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), SIZE)
+    strategy = make_strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), SIZE)
     mine = both.candidates["cosine + nll-chosen"]
     assert (mine.prefill, mine.decode) == (strategy.prefill, strategy.decode)
 

@@ -35,7 +35,7 @@ from kvsearch.report.ranking import TextLosses, find_losses, ranking_remarks
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.methods import find_methods
+from kvsearch.strategies.methods import parse_methods
 from tests import tiny
 from tests.calibrations import calibrate_lukv, calibrate_probe
 
@@ -272,7 +272,7 @@ def test_what_a_fit_protected_and_is_for_is_carried(profile: Profile, tmp_path: 
     name, params = parse_policy(f"probe={tmp_path}")
     assert create_policy(name, params).parameters()["protect"] == 3
     typed = f"probe={tmp_path},probe={tmp_path}:protect=5"
-    found = [getattr(one.policy, "protect", None) for one in find_methods(typed)]
+    found = [getattr(one.policy, "protect", None) for one in parse_methods(typed)]
     assert found == [3, 5]
     written(2, 3)
     with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
