@@ -6,8 +6,8 @@ import json
 from hashlib import sha256
 from pathlib import Path
 
-from kvsearch.exporters.base import CARD, Exported, Inputs, PlanExporter
-from kvsearch.exporters.card import fill_template, folder_card, model_card
+from kvsearch.exporters.base import CARD_FILE, ExportedFiles, ExportInputs, PlanExporter
+from kvsearch.exporters.card import fill_template, render_folder_card, render_model_card
 from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.saved import (
@@ -25,24 +25,24 @@ from kvsearch.plan.saved import (
 class Folder(PlanExporter):
     """Everything of a plan in one folder, which `load_plan` reads; nothing is lost."""
 
-    def export(self, plan: Plan, inputs: Inputs) -> Exported:
+    def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
         places = with_weights(plan.policies, FOLDER_PLAN)
         weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
         files = {
             FOLDER_PLAN: canonical_json(plan),
             **weights,
-            CARD: folder_card(plan, inputs.scores),
+            CARD_FILE: render_folder_card(plan, inputs.scores),
             "generate.py": fill_template("generate.py", model=repr(plan.model.name)),
         }
         usage = ("python {path}/generate.py --help", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
-        return Exported(files, usage, total=plan.total)
+        return ExportedFiles(files, usage, total=plan.total)
 
 
 class ModelFolder(Folder):
     """A plan, its weights and a card in the folder of its model, whose `config.json` names it by its size."""
 
-    def export(self, plan: Plan, inputs: Inputs) -> Exported:
+    def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
         """Make what lies beside the model.
 
         Raises:
@@ -57,6 +57,8 @@ class ModelFolder(Folder):
         content = canonical_json(plan)
         listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
-        files = {path: content, **weights, CARD: model_card(plan, path, inputs), CONFIG: config.encode()}
+        files = {path: content, **weights, CARD_FILE: render_model_card(plan, path, inputs), CONFIG: config.encode()}
         usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
-        return Exported(files, usage, total=plan.total, updated=(*weights, CARD, CONFIG), model=inputs.unsaved)
+        return ExportedFiles(
+            files, usage, total=plan.total, updated=(*weights, CARD_FILE, CONFIG), model=inputs.unsaved
+        )

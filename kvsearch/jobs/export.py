@@ -12,7 +12,7 @@ from kvsearch.config.options import RULE, JobOptions, option
 from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.core.files import atomic_write, read_text, require_directory
 from kvsearch.core.parsing import read_json
-from kvsearch.exporters import exporter_of
+from kvsearch.exporters import create_exporter
 from kvsearch.jobs.groups import BUDGET, Loading
 from kvsearch.jobs.plan import PlanOptions, Sized, size_or_measured
 from kvsearch.jobs.public import job
@@ -33,7 +33,7 @@ from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
 from kvsearch.strategies.names import UNIFORM
 
 if TYPE_CHECKING:
-    from kvsearch.exporters.base import Exported, Inputs
+    from kvsearch.exporters.base import ExportedFiles, ExportInputs
     from kvsearch.models.loading import LoadedModel
 
 TOOLS_PANEL = "Other tools"
@@ -109,14 +109,14 @@ class ExportOptions(PlanOptions, Sized, Loading):
             return CalibrateOptions.of(recipe=self.folder / CONFIG, output=self.folder)
         return self
 
-    def inputs(self, model: ModelFingerprint, reporter: Reporter) -> Inputs:
+    def inputs(self, model: ModelFingerprint, reporter: Reporter) -> ExportInputs:
         """Return what the target is told besides a plan or profile of this `model`, which is loaded where it needs it.
 
         Raises:
             UsageError: there is no such target, or no folder of a model to put a plan into.
             IncompatibleError: `--model` is another one.
         """
-        from kvsearch.exporters.base import CARD, Inputs
+        from kvsearch.exporters.base import CARD_FILE, ExportInputs
         from kvsearch.models.architecture import describe
         from kvsearch.models.saving import saved_config
 
@@ -126,13 +126,13 @@ class ExportOptions(PlanOptions, Sized, Loading):
             loaded = self.load(self.saved_model(model) if is_new else str(self.output), reporter)
             model.require(loaded.fingerprint, "what is exported")
             config = saved_config(loaded.model) if is_new else read_json(self.output / MODEL_CONFIG)
-            card = read_text(self.output / CARD) if (self.output / CARD).exists() else None
-            return Inputs(self.length, config=config, card=card, unsaved=loaded if is_new else None)
-        if self.model is None or not exporter_of(self.to).needs_model:
-            return Inputs(self.length)
+            card = read_text(self.output / CARD_FILE) if (self.output / CARD_FILE).exists() else None
+            return ExportInputs(self.length, config=config, card=card, unsaved=loaded if is_new else None)
+        if self.model is None or not create_exporter(self.to).needs_model:
+            return ExportInputs(self.length)
         loaded = self.load(self.model, reporter)
         model.require(loaded.fingerprint, "what is exported")
-        return Inputs(self.length, describe(loaded.model), loaded.model)
+        return ExportInputs(self.length, describe(loaded.model), loaded.model)
 
     def saved_model(self, model: ModelFingerprint) -> str:
         """Return the name of the model to save beside the plan: `--model`, or that of the plan if it is a GGUF file.
@@ -147,7 +147,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             "one and --model, and the model is saved there, too",
         )
 
-    def for_target(self, reporter: Reporter) -> Exported:
+    def for_target(self, reporter: Reporter) -> ExportedFiles:
         """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
 
         Raises:
@@ -156,7 +156,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
         """
         from kvsearch.exporters.base import PlanExporter, ProfileExporter
 
-        exporter = exporter_of(self.to)
+        exporter = create_exporter(self.to)
         path = self.profile
         of_plan = path.suffix != ".safetensors"
         if path.is_dir():  # which may be that of a calibration
@@ -269,7 +269,7 @@ def export(options: ExportOptions, reporter: Reporter) -> Plan:
 
 
 @job(ExportOptions)
-def export_to(options: ExportOptions, reporter: Reporter) -> Exported:
+def export_to(options: ExportOptions, reporter: Reporter) -> ExportedFiles:
     """Write a plan, or what a profile knows, in the files of another tool (`to`), and return what that loses.
 
     Raises:
@@ -284,7 +284,7 @@ def export_to(options: ExportOptions, reporter: Reporter) -> Exported:
     return found
 
 
-def write_files(found: Exported, path: Path, force: bool) -> None:
+def write_files(found: ExportedFiles, path: Path, force: bool) -> None:
     """Write the files of a target at `path`, or into the folder at `path`, with their checksums.
 
     Raises:
@@ -292,10 +292,10 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
             another process is writing to the folder.
         EnvironmentFault: they cannot be written.
     """
-    from kvsearch.exporters.base import SINGLE
+    from kvsearch.exporters.base import SINGLE_FILE
 
-    if SINGLE in found.files:
-        atomic_write(path, found.files[SINGLE], overwrite=force)
+    if SINGLE_FILE in found.files:
+        atomic_write(path, found.files[SINGLE_FILE], overwrite=force)
         return
     with locked(path), _saved(found.model, path) as saved:
         sealed = tuple(name for name in found.files if name not in found.updated)

@@ -15,7 +15,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.reply_store import FILES, open_run
 from kvsearch.evaluation.samples import write_samples
-from kvsearch.exporters.base import Exported
+from kvsearch.exporters.base import ExportedFiles
 from kvsearch.jobs.export import write_files
 from kvsearch.plan import save_plan
 from kvsearch.report.integrity import CHANGED, Verification
@@ -158,7 +158,7 @@ def test_weights_are_those_of_their_name(tmp_path: Path) -> None:
 
 def test_files_in_the_form_of_another_tool_are_known_by_their_checksums(tmp_path: Path) -> None:
     files = {"config.json": b'{"input_dim": 8}', "model.safetensors": save({"weight": np.zeros(2)})}
-    write_files(Exported(files, ()), tmp_path / "made", force=False)
+    write_files(ExportedFiles(files, ()), tmp_path / "made", force=False)
     assert [(one.state, one.what) for one in Verification([tmp_path / "made"]).artefacts] == [
         ("whole", "checksums of 2 files"), ("whole", "a file"), ("whole", "a file"),
     ]  # fmt: skip
