@@ -23,8 +23,8 @@ from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import present
 from kvsearch.evaluation.compare import prepare_plans
 from kvsearch.evaluation.reply_store import read_replies
-from kvsearch.jobs.reporter import Silent
-from kvsearch.jobs.run import CHOICE, CURVES, FIT, RunOptions, planned_size
+from kvsearch.jobs.reporter import NullReporter
+from kvsearch.jobs.run import CHOICE_FOLDER, CURVES_FOLDER, FIT_FOLDER, RunOptions, resolve_plan_length
 from kvsearch.plan import Size, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import LEDGER, read_config
@@ -43,11 +43,11 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
     """Return the methods, and what each scores and loses in every context, [contexts, methods]."""
     recorded = present(read_config(args.run), "a run without a configuration").options
     options = RunOptions.of(**{**recorded, "model": args.model, "dtype": args.dtype, "output": args.run})
-    loaded = options.load(options.model, Silent())
-    rankings = {name: load_profile(args.run / FIT / name / PROFILE) for name in options.rankings}
-    calibrated = replace(read_policy_curves(load_profile(args.run / CURVES / PROFILE)), rankings=rankings)
+    loaded = options.load(options.model, NullReporter())
+    rankings = {name: load_profile(args.run / FIT_FOLDER / name / PROFILE) for name in options.rankings}
+    calibrated = replace(read_policy_curves(load_profile(args.run / CURVES_FOLDER / PROFILE)), rankings=rankings)
     screened: dict[str, list[float]] = {}
-    for reply in read_replies(args.run / CHOICE / str(args.size) / "screen" / LEDGER).values():
+    for reply in read_replies(args.run / CHOICE_FOLDER / str(args.size) / "screen" / LEDGER).values():
         screened.setdefault(reply.method, []).append(loss_of(reply.reply))
     scores: list[Floats] = []
     losses: list[Floats] = []
@@ -55,7 +55,7 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
         split = options.split(name, options.find_tasks(options.model, name), options.protocol)
         encoded = split.encode(loaded)
         longest = max(len(prompt.context) for task in encoded for prompt in task.prompts)
-        size = planned_size(Size(args.size), calibrated.profile.metadata.length, longest)
+        size = resolve_plan_length(Size(args.size), calibrated.profile.metadata.length, longest)
         plans = find_policy_candidates(loaded, calibrated, size).plans
         known = sorted(plans.keys() & screened.keys(), key=lambda method: fmean(screened[method]))[: args.methods]
         prepared = prepare_plans(loaded, {method: plans[method] for method in known}, split)

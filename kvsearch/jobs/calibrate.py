@@ -26,16 +26,16 @@ from kvsearch.core.parsing import list_problems
 from kvsearch.jobs.groups import (
     TASK_DETAILS,
     TASKS,
-    WithModel,
-    WithRun,
-    WithTasks,
-    WithWorkers,
-    asked_flags,
-    flags_of,
-    following,
+    ModelArgument,
+    RunDirOptions,
+    TaskOptions,
+    WorkerOptions,
+    changed_flags,
+    format_command,
+    list_changed_flags,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
+from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, on_interruption
 from kvsearch.models.speed import StageCost
 from kvsearch.plan.profile import load_profile, save_profile
 from kvsearch.plan.profile_arrays import QUERIES
@@ -63,8 +63,8 @@ RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may ha
 OF_TASKS = {"split", "samples", *TASK_DETAILS} - {"data"}  # what only --tasks reads
 
 
-class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOptions):
-    """Where a profile goes and what it is measured on; what is measured is the method's to say."""
+class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, CalibrationOptions):
+    """Options of all calibrations: output, texts and tasks; methods add their own."""
 
     data: str | None = option(
         None,
@@ -150,15 +150,15 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
 
     Whatever would stop the calibration at its start is found out; errors as `calibrate`.
     """
-    return forecast_together([options], reporter)
+    return forecast_calibrations([options], reporter)
 
 
-def forecast_together(several: Sequence[CalibrateOptions], reporter: Reporter) -> Forecast:
-    """Return what `calibrate_together` costs, as `dry_run` does of one."""
+def forecast_calibrations(several: Sequence[CalibrateOptions], reporter: Reporter) -> Forecast:
+    """Forecast `calibrate_together`, as `dry_run` does for one calibration."""
     configs, calibrations = _prepare(several, reporter)
     content = configs[0].content
     if not calibrations:
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
         return Forecast(content)
     prompts = _prompts(calibrations)
     first: Calibration[Any] = calibrations[0]
@@ -205,7 +205,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
     if not calibrations:
         for options in several:
             require_unchanged(options.output, PROFILE, "restore it, or start anew with --force")
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
         return [load_profile(options.output / PROFILE) for options in several]
     from kvsearch.evaluation.runner import environment
 
@@ -238,7 +238,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
         stack.enter_context(on_interruption(reporter, words_to_go_on))
         progress = stack.enter_context(reporter.progress(f"calibrating: {options.unit}"))
         if len(calibrations) == 1:
-            profiles = [_checked_table(first, first.measure(prompts, progress), reporter)]
+            profiles = [_check_table(first, first.measure(prompts, progress), reporter)]
         else:
             from kvsearch.calibration.probe.contexts import fit_rankings
 
@@ -300,8 +300,8 @@ def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[l
     return configs, calibrations
 
 
-def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Reporter) -> Profile:
-    """Return the profile with what its table is worth beside even budgets, and say that; as it is where it has none."""
+def _check_table(calibration: Calibration[Any], profile: Profile, reporter: Reporter) -> Profile:
+    """Check the table of a profile against uniform budgets; return the profile with the checks."""
     from kvsearch.selection.table_check import check_table, shrink_table
 
     settings = calibration.options
@@ -327,15 +327,15 @@ def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Re
 
 
 def remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
-    """Say what was measured, where it is, and what to do with it."""
+    """Yield a summary of the profile, its path, and commands for the next step."""
     yield from profile_remarks(profile)
     yield f"wrote {options.output / PROFILE}"
-    for words in following_commands(options, profile):
-        yield following(*words)
+    for words in suggest_commands(options, profile):
+        yield format_command(*words)
 
 
-def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:
-    """Yield the words of commands that use what was measured."""
+def suggest_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:
+    """Yield the words of commands that use the profile."""
     place = str(options.output)
     if options.method == QUERIES:
         yield ["export", place, "--to", "kvpress-ea", "-o", f"{place.rstrip('/')}-kvpress"]
@@ -343,15 +343,15 @@ def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[
         losses = find_losses(profile)
         preferred = None if losses is None else losses.preferred
         policy = preferred or f"{options.method}={place}"
-        asked = [*asked_flags(options)]
+        asked = [*changed_flags(options)]
         if options.tasks is not None:  # budgets are measured on others than the ranking was fitted on
             asked += ["--split", "select"]
         elif not profile.metadata.provenance.settings.get("without_questions"):
-            asked += flags_of(options, ("data",))
+            asked += list_changed_flags(options, ("data",))
         yield ["calibrate", options.model, "--policy", policy, "-o", f"{place.rstrip('/')}-budgets", *asked]
     elif isinstance(options, PolykvOptions):
         size = ["--budget", str(options.budgets[0])]
-        yield ["validate", place, *asked_flags(options)] if options.signals != ("entropy",) else ["show", place]
+        yield ["validate", place, *changed_flags(options)] if options.signals != ("entropy",) else ["show", place]
         if options.signals == ("entropy",):  # which can share out budgets only
             size += ["--budget-signal", "entropy"]
         yield ["export", place, *size, "-o", str(options.output / "plan.json")]
@@ -365,7 +365,7 @@ def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[
 
 
 def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationData, LoadedModel | None]:
-    """Return the texts of the file, or of the tasks with the model whose tokenizer they are made for."""
+    """Load the texts of a file, or of tasks with the model whose tokenizer they need."""
     if options.tasks is None:
         for name in sorted(OF_TASKS & options.model_fields_set):
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")

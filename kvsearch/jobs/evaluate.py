@@ -23,13 +23,13 @@ from kvsearch.jobs.groups import (
     PROTOCOL,
     RATIO,
     SAMPLES_OPTION,
-    Batches,
-    WithModel,
-    WithTasks,
-    WithWorkers,
+    BatchOptions,
+    ModelArgument,
+    TaskOptions,
+    WorkerOptions,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter, open_replies, warn_of_coverage
+from kvsearch.jobs.reporter import Reporter, open_replies, warn_about_coverage
 from kvsearch.plan import Size, load_plan
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report.costs import Forecast
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from kvsearch.strategies.ready_methods import Request
 
 
-class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
-    """What is compared, what is asked, and what is kept."""
+class EvaluateOptions(ModelArgument, WorkerOptions, TaskOptions, BatchOptions):
+    """Options of `evaluate`: methods or plans, tasks, and output."""
 
     job: ClassVar[str] = "evaluate"
     recipes: ClassVar[bool] = True
@@ -112,7 +112,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
 
     @property
     def sampling(self) -> Sampling | None:
-        """How replies are drawn; None: they are greedy."""
+        """Sampling of replies; None: greedy."""
         if self.temperature == 0:
             if self.replies is not None or self.top_p is not None:
                 raise UsageError("--replies and --top-p are of replies that are drawn: give a --temperature above 0")
@@ -135,7 +135,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
 
 
 def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
-    """Return what would be compared and asked, and what that costs; errors as `evaluate` before it asks."""
+    """Forecast `evaluate`; errors as `evaluate` before any reply."""
     request, evaluation = _prepare(options, reporter)
     content = {
         "tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol, **request.as_json(),
@@ -176,7 +176,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
 
 
 def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Evaluation]:
-    """Return what is compared, and the evaluation with its model; warns of what makes it say little."""
+    """Prepare the comparison and its evaluation with the model; warn about weak comparisons."""
     options.check_files()
     sampling = options.sampling
     tasks = options.find_tasks(options.model, options.split)
@@ -192,9 +192,9 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     from kvsearch.evaluation.totals import idle_methods
 
     loaded = options.load(options.model, reporter)
-    asked = replace(options.asked_of(tasks, options.samples, options.protocol), sampling=sampling)
+    asked = replace(options.make_split(tasks, options.samples, options.protocol), sampling=sampling)
     evaluation = prepare(loaded, request.prepare(loaded), request.subject, asked)
-    warn_of_coverage(reporter, evaluation.encoded)
+    warn_about_coverage(reporter, evaluation.encoded)
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")
@@ -228,15 +228,15 @@ def _output_losses(
 
 
 def read_losses(path: Path) -> list[LayerLoss]:
-    """Return the losses that a run has kept; UsageError if the file is damaged."""
+    """Read the losses stored in a run; UsageError if the file is damaged."""
     return validated(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
 
 
 # --- headroom ---------------------------------------------------------------------------------------------------------
 
 
-class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
-    """At which ratio is evicted, and what is asked."""
+class HeadroomOptions(ModelArgument, WorkerOptions, TaskOptions, Seeded):
+    """Options of `headroom`: the ratio to evict, and tasks."""
 
     ratio: Annotated[float, AfterValidator(lambda ratio: Size(ratio=ratio).ratio)] = option(0.8, RATIO)
     samples: Samples = option(20, SAMPLES_OPTION)
@@ -245,7 +245,7 @@ class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
 
 
 def estimate_headroom(options: HeadroomOptions, reporter: Reporter) -> Forecast:
-    """Return what would be asked, and what that costs; errors as `headroom`."""
+    """Forecast `headroom`; errors as `headroom`."""
     from kvsearch.evaluation.headroom import importance_cost
 
     full = _full_cache(options, reporter)
@@ -287,7 +287,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
 
 
 def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
-    """Return the evaluation of the full cache, with the model."""
+    """Prepare the evaluation of the full cache, with the model."""
     tasks = options.find_tasks(options.model)
     if options.output is not None:
         run_in(options.output, "headroom")
@@ -296,5 +296,5 @@ def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
 
     loaded = options.load(options.model, reporter)
     full = prepare(loaded, [make_full_cache_method(loaded)], FULL, Split(tasks, options.samples, seed=options.seed))
-    warn_of_coverage(reporter, full.encoded)
+    warn_about_coverage(reporter, full.encoded)
     return full

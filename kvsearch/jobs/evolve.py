@@ -15,17 +15,17 @@ from kvsearch.jobs.groups import (
     BUDGET,
     BUDGETS,
     PROTOCOL,
-    Budgets,
-    Deciding,
-    WithModel,
-    WithRun,
-    WithTasks,
-    WithWorkers,
-    offer_plan,
+    BudgetList,
+    ModelArgument,
+    RunDirOptions,
+    SelectionOptions,
+    TaskOptions,
+    WorkerOptions,
+    suggest_plan_commands,
 )
-from kvsearch.jobs.plan import checked_plan
+from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
+from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
 from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES, QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
@@ -52,8 +52,8 @@ SPLITS = {"search": "train", "choice": "select", "report": "report"}
 FILES = (BEST, REPORT, PLAN, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 
 
-class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, EvolveSettings):
-    """What is searched and at which size, on which questions, when to stop, and who does the work."""
+class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, SelectionOptions, EvolveSettings):
+    """Options of `evolve`: policies, sizes, questions, limits and workers."""
 
     job: ClassVar[str] = "evolve"
     recipes: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
     panel: ClassVar[str] = SEARCH_PANEL
 
     budget: Entries | None = option(None, BUDGET)
-    budgets: Budgets = option(None, BUDGETS)
+    budgets: BudgetList = option(None, BUDGETS)
     start: Annotated[tuple[Path, ...], Repeated] = option(
         (),
         "A plan to start from; repeatable. The policies of the first one are searched, unless --policy is given.",
@@ -94,11 +94,11 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
         return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
 
     def plan_file(self, budget: int) -> Path:
-        """Return where the plan of a budget is written."""
+        """Return the path of the plan of a budget."""
         return self.output / (PLAN if self.budgets is None else f"plan-{budget}.json")
 
-    def most(self, searches: Sequence[PreparedSearch]) -> int:
-        """Return how many candidates are evaluated at most."""
+    def count_candidates(self, searches: Sequence[PreparedSearch]) -> int:
+        """Return the maximum number of evaluated candidates."""
         return min(sum(search.maximum_candidates for search in searches), self.max_evals or MOST_NUMBER)
 
     @property
@@ -109,20 +109,20 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
 
 
 def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
-    """Say what was chosen and why, what it took, and where it was written."""
+    """Yield the choice with its reason, the work it took, and its files."""
     yield from decisions(result)
     files = [options.plan_file(budget) for budget in result.found]
     yield f"{result.evaluations} candidates, {result.tokens:,} tokens; wrote {', '.join(map(str, files))}"
-    yield from offer_plan(files[0], options.model, options)
+    yield from suggest_plan_commands(files[0], options.model, options)
 
 
 def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
-    """Return what would be searched, and what that costs; errors as `evolve`, before anything is searched."""
+    """Forecast `evolve`; errors as `evolve` before the search."""
     searches = _prepare(options, reporter)
     from kvsearch.jobs.searching import describe_searches
 
     first = searches[0]
-    candidates = options.most(searches)
+    candidates = options.count_candidates(searches)
     content = {
         **describe_searches(searches),
         "measured_by": "stored prompts" if first.setup.evicts_prompts_only else "whole runs",
@@ -152,7 +152,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
     config = options.config
     force = options.force
     searches = _prepare(options, reporter)
-    from kvsearch.jobs.searching import open_search, watching
+    from kvsearch.jobs.searching import open_search, search_progress
     from kvsearch.search.evolve import keep_hard_questions, run_searches
 
     if force or not (directory / CONFIG).exists():
@@ -162,9 +162,12 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         with reporter.progress("finding out how hard questions are: context") as progress:
             searches, words = keep_hard_questions(searches, progress)
         reporter.say(words)
-    store = stage_store(directory, lambda evaluation: evaluation.config(), reporter, force=True)
+    store = make_stage_store(directory, lambda evaluation: evaluation.config(), reporter, force=True)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
-    with opening as (searches, executor, run, log), watching(reporter, log, options.most(searches)) as watcher:
+    with (
+        opening as (searches, executor, run, log),
+        search_progress(reporter, log, options.count_candidates(searches)) as watcher,
+    ):
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, options.max_evals, watcher, store)
@@ -174,12 +177,12 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         run.write(REPORT, result.as_json())
         run.finish()
         if run.state == "finished" and log.count == lines_before:
-            reporter.say(FINISHED)
+            reporter.say(FINISHED_NOTE)
         return result
 
 
 def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch, ...]:
-    """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
+    """Check all options before the model is loaded, load it, and prepare a search for each budget."""
     budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
     if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
@@ -189,7 +192,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     run_in(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
-    plans = {path.stem: checked_plan(path) for path in options.start}
+    plans = {path.stem: load_checked_plan(path) for path in options.start}
     from kvsearch.search.evolve import prepare_searches
     from kvsearch.search.start_plans import SearchSetup, check_start_names
 
@@ -211,7 +214,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
     searches = prepare_searches(setup, dict.fromkeys(sorted(budgets), plans), options, splits, rule=options.rule)
     if options.samples is not None:
-        warn_of_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
+        warn_about_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
     return searches
 
 

@@ -13,8 +13,8 @@ from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.core.files import atomic_write, read_text, require_directory
 from kvsearch.core.parsing import read_json
 from kvsearch.exporters import create_exporter
-from kvsearch.jobs.groups import BUDGET, Loading
-from kvsearch.jobs.plan import PlanOptions, Sized, size_or_measured
+from kvsearch.jobs.groups import BUDGET, ModelOptions
+from kvsearch.jobs.plan import PlanOptions, SizeOptions, resolve_size
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.gguf import SUFFIX
@@ -41,8 +41,8 @@ PANEL = "PolyKV"
 PLAN = "plan"  # the target of every other kind of export: one plan file
 
 
-class ExportOptions(PlanOptions, Sized, Loading):
-    """The profile, the size of the plan, how PolyKV's signals become one, and who it is for."""
+class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
+    """Options of `export`: the profile, the size of the plan, PolyKV's strategy, and the target."""
 
     profile: Path = option(..., "Directory or file that `calibrate` wrote; with --to also a plan.", argument=True)
     budget: int | None = option(None, BUDGET, shown="polykv: that of the calibration", ge=1)
@@ -101,8 +101,8 @@ class ExportOptions(PlanOptions, Sized, Loading):
         """The directory of the profile."""
         return self.profile if self.profile.is_dir() else self.profile.parent
 
-    def asked(self) -> JobOptions:
-        """Return the options of the calibration, where its directory has them."""
+    def evaluation_options(self) -> JobOptions:
+        """Return the options of the calibration, if its directory has them."""
         from kvsearch.jobs.calibrate import CalibrateOptions
 
         with suppress(UsageError):
@@ -110,7 +110,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
         return self
 
     def inputs(self, model: ModelFingerprint, reporter: Reporter) -> ExportInputs:
-        """Return what the target is told besides a plan or profile of this `model`, which is loaded where it needs it.
+        """Return the inputs of a target besides a plan or profile of this `model`, which is loaded if needed.
 
         Raises:
             UsageError: there is no such target, or no folder of a model to put a plan into.
@@ -147,11 +147,11 @@ class ExportOptions(PlanOptions, Sized, Loading):
             "one and --model, and the model is saved there, too",
         )
 
-    def for_target(self, reporter: Reporter) -> ExportedFiles:
-        """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
+    def make_target_files(self, reporter: Reporter) -> ExportedFiles:
+        """Make the files of the target from a profile, a plan, or the plan of a profile, without writing them.
 
         Raises:
-            UsageError: there is no such target, it needs a profile, or as `compute`.
+            UsageError: there is no such target, it needs a profile, or as `make_plan`.
             IncompatibleError: the target cannot express all of it, and `lossy` is off.
         """
         from kvsearch.exporters.base import PlanExporter, ProfileExporter
@@ -167,29 +167,29 @@ class ExportOptions(PlanOptions, Sized, Loading):
                     f"target {self.to} is made of a profile, and {path} is none: give the directory of one"
                 )
             profile = load_profile(find_profile_file(path))
-            found = exporter.export(profile, self.inputs(profile.metadata.model, reporter))
+            exported = exporter.export(profile, self.inputs(profile.metadata.model, reporter))
         else:
             assert isinstance(exporter, PlanExporter)
-            plan = load_plan(path) if of_plan else self.compute(reporter)
+            plan = load_plan(path) if of_plan else self.make_plan(reporter)
             inputs = self.inputs(plan.model, reporter)
             if self.to in ("folder", "model"):
                 from kvsearch.report.artifacts import run_scores
 
                 inputs = replace(inputs, scores=run_scores(self.folder, plan))
-            found = exporter.export(plan, inputs)
-        if found.losses and not self.lossy:
+            exported = exporter.export(plan, inputs)
+        if exported.losses and not self.lossy:
             raise IncompatibleError(
-                f"target {self.to} cannot express all of the plan: {'; '.join(found.describe())}; give --lossy to "
+                f"target {self.to} cannot express all of the plan: {'; '.join(exported.describe())}; give --lossy to "
                 "write it anyway"
             )
-        return found
+        return exported
 
-    def compute(self, reporter: Reporter) -> Plan:
-        """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
+    def make_plan(self, reporter: Reporter) -> Plan:
+        """Make the plan of the profile by its table or signals; refuse or warn of harmful ones."""
         profile = load_profile(find_profile_file(self.profile))
         if profile.metadata.signals is not None:
-            size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
-            strategy = self.strategy(profile)
+            size = resolve_size(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
+            strategy = self.make_strategy(profile)
             plan = make_strategy_plan(profile, strategy, size)
             self._refuse_harmful(harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
             return plan
@@ -206,7 +206,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
                 f"{profile.metadata.method}"
             )
         if several:
-            return self._joint(profile, reporter)
+            return self._make_joint_plan(profile, reporter)
         from kvsearch.selection.table_check import describe_harmful_table
 
         plan = plan_from_profile(profile, self.size)
@@ -215,26 +215,26 @@ class ExportOptions(PlanOptions, Sized, Loading):
         return plan
 
     def _refuse_harmful(self, warning: str | None, reporter: Reporter) -> None:
-        """Raise the UsageError of what was judged harmful, if it is not allowed."""
+        """Raise UsageError for harmful signals or tables, unless they are allowed."""
         if warning is not None and not self.allow_harmful:
             raise UsageError(f"{warning}; give --allow-harmful to write it anyway")
         if warning is not None:
             reporter.warn(warning)
 
-    def _joint(self, profile: Profile, reporter: Reporter) -> Plan:
+    def _make_joint_plan(self, profile: Profile, reporter: Reporter) -> Plan:
         """Choose a policy for every layer, and budgets."""
         curves = read_policy_curves(profile)
         if self.policy is not None:
             curves = curves.select([self.policy])
-        elif seen := curves.fitted_here:
-            reporter.warn(f"{', '.join(seen)}: fitted on contexts that the budgets are measured on, so it looks better "
+        elif names := curves.fitted_here:
+            reporter.warn(f"{', '.join(names)}: fitted on contexts that the budgets are measured on, so it looks better "
                       "than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
-        found = make_joint_plan(curves, self.size)
-        reporter.say(found.words)
-        return found.plan
+        joint = make_joint_plan(curves, self.size)
+        reporter.say(joint.words)
+        return joint.plan
 
-    def strategy(self, profile: Profile) -> Strategy:
-        """Return what was asked for, or else the defaults of a strategy in what was measured."""
+    def make_strategy(self, profile: Profile) -> Strategy:
+        """Make the requested strategy, by default from the measured signals."""
         table = SignalTable(profile)
         route = self.route or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
         if self.least is not None and self.budget_signal in (None, UNIFORM):
@@ -277,11 +277,11 @@ def export_to(options: ExportOptions, reporter: Reporter) -> ExportedFiles:
         IncompatibleError: the target cannot express all of it, and `lossy` is off.
         EnvironmentFault: a file cannot be written.
     """
-    found = options.for_target(reporter)
-    for line in found.describe():
+    exported = options.make_target_files(reporter)
+    for line in exported.describe():
         reporter.warn(f"lost: {line}")
-    write_files(found, options.output, options.force)
-    return found
+    write_files(exported, options.output, options.force)
+    return exported
 
 
 def write_files(found: ExportedFiles, path: Path, force: bool) -> None:

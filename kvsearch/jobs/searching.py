@@ -98,7 +98,7 @@ def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> t
 
 
 def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
-    """Return all that decides the result, as JSON."""
+    """Return all settings that decide the result, as JSON."""
     first = searches[0]
     return {
         **environment(first.setup.loaded),
@@ -117,7 +117,7 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
 
 
 def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, reporter: Reporter) -> Executor:
-    """Return who evaluates candidates, with the prompts read."""
+    """Make the executor of candidates, which reads the prompts."""
     first = searches[0]
     who = "" if workers is None else f" by each of {workers} workers"
     if first.setup.evicts_prompts_only:
@@ -135,7 +135,7 @@ def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, repo
 
 
 class SearchProgress:
-    """Shows how far a search is on its way to at most `most` candidates; a `Watcher`."""
+    """Shows the progress of a search to at most `most` candidates; a `Watcher`."""
 
     def __init__(self, reporter: Reporter, log: TrialLog, most: int) -> None:
         self.reporter = reporter
@@ -166,14 +166,14 @@ class SearchProgress:
         self.reporter.say(f"search ended: {why}")
 
     def close(self) -> None:
-        """Give the screen back."""
+        """Close the progress display."""
         self._open.close()
         self._show = None
 
 
 @contextmanager
-def watching(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchProgress]:
-    """Show how a search goes; after Ctrl-C write and say what is best so far, and how to go on."""
+def search_progress(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchProgress]:
+    """Show the progress of a search; after Ctrl-C write and report the best so far, and how to resume."""
     watcher = SearchProgress(reporter, log, most)
     directory = log.path.parent
 
@@ -197,7 +197,7 @@ RefinedPlans = tuple[Mapping[Size, Mapping[str, Plan]], ContextRecord]
 
 @dataclass(frozen=True, eq=False)
 class Refinement:
-    """A search that goes on from plans that were solved, of sizes that share their questions.
+    """A search that refines solved plans, at sizes that share their questions.
 
     Args:
         loaded: the model.
@@ -209,8 +209,8 @@ class Refinement:
     options: EvolveOptions
     searched: Split
 
-    def cost(self, name: str, sizes: int) -> StageCost:
-        """Return what it costs at so many sizes, as a stage: own replies, prompts once, then candidates."""
+    def estimate_cost(self, name: str, sizes: int) -> StageCost:
+        """Estimate the cost at so many sizes, as a stage: own replies, prompts once, then candidates."""
         encoded = self.searched.encode(self.loaded)
         replies = replies_cost(name, encoded, self.searched, [full_cache(self.loaded.model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
@@ -221,7 +221,7 @@ class Refinement:
     def run(
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
     ) -> RefinedPlans | None:
-        """Search on from the plans of every size, by name, and return what is better than all of these.
+        """Refine the plans of every size by search, and return the plans that are better than all of them.
 
         None, with a warning, where that cannot be done: a run has other candidates. What is finished is only read.
 
@@ -250,7 +250,7 @@ class Refinement:
         setup = SearchSetup.with_choices(self.loaded, [policy_of(spec) for spec in calibrated.policies])
         resolve_policies(self.loaded.model, setup.policies_by_layer)  # told before prompts are read
         named = {
-            _budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED_NAMES}
+            _count_budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED_NAMES}
             for size, solved in starts.items()
         }
         return prepare_searches(setup, named, self.options, {"search": self.searched}, calibrated.contexts)
@@ -273,18 +273,20 @@ class Refinement:
 
 
 def _find_better(search: PreparedSearch, outcome: SearchOutcome) -> list[Candidate]:
-    """Return the best candidates that are worth more than all starts."""
+    """Find the best candidates that are better than all start plans."""
     if outcome.flat:
         return []
-    known = {candidate.table.tobytes(): candidate.value for candidate in outcome.pool}
-    least = min((known.get(table.tobytes(), math.inf) for table in search.starts.values()), default=math.inf)
-    return [candidate for candidate in outcome.pool if candidate.value < least][:MAX_CANDIDATES]
+    value_of_table = {candidate.table.tobytes(): candidate.value for candidate in outcome.pool}
+    best_start = min(
+        (value_of_table.get(table.tobytes(), math.inf) for table in search.starts.values()), default=math.inf
+    )
+    return [candidate for candidate in outcome.pool if candidate.value < best_start][:MAX_CANDIDATES]
 
 
 def _read_plans(directory: Path, size: Size) -> dict[str, Plan]:
-    """Return the plans that were found at a size, by their names as candidates; those of a ratio follow the prompt."""
+    """Read the refined plans of a size, by their names as candidates; plans of a ratio follow the prompt."""
     plans = {}
-    for number, path in enumerate(sorted(directory.glob(f"plan-{_budget(size)}-*.json")), 1):
+    for number, path in enumerate(sorted(directory.glob(f"plan-{_count_budget(size)}-*.json")), 1):
         require_unchanged(directory, path.name, "restore it, or delete the directory and repeat the command")
         plan = load_plan(path)
         if size.ratio is not None:
@@ -293,7 +295,7 @@ def _read_plans(directory: Path, size: Size) -> dict[str, Plan]:
     return plans
 
 
-def _budget(size: Size) -> int:
-    """Return the entries per kv head of a size that has a length."""
+def _count_budget(size: Size) -> int:
+    """Compute the entries per kv head of a size that has a length."""
     assert size.length is not None
     return round(size.mean(size.length))

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 from kvsearch.cli.console import Console
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.run import RunOptions, planned_size, prepare_stages
+from kvsearch.jobs.run import RunOptions, prepare_stages, resolve_plan_length
 from kvsearch.models.speed import Speed
 from kvsearch.plan import Size, load_plan
 from kvsearch.report.integrity import Verification
@@ -279,8 +279,8 @@ def test_what_is_said_of_the_smallest_budget(
 
 
 def test_a_budget_above_the_contexts_of_the_measurement_is_for_longer_ones() -> None:
-    assert planned_size(Size(150), 110, 226) == Size(150, length=226)
-    assert planned_size(Size(110), 110, 226) == Size(110, length=226)
-    assert planned_size(Size(109), 110, 226) == Size(109, length=110)
-    assert planned_size(Size(None, 0.9), 110, 226) == Size(None, 0.9, length=110)
-    assert planned_size(Size(150), 110, 90) == Size(150, length=110)  # refused, as nothing would be evicted
+    assert resolve_plan_length(Size(150), 110, 226) == Size(150, length=226)
+    assert resolve_plan_length(Size(110), 110, 226) == Size(110, length=226)
+    assert resolve_plan_length(Size(109), 110, 226) == Size(109, length=110)
+    assert resolve_plan_length(Size(None, 0.9), 110, 226) == Size(None, 0.9, length=110)
+    assert resolve_plan_length(Size(150), 110, 90) == Size(150, length=110)  # refused, as nothing would be evicted

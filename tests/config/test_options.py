@@ -29,7 +29,7 @@ from kvsearch.config.options import (
 )
 from kvsearch.core.errors import UsageError
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter, Silent
+from kvsearch.jobs.reporter import NullReporter, Reporter
 from kvsearch.runs.identity import RunConfig
 
 
@@ -199,7 +199,7 @@ def test_a_job_is_a_function_with_the_same_options(tmp_path: Path) -> None:
     assert brewed(Brewing(leaf="green")) == Brewing(leaf="green")
     (tmp_path / "tea.yaml").write_text("leaf: assam\ncups: 4\n")
     assert brewed(recipe=tmp_path / "tea.yaml", cups=5) == Brewing(leaf="assam", cups=5)
-    assert all(isinstance(reporter, Silent) for reporter in heard)
+    assert all(isinstance(reporter, NullReporter) for reporter in heard)
     with pytest.raises(TypeError, match="at most 1 positional"):
         brewed("assam", "green")
     with pytest.raises(UsageError, match="milk: unknown key"):

@@ -11,7 +11,7 @@ import pytest
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Split
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.reporter import Silent
+from kvsearch.jobs.reporter import NullReporter
 from kvsearch.jobs.searching import Refinement
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
@@ -73,6 +73,6 @@ def test_what_cannot_be_searched_is_said(family: str, policies: tuple[str, ...],
     options = EvolveOptions.of(model=family, output=tmp_path / "refine", space="joint")
     refinement = Refinement(tiny.loaded(family), options, Split([]))
     with pytest.warns(KvsearchWarning, match=words):
-        found = refinement.run(measured, {Size(40, length=100): {}}, Silent())
+        found = refinement.run(measured, {Size(40, length=100): {}}, NullReporter())
     assert found is None
     assert not (tmp_path / "refine").exists()

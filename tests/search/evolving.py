@@ -19,7 +19,7 @@ from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import TrialLog
 from tests import tiny
-from tests.search.searching import Silent
+from tests.search.searching import NullReporter
 
 CONTEXTS, LENGTH, QUESTIONS, BUDGET = 4, 100, 2, 12
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3})
@@ -60,7 +60,7 @@ def prepare(
 def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
     """All three parts."""
     with make_executor(prepared, prepared.cap) as executor, TrialLog(path) as log:
-        outcome = prepared.search(executor, log, None, Silent())
+        outcome = prepared.search(executor, log, None, NullReporter())
     return decide(prepared, outcome)
 
 

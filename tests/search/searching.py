@@ -55,7 +55,7 @@ class Measure:
         return [table for job in self.jobs for table in job]
 
 
-class Silent:
+class NullReporter:
     """A watcher that remembers."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ def search_of(
     allowed: int | None = None,
     starts: Mapping[str, Ints] | None = None,
     frame: BudgetBounds | None = None,
-    watcher: Silent | None = None,
+    watcher: NullReporter | None = None,
     name: str = "",
     job_size: int = JOB_SIZE,
     **changes: Any,
@@ -107,7 +107,7 @@ def search_of(
     settings, frame = settings_of(**changes), frame or frame_of()
     trials = TrialRunner(SerialExecutor(measure), log, settings.objective, allowed, job_size)
     given = starts_of(frame) if starts is None else starts
-    return Search(settings, frame, given, trials, watcher or Silent(), name)
+    return Search(settings, frame, given, trials, watcher or NullReporter(), name)
 
 
 def run(path: Path, measure: Measure | None = None, allowed: int | None = None, **changes: Any) -> SearchOutcome:

@@ -22,7 +22,7 @@ from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore, read_replies
 from kvsearch.evaluation.statistics import contrast, summarize
-from kvsearch.jobs.reporter import Silent, stage_store
+from kvsearch.jobs.reporter import NullReporter, make_stage_store
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selections import DECODE_ONLY, decision, selection_result, tables
@@ -254,7 +254,7 @@ def test_the_hopeless_do_not_reply(
     monkeypatch.setattr(comparison, "REPORTED_PER_KIND", 3)
     monkeypatch.setattr(comparison, "FINALISTS", 2)
     job = prepared_of(model, profile, "error + entropy")
-    store = stage_store(tmp_path, job.config, Silent())
+    store = make_stage_store(tmp_path, job.config, NullReporter())
     chosen = job.race.decide(store)
     assert chosen.screening is not None
     left_out = {method.name for method in chosen.screening.dropped}
