@@ -227,8 +227,8 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
         if self.policy is not None:
             curves = curves.select([self.policy])
         elif names := curves.fitted_here:
-            reporter.warn(f"{', '.join(names)}: fitted on contexts that the budgets are measured on, so it looks better "
-                      "than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
+            reporter.warn(f"{', '.join(names)}: fitted on contexts that the budgets are measured on, so it looks "
+                      "better than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
         joint = make_joint_plan(curves, self.size)
         reporter.say(joint.words)
         return joint.plan

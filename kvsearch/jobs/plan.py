@@ -149,13 +149,13 @@ class ScaleOptions(PlanOptions, SizeOptions):
 class BuildOptions(PlanOptions):
     """The plan as people edit it."""
 
-    make_strategy: Path = option(..., "A YAML file as `plan yaml` writes it.", argument=True)
+    strategy: Path = option(..., "A YAML file as `plan yaml` writes it.", argument=True)
 
     def make_plan(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Return the plan of the YAML; UsageError says all that is wrong with it."""
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
-        return plan_from_yaml(read_text(self.make_strategy, most=MOST_YAML), str(self.make_strategy))
+        return plan_from_yaml(read_text(self.strategy, most=MOST_YAML), str(self.strategy))
 
 
 class YamlOptions(JobOptions):
