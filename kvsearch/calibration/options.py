@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, option, with_params
+from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, merge_params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import refuse
 from kvsearch.core.naming import suggest
@@ -127,10 +127,10 @@ class CalibrationOptions(Seeded):
         return [name for name in known if name not in CalibrationOptions.model_fields]
 
     @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Merge `given` options over those `stated` in a recipe, without settings of another policy."""
         own = stated.get("policy", cls.model_fields["policy"].default)
-        return with_params(stated, given, own if cls.own_params else None)
+        return merge_params(stated, given, own if cls.own_params else None)
 
     @classmethod
     def check_given(cls, given: Mapping[str, Any]) -> None:

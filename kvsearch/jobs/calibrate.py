@@ -88,19 +88,19 @@ class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions,
     questions: int | None = option(None, "Use only so many questions, and their contexts.", QUESTIONS, ge=1)
 
     @classmethod
-    def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
+    def list_options(cls) -> dict[str, tuple[FieldInfo, Option]]:
         """Return the options of all methods; those of one method where that is chosen."""
-        offered = super().offered()
-        for options in cls.variants().values():
-            offered = {**options.offered(), **offered}
+        offered = super().list_options()
+        for options in cls.list_variants().values():
+            offered = {**options.list_options(), **offered}
         return offered
 
     @classmethod
-    def variants(cls) -> Mapping[str, type[JobOptions]]:
+    def list_variants(cls) -> Mapping[str, type[JobOptions]]:
         return OPTIONS if cls is CalibrateOptions else {}
 
     @classmethod
-    def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:
+    def choose_model(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:
         """Return the model of the method that was given or that the recipe at `path` has stated.
 
         Raises:
@@ -116,14 +116,14 @@ class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions,
             raise UsageError(list_problems([problem], str(path)))
         if typed not in (None, name):
             raise UsageError(f"{path} is a recipe of method {name}, not {typed}: leave --method or --recipe out")
-        options: Any = cls.variants().get(name, cls)
+        options: Any = cls.list_variants().get(name, cls)
         options.check_given(given)
         return cast("type[Self]", options)
 
-    def recorded(self) -> dict[str, Any]:
+    def to_recipe(self) -> dict[str, Any]:
         """Return what is recorded; without tasks there are no options of theirs."""
         unread = set() if self.tasks is not None else OF_TASKS
-        return {key: value for key, value in super().recorded().items() if key not in unread}
+        return {key: value for key, value in super().to_recipe().items() if key not in unread}
 
     def used(self) -> ContextSet | None:
         """Return contexts in whose place others are drawn from tasks."""
@@ -135,7 +135,7 @@ class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions,
             "model": self.model, "data": texts.name, "data_sha256": texts.sha256, "questions": texts.questions,
             "recipe": self.resolved(), "seed": self.seed, "dtype": self.dtype, "revision": self.revision,
         }  # fmt: skip
-        return RunConfig(job="calibrate", options=self.recorded(), content=content)
+        return RunConfig(job="calibrate", options=self.to_recipe(), content=content)
 
 
 # the options of the job with those of a method, by its name

@@ -158,7 +158,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
     """
     _, evaluation = _prepare(options, reporter)
     directory = options.output
-    config = evaluation.config().changed(options=options.recorded())
+    config = evaluation.config().changed(options=options.to_recipe())
     with (
         open_replies(directory, config, evaluation.replies, reporter, options.force) as store,
         reporter.progress("asking: context") as progress,
@@ -270,7 +270,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
     from kvsearch.evaluation.headroom import headroom as measure
     from kvsearch.tasks.encode import contexts_of
 
-    config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.recorded())
+    config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.to_recipe())
     with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
         with reporter.progress("asking the full cache: context") as progress:
             full.require_answers(progress, store)

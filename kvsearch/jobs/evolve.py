@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvsearch.config.options import RULE, Params, Repeated, one_of, option, with_params
+from kvsearch.config.options import RULE, Params, Repeated, drop_alternatives, merge_params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.limits import MOST_NUMBER
@@ -81,17 +81,17 @@ class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Se
     method: Literal["evolkv"] = "evolkv"
 
     @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options; a size takes the place of sizes, parameters are added to those of the policy."""
         if "lambda" in stated:
             stated["lam"] = stated.pop("lambda")
-        stated = one_of(stated, given, cls.alternatives)
-        return with_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
+        stated = drop_alternatives(stated, given, cls.alternatives)
+        return merge_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
 
-    def recorded(self) -> dict[str, Any]:
+    def to_recipe(self) -> dict[str, Any]:
         """Return what config.json has as "options"; a group size that nobody stated suits other models, too."""
         stated = "group_size" in self.model_fields_set
-        return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
+        return {key: value for key, value in super().to_recipe().items() if stated or key != "group_size"}
 
     def plan_file(self, budget: int) -> Path:
         """Return the path of the plan of a budget."""
@@ -105,7 +105,7 @@ class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Se
     def config(self) -> RunConfig:
         """The configuration of the run, still without the content of its searches, see `describe_searches`."""
         execution = {"max_evals": self.max_evals, "workers": self.workers, "ray_address": self.ray_address}
-        return RunConfig(job="evolve", options=self.recorded(), content={}, execution=execution)
+        return RunConfig(job="evolve", options=self.to_recipe(), content={}, execution=execution)
 
 
 def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:

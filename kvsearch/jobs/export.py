@@ -195,8 +195,8 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
             return plan
         several = profile.metadata.policies is not None
         of_polykv = {
-            option.called(name): getattr(self, name)
-            for name, (_, option) in self.offered().items()
+            option.format_flag(name): getattr(self, name)
+            for name, (_, option) in self.list_options().items()
             if option.panel == PANEL and not (several and name == "policy")
         }
         unused = [flag for flag, value in of_polykv.items() if value is not None and value is not False]  # 0 is given

@@ -306,13 +306,13 @@ def format_command(*words: object) -> str:
 
 def list_changed_flags(options: JobOptions, names: Iterable[str]) -> Iterator[str]:
     """Yield the flags of options that differ from their defaults, as they are typed."""
-    offered = options.offered()
+    offered = options.list_options()
     fields = type(options).model_fields
     for name in names:
         value = getattr(options, name, None)
         if name not in offered or value is None or value == fields[name].get_default(call_default_factory=True):
             continue
-        yield offered[name][1].called(name)
+        yield offered[name][1].format_flag(name)
         if not isinstance(value, bool):
             yield ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.config.options import JobOptions, Seeded, option
-from kvsearch.config.recipes import JOBS, about, shipped_recipe, shipped_recipes
+from kvsearch.config.recipes import JOBS, about, find_shipped_recipe, shipped_recipes
 from kvsearch.jobs.groups import ModelOptions
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -113,7 +113,7 @@ def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG0
 def recipes(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
     """Return the shipped recipes with what they say of themselves, or the text of one."""
     if options.name is not None and options.name not in JOBS:
-        name, path = shipped_recipe(options.name)
+        name, path = find_shipped_recipe(options.name)
         text = path.read_text(encoding="utf-8")
         return {"name": name, "recipe": text}, text.splitlines()
     rows = [(name, about(path)) for name, path in shipped_recipes(options.name or "").items()]

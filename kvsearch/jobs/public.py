@@ -32,7 +32,7 @@ def job(options: type[Any]) -> Callable[[Callable[[Any, Reporter], Result]], Cal
     """
 
     def decorated(function: Callable[[Any, Reporter], Result]) -> Callable[..., Result]:
-        offered = options.offered()
+        offered = options.list_options()
         places = [name for name, (_, option) in offered.items() if option.argument]
 
         @wraps(function)
@@ -107,7 +107,7 @@ def read_keywords(options: type[Any], given: dict[str, Any]) -> Any:
 def translate_flags(message: str, offered: Mapping[str, tuple[Any, Option]]) -> str:
     """Translate flags in an error message to keywords; commands in backticks stay as they are."""
     words = {
-        option.called(name): f"{name}={not option.negated}" if field.annotation is bool else f"{name}="
+        option.format_flag(name): f"{name}={not option.negated}" if field.annotation is bool else f"{name}="
         for name, (field, option) in offered.items()
     }
 
@@ -123,7 +123,7 @@ def translate_flags(message: str, offered: Mapping[str, tuple[Any, Option]]) -> 
 
 def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspect.Parameter]:
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    offered = {name: field for name, (field, _) in options.offered().items()}
+    offered = {name: field for name, (field, _) in options.list_options().items()}
     for name in sorted(offered, key=lambda name: name not in places):
         default = None if offered[name].is_required() else offered[name].get_default(call_default_factory=True)
         if offered[name].is_required() and not options.recipes:

@@ -392,7 +392,7 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
         for stage in stages.all:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)
-    stated = {"model": options.model, "options": options.recorded(), "stages": list(map(stages.describe, stages.all))}
+    stated = {"model": options.model, "options": options.to_recipe(), "stages": list(map(stages.describe, stages.all))}
     found = reproduced(table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None)
     tables = found.tables()
     place = options.place / files[0]

@@ -13,8 +13,8 @@ from pydantic import model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_POLICIES, LukvOptions
-from kvsearch.config.options import MACHINE, RULE, SIZE, Names, one_of, option
-from kvsearch.config.recipes import read_recipe, shipped_recipe
+from kvsearch.config.options import MACHINE, RULE, SIZE, Names, drop_alternatives, option
+from kvsearch.config.recipes import find_shipped_recipe, read_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.fields import Entries, Samples, Time, refuse, seconds_of
 from kvsearch.core.items import clock_words
@@ -227,26 +227,26 @@ class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Selec
         return self
 
     @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe has `stated` with what was `given` over it; one size takes the place of others.
 
         --effort quick stands for the recipe of that name, below both, on few contexts of few tasks.
         """
-        options = {**one_of(stated, given, (*SIZE_OPTIONS, "within")), **given}
+        options = {**drop_alternatives(stated, given, (*SIZE_OPTIONS, "within")), **given}
         if options.get("effort") != QUICK:
             return options
-        quick = read_recipe(shipped_recipe(QUICK, cls.job)[1], cls.job)
+        quick = read_recipe(find_shipped_recipe(QUICK, cls.job)[1], cls.job)
         spec = options.get("tasks") or choose_default_tasks(options.get("model"))
         entries = describe_tasks(spec if isinstance(spec, str) else "+".join(spec))
         if len(entries) > QUICK_TASKS:
             options["tasks"] = "+".join(entries[n * len(entries) // QUICK_TASKS].spec for n in range(QUICK_TASKS))
         tasks = min(len(entries), QUICK_TASKS)
         counts = {name: count // tasks for name, count in QUICK_CONTEXTS.items()}
-        return {**one_of(quick, options, SIZE_OPTIONS), **counts, **options}
+        return {**drop_alternatives(quick, options, SIZE_OPTIONS), **counts, **options}
 
-    def recorded(self) -> dict[str, Any]:
+    def to_recipe(self) -> dict[str, Any]:
         """Return the options for config.json; `within` is part of --smallest."""
-        return {name: value for name, value in super().recorded().items() if name != "within" or self.smallest}
+        return {name: value for name, value in super().to_recipe().items() if name != "within" or self.smallest}
 
     @property
     def sizes(self) -> list[Size]:
@@ -380,7 +380,7 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
                 warnings.simplefilter("ignore", KvsearchWarning)
                 tried = RunStages(form.with_loaded_model(stages.loaded), NullReporter())
         needed = sum(speed.seconds(cost.work) for cost in tried.costs)
-        if form.recorded() == began.options if began is not None else needed <= seconds_of(options.time):
+        if form.to_recipe() == began.options if began is not None else needed <= seconds_of(options.time):
             takes = " to ".join(map(clock_words, speed.range_of(needed)))
             reporter.say(f"--time {options.time}: {left_out}, takes about {takes}")
             return (options, stages) if form is options else (form, RunStages(tried.given, reporter))
@@ -450,7 +450,7 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
     """
     options, stages = prepare_stages(options, reporter)
     directory = options.output
-    recorded = options.recorded()
+    recorded = options.to_recipe()
     config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
     with Run.open(directory, config, force=options.force, files=FILES) as opened:
         forecast = Forecast({}, stages.costs, stages.loaded.model)

@@ -110,7 +110,7 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
             nothing.
     """
     prepared = _prepare(options, reporter)
-    recorded = options.recorded()
+    recorded = options.to_recipe()
     results = []
     were_finished = True
     ended: list[PhaseResult] = []

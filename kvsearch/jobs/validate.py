@@ -221,7 +221,7 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
 def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig:
     """Return the configuration of the run: validations of other signals and sizes are the same one."""
     content = prepared.conditions.model_dump(mode="json", exclude={"model"})  # the profile has it
-    return RunConfig(job="validate", options=options.recorded(), content=content)
+    return RunConfig(job="validate", options=options.to_recipe(), content=content)
 
 
 def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValidation]:

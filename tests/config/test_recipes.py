@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.config.recipes import JOBS, about, find_recipe, shipped_recipe, shipped_recipes
+from kvsearch.config.recipes import JOBS, about, find_recipe, find_shipped_recipe, shipped_recipes
 from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import resource
 from kvsearch.jobs.calibrate import CalibrateOptions
@@ -42,10 +42,10 @@ def test_every_model_has_recipes_of_every_paper(model: str) -> None:
 
 def test_names_of_several_commands_and_of_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give evolve/bundled or run/bundled"):
-        shipped_recipe("bundled")
+        find_shipped_recipe("bundled")
     with pytest.raises(UsageError, match="did you mean 'calibrate/lukv-paper'"):
-        shipped_recipe("lukv-papr")
-    assert shipped_recipe("paper-8b")[0] == "evolve/paper-8b"
+        find_shipped_recipe("lukv-papr")
+    assert find_shipped_recipe("paper-8b")[0] == "evolve/paper-8b"
     assert find_recipe("mine.yaml", "run") == Path("mine.yaml")
     with pytest.raises(UsageError, match=r"did you mean 'llama-3.1-8b'"):
         find_recipe("llama-3.1-8", "run")
@@ -58,6 +58,6 @@ def test_the_configuration_of_a_run_names_files_from_the_root(tmp_path: Path, mo
     options = EvaluateOptions.of(
         model="./m", tasks="ruler:vt+jsonl:mine.jsonl+jsonl:other.jsonl", plan="plan.json", methods="snapkv"
     )
-    recorded = options.recorded()
+    recorded = options.to_recipe()
     assert recorded["tasks"] == f"ruler:vt+jsonl:{tmp_path}/mine.jsonl+jsonl:other.jsonl"
     assert (recorded["plan"], recorded["methods"]) == ([f"{tmp_path}/plan.json"], "snapkv")

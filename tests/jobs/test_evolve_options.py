@@ -36,8 +36,8 @@ def test_the_settings_of_the_paper() -> None:
 
 
 def test_the_cache_term_is_an_option_of_the_papers_procedure(tmp_path: Path) -> None:
-    offered = EvolveOptions.offered()
-    assert [offered[name][1].called(name) for name in ("lam", "gamma")] == ["--lambda", "--gamma"]
+    offered = EvolveOptions.list_options()
+    assert [offered[name][1].format_flag(name) for name in ("lam", "gamma")] == ["--lambda", "--gamma"]
     assert options(budget=16, parity=True, lam=0.5, gamma=1).lam == 0.5
     path = write(tmp_path, "budget: 16\nparity: true\nlambda: 0.1")
     assert (options(path).lam, options(path, lam=0.7).lam) == (0.1, 0.7)

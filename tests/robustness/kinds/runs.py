@@ -40,12 +40,12 @@ def _recipe(job: str, path: Path) -> None:
     kind, typed = _options(job)
     options = kind.of(recipe=path, **typed)
     with taken("the configuration"):
-        recorded = options.recorded()
+        recorded = options.to_recipe()
         config = RunConfig(job=job, command=["kvsearch"], content={}, options=recorded)  # type: ignore[arg-type]
         (path.parent / "again").mkdir(exist_ok=True)
         place = path.parent / "again" / CONFIG
         place.write_bytes(config.to_bytes())
-        same(type(options).of(recipe=place, **typed).recorded(), recorded, "options, written and read again")
+        same(type(options).of(recipe=place, **typed).to_recipe(), recorded, "options, written and read again")
 
 
 def _config(job: str, path: Path) -> None:
