@@ -1,4 +1,4 @@
-"""From the options of a job to a command: its flags and its help are made of the fields of a model.
+"""Commands from the options of jobs: flags and help are made from the fields of a model.
 
 Fields are described by a `Flag` each. Those of all verbs are in the file `CATALOG`, which is made of the fields too
 (`python -m tests.cli.test_help` writes it): help and completion read it, and import no options.
@@ -30,18 +30,18 @@ CATALOG = Path(__file__).with_name("flags.json")
 HELP = "-h", "--help"
 HELP_ALL = "--help-all"
 CONTEXT = {"help_option_names": [*HELP, HELP_ALL]}
-TAKES = {int: "N", float: "X", Path: "PATH", bool: ""}  # what stands for a value; everything else is a text
-SHORT = 12  # options: the help of a verb with no more has them all
-OPTIONS = "Options"
-GENERAL = "General"
-OF_METHOD = "Options of the method"
+METAVARS = {int: "N", float: "X", Path: "PATH", bool: ""}  # what stands for a value; everything else is a text
+SHORT_HELP_LENGTH = 12  # options: the help of a verb with no more has them all
+OPTIONS_PANEL = "Options"
+GENERAL_PANEL = "General"
+METHOD_PANEL = "Options of the method"
 INTERRUPTED = 128 + signal.SIGINT
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or that of the copy that typer brings
 
 
 @dataclass(frozen=True)
 class Flag:
-    """An argument or an option of a verb, as its help has it.
+    """An argument or an option of a verb, as shown in its help.
 
     Args:
         name: of the field.
@@ -59,14 +59,14 @@ class Flag:
     help: str
     flags: Sequence[str] = ()
     takes: str = ""
-    panel: str = OPTIONS
+    panel: str = OPTIONS_PANEL
     essential: int | None = None
     repeated: bool = False
     methods: Sequence[str] = ()
     names: Sequence[str] | str = ()
 
-    def parameter(self) -> inspect.Parameter:
-        """Return what reads it from the command line; nothing is required there, so that all is refused at once."""
+    def make_parameter(self) -> inspect.Parameter:
+        """Make the parameter that reads it; none is required, so that all problems are reported at once."""
         known = self.complete if self.names else None
         if self.flags:
             about = typer.Option(*self.flags, help=self.help, autocompletion=known)
@@ -78,23 +78,25 @@ class Flag:
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
     def complete(self, incomplete: str) -> list[str]:
-        """Return what a value that was typed in part may become; of several, the last is completed."""
+        """List completions of a partially typed value; of several values the last is completed."""
         names = self.names
         if isinstance(names, str):
-            listed = resolve_name(names)
-            names = list(listed() if callable(listed) else listed)
+            listing_output = resolve_name(names)
+            names = list(listing_output() if callable(listing_output) else listing_output)
         begin = max(incomplete.rfind(","), incomplete.rfind("+")) + 1
         return [incomplete[:begin] + name for name in names if name.startswith(incomplete[begin:])]
 
 
-LAST = 8  # in the short help
-DRY_RUN = Flag("dry_run", "Check everything and say what it costs, then stop.", ["--dry-run"], "", GENERAL, LAST)
-OF_ALL = (
-    Flag("as_json", "Print the result as JSON.", ["--json"], "", GENERAL, LAST),
-    Flag("quiet", "No messages and no progress bars.", ["--quiet", "-q"], "", GENERAL),
-    Flag("verbose", "Say what is done, with times.", ["--verbose", "-v"], "", GENERAL),
-    Flag("log_file", "Write all that is said and done to the end of this file.", ["--log-file"], "PATH", GENERAL),
-    Flag("debug", "Show the traceback of an error.", ["--debug"], "", GENERAL),
+LAST_PLACE = 8  # in the short help
+DRY_RUN = Flag(
+    "dry_run", "Check everything and say what it costs, then stop.", ["--dry-run"], "", GENERAL_PANEL, LAST_PLACE
+)
+GENERAL_FLAGS = (
+    Flag("as_json", "Print the result as JSON.", ["--json"], "", GENERAL_PANEL, LAST_PLACE),
+    Flag("quiet", "No messages and no progress bars.", ["--quiet", "-q"], "", GENERAL_PANEL),
+    Flag("verbose", "Say what is done, with times.", ["--verbose", "-v"], "", GENERAL_PANEL),
+    Flag("log_file", "Write all that is said and done to the end of this file.", ["--log-file"], "PATH", GENERAL_PANEL),
+    Flag("debug", "Show the traceback of an error.", ["--debug"], "", GENERAL_PANEL),
 )
 RECIPE = Flag(
     "recipe",
@@ -109,22 +111,22 @@ RECIPE = Flag(
 # --- from fields to flags ---------------------------------------------------------------------------------------------
 
 
-def describe(options: type[JobOptions]) -> list[Flag]:
-    """Return the arguments and options of a job in the order of the help: essential ones first, as they are used."""
+def describe_flags(options: type[JobOptions]) -> list[Flag]:
+    """Describe the arguments and options of a job in the order of the help, essential ones first."""
     methods = {name: kind.list_options() for name, kind in options.list_variants().items()}
     flags = []
     for name, (field, option) in options.list_options().items():
-        kind = plain(field.annotation)
+        kind = strip_annotation(field.annotation)
         is_plain = isinstance(field.default, (str, Path, int, float)) and not isinstance(field.default, bool)
         default = option.shown or (field.default if is_plain else None)
-        takes = option.metavar or (name.upper() if option.argument else TAKES.get(kind, "TEXT"))
+        takes = option.metavar or (name.upper() if option.argument else METAVARS.get(kind, "TEXT"))
         having = [method for method, offered in methods.items() if name in offered]
         flag = Flag(
             name,
             option.help if default in (None, "") else f"{option.help} [default: {default}]",
             [] if option.argument else [option.format_flag(name), *([option.short] if option.short else [])],
             takes if field.is_required() or not option.argument else f"[{takes}]",
-            option.panel or OPTIONS if len(having) == len(methods) else OF_METHOD,
+            option.panel or OPTIONS_PANEL if len(having) == len(methods) else METHOD_PANEL,
             option.essential,
             option.repeated,
             having if len(having) < len(methods) else [],
@@ -134,21 +136,21 @@ def describe(options: type[JobOptions]) -> list[Flag]:
         flags.append(flag)
     if options.recipes:
         flags.append(RECIPE)
-    return sorted(flags, key=lambda flag: (bool(flag.flags), LAST if flag.essential is None else flag.essential))
+    return sorted(flags, key=lambda flag: (bool(flag.flags), LAST_PLACE if flag.essential is None else flag.essential))
 
 
-def plain(annotation: Any) -> Any:
-    """Return a type without None and without what is annotated to it."""
+def strip_annotation(annotation: Any) -> Any:
+    """Strip None and annotations from a type."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
         (annotation, *_) = [item for item in get_args(annotation) if item is not NoneType]
-        return plain(annotation)
+        return strip_annotation(annotation)
     return annotation
 
 
 def read_catalog(options: str) -> list[Flag]:
-    """Return the flags of the options of that name, as "module:class", without importing them."""
+    """Read the flags of the options "module:class" from the catalog, without importing them."""
     return [Flag(*flag) for flag in json.loads(CATALOG.read_text(encoding="utf-8"))[options]]
 
 
@@ -156,12 +158,12 @@ def read_catalog(options: str) -> list[Flag]:
 
 
 def make_command(name: str, words: str, flags: Iterable[Flag], run: Callable[[dict[str, Any]], None]) -> VerbCommand:
-    """Return a command whose help begins with `words`; `run` takes what was typed, by the names of fields."""
+    """Make a command whose help begins with `words`; `run` takes the typed values by field name."""
 
     def typed(**values: Any) -> None:
         run({name: value for name, value in values.items() if value not in (None, False, [])})
 
-    parameters = [flag.parameter() for flag in flags]
+    parameters = [flag.make_parameter() for flag in flags]
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -172,12 +174,12 @@ def make_command(name: str, words: str, flags: Iterable[Flag], run: Callable[[di
 
 
 def run_typed(options: type[JobOptions], action: Callable[[Any, Any], None], typed: dict[str, Any]) -> None:
-    """Check what was typed, and do it; errors become messages and exit codes."""
+    """Validate the typed values and run the action; errors become messages and exit codes."""
     from kvsearch.cli.console import Console
 
-    console = Console(**{flag.name: typed.pop(flag.name) for flag in (DRY_RUN, *OF_ALL) if flag.name in typed})
+    console = Console(**{flag.name: typed.pop(flag.name) for flag in (DRY_RUN, *GENERAL_FLAGS) if flag.name in typed})
     for name, (field, option) in options.list_options().items():
-        kind = plain(field.annotation)
+        kind = strip_annotation(field.annotation)
         if name in typed and kind in (int, float):
             with suppress(ValueError):  # a text that is no number is for the model to refuse
                 typed[name] = kind(typed[name])
@@ -189,29 +191,31 @@ def run_typed(options: type[JobOptions], action: Callable[[Any, Any], None], typ
 
 
 class VerbCommand(TyperCommand):
-    """A command with two helps: the essentials, and everything by panels."""
+    """A command with a short and a full help."""
 
     flags: Sequence[Flag] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read what was typed, which the help is made for."""
+        """Remember the typed arguments, on which the help depends."""
         ctx.meta["kvsearch.typed"] = list(args)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write what is essential, or everything; the options of a method if that is typed."""
+        """Write the short or full help, with the options of a method if it is typed."""
         words = " ".join(ctx.meta["kvsearch.typed"]).replace("=", " ").split()
         method = words[words.index("--method") + 1] if "--method" in words[:-1] else ""
         shared = [flag for flag in self.flags if not flag.methods]
         of_method = [flag for flag in self.flags if method in flag.methods]
         short = [flag for flag in shared if flag.essential is not None or not flag.flags]
-        if sum(flag.panel != GENERAL for flag in shared) <= SHORT:
+        if sum(flag.panel != GENERAL_PANEL for flag in shared) <= SHORT_HELP_LENGTH:
             short = shared
-        sections = {OPTIONS: short, OF_METHOD: of_method}
+        sections = {OPTIONS_PANEL: short, METHOD_PANEL: of_method}
         notes = []
         if HELP_ALL in words:
-            listed = sorted([*shared, *of_method], key=lambda flag: flag.panel == GENERAL)
-            sections = {flag.panel: [other for other in listed if other.panel == flag.panel] for flag in listed}
+            listing_output = sorted([*shared, *of_method], key=lambda flag: flag.panel == GENERAL_PANEL)
+            sections = {
+                flag.panel: [other for other in listing_output if other.panel == flag.panel] for flag in listing_output
+            }
         elif short is not shared:
             notes.append(f"All options: {ctx.command_path} {HELP_ALL}")
         if len(shared) < len(self.flags) and not of_method:
@@ -229,8 +233,8 @@ class VerbCommand(TyperCommand):
 
 
 @contextmanager
-def _on_one_line() -> Iterator[None]:
-    """Tell of options and verbs that do not exist as of everything else that is wrong; what was typed is data."""
+def _report_usage_errors() -> Iterator[None]:
+    """Report unknown options and verbs in one line, as all other errors."""
     try:
         yield
     except BrokenPipeError:  # whoever read the help has seen enough
@@ -246,23 +250,23 @@ def _on_one_line() -> Iterator[None]:
         raise typer.Exit(UsageError.exit_code) from error
 
 
-class Verbs(TyperGroup):
-    """Commands that are known by name and first sentence until one of them runs."""
+class VerbGroup(TyperGroup):
+    """A group of commands that are loaded when one of them runs."""
 
     verbs: Mapping[str, Any] = {}
 
     def make_context(self, *given: Any, **more: Any) -> Any:
-        """Read what stands before the verb."""
-        with _on_one_line():
+        """Parse the options before the verb."""
+        with _report_usage_errors():
             return super().make_context(*given, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        """Read the rest, and run the verb."""
-        with _on_one_line():
+        """Parse the rest, and run the verb."""
+        with _report_usage_errors():
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Put the command that is about to run, to tell of itself or to be completed in the place of its stand-in."""
+        """Replace the stand-in of the command that is run, asked for help or completed."""
         if args and args[0] in self.verbs:
             verb = self.verbs[args[0]]
             if args[1:] == [] and verb.needs_arguments and not ctx.resilient_parsing:
@@ -273,8 +277,8 @@ class Verbs(TyperGroup):
 
 
 def make_group(name: str, words: str, verbs: Mapping[str, Any], **how: Any) -> typer.Typer:
-    """Return the app of a group of verbs; the list of them is made without importing what they need."""
-    group = type("Group", (Verbs,), {"verbs": verbs})
+    """Make the app of a group of verbs, without importing their modules."""
+    group = type("Group", (VerbGroup,), {"verbs": verbs})
     app = typer.Typer(
         name=name,
         cls=group,

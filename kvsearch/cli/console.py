@@ -27,8 +27,8 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from kvsearch.cli.progress import Count, bar, lines
-from kvsearch.cli.streams import complain, described
+from kvsearch.cli.progress import Count, print_lines, show_bar
+from kvsearch.cli.streams import describe_os_error, print_error
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.core.files import TYPED, check_target
 from kvsearch.core.items import Progress, Title
@@ -47,7 +47,7 @@ SHOWN = {"shown": True}  # of a record that is on the screen already
 
 
 class Screen(RichConsole):
-    """All that commands print for people goes through one of these, on either channel.
+    """A rich console that makes control characters visible; all output for people goes through one.
 
     Texts are made visible before they are laid out, so that columns are as wide as what is shown; what a renderable
     brings ready-made is made visible when it is drawn.
@@ -104,12 +104,12 @@ class Console:
         return Screen(width=None if sys.stdout.isatty() else WIDEST)
 
     def say(self, text: str) -> None:
-        """Tell the user something that is not a result."""
+        """Print a message that is not a result."""
         self.reporter.print(visible_line(text), soft_wrap=True)
         LOGGER.info("%s", text, extra=SHOWN)
 
     def warn(self, text: str) -> None:
-        """Tell the user of something doubtful, on one line."""
+        """Print a warning on one line."""
         self.reporter.print(brief(f"kvsearch: warning: {text}"), soft_wrap=True)
         LOGGER.warning("%s", text, extra=SHOWN)
 
@@ -119,27 +119,30 @@ class Console:
         _write(text.replace("\x7f", "\\u007f"))
 
     def print_reply(self, text: str) -> None:
-        """Print what a model has written: as it is where a program reads it, made visible on a terminal."""
+        """Print a reply of a model: unchanged for programs, with visible control characters on a terminal."""
         shown = visible_reply(text) if sys.stdout.isatty() else text.encode(errors="backslashreplace").decode()
         _write(shown)
 
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        """Keep transformers from printing while a model is loaded, unless more is to be said."""
+        """Keep transformers from printing while a model is loaded, unless `verbose`."""
         from transformers.utils import logging as transformers_logging
 
         if not self.verbose:
             transformers_logging.set_verbosity_error()
             transformers_logging.disable_progress_bar()
         count = Count(f"loading {name}")
-        with self._timed(count), lines(count, self.say) if not self._on_terminal else nullcontext():
+        with self._log_times(count), print_lines(count, self.say) if not self._on_terminal else nullcontext():
             yield
 
     @contextmanager
     def progress(self, what: Title) -> Iterator[Progress]:
-        """Show how far something is: a bar on a terminal, a line every half minute elsewhere."""
+        """Show progress: a bar on a terminal, a line every half minute elsewhere."""
         count = Count(what)
-        with self._timed(count), bar(count, self.reporter) if self._on_terminal else lines(count, self.say) as shown:
+        with (
+            self._log_times(count),
+            show_bar(count, self.reporter) if self._on_terminal else print_lines(count, self.say) as shown,
+        ):
             yield shown
 
     @property
@@ -147,47 +150,49 @@ class Console:
         return self.reporter.is_terminal and not self.quiet
 
     @contextmanager
-    def _timed(self, count: Count) -> Iterator[None]:
-        """Log what begins and ends, with the time it took."""
+    def _log_times(self, count: Count) -> Iterator[None]:
+        """Log the begin and end of a step, with its time."""
         LOGGER.debug("%s: begin", count.title)
         yield
         done = "" if count.total is None else f" {count.done} of {count.total}"
         LOGGER.debug("%s:%s done in %.2f s", count.title, done, count.spent)
 
     def run(self, action: Callable[[], None]) -> int:
-        """Run `action`; return the exit code and print one line about what went wrong, if anything."""
+        """Run `action`; print errors on one line and return the exit code."""
         try:
             set_up_log(self.verbose, None if self.log_file is None else Path(self.log_file))
-            with self._showing_warnings(), stoppable():
+            with self._showing_warnings(), stop_on_signals():
                 action()
         except KeyboardInterrupt as stop:
             name = str(stop)
-            complain(f"{f'stopped by {name}' if name else 'interrupted'}: nothing half-written was left behind")
+            print_error(f"{f'stopped by {name}' if name else 'interrupted'}: nothing half-written was left behind")
             return 128 + signal.Signals[name or "SIGINT"]
         except KvsearchError as error:
-            return self._failed(str(error), error, error.exit_code)
+            return self._report_failure(str(error), error, error.exit_code)
         except BrokenPipeError:
             return 0  # whoever read our output has seen enough
         except OSError as error:
             kind = UsageError if error.errno in TYPED else EnvironmentFault
-            return self._failed(described(error), error, kind.exit_code)
+            return self._report_failure(describe_os_error(error), error, kind.exit_code)
         except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must not look like a usage error
             if is_out_of_memory(error):
                 message = "out of memory: use a smaller --batch, model or --dtype"
-                return self._failed(message, error, EnvironmentFault.exit_code)
-            return self._failed(f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", error, BUG)
+                return self._report_failure(message, error, EnvironmentFault.exit_code)
+            return self._report_failure(
+                f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", error, BUG
+            )
         return 0
 
-    def _failed(self, message: str, error: BaseException, code: int) -> int:
+    def _report_failure(self, message: str, error: BaseException, code: int) -> int:
         LOGGER.error("%s", message, exc_info=error, extra=SHOWN)
         if self.debug:
             sys.stderr.write(visible("".join(traceback.format_exception(error))))
-        complain(message)
+        print_error(message)
         return code
 
     @contextmanager
     def _showing_warnings(self) -> Iterator[None]:
-        """Show our warnings as `warn` does; those of other packages are shown as ever."""
+        """Show our warnings by `warn`; warnings of other packages are shown as usual."""
         with warnings.catch_warnings():
             show_others = warnings.showwarning
 
@@ -214,7 +219,7 @@ def _write(text: str) -> None:
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
+def stop_on_signals() -> Iterator[None]:
     """End the command by SIGTERM and SIGHUP as by Ctrl-C, but for those that are ignored, as under nohup."""
 
     def stop(number: int, _: object) -> None:
@@ -235,8 +240,8 @@ def stoppable() -> Iterator[None]:
 # --- the log: --log-file has all that is said and done, with times; -v shows it -------------------------
 
 
-class Lines(logging.Formatter):
-    """Records that are shown as data: no message begins a line of its own."""
+class VisibleFormatter(logging.Formatter):
+    """Formats records with visible control characters, so that no message begins a new line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
         return visible_line(super().formatMessage(record))
@@ -246,16 +251,16 @@ class Lines(logging.Formatter):
 
 
 class LogFile(logging.FileHandler):
-    """A log that ends, which is said once, where its disk is full: what is logged goes on."""
+    """A log file that is closed with one message if its disk is full; the command goes on."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - the name that logging calls
         LOGGER.removeHandler(self)
         reason = sys.exc_info()[1]
-        complain(f"the log {self.baseFilename} ends here: {reason}", "warning")
+        print_error(f"the log {self.baseFilename} ends here: {reason}", "warning")
 
 
 def set_up_log(verbose: bool, path: Path | None) -> None:
-    """Send what is logged from now on to the screen, if that is wanted, and to the end of a file.
+    """Set up logging to the screen, if `verbose`, and to the end of a file.
 
     Raises:
         UsageError: the file cannot be written.
@@ -269,12 +274,12 @@ def set_up_log(verbose: bool, path: Path | None) -> None:
     if verbose:
         screen = logging.StreamHandler()
         screen.addFilter(lambda record: not hasattr(record, "shown"))
-        screen.setFormatter(Lines("%(asctime)s %(message)s", "%H:%M:%S"))
+        screen.setFormatter(VisibleFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(screen)
     if path is not None:
         check_target(path)
         file = LogFile(path, encoding="utf-8", errors="backslashreplace")
-        file.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
+        file.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
         command = " ".join(this_command())
         LOGGER.info("kvsearch began: %s (%s on %s)", command, package_version(), platform.node(), extra=SHOWN)

@@ -19,7 +19,7 @@ JOBS = "kvsearch.jobs.plan"
 
 
 def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
-    """Make a plan, and say where it was, or in a dry run would be, written to, how much it keeps, and what is next."""
+    """Make a plan, and print its file, its size and the next commands; a dry run writes nothing."""
     from kvsearch.jobs.groups import suggest_plan_commands
 
     plan = options.make(console) if console.dry_run else resolve_name(job)(options, reporter=console)
@@ -43,7 +43,7 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
 
 
 def run_export(options: ExportOptions, console: Console) -> None:
-    """Write a plan, or the files of a target, and say what was written, what it lost, and how it is loaded."""
+    """Write a plan or the files of a target, and print the files, their losses and how to load them."""
     from kvsearch.jobs.export import PLAN, export_to
 
     if options.to == PLAN:

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal; elsewhere, as in the log of a cluster, a line every half minute."""
+"""Progress of a command: a bar on a terminal; elsewhere, as in the log of a cluster, a line every half minute."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvsearch.core.printed import visible_line
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
-EVERY = 30.0  # seconds between two lines
-SOON = 0.05  # share that is done before a time left is told
+LINE_INTERVAL = 30.0  # seconds between two lines
+MIN_SHARE = 0.05  # share that is done before a time left is told
 SLACK = 0.1  # of the time left: an end that is later by less is no news
 SLOWER = "slower than before"
 FURTHER = "a further part has begun"
@@ -24,7 +24,7 @@ LONGER = "longer than was said"
 
 
 class Count:
-    """How much of `what` is done, and the time left at the speed of what is done.
+    """Counts the finished part of `what`, and estimates the time left from the speed so far.
 
     The time left that is shown falls with the clock, also while one long step shows nothing; where it has to rise, it
     says why: the work is slower than before, or a further part has begun.
@@ -43,7 +43,7 @@ class Count:
         self._told = ""  # why the end that is shown is later than the one before
 
     def __call__(self, done: int, total: int) -> None:
-        """Note how much of the total is done."""
+        """Update the finished count and the total."""
         if self._before is None or done < self.done:  # another part begins
             self._reason = SLOWER if self._before is None else FURTHER
             self._before = done
@@ -53,24 +53,24 @@ class Count:
         is_news = done > self.done  # what is told again says nothing of the speed
         self.done = done
         self.total = total
-        if is_news and new > 0 and new >= SOON * (total - self._before):  # of what was kept nothing is new
+        if is_news and new > 0 and new >= MIN_SHARE * (total - self._before):  # of what was kept nothing is new
             now = self.clock()
             self._end = now + (now - self._since) * (total - done) / new
 
     @property
     def title(self) -> str:
-        """What is being done, and which of all items that is."""
+        """The current step, with its number."""
         if self.total is None:
             return self.what if isinstance(self.what, str) else self.what()
         return item_words(self.what, self.done, self.total)
 
     @property
     def spent(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start."""
         return self.clock() - self._started
 
-    def left(self) -> str:
-        """Return the time left in words; nothing before a twentieth of what this part has to do is done."""
+    def time_left(self) -> str:
+        """Estimate the time left, in words; empty before a twentieth of the part is done."""
         if self._end is None:
             return ""
         now = self.clock()
@@ -83,22 +83,22 @@ class Count:
             return LONGER
         return f"about {clock_words(self._shown_end - now)} left{self._told}"
 
-    def words(self) -> str:
-        """Return how far it is, with the time left where that can be told."""
+    def describe(self) -> str:
+        """Describe the progress, with the time left if it can be estimated."""
         if self.total is None:
             return f"{self.title}: begun {clock_words(self.spent)} ago"
         share = self.done / self.total if self.total else 1.0
-        return ", ".join(filter(None, (f"{self.title}: {share:.0%} in {clock_words(self.spent)}", self.left())))
+        return ", ".join(filter(None, (f"{self.title}: {share:.0%} in {clock_words(self.spent)}", self.time_left())))
 
 
 @contextmanager
-def lines(count: Count, say: Callable[[str], None], every: float = EVERY) -> Iterator[Progress]:
-    """Say how far it is every so many seconds, from a thread of its own: one step may take long, too."""
+def print_lines(count: Count, say: Callable[[str], None], every: float = LINE_INTERVAL) -> Iterator[Progress]:
+    """Print the progress every `every` seconds, from a thread, as one step may take long."""
     ended = threading.Event()
 
     def tell() -> None:
         while not ended.wait(every):
-            say(count.words())
+            say(count.describe())
 
     thread = threading.Thread(target=tell, name="kvsearch-progress", daemon=True)
     thread.start()
@@ -110,7 +110,7 @@ def lines(count: Count, say: Callable[[str], None], every: float = EVERY) -> Ite
 
 
 @contextmanager
-def bar(count: Count, console: RichConsole) -> Iterator[Progress]:
+def show_bar(count: Count, console: RichConsole) -> Iterator[Progress]:
     """Show a bar with the time left, in place."""
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -124,6 +124,8 @@ def bar(count: Count, console: RichConsole) -> Iterator[Progress]:
 
         def show(done: int, total: int) -> None:
             count(done, total)
-            bars.update(task, description=visible_line(count.title), completed=done, total=total, left=count.left())
+            bars.update(
+                task, description=visible_line(count.title), completed=done, total=total, left=count.time_left()
+            )
 
         yield show

@@ -9,7 +9,7 @@ from inspect import cleandoc
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.cli.command import DRY_RUN, OF_ALL, describe, make_command, read_catalog, run_typed
+from kvsearch.cli.command import DRY_RUN, GENERAL_FLAGS, describe_flags, make_command, read_catalog, run_typed
 
 if TYPE_CHECKING:
     from kvsearch.cli.command import VerbCommand
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 Action = Callable[[Any, "Console"], None]
 Present = Callable[[Any, Any], "Output"]
-Show = Callable[["Console"], None]
+Printer = Callable[["Console"], None]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What is printed of a result.
+    """The output of a command.
 
     Args:
         as_json: returns the result for --json.
@@ -37,12 +37,12 @@ class Output:
     """
 
     as_json: Callable[[], Any]
-    show: Show | None = None
+    show: Printer | None = None
     remarks: Iterable[str] = ()
     problem: KvsearchError | None = None
 
     def print(self, console: Console) -> None:
-        """Print the result, as JSON if that is wanted, and what there is to say of it."""
+        """Print the result, as JSON if requested, and the remarks."""
         if console.as_json:
             console.print_json(self.as_json())
         elif self.show is not None:
@@ -54,30 +54,30 @@ class Output:
 
 
 def view_output(view: View) -> Output:
-    """Return the output of a result that has its own JSON and its own parts."""
-    return Output(view.as_json, shown_parts(view.parts))
+    """Make the output of a result with its own JSON and parts."""
+    return Output(view.as_json, make_parts_printer(view.parts))
 
 
-def listed(listing: Listing) -> Output:
-    """Return the output of a listing, for programs and for people."""
+def listing_output(listing: Listing) -> Output:
+    """Make the output of a listing: content as JSON, and parts."""
     content, parts = listing
-    return Output(lambda: content, shown_parts(lambda: parts))
+    return Output(lambda: content, make_parts_printer(lambda: parts))
 
 
 def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, console: Console) -> None:
-    """Print what a job would do."""
+    """Print the forecast of a job."""
     from kvsearch.jobs.public import run_job
 
     view_output(run_job(function, checked, console, dry=True)).print(console)
 
 
-def shown_parts(parts: Callable[[], Iterable[Part]]) -> Show:
-    """Return what prints lines and tables."""
+def make_parts_printer(parts: Callable[[], Iterable[Part]]) -> Printer:
+    """Make a function that prints lines and tables."""
     return lambda console: console.out.print_parts(parts())
 
 
-def shown_as(kind: str, result: Any) -> Show:
-    """Return what prints a result as `kvsearch show` prints its file, which is of this kind."""
+def make_kind_printer(kind: str, result: Any) -> Printer:
+    """Make a function that prints a result of this kind as `kvsearch show` prints its file."""
 
     def show(console: Console) -> None:
         from kvsearch.report.artifacts import KINDS
@@ -89,7 +89,7 @@ def shown_as(kind: str, result: Any) -> Show:
 
 @dataclass(frozen=True)
 class Verb:
-    """A command: its name, its help, where the model of its options is, and what it does with them.
+    """A command: its name, help, options and action.
 
     Args:
         options: module and class, as in "kvsearch.jobs.run:RunOptions"; imported when the verb runs.
@@ -106,15 +106,15 @@ class Verb:
     needs_arguments: bool = True
 
     def load_command(self, is_told: bool = False) -> VerbCommand:
-        """Return the command: to run, of the options, or for its help and completion only, without importing them."""
-        flags = read_catalog(self.options) if is_told else describe(resolve_name(self.options))
+        """Load the command from its options, or only for help and completion, without importing them."""
+        flags = read_catalog(self.options) if is_told else describe_flags(resolve_name(self.options))
         if self.dry_run:
             flags.append(DRY_RUN)
 
         def run(typed: dict[str, Any]) -> None:
             run_typed(resolve_name(self.options), self.action, typed)
 
-        return make_command(self.name, self.help, [*flags, *OF_ALL], run)
+        return make_command(self.name, self.help, [*flags, *GENERAL_FLAGS], run)
 
 
 VERBS: dict[str, Verb] = {}

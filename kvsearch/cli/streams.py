@@ -16,7 +16,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 class StandardOutput:
-    """Standard output, whose errors say so; all else is the stream's own."""
+    """Standard output with errors that name it; everything else is delegated to the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -43,7 +43,7 @@ class StandardOutput:
 
 
 class StandardError(StandardOutput):
-    """Standard error: who does not read what is said of the work does not end it, or change its exit code."""
+    """Standard error that ignores errors: a closed reader neither ends the command nor changes its exit code."""
 
     def _guarded(self, function: Callable[[], Any]) -> Any:
         with suppress(OSError):
@@ -52,7 +52,7 @@ class StandardError(StandardOutput):
 
 
 def prepare_streams() -> None:
-    """See to it that a command can write to both of its streams, whatever they are.
+    """Prepare both output streams so that a command can always write to them.
 
     A closed one takes everything and keeps nothing. Letters that an encoding does not have become escapes.
     """
@@ -81,15 +81,15 @@ def run_guarded(command: Callable[[], None]) -> None:
     try:
         command()
     except OSError as error:
-        complain(described(error))
+        print_error(describe_os_error(error))
         sys.exit(EnvironmentFault.exit_code)
 
 
-def described(error: OSError) -> str:
-    """Return what an error of the system says, and of which file."""
+def describe_os_error(error: OSError) -> str:
+    """Describe an operating system error, with its file."""
     return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
 
 
-def complain(message: str, kind: str = "error") -> None:
-    """Tell what went wrong, on one line, even with `--quiet`."""
+def print_error(message: str, kind: str = "error") -> None:
+    """Print an error on one line, even with `--quiet`."""
     sys.stderr.write(f"{brief(f'kvsearch: {kind}: {message}')}\n")

@@ -13,10 +13,10 @@ from kvsearch.cli.registry import (
     VERBS,
     Output,
     job_verb,
-    listed,
+    listing_output,
+    make_kind_printer,
+    make_parts_printer,
     print_dry_run,
-    shown_as,
-    shown_parts,
     verb,
     view_output,
 )
@@ -57,7 +57,7 @@ def run(options: JobOptions, result: RunResult) -> Output:
 
     Example: kvsearch run bundled --budget 51 -o runs/best
     """
-    show = shown_as("selection", result)
+    show = make_kind_printer("selection", result)
     return Output(result.as_json, lambda console: show(console) if console.verbose else None)
 
 
@@ -90,7 +90,7 @@ def validate(options: JobOptions, result: ValidationResult) -> Output:
 
     Example: kvsearch validate runs/polykv --samples 40
     """
-    return Output(result.as_json, shown_as("validation", result))
+    return Output(result.as_json, make_kind_printer("validation", result))
 
 
 @job_verb("kvsearch.jobs.select:SelectOptions")
@@ -103,7 +103,7 @@ def select(options: JobOptions, result: SelectionResult | SelectionsResult) -> O
 
     Example: kvsearch select runs/polykv --budget 64 -o plan.json
     """
-    return Output(result.as_json, shown_as("selection", result))
+    return Output(result.as_json, make_kind_printer("selection", result))
 
 
 @job_verb("kvsearch.jobs.evolve:EvolveOptions")
@@ -118,7 +118,7 @@ def evolve(options: JobOptions, result: SearchResult) -> Output:
     """
     from kvsearch.report.search import tables
 
-    return Output(result.as_json, shown_parts(lambda: tables(result)))
+    return Output(result.as_json, make_parts_printer(lambda: tables(result)))
 
 
 @verb("kvsearch.jobs.export:ExportOptions", dry_run=True)
@@ -149,7 +149,7 @@ def evaluate(options: EvaluateOptions, result: EvaluationResult) -> Output:
     """
     remarks = [] if options.output is None else [f"kept in {options.output}"]
     problem = None if result.doubt is None else IncompatibleError(result.doubt)
-    return Output(result.as_json, shown_as("evaluation", result), remarks, problem)
+    return Output(result.as_json, make_kind_printer("evaluation", result), remarks, problem)
 
 
 @verb("kvsearch.jobs.reproduce:ReproduceOptions", dry_run=True)
@@ -172,13 +172,13 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
     if options.listed:
         table = list_tables(options.table)
         rows = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
-        Output(lambda: {"tables": rows, "notes": table.notes}, shown_parts(lambda: [table])).print(console)
+        Output(lambda: {"tables": rows, "notes": table.notes}, make_parts_printer(lambda: [table])).print(console)
     elif console.dry_run:
         print_dry_run(jobs.dry_run, options, console)
     else:
         reproduced = jobs.reproduce(options, reporter=console)
         remarks = [f"wrote {', '.join(map(str, reproduced.files))}", format_command("show", reproduced.files[0])]
-        Output(reproduced.as_json, shown_parts(reproduced.tables), remarks).print(console)
+        Output(reproduced.as_json, make_parts_printer(reproduced.tables), remarks).print(console)
 
 
 @job_verb("kvsearch.jobs.generate:GenerateOptions")
@@ -293,7 +293,7 @@ def headroom(options: JobOptions, result: HeadroomResult) -> Output:
 
     Example: kvsearch headroom bundled --length 1024
     """
-    return Output(result.as_json, shown_as("headroom", result))
+    return Output(result.as_json, make_kind_printer("headroom", result))
 
 
 @job_verb("kvsearch.jobs.lm_eval:LmEvalOptions", job="run_lm_eval")
@@ -304,7 +304,7 @@ def lm_eval(options: JobOptions, results: dict[str, Any]) -> Output:
     """
     from kvsearch.report.scores import harness_lines
 
-    return Output(lambda: results, shown_parts(lambda: harness_lines(results)))
+    return Output(lambda: results, make_parts_printer(lambda: harness_lines(results)))
 
 
 @job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
@@ -327,7 +327,7 @@ def policies(options: JobOptions, listing: Listing) -> Output:
 
     Example: kvsearch policies snapkv
     """
-    return listed(listing)
+    return listing_output(listing)
 
 
 @job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
@@ -347,7 +347,7 @@ def tasks(options: JobOptions, listing: Listing) -> Output:
 
     Example: kvsearch tasks ruler:vt
     """
-    return listed(listing)
+    return listing_output(listing)
 
 
 @job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
@@ -358,7 +358,7 @@ def recipes(options: JobOptions, listing: Listing) -> Output:
 
     kvsearch recipes evolve/paper-8b
     """
-    return listed(listing)
+    return listing_output(listing)
 
 
 @job_verb("kvsearch.jobs.listings:DoctorOptions", dry_run="", needs_arguments=False)
@@ -370,4 +370,4 @@ def doctor(options: JobOptions, facts: dict[str, Any]) -> Output:
     problem = None
     if missing:
         problem = EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")
-    return Output(lambda: facts, shown_parts(lambda: [facts]), problem=problem)
+    return Output(lambda: facts, make_parts_printer(lambda: [facts]), problem=problem)

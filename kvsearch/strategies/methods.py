@@ -39,7 +39,7 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import PhaseChoice, build_plan, check_mean, round_ratios
-from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, list_method_names
+from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, method_names
 
 Heads = tuple[int, int]  # layers, kv heads
 Settings = Mapping[str, Any]
@@ -309,7 +309,7 @@ def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
         require_known("method", method, METHODS)
         require_known("policy", policy, policy_names())
     elif method not in FITTED:
-        require_known("method", method, list_method_names())
+        require_known("method", method, method_names())
     recipe = METHODS.get(method, Recipe(method))
     weights = {key: fitted.pop(key) for key in (WEIGHTS,) if key in fitted}
     recipe = recipe if policy is None else recipe._replace(policy=policy)
@@ -363,7 +363,7 @@ def _read_calibrated(item: str, common: Settings) -> Method:
     """Make the method of a profile, NAME=DIR."""
     name, _, place = (part.strip() for part in item.partition("="))
     source = Path(place)
-    if name in (*list_method_names(), FULL) or not name or set(":@.") & set(name):
+    if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
         raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
     profile = load_profile(source / PROFILE if source.is_dir() else source)
     if EVICTED_RATIO not in profile.arrays:

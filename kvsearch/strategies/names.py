@@ -42,7 +42,7 @@ METHODS: dict[str, Recipe] = {
 }
 
 
-def list_method_names() -> list[str]:
+def method_names() -> list[str]:
     """List all names of `parse_methods`; profiles are given as NAME=DIR, a fitted policy as POLICY=DIR."""
     policies = [name for name in policy_names() if name not in METHODS and name not in (FULL, *FITTED)]
     return [*METHODS, *policies, RANDOM]

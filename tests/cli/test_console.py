@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.cli.console import Console
-from kvsearch.cli.progress import Count, lines
+from kvsearch.cli.progress import Count, print_lines
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.jobs.reporter import StagedProgress, on_interruption
 from kvsearch.models.speed import Speed, StageCost, Work
@@ -71,22 +71,22 @@ def test_the_warnings_of_others_are_left_alone(capsys: pytest.CaptureFixture[str
 def test_time_left_is_of_what_this_process_does() -> None:
     now = [0.0]
     count = Count("asking: context", clock=lambda: now[0])
-    assert count.words() == "asking: context: begun 0:00 ago"
+    assert count.describe() == "asking: context: begun 0:00 ago"
     count(10, 40)  # what is kept
-    assert count.words() == "asking: context 11 of 40: 25% in 0:00"
+    assert count.describe() == "asking: context 11 of 40: 25% in 0:00"
     now[0] = 20.0
     count(20, 40)
-    assert count.words() == "asking: context 21 of 40: 50% in 0:20, about 0:40 left"
+    assert count.describe() == "asking: context 21 of 40: 50% in 0:20, about 0:40 left"
     count(0, 5)
     whole = Count("asking: context", clock=lambda: now[0])
     whole(5, 5)  # all of it is kept
-    assert whole.words() == "asking: context 5 of 5: 100% in 0:00"
+    assert whole.describe() == "asking: context 5 of 5: 100% in 0:00"
     now[0] = 3690.0
     count(1, 5)
     told = "asking: context 2 of 5: 20% in 1:01:30, about 4:04:40 left"
-    assert count.words() == f"{told}, a further part has begun"
+    assert count.describe() == f"{told}, a further part has begun"
     count(2, 5)
-    assert count.words() == "asking: context 3 of 5: 40% in 1:01:30, about 1:31:45 left"
+    assert count.describe() == "asking: context 3 of 5: 40% in 1:01:30, about 1:31:45 left"
 
 
 def test_a_time_left_rises_only_with_the_reason() -> None:
@@ -101,7 +101,7 @@ def test_a_time_left_rises_only_with_the_reason() -> None:
         if second in steps:
             count(steps[second], 100)
         if second >= 60 and second % 30 == 0:
-            told.append(count.left())
+            told.append(count.time_left())
     assert told[:4] == ["about 9:00 left", "about 8:30 left", "about 8:00 left", "about 7:30 left"]
     seconds = None
     for words in told:
@@ -158,7 +158,7 @@ def test_lines_come_while_one_step_takes_long() -> None:
         if len(said) == 2:
             twice.set()
 
-    with lines(Count("batch"), say, every=0.01) as progress:
+    with print_lines(Count("batch"), say, every=0.01) as progress:
         progress(0, 3)
         assert twice.wait(60)
     assert said[-1].startswith("batch 1 of 3: 0% in ")

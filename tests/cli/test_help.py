@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from kvsearch.cli.command import CATALOG, describe
+from kvsearch.cli.command import CATALOG, describe_flags
 from kvsearch.cli.registry import PLAN_VERBS, VERBS
 from tests.cli.conftest import Run
 
@@ -24,7 +24,7 @@ def catalog() -> str:
     """What the file has to hold: a line for every flag."""
     entries = []
     for options in ALL:
-        rows = ",\n".join(json.dumps(astuple(flag)) for flag in describe(resolve_name(options)))
+        rows = ",\n".join(json.dumps(astuple(flag)) for flag in describe_flags(resolve_name(options)))
         entries.append(f'"{options}": [\n{rows}\n]')
     return "{\n" + ",\n".join(entries) + "\n}\n"
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from kvsearch.cli.command import describe, make_group
+from kvsearch.cli.command import describe_flags, make_group
 from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
 from kvsearch.config.options import option
@@ -114,7 +114,7 @@ def probed(*arguments: str) -> tuple[int, str, str]:
 def test_every_option_of_tasks_has_its_flag_and_arrives() -> None:
     known = {option for entry in ENTRIES.values() for option in entry.reads}
     assert {*TASK_DETAILS, "split"} == known
-    flags = [typed for offered in describe(Probe) for typed in offered.flags]
+    flags = [typed for offered in describe_flags(Probe) for typed in offered.flags]
     assert [option for option in known if flag(option) not in flags] == []
     assert json.loads(probed()[1]) == {"tasks": None}  # which are then those of the model
     typed = [

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvsearch.cli import registry
-from kvsearch.cli.command import describe, make_group
+from kvsearch.cli.command import describe_flags, make_group
 from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
 from kvsearch.config.options import (
@@ -73,7 +73,7 @@ APP.callback()(lambda: None)  # a group, though it has one verb
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    with mock.patch.object(registry, "read_catalog", lambda options: describe(resolve_name(options))):
+    with mock.patch.object(registry, "read_catalog", lambda options: describe_flags(resolve_name(options))):
         result = CliRunner().invoke(APP, ["brew", *arguments])
     return result.exit_code, result.stdout, result.stderr
 

@@ -26,7 +26,7 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.methods import Method, make_direct_plan, parse_methods, parse_sizes
-from kvsearch.strategies.names import METHODS, list_method_names
+from kvsearch.strategies.names import METHODS, method_names
 from kvsearch.strategies.ready_methods import describe_different_settings, prepare_methods, read_request
 from tests import tiny
 from tests.examples import at_most
@@ -109,7 +109,7 @@ def test_budgets_below_what_is_protected() -> None:
         one("lava:d2o").check([Size(ratio=0.5)])
 
 
-EVERY = [name for name in list_method_names() if name != "duo_attention"]
+EVERY = [name for name in method_names() if name != "duo_attention"]
 
 
 @pytest.fixture(scope="module")
