@@ -14,7 +14,7 @@ from typing import Any
 from steps import PACKAGES, RESULTS, ROOT
 
 from kvsearch.benchmark.cache_costs import Roofline
-from kvsearch.benchmark.speed import prompt_work, token_work
+from kvsearch.benchmark.speed import estimate_prompt_work, estimate_token_work
 from kvsearch.models.architecture import describe
 from kvsearch.models.shapes import bare_model
 from kvsearch.policies import create_policy
@@ -54,9 +54,11 @@ def floors(machine: Roofline) -> str:
     for tokens, length in LENGTHS.items():
         for batch in (1, 16):
             for kept, program, entries in (("all", full_cache(model), length), ("10%", tenth, length // 10)):
-                read, operations = token_work(model, batch, entries, prompt_bytes(model, program, [length] * batch))
+                read, operations = estimate_token_work(
+                    model, batch, entries, prompt_bytes(model, program, [length] * batch)
+                )
                 token = machine.floor(read, operations)
-                prompt = machine.floor(*prompt_work(model, batch, length))
+                prompt = machine.floor(*estimate_prompt_work(model, batch, length))
                 rows.append(
                     {
                         "tokens": tokens, "batch": batch, "kept": kept, "GB per token": read / 1e9,

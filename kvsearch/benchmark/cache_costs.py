@@ -1,4 +1,4 @@
-"""What kinds of caches cost, as it is kept, and what this machine would need for it at least."""
+"""Costs of kinds of caches as recorded, and their lower bounds on a machine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from kvsearch.core.fields import Count, Index
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a device does at most: bytes that a copy reads and writes, and operations of matrix products, per second."""
+    """Peak rates of a device: bytes of a copy (reads and writes), and operations of matrix products, per second."""
 
     bandwidth: float
     flops: float
 
     def floor(self, size: float, operations: float) -> float:
-        """Return the seconds that it takes at least to read bytes and to do operations, both at the same time."""
+        """Return the minimum seconds to read `size` bytes and do `operations`, both at the same time."""
         return max(size / self.bandwidth, operations / self.flops)
 
 
 @dataclass(frozen=True)
 class CacheCosts:
-    """What one kind of cache cost under one workload.
+    """Costs of one kind of cache under one workload.
 
     Seconds are medians; a speed-up is how many times as fast it is as `DynamicCache`; `entries` are the mean per kv
     head of the full-attention layers after the prompt, `held_bytes` those of the cache then, `peak_bytes` the most that
@@ -49,10 +49,10 @@ class CacheCosts:
 
     @property
     def floor_share(self) -> float:
-        """How near to the floor a token is, at most about 1."""
+        """Ratio of the minimum time of a token to the measured one, at most about 1."""
         return self.floor_seconds / self.token_seconds
 
     @property
     def prefill_floor_share(self) -> float:
-        """How near to the floor the prompts are."""
+        """Ratio of the minimum time of the prompts to the measured one."""
         return self.prefill_floor_seconds / self.prefill_seconds

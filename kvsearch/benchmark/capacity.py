@@ -12,17 +12,17 @@ from transformers import StaticCache
 
 from kvsearch.benchmark.speed import (
     DYNAMIC,
-    FULL,
+    OWN_FULL,
     STATIC,
     CacheKind,
     Workload,
-    cache_kinds,
-    cache_nbytes,
-    decode_seconds,
-    peak_bytes,
-    prefill_seconds,
-    random_prompts,
-    step_seconds,
+    count_cache_bytes,
+    draw_prompts,
+    list_cache_kinds,
+    measure_peak_bytes,
+    time_decode,
+    time_prefill,
+    time_steps,
 )
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.items import Progress
@@ -33,29 +33,29 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.attention import using
 from kvsearch.runtime.program import full_cache, memory_needs
 
-GPU_SHARE = 0.95  # of what is free, for the largest batch
-FEWER = 16  # a batch that does not fit is tried again with a sixteenth less
-SPARE = 1 / 4  # of what a cache holds may be padding, or room for tokens to come
-PROBED = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
+BATCH_MEMORY_SHARE = 0.95  # of what is free, for the largest batch
+BATCH_REDUCTION = 16  # a batch that does not fit is tried again with a sixteenth less
+SPARE_SHARE = 1 / 4  # of what a cache holds may be padding, or room for tokens to come
+PROBE_STEPS = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
 
 
 def require_memory(model: Any, programs: dict[str, Program], work: Workload, device: torch.device) -> dict[str, Any]:
-    """Return what a workload takes and what is free, as JSON; EnvironmentFault if that is less.
+    """Check that a workload fits into free memory; return both sizes as JSON, or raise EnvironmentFault.
 
     All caches, with their new tokens, are in memory at once; those that evict while decoding twice, as they are
     measured on a copy. Beside them is what it takes to read the prompts, or to decode, if that is more: DynamicCache is
-    copied then, and ours have `SPARE`. `device` is where a model without weights will have them.
+    copied then, and ours have `SPARE_SHARE`. `device` is where a model without weights will have them.
     """
     shape = describe(model)
     lengths = [work.length] * work.batch
-    ours = {FULL: full_cache(model), **programs}
+    ours = {OWN_FULL: full_cache(model), **programs}
     needs = {name: memory_needs(model, program, lengths, tokens=work.steps) for name, program in ours.items()}
     entries = work.batch * (work.length + work.steps) * len(shape.full_layers) * shape.kv_heads
     stock = (DYNAMIC, STATIC) if len(shape.full_layers) == shape.layers else (DYNAMIC,)
     caches = dict.fromkeys(stock, entries * 2 * shape.head_dim * model.dtype.itemsize)
     caches |= {name: need.cache * (2 if ours[name].decode else 1) for name, need in needs.items()}
     most = replace(max(needs.values(), key=lambda need: need.scratch), cache=sum(caches.values()))
-    decoding = caches[DYNAMIC] + int(SPARE * sum(caches[name] for name in ours))
+    decoding = caches[DYNAMIC] + int(SPARE_SHARE * sum(caches[name] for name in ours))
     if decoding > most.dense + most.activations + most.masks + most.scratch:
         most = replace(most, cache=most.cache + decoding, dense=0, activations=0, masks=0, scratch=0)
     held = [tensor for _, tensor in named_tensors(model) if not tensor.is_meta]
@@ -71,30 +71,33 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     return {"bytes": caches, "memory": asdict(most), "needed_bytes": needed, "free_bytes": free}
 
 
-def largest_batches(
+def find_largest_batches(
     model: Any, programs: dict[str, Program], workloads: Sequence[Workload], progress: Progress
 ) -> dict[tuple[int, str], tuple[int, float]]:
-    """Return the largest batch and its tokens per second, by tokens of a context and name of a cache.
+    """Find the largest batch and its tokens per second, by context tokens and cache name.
 
-    Caches take what a GPU has free, or the memory that work takes on a CPU. Errors as for `largest_batch`.
+    Caches take what a GPU has free, or the memory that work takes on a CPU. Errors as for `find_largest_batch`.
     """
-    available = default_memory(model.device, gpu_share=GPU_SHARE)
+    available = default_memory(model.device, gpu_share=BATCH_MEMORY_SHARE)
     kinds = [
-        (work, kind) for work in workloads for kind in cache_kinds(model, programs, work.length + work.steps + PROBED)
+        (work, kind)
+        for work in workloads
+        for kind in list_cache_kinds(model, programs, work.length + work.steps + PROBE_STEPS)
     ]
     capacities = {}
     with using(model, model.config._attn_implementation):
         for number, (work, kind) in enumerate(kinds, 1):
-            capacities[work.length, kind.name] = largest_batch(model, kind, work, available)
+            capacities[work.length, kind.name] = find_largest_batch(model, kind, work, available)
             progress(number, len(kinds))
     return capacities
 
 
 @torch.no_grad()
-def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> tuple[int, float]:
-    """Return the largest batch of contexts whose caches fit into `memory` bytes, and its tokens per second.
+def find_largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> tuple[int, float]:
+    """Find the largest batch of contexts whose caches fit into `memory` bytes, and its tokens per second.
 
-    Contexts have `work.length` tokens. The cache of `kind` has room for `PROBED` tokens more than the steps of `work`.
+    Contexts have `work.length` tokens. The cache of `kind` has room for `PROBE_STEPS` tokens more than the steps of
+    `work`.
 
     One prompt is read, and its cache repeated: how many prompts are read at a time is another matter. The batch follows
     from the bytes of one sequence, its cache and what a step takes beside it; where a device has less room than that,
@@ -105,21 +108,21 @@ def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> t
     """
     model.set_attn_implementation(kind.implementation)
     one = kind.make()
-    prefill_seconds(model, one, random_prompts(model, 1, work.length))
-    held = cache_nbytes(one)
-    beside = peak_bytes(model.device, lambda: decode_seconds(model, one, 1, min(PROBED, work.steps)))
+    time_prefill(model, one, draw_prompts(model, 1, work.length))
+    held = count_cache_bytes(one)
+    beside = measure_peak_bytes(model.device, lambda: time_decode(model, one, 1, min(PROBE_STEPS, work.steps)))
     batch = memory // (held + beside)
     while batch > 0:
         try:
-            cache = _repeated(kind, one, batch)
-            step_seconds(model, cache, batch, PROBED)
-            seconds = step_seconds(model, cache, batch, work.steps)
+            cache = _repeat_cache(kind, one, batch)
+            time_steps(model, cache, batch, PROBE_STEPS)
+            seconds = time_steps(model, cache, batch, work.steps)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             cache = None
             free_memory()
-            batch -= max(1, batch // FEWER)
+            batch -= max(1, batch // BATCH_REDUCTION)
         else:
             return batch, batch * work.steps / seconds
     raise EnvironmentFault(
@@ -128,8 +131,8 @@ def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> t
     )
 
 
-def _repeated(kind: CacheKind, one: Any, batch: int) -> Any:
-    """Return a cache of `batch` equal sequences; the cache of one of them stays as it is."""
+def _repeat_cache(kind: CacheKind, one: Any, batch: int) -> Any:
+    """Copy the cache of one sequence to `batch` equal sequences; the original is unchanged."""
     if isinstance(one, StaticCache):  # which cannot be repeated
         cache = kind.make()
         for layer, source in zip(cache.layers, one.layers, strict=True):

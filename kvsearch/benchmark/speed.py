@@ -43,20 +43,20 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import held_entries, prefill_all
 from kvsearch.runtime.stock import CACHE, layer_state, stock_nbytes
 
-STOCK = "sdpa"
-SMALLEST = 0.2
-LARGEST = 2.5  # budgets of heads before they are brought to their mean, as multiples of it
+STOCK_ATTENTION = "sdpa"
+MIN_SKEW = 0.2
+MAX_SKEW = 2.5  # budgets of heads before they are brought to their mean, as multiples of it
 DYNAMIC = "DynamicCache"
 STATIC = "StaticCache"
-FULL = "kvsearch, full"
-COPIED = 2**27  # bytes that the bandwidth is measured with
-WIDEST = 8192  # rows and columns of the largest matrices that are multiplied
-ENOUGH = 0.005  # seconds of a product that is long enough to be believed
+OWN_FULL = "kvsearch, full"
+COPIED_BYTES = 2**27  # bytes that the bandwidth is measured with
+MAX_MATRIX_SIZE = 8192  # rows and columns of the largest matrices that are multiplied
+MIN_PRODUCT_SECONDS = 0.005  # seconds of a product that is long enough to be believed
 
 
 @dataclass(frozen=True)
 class CacheKind:
-    """A kind of cache to be measured: how an empty one is made, and the attention that its model runs."""
+    """A kind of cache to measure: a factory of empty caches, and the attention implementation of the model."""
 
     name: str
     make: Callable[[], Any]
@@ -65,7 +65,7 @@ class CacheKind:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is read and how much is said: `batch` prompts of `length` tokens, `steps` new ones of each."""
+    """A workload: `batch` prompts of `length` tokens, and `steps` new tokens of each, in `rounds` repetitions."""
 
     batch: int
     length: int
@@ -73,35 +73,36 @@ class Workload:
     rounds: int
 
 
-def cache_kinds(model: Any, programs: dict[str, Program], capacity: int) -> list[CacheKind]:
-    """Return transformers' own caches, the full cache on ours, and one for each of the `programs`.
+def list_cache_kinds(model: Any, programs: dict[str, Program], capacity: int) -> list[CacheKind]:
+    """List the kinds of caches: transformers' own, the full cache on ours, and one for each of the `programs`.
 
     `capacity` are the tokens that a `StaticCache` has room for; models with other than full-attention layers have none.
     """
     shape = describe(model)
     config = text_config(model)
-    kinds = [CacheKind(DYNAMIC, lambda: DynamicCache(config=config), STOCK)]
+    kinds = [CacheKind(DYNAMIC, lambda: DynamicCache(config=config), STOCK_ATTENTION)]
     if len(shape.full_layers) == shape.layers:
-        kinds.append(CacheKind(STATIC, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK))
-    ours = {FULL: full_cache(model), **programs}
+        kinds.append(CacheKind(STATIC, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK_ATTENTION))
+    ours = {OWN_FULL: full_cache(model), **programs}
     return kinds + [CacheKind(name, partial(PlanCache, model, program)) for name, program in ours.items()]
 
 
-def skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
-    """Return budgets [L, Hkv] int64 that differ as calibrated ones do, the same ones for the same arguments.
+def draw_skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
+    """Draw budgets [L, Hkv] int64 with a spread like calibrated ones; deterministic.
 
     Logarithms are uniform between those of a fifth and of two and a half; every layer's mean is `mean` exactly.
     """
-    low = np.log(SMALLEST)
-    high = np.log(LARGEST)
+    low = np.log(MIN_SKEW)
+    high = np.log(MAX_SKEW)
     drawn = [np.exp(np.random.default_rng(layer).uniform(low, high, heads)) for layer in range(layers)]
     return np.stack([water_fill(weights, mean * heads, floor, upper) for weights in drawn])
 
 
-def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...], skewed: bool = False) -> Program:
-    """Return a program of one policy in all full-attention layers, at one size in every phase.
+def make_program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...], skewed: bool = False) -> Program:
+    """Make a program of one policy in all full-attention layers, at one size in every phase.
 
-    Budgets are those of `skewed_budgets`, or the same in all heads. In a prefill phase none is larger than the prompt.
+    Budgets are those of `draw_skewed_budgets`, or the same in all heads. In a prefill phase none is larger than the
+    prompt.
 
     Raises:
         UsageError: a budget is below what the policy always keeps.
@@ -115,7 +116,7 @@ def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...]
         mean = min(max(round(size.mean(length)), policy.least), length)
         if not skewed:
             return np.full(heads, mean, np.int64)
-        return skewed_budgets(*heads, mean, min(policy.least, mean), length)
+        return draw_skewed_budgets(*heads, mean, min(policy.least, mean), length)
 
     return Program.of_policy(model, policy, dict.fromkeys(phases, table))
 
@@ -132,7 +133,7 @@ def measure(
 
     With a `compiled` model decode steps of ours are measured a second time, by it.
     """
-    ids = random_prompts(model, work.batch, work.length)
+    ids = draw_prompts(model, work.batch, work.length)
     prefill = defaultdict[str, list[float]](list)
     token = defaultdict[str, list[float]](list)
     compiled_token = defaultdict[str, list[float]](list)
@@ -150,19 +151,19 @@ def measure(
         peaks = {}
         for kind in kinds:
             turn(kind)
-            peaks[kind.name] = _peak(model, kind, ids, min(work.steps, 4))
-        for kind in _turns(kinds, work.rounds):
+            peaks[kind.name] = _measure_peak(model, kind, ids, min(work.steps, 4))
+        for kind in _iterate_rounds(kinds, work.rounds):
             turn(kind)
             caches.pop(kind.name, None)  # before there is another
             caches[kind.name] = kind.make()
-            prefill[kind.name].append(prefill_seconds(model, caches[kind.name], ids))
-        held = {name: _held(model, cache, work) for name, cache in caches.items()}
-        for kind in _turns(kinds, work.rounds):
+            prefill[kind.name].append(time_prefill(model, caches[kind.name], ids))
+        held = {name: _measure_held(model, cache, work) for name, cache in caches.items()}
+        for kind in _iterate_rounds(kinds, work.rounds):
             turn(kind)
             cache = caches[kind.name]
-            token[kind.name].append(decode_seconds(model, cache, work.batch, work.steps) / work.steps)
+            token[kind.name].append(time_decode(model, cache, work.batch, work.steps) / work.steps)
             if compiled is not None and not compiled.failed and isinstance(cache, PlanCache):
-                seconds = decode_seconds(model, cache, work.batch, work.steps, compiled)
+                seconds = time_decode(model, cache, work.batch, work.steps, compiled)
                 compiled_token[kind.name].append(seconds / work.steps)
     finally:
         model.set_attn_implementation(before)
@@ -185,30 +186,30 @@ def measure(
                 token_seconds=statistics.median(token[name]),
                 tokens_per_second=work.batch / statistics.median(token[name]),
                 token_speedup=statistics.median(map(truediv, token[first], token[name])),
-                floor_seconds=roofline.floor(*token_work(model, work.batch, entries, size)),
-                prefill_floor_seconds=roofline.floor(*prompt_work(model, work.batch, work.length)),
+                floor_seconds=roofline.floor(*estimate_token_work(model, work.batch, entries, size)),
+                prefill_floor_seconds=roofline.floor(*estimate_prompt_work(model, work.batch, work.length)),
                 compiled_seconds=statistics.median(compiled_token[name]) if compiled_token[name] else None,
             )
         )
     return costs
 
 
-def random_prompts(model: Any, batch: int, length: int) -> Tensor:
-    """Return prompts [B, T] on the model's device, the same ones at every call."""
+def draw_prompts(model: Any, batch: int, length: int) -> Tensor:
+    """Draw prompts [B, T] on the model's device, the same ones at every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
-def _turns(kinds: Sequence[CacheKind], rounds: int) -> Iterator[CacheKind]:
-    """Yield every kind once a round, another one first each time, in one round more than is counted."""
+def _iterate_rounds(kinds: Sequence[CacheKind], rounds: int) -> Iterator[CacheKind]:
+    """Yield every kind once per round, in rotated order, with one round to warm up."""
     for number in range(rounds + 1):
         first = number % len(kinds)
         yield from (*kinds[first:], *kinds[:first])
 
 
 @torch.no_grad()
-def prefill_seconds(model: Any, cache: Any, ids: Tensor) -> float:
-    """Return the seconds that reading prompts [B, T] into an empty cache takes."""
+def time_prefill(model: Any, cache: Any, ids: Tensor) -> float:
+    """Time the prefill of prompts [B, T] into an empty cache, in seconds."""
     planned = cache.planned.values() if isinstance(cache, PlanCache) else ()
     rereads = any(need.reread is not None for layer in planned for need in layer.needs())
     synchronise(model.device)
@@ -222,15 +223,15 @@ def prefill_seconds(model: Any, cache: Any, ids: Tensor) -> float:
 
 
 @torch.no_grad()
-def decode_seconds(model: Any, cache: Any, batch: int, steps: int, compiled: CompiledModel | None = None) -> float:
-    """Return the seconds that `steps` greedy decode steps of a batch take; the cache forgets them again."""
-    with _forgotten(cache):
-        return step_seconds(model, cache, batch, steps, compiled)
+def time_decode(model: Any, cache: Any, batch: int, steps: int, compiled: CompiledModel | None = None) -> float:
+    """Time `steps` greedy decode steps of a batch, in seconds; the cache is restored."""
+    with _forgetting_tokens(cache):
+        return time_steps(model, cache, batch, steps, compiled)
 
 
 @torch.no_grad()
-def step_seconds(model: Any, cache: Any, batch: int, steps: int, compiled: CompiledModel | None = None) -> float:
-    """Return the seconds that `steps` greedy decode steps of a batch take; the cache keeps the tokens.
+def time_steps(model: Any, cache: Any, batch: int, steps: int, compiled: CompiledModel | None = None) -> float:
+    """Time `steps` greedy decode steps of a batch, in seconds; the cache keeps the tokens.
 
     Where steps are captured, as `generate` does on CUDA, or `compiled`, some that are not counted come before.
     """
@@ -238,23 +239,23 @@ def step_seconds(model: Any, cache: Any, batch: int, steps: int, compiled: Compi
     planned = isinstance(cache, PlanCache)
     with stepping(model, cache, FEWEST + steps, compiled=compiled) if planned else nullcontext(model) as stepped:
         if stepped is not model:
-            token = _decoded(stepped, cache, token, FEWEST)
+            token = _decode_steps(stepped, cache, token, FEWEST)
         synchronise(model.device)
         start = time.perf_counter()
-        _decoded(stepped, cache, token, steps)
+        _decode_steps(stepped, cache, token, steps)
         synchronise(model.device)
         return time.perf_counter() - start
 
 
-def _decoded(model: Any, cache: Any, token: Tensor, steps: int) -> Tensor:
+def _decode_steps(model: Any, cache: Any, token: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         token = model(input_ids=token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
     return token
 
 
 @contextmanager
-def _forgotten(cache: Any) -> Iterator[None]:
-    """Let tokens come into a cache, and forget them."""
+def _forgetting_tokens(cache: Any) -> Iterator[None]:
+    """Restore a cache after tokens were added to it."""
     length = int(cache.get_seq_length())
     marks = [(layer, layer.mark()) for layer in cache.layers if isinstance(layer, EvictingLayer)]
     states = [(layer, layer_state(layer)) for layer in cache.layers if not isinstance(layer, EvictingLayer)]
@@ -267,34 +268,34 @@ def _forgotten(cache: Any) -> Iterator[None]:
             layer.cumulative_length.fill_(length)
 
 
-def _held(model: Any, cache: Any, work: Workload) -> tuple[float, int]:
-    """Return entries per kv head and bytes after the prompt."""
+def _measure_held(model: Any, cache: Any, work: Workload) -> tuple[float, int]:
+    """Measure entries per kv head and bytes after the prompt."""
     if not isinstance(cache, PlanCache):
-        return float(work.length), cache_nbytes(cache)
+        return float(work.length), count_cache_bytes(cache)
     shape = describe(model)
     entries = sum(held_entries(model, cache, [work.length] * work.batch))
-    return entries / (work.batch * len(shape.full_layers) * shape.kv_heads), cache_nbytes(cache)
+    return entries / (work.batch * len(shape.full_layers) * shape.kv_heads), count_cache_bytes(cache)
 
 
-def cache_nbytes(cache: Any) -> int:
-    """Return the bytes that a cache of any kind holds."""
+def count_cache_bytes(cache: Any) -> int:
+    """Count the bytes that a cache of any kind holds."""
     return cache.nbytes() if isinstance(cache, PlanCache) else sum(map(stock_nbytes, cache.layers))
 
 
 @torch.no_grad()
-def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
-    """Return the most bytes allocated beyond the weights while prompts are read and a few tokens come."""
+def _measure_peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
+    """Measure the peak bytes beyond the weights during prefill and a few decode steps."""
 
     def pass_through() -> None:
         cache = kind.make()
-        prefill_seconds(model, cache, ids)
-        _decoded(model, cache, ids[:, -1:], steps)
+        time_prefill(model, cache, ids)
+        _decode_steps(model, cache, ids[:, -1:], steps)
 
-    return peak_bytes(model.device, pass_through)
+    return measure_peak_bytes(model.device, pass_through)
 
 
-def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
-    """Return the most bytes that torch allocates at a time during `action`, by the records of its allocators."""
+def measure_peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
+    """Measure the peak bytes that torch allocates during `action`, by the records of its allocators."""
     gc.collect()  # what is garbage already must not be freed during the action, which would seem to take less
     if (module := accelerator(device)) is not None:
         devices = range(module.device_count())
@@ -314,22 +315,22 @@ def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
 
 
 def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
-    """Measure what a device does at most: a large copy, and products of matrices, larger ones until one takes long."""
-    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    """Measure the peak rates of a device by a large copy, and matrix products of growing size."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * COPIED / _best_seconds(device, lambda: target.copy_(source))
+    bandwidth = 2 * COPIED_BYTES / _time_best(device, lambda: target.copy_(source))
     size = 128
     seconds = flops = 0.0
-    while size < WIDEST and seconds < ENOUGH:
+    while size < MAX_MATRIX_SIZE and seconds < MIN_PRODUCT_SECONDS:
         size *= 2
         matrix = torch.ones(size, size, dtype=dtype, device=device)
-        seconds = _best_seconds(device, partial(torch.mm, matrix, matrix))
+        seconds = _time_best(device, partial(torch.mm, matrix, matrix))
         flops = max(flops, 2 * size**3 / seconds)
     return Roofline(bandwidth, flops)
 
 
-def _best_seconds(device: torch.device, action: Callable[[], object], tries: int = 5) -> float:
-    """Return the fewest seconds that an action takes, after a first one that warms up."""
+def _time_best(device: torch.device, action: Callable[[], object], tries: int = 5) -> float:
+    """Time an action: the minimum seconds of several runs after a warm-up."""
     seconds = []
     for _ in range(tries + 1):
         synchronise(device)
@@ -340,37 +341,37 @@ def _best_seconds(device: torch.device, action: Callable[[], object], tries: int
     return min(seconds[1:])
 
 
-def prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]:
-    """Return the bytes that must be read for a batch of prompts, and the operations: of the last token alone the head.
+def estimate_prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]:
+    """Estimate the bytes to read for a batch of prompts, and the operations, with the head on last tokens only.
 
     Those of attention are of full-attention layers, where a token sees those before it.
     """
     shape = describe(model)
-    read = read_weights(model)
+    read = count_read_bytes(model)
     head = text_config(model).vocab_size * shape.hidden_size
-    multiplied = count_numbers(read_modules(model)) - head
+    multiplied = count_numbers(find_read_modules(model)) - head
     attention = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim * length
     return read, 2 * batch * (length * multiplied + head) + batch * length * attention
 
 
-def token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, float]:
-    """Return the bytes that must be read for a token of each sequence, and the operations.
+def estimate_token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, float]:
+    """Estimate the bytes to read for one token of each sequence, and the operations.
 
     The caches hold so many `entries` per kv head of full-attention layers on average, and `held` bytes in all.
     """
     shape = describe(model)
-    read = read_weights(model)
+    read = count_read_bytes(model)
     attention = 4 * len(shape.full_layers) * shape.query_heads * shape.head_dim * entries
-    return read + held, batch * (2 * count_numbers(read_modules(model)) + attention)
+    return read + held, batch * (2 * count_numbers(find_read_modules(model)) + attention)
 
 
-def read_weights(model: Any) -> int:
-    """Return the bytes of weights that every token reads: all but an input embedding that is not the output's, too."""
-    return stored_bytes(read_modules(model))
+def count_read_bytes(model: Any) -> int:
+    """Count the bytes of weights that every token reads: all but an input embedding not shared with the output."""
+    return stored_bytes(find_read_modules(model))
 
 
-def read_modules(model: Any) -> list[nn.Module]:
-    """Return the modules whose weights every token reads: all but an input embedding.
+def find_read_modules(model: Any) -> list[nn.Module]:
+    """Find the modules whose weights every token reads: all but an input embedding.
 
     The output's embedding is one of them; where it is the input's, that is read, too.
     """

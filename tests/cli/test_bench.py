@@ -17,7 +17,7 @@ SHORT = ("--new-tokens", 2, "--rounds", 1)
 
 @pytest.fixture(autouse=True)
 def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsearch.benchmark.speed.COPIED", 2**12)
+    monkeypatch.setattr("kvsearch.benchmark.speed.COPIED_BYTES", 2**12)
 
 
 def test_a_plan_beside_the_full_cache(run: Run, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ LESS = {"generations": [1], "questions": [4], "group_sizes": [3, 6], "lengths": 
 @pytest.fixture
 def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table has little to ask, to search and to measure; its stages, blocks and rows stay."""
-    monkeypatch.setattr("kvsearch.benchmark.speed.COPIED", 2**12)
+    monkeypatch.setattr("kvsearch.benchmark.speed.COPIED_BYTES", 2**12)
     for name in FIGURES:
         form = TABLES[name].bundled
         asks = [{**ask, "tasks": ask["tasks"].replace("synthetic", "synthetic:single")} for ask in form["asks"]]

@@ -10,7 +10,7 @@ import torch
 
 from kvsearch.benchmark import speed
 from kvsearch.benchmark.capacity import require_memory
-from kvsearch.benchmark.speed import Roofline, Workload, cache_kinds, measure, peak_bytes, program_at
+from kvsearch.benchmark.speed import Roofline, Workload, list_cache_kinds, make_program_at, measure, measure_peak_bytes
 from kvsearch.calibration.polykv.layer_sweep import collect_needs
 from kvsearch.calibration.polykv.measure import estimate_replay_bytes
 from kvsearch.calibration.polykv.tree import Tree
@@ -50,7 +50,7 @@ def peak_of(model: Any, cache: PlanCache, chunk: int | None = None) -> int:
     """Bytes at most, beside the weights, while a prompt of `LENGTH` tokens is read."""
     ids, mask = prompts(1, LENGTH, device=f"{device(HERE)}")
     with using(model, NAME):
-        return peak_bytes(model.device, lambda: prefill_all(model, [cache], ids, mask, chunk))
+        return measure_peak_bytes(model.device, lambda: prefill_all(model, [cache], ids, mask, chunk))
 
 
 CLOSE = {None: 1.15, 32: 1.1}  # times what is allocated that the arithmetic may say, by chunks
@@ -77,7 +77,7 @@ def test_what_prompts_and_replies_take_by_arithmetic(
         read(model, PlanCache(model, program), texts, set(), chunk).reply([8] * len(lengths))
 
     with using(model, NAME):
-        peak = peak_bytes(model.device, answered)
+        peak = measure_peak_bytes(model.device, answered)
     needs = memory_needs(model, program, lengths, chunk, tokens=8)
     assert needs.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert peak <= needs.total - needs.weights <= CLOSE[chunk] * peak
@@ -122,7 +122,7 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
             for item in what.of_layer:
                 rules = what.rules(item)
                 Replays(layers).under(*rules)  # scores and ranks of the prompts are kept, and counted elsewhere
-                taken[item] = peak_bytes(model.device, lambda rules=rules: Replays(layers).under(*rules))  # type: ignore[misc]
+                taken[item] = measure_peak_bytes(model.device, lambda rules=rules: Replays(layers).under(*rules))  # type: ignore[misc]
     assert max(taken.values()) <= expected + CHUNK
     assert max(taken.values()) >= 0.7 * expected
 
@@ -150,15 +150,15 @@ def test_a_plan_that_does_not_fit_is_refused_before_it_starts(model: Any) -> Non
 
 def test_a_bench_takes_what_it_is_refused_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All caches at once, those that evict while decoding twice; `_peak` sets the count back, with no cache there."""
-    monkeypatch.setattr(speed, "_peak", lambda *_: 0)
+    monkeypatch.setattr(speed, "_measure_peak", lambda *_: 0)
     monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
     work = Workload(3, LENGTH // 2, 4, 1)
     size = Size(LENGTH // 4, None)
     phases: tuple[tuple[Phase, ...], ...] = (("prefill",), ("prefill", "decode"))
-    programs = {str(each): program_at(model, create_policy("snapkv"), size, each) for each in phases}
+    programs = {str(each): make_program_at(model, create_policy("snapkv"), size, each) for each in phases}
     needed = require_memory(model, programs, work, model.device)["needed_bytes"]
-    kinds = cache_kinds(model, programs, work.length + work.steps)
-    taken = peak_bytes(model.device, lambda: measure(model, kinds, work, Roofline(1.0, 1.0)))
+    kinds = list_cache_kinds(model, programs, work.length + work.steps)
+    taken = measure_peak_bytes(model.device, lambda: measure(model, kinds, work, Roofline(1.0, 1.0)))
     assert taken <= needed <= 1.3 * taken
 
 
@@ -173,7 +173,7 @@ def test_a_batch_that_is_too_large_is_halved() -> None:
     loaded = tiny.wrap(build("llama", vocab_size=len(tiny.WORDS)).to(device(HERE)))
     program = Program.uniform(loaded.model, create_policy("snapkv", {"window": 4}), lambda length: length // 2)
     programs, tasks = {"a": program, "b": program}, [tiny.listed((60, 2), (70, 1), (65, 2), (50, 1))]
-    everything = peak_bytes(loaded.device, lambda: tiny.run(loaded, programs, tasks, 4, 4))
+    everything = measure_peak_bytes(loaded.device, lambda: tiny.run(loaded, programs, tasks, 4, 4))
     expected = tiny.run(loaded, programs, tasks, 4, 4)
     with (
         room(int(0.45 * everything), HERE),
