@@ -20,7 +20,7 @@ from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.prompts import Continuation, encode_prompts
 from kvsearch.models.loading import BUNDLED, load
 from kvsearch.runtime.attention import running
-from kvsearch.signals.predictions import divergence
+from kvsearch.signals.predictions import compute_divergence
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def study(model: str, questions: int | None, first: int, last: int) -> None:
                     changed = seeing(passed, after, keep)
                     answer = after.tokens[0, -len(changed) :].to(changed.device)
                     right = bool((changed.argmax(-1) == answer).all())
-                    found.setdefault(name, []).append((divergence(full, changed), right))
+                    found.setdefault(name, []).append((compute_divergence(full, changed), right))
 
     def mean(name: str) -> tuple[float, float]:
         nats, right = zip(*found[name], strict=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvsearch.budgets.allocator import check_at_least
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.errors import UsageError
-from kvsearch.signals.attention_rows import dispersion
+from kvsearch.signals.attention_rows import measure_dispersion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,10 +41,10 @@ DEFAULT_WINDOW = 32
 class CAKEAllocation(Allocation):
     """CAKE (Qin et al. 2025, arXiv 2503.12491): a pool of all free entries, shared in proportion to the preferences.
 
-    A layer prefers H^(1/tau1) V^(1/tau2) by the entropy H and the variance V of `dispersion`. The pool is what lies
-    above the floors, which stand for the window, and the heads of a layer get equal budgets. All zero preferences mean
-    equal layers. Where a cap binds, the other layers get the rest in proportion; the official code spreads it equally
-    and then cuts what overflows.
+    A layer prefers H^(1/tau1) V^(1/tau2) by the entropy H and the variance V of `measure_dispersion`. The pool is what
+    lies above the floors, which stand for the window, and the heads of a layer get equal budgets. All zero preferences
+    mean equal layers. Where a cap binds, the other layers get the rest in proportion; the official code spreads it
+    equally and then cuts what overflows.
 
     Args:
         tau1: temperature of the dispersion, > 0; see `exponents` for what the authors tuned.
@@ -74,7 +74,7 @@ class CAKEAllocation(Allocation):
 
     def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:  # noqa: ARG002
         """Return the logarithm of every sequence's preference H^(1/tau1) V^(1/tau2), NaN where attention is."""
-        entropy, variance = (part.double().log() for part in dispersion(observation, self._rows(policy)))
+        entropy, variance = (part.double().log() for part in measure_dispersion(observation, self._rows(policy)))
         wanted: list[float] = (entropy / self.tau1 + variance / self.tau2).tolist()
         return wanted
 

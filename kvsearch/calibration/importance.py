@@ -31,7 +31,7 @@ from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.runtime.replay.replay import LayerContinuation
-from kvsearch.signals.predictions import log_odds
+from kvsearch.signals.predictions import compute_log_odds
 
 QUADRATURE_NODES = 3  # of the quadrature along the way; at the full cache alone, gradients make worse budgets
 
@@ -226,7 +226,7 @@ def _weigh_batch(
             answer = question.tokens[0, max(question.answer, 1) :]
             predicting = slice(starts[number] - first, question.tokens.shape[1] - 1 - first)
             for of_node in logits[1:, number]:
-                odds = odds + log_odds(of_node[predicting], answer).sum()
+                odds = odds + compute_log_odds(of_node[predicting], answer).sum()
         outputs = [layer.gated_output for layer in context_pass.observed if layer.gated_output is not None]
         shares = torch.tensor(weights / 2, dtype=torch.float32)
         means = []

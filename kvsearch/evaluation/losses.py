@@ -29,7 +29,7 @@ from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_a
 from kvsearch.runtime.replay.replay import FollowedLayer
 from kvsearch.runtime.stock import CACHE
 from kvsearch.runtime.store.storage import RaggedStore
-from kvsearch.signals.attention_rows import loss_bounds, output_loss
+from kvsearch.signals.attention_rows import bound_output_loss, compute_output_loss
 from kvsearch.tasks.base import Answers, Task
 from kvsearch.tasks.encode import Reading, TaskPrompts, encode_tasks, readings
 
@@ -172,6 +172,6 @@ def query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
         # both outputs as decoding computes them, in the model's dtype
         change = layer.full_outputs.float() - plan.outputs.float()
     else:
-        bounds = dict(zip(("bound", "bound_by_head"), loss_bounds(evicted, layer.values, weight), strict=True))
-    losses = {"loss": output_loss(change, weight), "evicted_mass": evicted.mean(1), **bounds}
+        bounds = dict(zip(("bound", "bound_by_head"), bound_output_loss(evicted, layer.values, weight), strict=True))
+    losses = {"loss": compute_output_loss(change, weight), "evicted_mass": evicted.mean(1), **bounds}
     return {name: values[0].cpu() for name, values in losses.items()}

@@ -175,13 +175,13 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
                 title = f"{phase} at {budget} entries per kv head: {TITLES[measure]}"
                 yield Table.plain(title, ["layer", *table.patterns], rows, tight=True)
         if has_entropy:
-            entropies = table.sensitivity(ENTROPY, phase, axes.budgets[0], ())  # the same at every budget
+            entropies = table.read_sensitivity(ENTROPY, phase, axes.budgets[0], ())  # the same at every budget
             values = zip(layers, entropies[:, None], strict=True)
             yield Table.numbers(f"{phase}: entropy of attention", ["layer", ENTROPY], values, ".4f")
     if measures:
         yield f"{BEST} the best pattern of a layer"
     worst: dict[tuple[str, str], Explosion] = {}  # of a pattern in a phase, the budget at which it is worst
-    found = (table.explosions(phase, budget) for phase in axes.phases for budget in axes.budgets)
+    found = (table.find_explosions(phase, budget) for phase in axes.phases for budget in axes.budgets)
     for explosion in chain.from_iterable(found):
         place = (explosion.pattern, explosion.phase)
         worst[place] = max(worst.get(place, explosion), explosion, key=lambda known: known.gain)
@@ -197,7 +197,7 @@ def _cells(table: SignalTable, measure: str, phase: Phase, budget: int) -> list[
     """Return the cells of every layer, pattern by pattern, the best one marked, the full cache aside."""
     values = table.measured(measure, phase, budget)
     rivals = [index for index, name in enumerate(table.patterns) if name != FULL]
-    preferences = table.preference(measure, phase, budget)[:, rivals]
+    preferences = table.read_preference(measure, phase, budget)[:, rivals]
     form = "+.3g"
     if measure not in ("ppl", "nll"):  # the largest harm has four digits, as far as the page has room for them
         largest = float((1 - values if measure == "cosine" else values).max())

@@ -32,7 +32,7 @@ from kvsearch.search.bank.samples import BankSample, check_samples, require_answ
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import Evaluator, Executor
-from kvsearch.signals.predictions import answer_losses
+from kvsearch.signals.predictions import sum_answer_losses
 from kvsearch.tasks.splits import group_by_text
 from kvsearch.workers.base import SerialExecutor
 from kvsearch.workers.models import ModelSource, ModelWorkers
@@ -161,12 +161,12 @@ class PlanEvaluator:
         rows = max(sample.predicting for sample in samples)
         if rows:
             logits = joint.replies.force([sample.following for sample in samples], rows)
-            sums += answer_losses(logits, stack_answers(samples, self.model.device))
+            sums += sum_answer_losses(logits, stack_answers(samples, self.model.device))
             self.tokens_spent += sum(len(sample.following) for sample in samples)
         for row, sample in enumerate(samples):
             if len(sample.answer) > sample.predicting:  # the prompt predicts the first
                 last = joint.logits[row % len(joint.logits)]
-                sums[row] += answer_losses(last[None], sample.answer[None, :1])[0]
+                sums[row] += sum_answer_losses(last[None], sample.answer[None, :1])[0]
         return [float(total) / max(1, len(sample.answer)) for total, sample in zip(sums, samples, strict=True)]
 
 

@@ -102,7 +102,7 @@ def prepare_validation(
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
     note = check_eviction(prepared, size)
     mean = size.pool(profile.metadata).mean
-    exploding = [one.words for phase in table.axes.phases for one in table.explosions(phase, mean)]
+    exploding = [one.words for phase in table.axes.phases for one in table.find_explosions(phase, mean)]
     return PreparedValidation(prepared, profile, size, compared, tuple(filter(None, (note, *exploding))))
 
 

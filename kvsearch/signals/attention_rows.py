@@ -1,4 +1,4 @@
-"""What attention rows say of cached entries: their importance, what hiding some changes, and how scattered rows are.
+"""Signals from attention rows: importance of entries, effects of hiding entries, and dispersion of attention.
 
 Rows are computed in pieces that bound the scratch memory. For one query, y = concat_h(A_h V_h) W_O under the full
 cache, and yhat is the same with attention renormalised over the entries that are kept. The loss of a layer's attention
@@ -19,8 +19,8 @@ from kvsearch.policies.base import Observation
 from kvsearch.policies.cake import row_moments
 from kvsearch.policies.scoring import chunk_bytes, column_sums, softmax, window_rows, window_size
 
-LEAST_NORM = 1e-6
-TINY = 1e-10  # added inside CAKE's logarithm, as in the official code
+MIN_NORM = 1e-6
+LOG_EPSILON = 1e-10  # added inside CAKE's logarithm, as in the official code
 # exponents are below it: masses far below the largest are no 0, and a sum of all is still no infinity
 SHIFT = 60.0
 
@@ -28,7 +28,7 @@ SHIFT = 60.0
 def score_rows(
     query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int, places: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield logits of the K rows, -inf for what comes later, a few kv heads at a time, [B, heads, G, K, N] fp32.
+    """Yield causal logits of the K rows, a few kv heads at a time, [B, heads, G, K, N] fp32.
 
     `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D], or those at `places` [K] among them.
     `tables` is how many fp32 tables of that shape the caller makes of a piece.
@@ -52,12 +52,12 @@ def score_rows(
 
 
 def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
-    """Return the attention of what `score_rows` yields; `sinks` [Hkv, G] are logits beside it that are no entry."""
+    """Compute attention from logits of `score_rows`; `sinks` [Hkv, G] are extra logits without an entry."""
     return softmax(scores, None if sinks is None else sinks[None, part, :, None, None])
 
 
-def row_masses(scores: Tensor, part: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the exponentials of what `score_rows` yields, in its place, and those of the `sinks` [Hkv, G] beside them.
+def exponentiate_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Exponentiate logits of `score_rows` in place, and the `sinks` [Hkv, G] beside them.
 
     Those of a row are divided by its largest, and multiplied by exp(`SHIFT`).
     """
@@ -106,11 +106,11 @@ def importance_rows(
 
 def residual_weights(states: Tensor) -> Tensor:
     """Return 1 / |h_k| of residual streams h [B, K, d_model], [B, K] fp32: the w_k of KVzip+ (arXiv 2601.07891)."""
-    weights: Tensor = 1 / states.float().norm(dim=-1).clamp(min=LEAST_NORM)
+    weights: Tensor = 1 / states.float().norm(dim=-1).clamp(min=MIN_NORM)
     return weights
 
 
-def output_agreement(full: Tensor, changed: Tensor) -> tuple[Tensor, Tensor]:
+def compare_outputs(full: Tensor, changed: Tensor) -> tuple[Tensor, Tensor]:
     """Compare attention outputs [..., K, d_model] after W_O, which broadcast: cosine (Eq. 2) and relative L2 distance.
 
     Both are per token, [..., K] fp32; the distance is |full - changed| / |full|.
@@ -143,7 +143,7 @@ def attention_change(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return A V - Ahat V of every query head, [B, Hq, K, Dv], and the attention on hidden entries, [B, Hq, K]; fp32.
+    """Compute A V - Ahat V of every query head, [B, Hq, K, Dv], and the attention on hidden entries, [B, Hq, K]; fp32.
 
     Ahat is the attention to those `shown` alone.
     `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, N, D] and `values` [B, Hkv, N, Dv] are of all N tokens,
@@ -175,7 +175,7 @@ def eviction_errors(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return how far the output of kv heads moves where they keep only some of the prompt's entries, [n, Hkv] fp32.
+    """Measure how far outputs of kv heads move if they keep only some entries of the prompt, [n, Hkv] fp32.
 
     For each of n masks, the mean over rows of |(A V - Ahat V) W_O|^2, see `attention_change`, from one softmax: entries
     that the same masks show are summed up once, and what a mask keeps and hides is made of these sums.
@@ -198,7 +198,7 @@ def eviction_errors(
     values = nn.functional.pad(values, (0, 1), value=1.0)  # a row's last sum is its mass
     errors = []
     for part, scores in score_rows(query[None], keys[None], scaling, softcap, tables=2, places=places):
-        masses_of_rows, beside = row_masses(scores, part, sinks)
+        masses_of_rows, beside = exponentiate_rows(scores, part, sinks)
         exponentials = masses_of_rows[0].flatten(1, 2)  # [heads, G * K, N]
         for number, head in enumerate(range(heads)[part]):
             patterns, sizes = torch.unique_consecutive(shown[head], return_counts=True)  # [P] each
@@ -234,7 +234,7 @@ def kept_prefix_errors(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted output error of kv heads that keep the first b entries of an order, [n, Hkv, T + 1] fp32.
+    """Measure the weighted output error of kv heads that keep the first b entries of an order, [n, Hkv, T + 1] fp32.
 
     The error at index b is the sum of (g . (o_b - o))^2 over tokens and query heads: o is the attention output under
     the full cache, o_b that with attention renormalised over the b entries, and g its weight, `slopes` [Hq, K, Dv]. It
@@ -248,7 +248,7 @@ def kept_prefix_errors(
     slopes = slopes.view(len(keys), -1, *slopes.shape[1:])
     errors = []
     for part, scores in score_rows(query[None], keys[None], scaling, softcap, tables=6):
-        (masses,), beside = row_masses(scores, part, sinks)  # [heads, G, K, N]
+        (masses,), beside = exponentiate_rows(scores, part, sinks)  # [heads, G, K, N]
         pulls = (slopes[part] @ values[part, None].float().transpose(-1, -2)).mul_(masses)
         seen = masses[..., length:].sum(-1, keepdim=True)
         seen = seen if beside is None else seen + beside[0]
@@ -265,8 +265,8 @@ def kept_prefix_errors(
     return torch.cat(errors, 1)
 
 
-def output_loss(change: Tensor, weight: Tensor) -> Tensor:
-    """Return |change W_O|_1 of each query, [B, K] fp32 (LAVa, arXiv 2509.09754, Lemma 1 with p = 1).
+def compute_output_loss(change: Tensor, weight: Tensor) -> Tensor:
+    """Compute |change W_O|_1 of each query, [B, K] fp32 (LAVa, arXiv 2509.09754, Lemma 1 with p = 1).
 
     `change` [B, Hq, K, Dv] is that of the heads' outputs, `weight` [Hq, Dv, d_model] is W_O per query head, fp32.
     """
@@ -274,7 +274,7 @@ def output_loss(change: Tensor, weight: Tensor) -> Tensor:
     return moved.abs().sum(-1)
 
 
-def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def bound_output_loss(evicted: Tensor, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return 2 C sum_h Vmax_h m_h (LAVa Theorem 1), and with each head's own C_h 2 sum_h C_h Vmax_h m_h, which is less.
 
     Both bound the loss of each query, [B, K] fp32.
@@ -289,7 +289,7 @@ def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> tuple[Tensor
     return gains.amax() * moved.sum(1), (gains[:, None] * moved).sum(1)
 
 
-def mean_row(
+def average_attention(
     query: Tensor,
     keys: Tensor,
     scaling: float,
@@ -297,7 +297,7 @@ def mean_row(
     valid: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention to every key, the mean over heads and rows, [B, N] fp32.
+    """Average the attention to every key over heads and rows, [B, N] fp32.
 
     It adds up to 1, less what `sinks` take. Rows of padding are left out; 0 everywhere if no row is left.
     """
@@ -313,8 +313,8 @@ def mean_entropy(mean: Tensor) -> float:
     return float(torch.special.entr(mean.double()).sum())
 
 
-def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
-    """Return entropy and variance of the attention of the last `window` real rows to what came before them, [B] each.
+def measure_dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
+    """Measure entropy and variance of the attention of the last `window` rows to earlier entries, [B] each.
 
     Entropy is -sum a * log(a + 1e-10), the mean over the rows, variance the unbiased variance of a over the rows, both
     summed over query heads and candidates, fp32 (CAKE, arXiv 2503.12491, Eq. 5 and 6 as in the official code: the
@@ -326,7 +326,7 @@ def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
     for (some, _), probability in window_rows(observation, window):
         terms = (
-            probability.add(TINY)
+            probability.add(LOG_EPSILON)
             .log_()
             .mul_(probability)
             .masked_fill_(outside[some, ..., : probability.shape[-1]], 0.0)

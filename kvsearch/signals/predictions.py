@@ -29,15 +29,15 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses).reshape(logits.shape[:-1])
 
 
-def log_odds(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return log p / (1 - p) of `targets` [K] under `logits` [K, V], in nats, [K] fp32."""
+def compute_log_odds(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute log p / (1 - p) of `targets` [K] under `logits` [K, V], in nats, [K] fp32."""
     scores = logits.float()
     wanted = targets.to(logits.device)[:, None]
     others = scores.scatter(-1, wanted, float("-inf")).logsumexp(-1)
     return scores.gather(-1, wanted)[:, 0] - others
 
 
-def answer_losses(logits: Tensor, answers: Tensor) -> Floats:
+def sum_answer_losses(logits: Tensor, answers: Tensor) -> Floats:
     """Sum the negative log-likelihoods of answers over their tokens, in nats, [S].
 
     Logits are [S, R, V], in the rows that predict the answers [S, R]; -1 where there is no token.
@@ -51,8 +51,8 @@ def answer_losses(logits: Tensor, answers: Tensor) -> Floats:
     return sums
 
 
-def divergence(full: Tensor, changed: Tensor) -> float:
-    """Return the divergence KL(full || changed) of next-token distributions, summed over rows, in nats.
+def compute_divergence(full: Tensor, changed: Tensor) -> float:
+    """Compute KL(full || changed) of next-token distributions, summed over rows, in nats.
 
     Both are logits [rows, vocabulary].
     """
@@ -61,8 +61,8 @@ def divergence(full: Tensor, changed: Tensor) -> float:
     return float(terms.sum().clamp(min=0))
 
 
-def total_variation(full: Tensor, changed: Tensor) -> float:
-    """Return the total variation of next-token distributions, 1/2 sum |p - q|, mean over rows, in [0, 1].
+def compute_total_variation(full: Tensor, changed: Tensor) -> float:
+    """Compute the total variation of next-token distributions, 1/2 sum |p - q|, mean over rows, in [0, 1].
 
     Unlike the divergence it has a bound: a reply that is lost for certain weighs as much as one that is just lost.
     Both are logits [rows, vocabulary].

@@ -25,14 +25,17 @@ from kvsearch.plan.profile_arrays import FULL_NLL, MEAN_ENTROPY, TOKENS, SignalA
 MEASURES = {"cosine": "cosine", "error": "relative_error", "ppl": "nll", "nll": "nll"}
 ROUTES = tuple(MEASURES)
 ENTROPY = "entropy"
-OVER = {"": "the worst pattern", "-chosen": "the pattern that is used", "-mean": "the mean over the patterns"}
-SENSITIVITIES = (ENTROPY, *(measure + over for measure in MEASURES for over in OVER))
-CONSTANT = 1e-9  # relative spread below which a signal says nothing
-TIMES, LEAST_SHARE = 10, 0.05  # a pattern explodes that is so often as bad, and moves so much of the budget
+AGGREGATIONS = {"": "the worst pattern", "-chosen": "the pattern that is used", "-mean": "the mean over the patterns"}
+SENSITIVITIES = (ENTROPY, *(measure + over for measure in MEASURES for over in AGGREGATIONS))
+CONSTANT_SPREAD = 1e-9  # relative spread below which a signal says nothing
+EXPLOSION_FACTOR, MIN_EXPLOSION_SHARE = (
+    10,
+    0.05,
+)  # a pattern explodes that is so often as bad, and moves so much of the budget
 
 
 class Explosion(NamedTuple):
-    """A pattern that alone decides what a layer gets by the worst pattern of each layer (PolyKV, Eq. 5)."""
+    """A pattern whose loss in one layer alone decides the budgets by the worst pattern (PolyKV, Eq. 5)."""
 
     pattern: str
     phase: Phase
@@ -45,7 +48,7 @@ class Explosion(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What happened, for people."""
+        """Description of the explosion."""
         return (
             f"{self.pattern} explodes in {self.phase} layer {self.layer} at {self.budget} entries per kv head: "
             f"perplexity gains {self.gain:.3g}, under the other patterns {self.others:.3g} (median), so that by ppl "
@@ -84,7 +87,7 @@ class SignalTable:
 
     @property
     def evicting(self) -> tuple[PolicySpec, ...]:
-        """The patterns but the full cache: those that a layer may take."""
+        """Patterns that a layer may take: all but the full cache."""
         return tuple(pattern for pattern in self.axes.patterns if pattern.name != "full")
 
     @property
@@ -96,14 +99,14 @@ class SignalTable:
     def sensitivities(self) -> tuple[str, ...]:
         """The sensitivities that were measured."""
         found = [ENTROPY] if MEAN_ENTROPY in self.profile.arrays else []
-        return (*found, *(measure + over for measure in self.routes for over in OVER))
+        return (*found, *(measure + over for measure in self.routes for over in AGGREGATIONS))
 
     @property
     def perplexity(self) -> float:
         """Perplexity under the full cache: exp of the mean loss over all tokens of all samples."""
         return math.exp(float(self._weights @ self._array(FULL_NLL, "ppl")))
 
-    def nearest(self, budget: float) -> int:
+    def find_nearest(self, budget: float) -> int:
         """Return the measured budget nearest to `budget` entries per kv head, by ratio; the smaller one of two."""
         return min(self.axes.budgets, key=lambda measured: abs(math.log(measured / budget)))
 
@@ -118,20 +121,20 @@ class SignalTable:
         """
         require_known("signal", measure, ROUTES)
         values = self._array(MEASURES[measure], measure)
-        chosen = values[:, self.axes.budgets.index(self.nearest(budget)), self.phase_index(phase)]
+        chosen = values[:, self.axes.budgets.index(self.find_nearest(budget)), self.phase_index(phase)]
         if MEASURES[measure] != "nll":
             return _floats(chosen.mean(axis=0))
         mean = np.tensordot(self._weights, chosen, 1)
         full = self._weights @ self._array(FULL_NLL, measure)
         return _floats(np.exp(mean) - np.exp(full) if measure == "ppl" else mean - full)
 
-    def preference(self, route: str, phase: Phase, budget: float) -> Floats:
-        """Return how much a layer prefers each pattern, [L, R], higher is better; UsageError as `measured`."""
+    def read_preference(self, route: str, phase: Phase, budget: float) -> Floats:
+        """Return the preference of layers for patterns, [L, R], higher is better; UsageError as `measured`."""
         found = self.measured(route, phase, budget)
         return found if route == "cosine" else -found
 
-    def sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
-        """Return how much of the budget each layer should get, [L], higher is more, in the unit of its measure.
+    def read_sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
+        """Return the sensitivity of each layer, [L], in the unit of its measure: more sensitive layers get more budget.
 
         "entropy": entropy of the mean attention row in nats (Eq. 4). Others are a measure (1 - cosine for "cosine") of
         the worst pattern ("ppl" is Eq. 5), with "-chosen" of the patterns `chosen` [L] (indices), with "-mean" of all
@@ -150,12 +153,12 @@ class SignalTable:
             return _floats(harm[np.arange(len(harm)), np.asarray(chosen, dtype=int)])
         return _floats(harm.mean(axis=1) if over == "mean" else harm.max(axis=1))
 
-    def explosions(self, phase: Phase, budget: float) -> list[Explosion]:
-        """Find patterns that Eq. 5 must not be read with, each in its worst layer; none where losses were not measured.
+    def find_explosions(self, phase: Phase, budget: float) -> list[Explosion]:
+        """Find patterns that distort Eq. 5, each in its worst layer; none if losses were not measured.
 
-        A pattern explodes in a layer if perplexity gains more than `TIMES` as much as the others change it, up or down
-        (their median), and if for it the layer gets `LEAST_SHARE` of the budget or more above what the worst pattern
-        brings that does not explode there. So two that explode in one layer do not hide each other.
+        A pattern explodes in a layer if perplexity gains more than `EXPLOSION_FACTOR` as much as the others change it,
+        up or down (their median), and if for it the layer gets `MIN_EXPLOSION_SHARE` of the budget or more above what
+        the worst pattern brings that does not explode there. So two that explode in one layer do not hide each other.
         """
         if "ppl" not in self.routes or len(self.patterns) < 2:
             return []
@@ -163,20 +166,20 @@ class SignalTable:
         harm = np.maximum(gains, 0.0)
         columns = range(len(self.patterns))
         usual = np.stack([np.median(np.delete(np.abs(gains), at, axis=1), axis=1) for at in columns], axis=1)
-        odd = harm > TIMES * usual
+        odd = harm > EXPLOSION_FACTOR * usual
         worst = harm.max(1, keepdims=True)
         elsewhere = worst.sum() - worst
         tame = np.where(odd, 0.0, harm).max(1, keepdims=True)
-        least = np.finfo(np.float64).tiny
-        shares, without = (gain / np.maximum(elsewhere + gain, least) for gain in (harm, tame))
+        tiny = np.finfo(np.float64).tiny
+        shares, without = (gain / np.maximum(elsewhere + gain, tiny) for gain in (harm, tame))
         moved = np.where(odd, shares - without, 0.0)
         explosions = []
         for at, name in enumerate(self.patterns):
             row = int(moved[:, at].argmax())
-            if moved[row, at] >= LEAST_SHARE:
+            if moved[row, at] >= MIN_EXPLOSION_SHARE:
                 layer = self.profile.metadata.layers[row]
                 numbers = harm[row, at], usual[row, at], shares[row, at], without[row, 0]
-                explosions.append(Explosion(name, phase, self.nearest(budget), layer, *map(float, numbers)))
+                explosions.append(Explosion(name, phase, self.find_nearest(budget), layer, *map(float, numbers)))
         return explosions
 
     def _array(self, name: str, signal: str) -> Floats:
@@ -188,7 +191,7 @@ class SignalTable:
         return _floats(found)
 
     def phase_index(self, phase: Phase) -> int:
-        """Return the number of a phase among those that were measured; UsageError if it was not."""
+        """Return the index of a measured phase; UsageError if it was not measured."""
         if phase not in self.axes.phases:
             known = ", ".join(self.axes.phases)
             raise UsageError(f"signals of the {phase} phase were not measured (only {known}): calibrate with it")
@@ -196,7 +199,7 @@ class SignalTable:
 
     @cached_property
     def _weights(self) -> Floats:
-        """Share of each sample in all tokens whose loss counts, [M]."""
+        """Weight of each sample by its tokens with a loss, [M]."""
         tokens: NDArray[Any] = self.profile.arrays[TOKENS].astype(np.float64)
         return _floats(tokens / tokens.sum())
 
@@ -206,5 +209,5 @@ def _floats(values: NDArray[Any]) -> Floats:
 
 
 def is_constant(signal: Floats) -> bool:
-    """Tell whether a signal is the same for all layers, up to rounding: it cannot decide between them."""
-    return bool(np.ptp(signal) <= CONSTANT * max(1.0, float(np.abs(signal).max())))
+    """Tell whether a signal is the same for all layers, up to rounding."""
+    return bool(np.ptp(signal) <= CONSTANT_SPREAD * max(1.0, float(np.abs(signal).max())))

@@ -84,12 +84,12 @@ def make_strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan
     table = SignalTable(profile)
     chosen = choose_by_signals(table, strategy, size)
     if strategy.budgets in MEASURES:
-        for one in table.explosions(PHASES[strategy.phases][0], _size_pool(profile, size).mean):
+        for one in table.find_explosions(PHASES[strategy.phases][0], _size_pool(profile, size).mean):
             _warn(one.words)
     settings = asdict(strategy)
     settings["budget_signal"] = settings.pop("budgets")
     settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name
-    settings[SIGNAL_BUDGET] = table.nearest(_size_pool(profile, size).mean)
+    settings[SIGNAL_BUDGET] = table.find_nearest(_size_pool(profile, size).mean)
     return make_signals_plan(profile, chosen, size, settings)
 
 
@@ -168,13 +168,13 @@ def _route(table: SignalTable, strategy: Strategy, phase: Phase, mean: float, in
             problem = "the full cache evicts nothing" if policy == FULL else "it is excluded"
             raise UsageError(f"cannot use policy {policy!r} in every layer: {problem}")
         return [index] * len(table.profile.metadata.layers)
-    wanted = table.preference(strategy.route, phase, mean)[:, candidates]
+    wanted = table.read_preference(strategy.route, phase, mean)[:, candidates]
     if len(candidates) > 1 and all(is_constant(row) for row in wanted):
         names = table.patterns
         index = next((index for index in candidates if names[index] == own), candidates[0])
         _warn(
             f"{strategy.route} is the same for all patterns in every {phase} layer: nothing seems to have been evicted "
-            f"at {table.nearest(mean)} entries per kv head, so {names[index]} is used everywhere"
+            f"at {table.find_nearest(mean)} entries per kv head, so {names[index]} is used everywhere"
         )
         return [index] * len(wanted)
     best = wanted.argmin(axis=1) if inverse else wanted.argmax(axis=1)
@@ -214,7 +214,7 @@ def _share_total(
     caps = np.full(pool.shape, pool.length)
     if strategy.budgets == UNIFORM:
         return Uniform().allocate(np.zeros(0), pool.total, low, caps)
-    weights = table.sensitivity(strategy.budgets, phase, pool.mean, indices)
+    weights = table.read_sensitivity(strategy.budgets, phase, pool.mean, indices)
     if len(weights) > 1 and is_constant(weights):
         _warn(f"{strategy.budgets} is the same in every {phase} layer, so it cannot tell them apart: budgets are equal")
         return Uniform().allocate(np.zeros(0), pool.total, low, caps)

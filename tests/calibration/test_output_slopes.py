@@ -20,7 +20,7 @@ from kvsearch.runtime import observe
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.logits import Logits
-from kvsearch.signals.predictions import log_odds
+from kvsearch.signals.predictions import compute_log_odds
 from tests.families import build, prompts
 from tests.runtime.helpers import assert_close, running
 
@@ -73,7 +73,7 @@ def test_slopes_are_finite_differences_of_the_log_odds(family: str, monkeypatch:
                 rows = torch.zeros(2, dtype=torch.long)
                 keep = dict(enumerate(protected))
                 with passed.following(after.tokens.repeat(2, 1), keep, torch.tensor([0.5]), rows) as output:
-                    return float(log_odds(output.logits[1][after.predicting], answer).double().sum())
+                    return float(compute_log_odds(output.logits[1][after.predicting], answer).double().sum())
 
         for row, slope in enumerate(slopes):
             assert slope.shape == (7, model.config.num_attention_heads, slope.shape[-1])

@@ -18,7 +18,7 @@ from kvsearch.models.loading import BUNDLED, LoadedModel, load
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache
-from kvsearch.signals.predictions import divergence
+from kvsearch.signals.predictions import compute_divergence
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
 from scripts.train_bundled import tokenizer
@@ -69,9 +69,12 @@ def test_how_many_layers_retrieve(loaded: LoadedModel) -> None:
             for after in prompt.continuations:
                 full = passed.logits_seeing(after.tokens, {})[after.predicting]
                 single += torch.tensor(
-                    [divergence(full, passed.logits_seeing(after.tokens, {n: ends})[after.predicting]) for n in keep]
+                    [
+                        compute_divergence(full, passed.logits_seeing(after.tokens, {n: ends})[after.predicting])
+                        for n in keep
+                    ]
                 )
-                joint += divergence(full, passed.logits_seeing(after.tokens, keep)[after.predicting])
+                joint += compute_divergence(full, passed.logits_seeing(after.tokens, keep)[after.predicting])
     assert joint > 4 * 10
     if loaded.name == "bundled":
         assert single.max() > 0.8 * joint

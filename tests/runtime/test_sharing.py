@@ -24,7 +24,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import EntryPool, Sharing
-from kvsearch.signals.attention_rows import dispersion
+from kvsearch.signals.attention_rows import measure_dispersion
 from tests.budgets.known import OfScores
 from tests.combinations import every_value, in_turn
 from tests.examples import at_most
@@ -133,7 +133,7 @@ def decided_at_the_end(
         scores.append(policy.score(observation)[sequence][:, here][:, candidates].double().numpy())
         if isinstance(allocation, CAKEAllocation):
             rows = allocation.window or policy.observed
-            found = dispersion(observation, rows)
+            found = measure_dispersion(observation, rows)
             entropy, variance = (float(value[sequence]) for value in found)
             signals.append(entropy ** (1 / allocation.tau1) * variance ** (1 / allocation.tau2))
     floors, caps = np.full_like(table, policy.protected(length)), np.full_like(table, length)

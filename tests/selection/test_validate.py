@@ -232,7 +232,7 @@ def test_controls_of_a_route(model: LoadedModel) -> None:
     table, known = SignalTable(profile), list(SignalTable(profile).patterns)
     drawn = []
     for phase in table.axes.phases:
-        wanted = table.preference("cosine", phase, 16)
+        wanted = table.read_preference("cosine", phase, 16)
         assert patterns(made, names.forward, phase) == [known[index] for index in wanted.argmax(axis=1)]
         assert patterns(made, names.inverse, phase) == [known[index] for index in wanted.argmin(axis=1)]
         assert patterns(made, names.uniform, phase) == [profile.metadata.policy.name] * 4

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.signals.attention_rows import output_agreement
+from kvsearch.signals.attention_rows import compare_outputs
 
 
 def agreement(full: list[float], changed: list[float]) -> tuple[float, float]:
-    cosine, error = output_agreement(torch.tensor(full), torch.tensor(changed))
+    cosine, error = compare_outputs(torch.tensor(full), torch.tensor(changed))
     return cosine.item(), error.item()
 
 
@@ -44,8 +44,8 @@ def test_half_precision_is_computed_in_single() -> None:
     """A dot product of 4096 terms in bf16 would be off by more than the agreement is."""
     full, noise = torch.randn(2, 5, 4096, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     changed = full + 0.01 * noise
-    cosine, error = output_agreement(full, changed)
-    exact, _ = output_agreement(full.double().float(), changed.double().float())
+    cosine, error = compare_outputs(full, changed)
+    exact, _ = compare_outputs(full.double().float(), changed.double().float())
     assert cosine.dtype == error.dtype == torch.float32
     assert torch.equal(cosine, exact)
     double, moved = full.double(), changed.double()
@@ -56,10 +56,10 @@ def test_half_precision_is_computed_in_single() -> None:
 @given(st.integers(0, 10_000), st.floats(0.01, 100), st.integers(1, 9))
 def test_bounds_and_scale(seed: int, scale: float, size: int) -> None:
     full, changed = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(seed))
-    cosine, error = output_agreement(full, changed)
-    scaled = output_agreement(full * scale, changed * scale)
+    cosine, error = compare_outputs(full, changed)
+    scaled = compare_outputs(full * scale, changed * scale)
     assert bool((cosine.abs() <= 1).all())
     assert bool((error >= 0).all())
     torch.testing.assert_close(scaled, (cosine, error), rtol=1e-4, atol=1e-5)
-    turned, _ = output_agreement(full, changed * scale)  # a cosine ignores length, the error does not
+    turned, _ = compare_outputs(full, changed * scale)  # a cosine ignores length, the error does not
     torch.testing.assert_close(turned, cosine, rtol=1e-4, atol=1e-5)

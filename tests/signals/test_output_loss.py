@@ -13,10 +13,10 @@ from torch import Tensor
 from kvsearch.policies import scoring
 from kvsearch.signals.attention_rows import (
     attention_change,
+    bound_output_loss,
+    compute_output_loss,
     eviction_errors,
     kept_prefix_errors,
-    loss_bounds,
-    output_loss,
 )
 
 
@@ -36,8 +36,8 @@ def test_a_worked_example() -> None:
     torch.testing.assert_close(outputs.flatten(), expected)
     assert evicted.item() == pytest.approx(0.2)
     weight = torch.eye(2)[None]
-    assert output_loss(outputs, weight).item() == pytest.approx(0.825)
-    by_layer, by_head = loss_bounds(evicted, values, weight)
+    assert compute_output_loss(outputs, weight).item() == pytest.approx(0.825)
+    by_layer, by_head = bound_output_loss(evicted, values, weight)
     assert by_layer.item() == pytest.approx(2 * 4 * 0.2)
     assert by_head.item() == pytest.approx(1.6)
 
@@ -46,14 +46,14 @@ def test_bounds_of_heads_of_different_weight() -> None:
     """Rows of W_O with L1 norms 3 and 1 in head 0, 7 and 2 in head 1; the heads share one kv head."""
     weight = torch.tensor([[[1.0, -2.0], [0.5, 0.5]], [[-3.0, 4.0], [2.0, 0.0]]])
     values = torch.tensor([[1.0, -1.0], [2.0, 3.0]]).view(1, 1, 2, 2)
-    by_layer, by_head = loss_bounds(torch.tensor([0.1, 0.4]).view(1, 2, 1), values, weight)
+    by_layer, by_head = bound_output_loss(torch.tensor([0.1, 0.4]).view(1, 2, 1), values, weight)
     assert by_layer.item() == pytest.approx(2 * 7 * (5 * 0.1 + 5 * 0.4))
     assert by_head.item() == pytest.approx(2 * (3 * 5 * 0.1 + 7 * 5 * 0.4))
 
 
 def test_a_value_bounds_only_the_queries_that_see_it() -> None:
     values = torch.tensor([1.0, 2.0, 8.0]).view(1, 1, 3, 1)
-    by_layer, _ = loss_bounds(torch.full((1, 1, 2), 0.5), values, torch.ones(1, 1, 1))
+    by_layer, _ = bound_output_loss(torch.full((1, 1, 2), 0.5), values, torch.ones(1, 1, 1))
     assert by_layer.tolist() == [[2.0, 8.0]]
 
 
@@ -129,8 +129,8 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_losses_are_those_of_brute_force_and_within_the_bounds(case: Case) -> None:
     outputs, evicted = attention_change(case.query, case.keys, case.values, case.shown, 0.7, case.softcap)
-    loss = output_loss(outputs, case.weight)
-    by_layer, by_head = loss_bounds(evicted, case.values, case.weight)
+    loss = compute_output_loss(outputs, case.weight)
+    by_layer, by_head = bound_output_loss(evicted, case.values, case.weight)
     torch.testing.assert_close(outputs.double(), case.change(), atol=1e-5, rtol=1e-4)
     moved = torch.einsum("bhkd,hdm->bkm", case.change(), case.weight.double())
     torch.testing.assert_close(loss.double(), moved.abs().sum(-1), atol=1e-4, rtol=1e-4)

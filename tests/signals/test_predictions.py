@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvsearch.signals import predictions
-from kvsearch.signals.predictions import answer_losses, divergence, log_odds, token_losses
+from kvsearch.signals.predictions import compute_divergence, compute_log_odds, sum_answer_losses, token_losses
 
 
 def test_a_worked_example() -> None:
@@ -45,12 +45,12 @@ def test_a_sure_prediction_costs_next_to_nothing() -> None:
 def test_log_odds() -> None:
     """Probabilities 1/2, 1/4, 1/4 have odds of 1 and 1/3; odds of e^10 stay exact where p is 1 in fp32."""
     logits = torch.tensor([2.0, 1.0, 1.0]).log().expand(2, 3)
-    assert log_odds(logits, torch.tensor([0, 1])).tolist() == pytest.approx([0.0, -math.log(3)], abs=1e-6)
-    assert log_odds(torch.tensor([[1000.0, 980.0, -math.inf]]), torch.tensor([0])).item() == pytest.approx(20)
+    assert compute_log_odds(logits, torch.tensor([0, 1])).tolist() == pytest.approx([0.0, -math.log(3)], abs=1e-6)
+    assert compute_log_odds(torch.tensor([[1000.0, 980.0, -math.inf]]), torch.tensor([0])).item() == pytest.approx(20)
     generator = torch.Generator().manual_seed(0)
     drawn, targets = torch.randn(7, 50, generator=generator).bfloat16(), torch.randint(0, 50, (7,), generator=generator)
     chances = drawn.double().softmax(-1).gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(log_odds(drawn, targets).double(), chances.log() - (1 - chances).log())
+    torch.testing.assert_close(compute_log_odds(drawn, targets).double(), chances.log() - (1 - chances).log())
 
 
 def logits(seed: int, rows: int = 4) -> torch.Tensor:
@@ -60,15 +60,19 @@ def logits(seed: int, rows: int = 4) -> torch.Tensor:
 def test_divergence_of_two_known_distributions() -> None:
     full, changed = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-    assert divergence(full, changed) == pytest.approx(expected)
+    assert compute_divergence(full, changed) == pytest.approx(expected)
 
 
 def test_divergence_adds_up_over_rows_and_does_not_care_for_scale() -> None:
     a, b = logits(0), logits(1)
-    assert divergence(a, a) == 0.0
-    assert divergence(a, b) == pytest.approx(sum(divergence(a[i : i + 1], b[i : i + 1]) for i in range(4)))
-    assert divergence(a, b + torch.arange(4.0)[:, None]) == pytest.approx(divergence(a, b), rel=1e-5)
-    assert divergence(a.bfloat16(), b.bfloat16()) == divergence(a.bfloat16().float(), b.bfloat16().float())
+    assert compute_divergence(a, a) == 0.0
+    assert compute_divergence(a, b) == pytest.approx(
+        sum(compute_divergence(a[i : i + 1], b[i : i + 1]) for i in range(4))
+    )
+    assert compute_divergence(a, b + torch.arange(4.0)[:, None]) == pytest.approx(compute_divergence(a, b), rel=1e-5)
+    assert compute_divergence(a.bfloat16(), b.bfloat16()) == compute_divergence(
+        a.bfloat16().float(), b.bfloat16().float()
+    )
 
 
 # two samples, two rows, three tokens; the first sample has one token of an answer, in the last row
@@ -78,7 +82,7 @@ ANSWERS = torch.tensor([[-1, 2], [0, 1]])
 
 def test_nll_by_hand() -> None:
     """-log 1/3, and -log 2/4 - log 6/8."""
-    found = answer_losses(LOGITS, ANSWERS)
+    found = sum_answer_losses(LOGITS, ANSWERS)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, [math.log(3), math.log(2) + math.log(8 / 6)], rtol=1e-6)
 
@@ -87,10 +91,10 @@ def test_nll_by_hand() -> None:
 def test_numbers_that_are_none_stay_with_their_sample(bad: float) -> None:
     logits = LOGITS.clone()
     logits[1, 0, 0] = bad
-    assert np.isfinite(answer_losses(logits, ANSWERS)).tolist() == [True, False]
+    assert np.isfinite(sum_answer_losses(logits, ANSWERS)).tolist() == [True, False]
 
 
 def test_rows_without_an_answer_do_not_count_whatever_they_are() -> None:
     logits = LOGITS.clone()
     logits[0, 0] = float("nan")
-    np.testing.assert_array_equal(answer_losses(logits, ANSWERS), answer_losses(LOGITS, ANSWERS))
+    np.testing.assert_array_equal(sum_answer_losses(logits, ANSWERS), sum_answer_losses(LOGITS, ANSWERS))

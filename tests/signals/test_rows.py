@@ -12,16 +12,16 @@ from torch import Tensor
 from kvsearch.policies import Observation, scoring
 from kvsearch.policies.cake import CAKE as Pattern
 from kvsearch.signals import attention_rows
-from kvsearch.signals.attention_rows import dispersion, mean_entropy
+from kvsearch.signals.attention_rows import mean_entropy, measure_dispersion
 
 SURE = 200.0  # a logit that leaves nothing for the others
 
 
-def mean_row(
+def average_attention(
     query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
 ) -> Tensor:
     everywhere = padded(len(keys), keys.shape[2], 0)
-    return attention_rows.mean_row(query, keys, scaling, softcap, everywhere if valid is None else valid)
+    return attention_rows.average_attention(query, keys, scaling, softcap, everywhere if valid is None else valid)
 
 
 def one_hot_heads(*targets: int, keys: int = 4) -> tuple[Tensor, Tensor]:
@@ -63,13 +63,13 @@ def by_hand(query: Tensor, keys: Tensor, scaling: float, valid: Tensor) -> Tenso
 
 def test_a_row_that_sees_one_place_has_no_entropy() -> None:
     query, keys = one_hot_heads(1, 1)
-    assert mean_entropy(mean_row(query, keys, 1.0)[0]) == 0.0
+    assert mean_entropy(average_attention(query, keys, 1.0)[0]) == 0.0
 
 
 def test_two_heads_that_look_at_one_place_each() -> None:
     """Their mean is half and half: ln 2."""
     query, keys = one_hot_heads(0, 2)
-    mean = mean_row(query, keys, 1.0)
+    mean = average_attention(query, keys, 1.0)
     assert mean.tolist() == [[0.5, 0.0, 0.5, 0.0]]
     assert mean_entropy(mean[0]) == pytest.approx(math.log(2))
 
@@ -78,7 +78,7 @@ def test_a_worked_example() -> None:
     """Attention [1/2, 1/4, 1/4], and before it a row that is uniform over two keys."""
     keys = torch.tensor([2.0, 1.0, 1.0]).log().view(1, 1, 3, 1)
     both = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
-    assert mean_row(both, keys, 1.0)[0].tolist() == pytest.approx([0.5, 0.375, 0.125])
+    assert average_attention(both, keys, 1.0)[0].tolist() == pytest.approx([0.5, 0.375, 0.125])
 
 
 @pytest.mark.parametrize("pads", [0, 3, 6, 8])
@@ -86,7 +86,7 @@ def test_it_is_the_mean_of_every_row(pads: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(scoring, "CACHE_BYTES", 1)  # one kv head at a time
     query, keys = observe()
     valid = padded(2, 9, pads)
-    mean = mean_row(query, keys, 0.3, valid=valid)
+    mean = average_attention(query, keys, 0.3, valid=valid)
     for sequence in range(2):
         torch.testing.assert_close(mean[sequence], by_hand(query[sequence], keys[sequence], 0.3, valid[sequence]))
 
@@ -124,7 +124,7 @@ def moments_by_hand(seen: Observation, sequence: int, window: int) -> tuple[floa
 @pytest.mark.parametrize("window", [1, 3])
 def test_it_is_the_entropy_and_variance_of_every_row(window: int, pads: int) -> None:
     seen = observe_padded(pads=pads)
-    entropy, variance = dispersion(seen, window)
+    entropy, variance = measure_dispersion(seen, window)
     for sequence in range(2):
         expected = moments_by_hand(seen, sequence, window)
         assert entropy[sequence].item() == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
@@ -133,7 +133,7 @@ def test_it_is_the_entropy_and_variance_of_every_row(window: int, pads: int) -> 
 
 def test_without_candidates_there_is_nothing() -> None:
     seen = observe_padded(length=3)
-    entropy, variance = dispersion(seen, 3)
+    entropy, variance = measure_dispersion(seen, 3)
     assert entropy.tolist() == variance.tolist() == [0, 0]
 
 
@@ -150,5 +150,5 @@ def test_the_moments_are_computed_once_with_the_pattern(monkeypatch: pytest.Monk
     monkeypatch.setattr(cake, "window_rows", counted)
     seen = observe_padded()
     Pattern(window=3).score(seen)
-    dispersion(seen, 3)
+    measure_dispersion(seen, 3)
     assert calls == [3]

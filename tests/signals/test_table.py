@@ -42,9 +42,9 @@ def test_cosine_and_error_are_means_over_the_samples() -> None:
     found = table(cosine=values, relative_error=values)
     mean = np.array([[0.75, 0.5], [0.5, 0.5]])
     assert np.array_equal(found.measured("cosine", "prefill", 32), mean)
-    assert np.array_equal(found.preference("cosine", "prefill", 32), mean)
+    assert np.array_equal(found.read_preference("cosine", "prefill", 32), mean)
     assert np.array_equal(found.measured("error", "prefill", 32), mean)
-    assert np.array_equal(found.preference("error", "prefill", 32), -mean)
+    assert np.array_equal(found.read_preference("error", "prefill", 32), -mean)
 
 
 def test_losses_are_means_over_all_tokens() -> None:
@@ -55,21 +55,21 @@ def test_losses_are_means_over_all_tokens() -> None:
     assert found.measured("nll", "prefill", 32) == pytest.approx(np.array([[0.75, 0.25], [0.0, -0.125]]))
     ppl = np.array([[math.exp(2.5), math.exp(2)], [math.exp(1.75), math.exp(1.625)]]) - math.exp(1.75)
     assert found.measured("ppl", "prefill", 32) == pytest.approx(ppl)
-    assert found.preference("ppl", "prefill", 32) == pytest.approx(-ppl)
-    assert found.preference("nll", "prefill", 32).argmax(axis=1).tolist() == [1, 1]
+    assert found.read_preference("ppl", "prefill", 32) == pytest.approx(-ppl)
+    assert found.read_preference("nll", "prefill", 32).argmax(axis=1).tolist() == [1, 1]
 
 
 def test_sensitivity_of_the_worst_the_chosen_and_the_mean_pattern() -> None:
     found = table(**LOSSES, cosine=[[[1.0, 0.5], [0.25, 0.75]]] * 2)
-    assert found.sensitivity("nll", "prefill", 32, [0, 0]) == pytest.approx([0.75, 0.0])
-    assert found.sensitivity("nll-chosen", "prefill", 32, [1, 1]) == pytest.approx([0.25, -0.125])
-    assert found.sensitivity("nll-mean", "prefill", 32, [0, 0]) == pytest.approx([0.5, -0.0625])
-    assert found.sensitivity("ppl", "prefill", 32, [0, 0]) == pytest.approx(
+    assert found.read_sensitivity("nll", "prefill", 32, [0, 0]) == pytest.approx([0.75, 0.0])
+    assert found.read_sensitivity("nll-chosen", "prefill", 32, [1, 1]) == pytest.approx([0.25, -0.125])
+    assert found.read_sensitivity("nll-mean", "prefill", 32, [0, 0]) == pytest.approx([0.5, -0.0625])
+    assert found.read_sensitivity("ppl", "prefill", 32, [0, 0]) == pytest.approx(
         [math.exp(2.5) - math.exp(1.75), 0.0]
     )  # Eq. 5
-    assert found.sensitivity("cosine", "prefill", 32, [0, 0]) == pytest.approx([0.5, 0.75])  # 1 - cosine
-    assert found.sensitivity("cosine-chosen", "prefill", 32, [0, 1]) == pytest.approx([0.0, 0.25])
-    assert found.sensitivity("cosine-mean", "prefill", 32, [0, 0]) == pytest.approx([0.25, 0.5])
+    assert found.read_sensitivity("cosine", "prefill", 32, [0, 0]) == pytest.approx([0.5, 0.75])  # 1 - cosine
+    assert found.read_sensitivity("cosine-chosen", "prefill", 32, [0, 1]) == pytest.approx([0.0, 0.25])
+    assert found.read_sensitivity("cosine-mean", "prefill", 32, [0, 0]) == pytest.approx([0.25, 0.5])
 
 
 def test_phases_and_budgets_do_not_mix() -> None:
@@ -81,7 +81,7 @@ def test_phases_and_budgets_do_not_mix() -> None:
     for at, phase in enumerate(("prefill", "decode")):
         for number, budget in enumerate((16, 64)):
             assert np.array_equal(found.measured("cosine", phase, budget), values[:, number, at].mean(0))
-        assert np.array_equal(found.sensitivity("entropy", phase, 16, [0] * 4), entropy[at])
+        assert np.array_equal(found.read_sensitivity("entropy", phase, 16, [0] * 4), entropy[at])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_phases_and_budgets_do_not_mix() -> None:
 def test_the_nearest_budget_as_ratios_go(asked: float, nearest: int) -> None:
     """32 is as far from 16 as from 64: the smaller one of the two."""
     found = SignalTable(make_signals(signal_metadata(budgets=(16, 64, 256))))
-    assert found.nearest(asked) == nearest
+    assert found.find_nearest(asked) == nearest
 
 
 def losing(*gains: list[float]) -> SignalTable:
@@ -107,7 +107,7 @@ def losing(*gains: list[float]) -> SignalTable:
 
 def test_a_pattern_that_explodes_is_named() -> None:
     """15 of the 50 that layers lose by the worst pattern are by one that is a thousand times as bad as the others."""
-    (found,) = losing([0.015, 15, 0.01, 0.015], [8, 27, 30, 35.0], [0.0, 0.0, 0.0, 0.0]).explosions("prefill", 40)
+    (found,) = losing([0.015, 15, 0.01, 0.015], [8, 27, 30, 35.0], [0.0, 0.0, 0.0, 0.0]).find_explosions("prefill", 40)
     assert (found.pattern, found.phase, found.budget, found.layer) == ("streaming", "prefill", 32, 0)
     assert (found.gain, found.others) == pytest.approx((15, 0.015))
     assert (found.share, found.without) == pytest.approx((0.3, 0.015 / 35.015))
@@ -119,7 +119,7 @@ def test_a_pattern_that_explodes_is_named() -> None:
 
 def test_two_patterns_that_explode_in_one_layer_do_not_hide_each_other() -> None:
     """Without either of them the other would still take the budget; a third that is odd, too, moves next to nothing."""
-    found = losing([15.0, 14.0, 1e-3, 1e-3, 1e-3, 0.2], [8.0] * 6).explosions("prefill", 32)
+    found = losing([15.0, 14.0, 1e-3, 1e-3, 1e-3, 0.2], [8.0] * 6).find_explosions("prefill", 32)
     assert [(one.pattern, one.layer) for one in found] == [("snapkv", 0), ("streaming", 0)]
     assert [one.gain for one in found] == pytest.approx([15, 14])
     assert found[1].share == pytest.approx(14 / 22)
@@ -138,13 +138,13 @@ def test_two_patterns_that_explode_in_one_layer_do_not_hide_each_other() -> None
     ],
 )
 def test_patterns_that_are_not_far_from_the_others_are_not_named(gains: list[list[float]]) -> None:
-    assert losing(*gains).explosions("prefill", 32) == []
+    assert losing(*gains).find_explosions("prefill", 32) == []
 
 
 def test_without_losses_or_other_patterns_nothing_explodes() -> None:
-    assert SignalTable(make_signals(nll=None, full_nll=None)).explosions("prefill", 32) == []
+    assert SignalTable(make_signals(nll=None, full_nll=None)).find_explosions("prefill", 32) == []
     alone = signal_metadata(patterns={"tova": {}})
-    assert SignalTable(make_signals(alone)).explosions("prefill", 32) == []
+    assert SignalTable(make_signals(alone)).find_explosions("prefill", 32) == []
 
 
 @given(st.integers(0, 1000), st.sampled_from(sorted(set(SENSITIVITIES) - {ENTROPY})))
@@ -154,8 +154,8 @@ def test_more_harm_is_more_sensitive(seed: int, name: str) -> None:
         array: plain.arrays[array] - np.array([0, 0.1, 0, 0])[:, None] * (1 if array == "cosine" else -1)
         for array in ("cosine", "relative_error", "nll")
     }
-    before = SignalTable(plain).sensitivity(name, "decode", 32, [2, 1, 0, 2])
-    after = SignalTable(make_signals(seed=seed, **worse)).sensitivity(name, "decode", 32, [2, 1, 0, 2])
+    before = SignalTable(plain).read_sensitivity(name, "decode", 32, [2, 1, 0, 2])
+    after = SignalTable(make_signals(seed=seed, **worse)).read_sensitivity(name, "decode", 32, [2, 1, 0, 2])
     assert after[1] > before[1]
     assert after[[0, 2, 3]] == pytest.approx(before[[0, 2, 3]], abs=1e-6)
 
@@ -169,16 +169,19 @@ def test_profiles_of_other_methods_have_no_signals() -> None:
     ("read", "problem"),
     [
         (lambda t: t.measured("cosin", "prefill", 32), r"unknown signal 'cosin'; did you mean 'cosine'\?"),
-        (lambda t: t.preference("entropy", "prefill", 32), "unknown signal 'entropy'"),
-        (lambda t: t.sensitivity("ppl-chose", "prefill", 32, []), r"unknown budget signal .* mean 'ppl-chosen'\?"),
-        (lambda t: t.sensitivity("uniform", "prefill", 32, []), "unknown budget signal 'uniform'"),
+        (lambda t: t.read_preference("entropy", "prefill", 32), "unknown signal 'entropy'"),
+        (lambda t: t.read_sensitivity("ppl-chose", "prefill", 32, []), r"unknown budget signal .* mean 'ppl-chosen'\?"),
+        (lambda t: t.read_sensitivity("uniform", "prefill", 32, []), "unknown budget signal 'uniform'"),
         (lambda t: t.measured("cosine", "decode", 32), r"the decode phase were not measured \(only prefill\)"),
-        (lambda t: t.sensitivity("entropy", "decode", 32, []), r"the decode phase were not measured \(only prefill\)"),
+        (
+            lambda t: t.read_sensitivity("entropy", "decode", 32, []),
+            r"the decode phase were not measured \(only prefill\)",
+        ),
         (
             lambda t: t.measured("ppl", "prefill", 32),
             r"no 'ppl' signal \(it has entropy, cosine, .*: calibrate with",
         ),
-        (lambda t: t.sensitivity("nll", "prefill", 32, []), "this profile has no 'nll' signal"),
+        (lambda t: t.read_sensitivity("nll", "prefill", 32, []), "this profile has no 'nll' signal"),
         (lambda t: t.perplexity, "this profile has no 'ppl' signal"),
     ],
 )

@@ -28,7 +28,7 @@ from kvsearch.runtime.decode.replies import left_padded
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.replay.replay import FollowedLayer, Replays, at_rows
-from kvsearch.signals.attention_rows import mean_row, output_agreement
+from kvsearch.signals.attention_rows import average_attention, compare_outputs
 from kvsearch.signals.predictions import token_losses
 
 TextContinuation = tuple[int, int]  # row of its prompt in a batch, and its number among what follows that
@@ -303,7 +303,7 @@ class LayerSweep:
                 means.append(torch.nn.functional.pad(at_rows(mean, after.rows), (0, width - mean.shape[1])))
             else:
                 valid = torch.cat([at_rows(prompt.valid, after.rows), after.followed.to(prompt.valid.device)], 1)
-                means.append(mean_row(layer.query, layer.keys, how.scaling, how.softcap, valid, how.sinks))
+                means.append(average_attention(layer.query, layer.keys, how.scaling, how.softcap, valid, how.sinks))
         pads = at_rows(prompt.valid.shape[1] - prompt.lengths, after.rows)[:, None]
         position = torch.arange(width, device=pads.device) + pads
         rows = torch.stack(means, 1)
@@ -349,7 +349,7 @@ class _Replays:
         if self.results is not None:
             here = row - self._first
             changed = project_block_output(self._layers[here], torch.stack(outputs))
-            agreement = output_agreement(self._full[here], changed)
+            agreement = compare_outputs(self._full[here], changed)
             self.results.note_outputs(row, items, [self.after.mean_over_tokens(values) for values in agreement])
         return outputs
 

@@ -32,7 +32,7 @@ from kvsearch.policies.probe import SINKS
 from kvsearch.runtime.collector import plain_queries
 from kvsearch.runtime.observe import is_finite
 from kvsearch.runtime.replay.replay import LayerContinuation
-from kvsearch.signals.predictions import total_variation
+from kvsearch.signals.predictions import compute_total_variation
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.splits import group_by_text
 
@@ -287,7 +287,7 @@ class ContextPass:
             count = after.tokens.shape[1] - after.predicting.start  # the last row predicts what comes after the answer
             full, *changed = self.importance_pass.logits_under(after.tokens, masks, count)
             for number, logits in enumerate(changed):
-                lost[question, number] = total_variation(full[:-1], logits[:-1])
+                lost[question, number] = compute_total_variation(full[:-1], logits[:-1])
         return lost
 
 

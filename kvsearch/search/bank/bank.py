@@ -38,7 +38,7 @@ from kvsearch.search.bank.memory import (
 from kvsearch.search.bank.passes import BankPass, BankReply, LayerStates, stack_answers, stack_states
 from kvsearch.search.bank.prepared import SampleStore, drop_unused_memory, find_windows, prefill, resolve_policies
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
-from kvsearch.signals.predictions import answer_losses
+from kvsearch.signals.predictions import sum_answer_losses
 
 
 class CandidateBank(Closing):
@@ -126,7 +126,7 @@ class CandidateBank(Closing):
             for index in indices:
                 answer = self.samples[index].answer
                 if len(answer) > self.samples[index].predicting:
-                    self._given[index] = answer_losses(logits[None, None], answer[None, :1])[0]
+                    self._given[index] = sum_answer_losses(logits[None, None], answer[None, :1])[0]
             kept = {}
             for layer, choices in enumerate(layers):
                 for choice, (keys, values) in enumerate(choices):
@@ -160,7 +160,7 @@ class CandidateBank(Closing):
             logits = BankPass(self.loaded.model, samples, states, self._windows, table[part]).forced()
             if logits is not None:
                 answers = stack_answers(samples, self.loaded.device)
-                losses[part, indices] = np.stack([answer_losses(of_candidate, answers) for of_candidate in logits])
+                losses[part, indices] = np.stack([sum_answer_losses(of_candidate, answers) for of_candidate in logits])
 
         self._run(table, self._forcing, act)
         self.tokens_spent += len(table) * sum(len(sample.following) for sample in self.samples)

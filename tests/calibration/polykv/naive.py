@@ -19,7 +19,7 @@ from kvsearch.models.architecture import attention_modules
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.stock import CACHE
-from kvsearch.signals.attention_rows import output_agreement
+from kvsearch.signals.attention_rows import compare_outputs
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def measure_naively(
     for row, layer in enumerate(tried.layers):
         for item in tried.of_layer:
             logits, outputs = run(ablate(layer, item), layer)
-            agreement = output_agreement(full[layer], outputs[layer])
+            agreement = compare_outputs(full[layer], outputs[layer])
             results.note_outputs(row, [item], [after.mean_over_tokens(values)[None] for values in agreement])
             results.note_losses([(row, item)], after.losses(logits)[None])
     return results

@@ -140,7 +140,7 @@ def test_entropy_is_that_of_the_mean_attention_of_all_texts_heads_and_tokens() -
         found = profile(data, batch=batch)
         assert found.arrays["mean_entropy"] == pytest.approx(expected, abs=1e-5)
     table = SignalTable(found)
-    assert table.sensitivity("entropy", "decode", 8, [0] * 4) == pytest.approx(expected[1], abs=1e-5)
+    assert table.read_sensitivity("entropy", "decode", 8, [0] * 4) == pytest.approx(expected[1], abs=1e-5)
 
 
 def test_a_budget_above_some_prompts_is_told() -> None:
