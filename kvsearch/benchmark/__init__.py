@@ -1,1 +1,1 @@
-"""What a plan costs on this machine: time, memory, and how many prompts fit at once."""
+"""Costs of a plan on this machine: time, memory, and the prompts that fit at once."""

@@ -129,7 +129,7 @@ def measure(
     progress: Progress | None = None,
     compiled: CompiledModel | None = None,
 ) -> list[CacheCosts]:
-    """Measure kinds of caches, the first of which all are compared with, beside the `roofline` of the machine.
+    """Measure kinds of caches; all are compared with the first one and with the `roofline` of the machine.
 
     With a `compiled` model decode steps of ours are measured a second time, by it.
     """

@@ -1,4 +1,4 @@
-"""Calibration data: texts with questions and answers, from one JSON file; those of tasks are in `prompts`.
+"""Calibration data: texts with questions and answers, from one JSON file; data of tasks are made in `prompts`.
 
 Methods that need no questions also take contexts without them, and plain text files.
 """

@@ -1,4 +1,4 @@
-"""What a calibration method does, and the methods by name."""
+"""The interface of calibration methods, and the methods by name."""
 
 from __future__ import annotations
 

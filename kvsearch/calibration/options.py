@@ -250,12 +250,12 @@ class LukvOptions(AnsweredOptions):
 
         own = self.make_policy()
         others = [self.model_copy(update={"policy": name, "params": {}}).make_policy() for name in self.rivals]
-        found = [protecting_like(policy, own) for policy in others]
-        measured = [own, *found]
-        for number, policy in enumerate(found, 1):
+        rivals = [protecting_like(policy, own) for policy in others]
+        measured = [own, *rivals]
+        for number, policy in enumerate(rivals, 1):
             if policy in measured[:number]:
                 raise UsageError(f"policy {policy.name} is measured already: name each once in --policy and --rivals")
-        return found
+        return rivals
 
     def policies(self) -> list[Policy]:
         return [*super().policies(), *self.make_rivals()]
@@ -324,7 +324,7 @@ class RankingOptions(AnsweredOptions):
 
 
 class QueryBankOptions(RankingOptions):
-    """A ranking by stored queries of what is asked; see `kvsearch.policies.query_bank`."""
+    """Options of a ranking by stored queries of questions; see `kvsearch.policies.query_bank`."""
 
     method: Literal["query_bank"] = "query_bank"
     policy: str = "query_bank"

@@ -177,9 +177,9 @@ def encode_prompts(
             if protocol == QUESTION_AGNOSTIC:
                 followed.append(Continuation(torch.cat([question, answer], 1), question.shape[1], *how))
             else:
-                asked = torch.cat([ids, question], 1)
+                whole_ids = torch.cat([ids, question], 1)
                 after = (Continuation(answer, 0, *how),)
-                prompts.append(CalibrationPrompt(asked, number, text, after, context.ended, form.chat))
+                prompts.append(CalibrationPrompt(whole_ids, number, text, after, context.ended, form.chat))
         if protocol == QUESTION_AGNOSTIC:
             prompts.append(CalibrationPrompt(ids, number, text, tuple(followed), context.ended, form.chat))
     if truncated:

@@ -1,4 +1,4 @@
-"""Calibrate query statistics: what the queries of a model look like before their rotary embedding, over many texts.
+"""Calibrate query statistics: moments of the queries of a model before their rotary embedding, over many texts.
 
 ExpectedAttention (Devoto et al. 2025) estimates mean and covariance anew from every prompt; measured once over many
 texts they are what other tools load. Mean and mean modulus of the complex pairs that the rotary embedding turns are

@@ -1,4 +1,4 @@
-"""The command line: `kvsearch VERB`. What a verb needs is imported when it runs and not before."""
+"""The command line: `kvsearch VERB`. Imports of a verb happen when it runs."""
 
 from __future__ import annotations
 

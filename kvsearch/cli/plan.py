@@ -49,20 +49,23 @@ def run_export(options: ExportOptions, console: Console) -> None:
     if options.to == PLAN:
         make_and_show("kvsearch.jobs.export:export", options, console)
         return
-    found = options.make_target_files(console) if console.dry_run else export_to(options, reporter=console)
-    usage = [line.format(path=str(options.output)) for line in found.usage]
+    exported = options.make_target_files(console) if console.dry_run else export_to(options, reporter=console)
+    usage = [line.format(path=str(options.output)) for line in exported.usage]
     if console.as_json:
-        losses = [{"what": what, "entries": entries} for what, entries in found.losses.items()]
-        files = [str(options.output / name) for name in found.files]
-        saved = None if found.model is None else found.model.name
+        losses = [{"what": what, "entries": entries} for what, entries in exported.losses.items()]
+        files = [str(options.output / name) for name in exported.files]
+        saved = None if exported.model is None else exported.model.name
         summary = {
-            "target": options.to, "files": files, "model": saved, "losses": losses, "total": found.total, "usage": usage
+            "target": options.to, "files": files, "model": saved, "losses": losses, "total": exported.total,
+            "usage": usage,
         }  # fmt: skip
         console.print_json(summary)
         return
     verb = "would write" if console.dry_run else "wrote"
-    lost = "nothing is lost" if not found.losses else f"{counted(len(found.losses), 'thing')} lost"
-    saved = "" if found.model is None else f", and {found.model.name} itself in {found.model.fingerprint.dtype}"
+    lost = "nothing is lost" if not exported.losses else f"{counted(len(exported.losses), 'thing')} lost"
+    saved = (
+        "" if exported.model is None else f", and {exported.model.name} itself in {exported.model.fingerprint.dtype}"
+    )
     console.say(f"{verb} {options.output} for {options.to}{saved}: {lost}")
     for line in usage:
         console.say(f"  {line}")

@@ -1,4 +1,4 @@
-"""The verbs of the command line: their help, their options, and what they print, made into commands when they run."""
+"""The registry of verbs: help, options and output, from which commands are made when they run."""
 
 from __future__ import annotations
 

@@ -263,8 +263,8 @@ def _make_paths_absolute(value: Any) -> Any:
 
 def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | float | str]:
     """Parse "key=value"; the value is true/false, a number, or a word. `flag` is for messages."""
-    key, found, value = text.partition("=")
-    if not found or not key.strip():
+    key, sign, value = text.partition("=")
+    if not sign or not key.strip():
         raise UsageError(f"{flag} {text!r} is not of the form key=value")
     value = value.strip()
     if value.lower() in ("true", "false"):

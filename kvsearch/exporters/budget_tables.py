@@ -1,4 +1,4 @@
-"""Targets that are told a number for every head, or one for every layer."""
+"""Targets with a number for every head, or one for every layer."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ class Tangram(BudgetExporter):
     scorers: ClassVar[Mapping[str, str]] = {"expected_attention": "ea"}
 
     def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
-        """Sort heads by what they keep, most first, and cut that order into clusters of P."""
+        """Sort heads by their budgets, largest first, and cut that order into clusters of P."""
         model = budgets.plan.model
         page = model.kv_heads
         shares = (budgets.entries / budgets.known_length).astype(np.float32)

@@ -121,17 +121,19 @@ def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> N
         return
     size = size_of(plan)
     results = [
-        one for one in data.eval_results or () if one.metric_args is None or one.metric_args.get(PLAN_ARGUMENT) != size
+        entry
+        for entry in data.eval_results or ()
+        if entry.metric_args is None or entry.metric_args.get(PLAN_ARGUMENT) != size
     ]
-    for name, found in scores.metrics.items():
-        arguments: dict[str, Any] = {PLAN_ARGUMENT: size, "questions": scores.questions, "contexts": found.contexts}
-        if not math.isnan(found.low):
-            arguments["interval_95"] = [round(end, METRIC_DECIMALS) for end in (found.low, found.high)]
+    for name, estimate in scores.metrics.items():
+        arguments: dict[str, Any] = {PLAN_ARGUMENT: size, "questions": scores.questions, "contexts": estimate.contexts}
+        if not math.isnan(estimate.low):
+            arguments["interval_95"] = [round(end, METRIC_DECIMALS) for end in (estimate.low, estimate.high)]
         results.append(
             EvalResult(
                 task_type=CARD_TASK, dataset_type=[*scores.datasets, *scores.tasks][0], dataset_split="report",
                 dataset_name=", ".join(scores.tasks), metric_type=scores.metric, metric_name=name,
-                metric_value=round(found.mean, METRIC_DECIMALS), metric_args=arguments,
+                metric_value=round(estimate.mean, METRIC_DECIMALS), metric_args=arguments,
             )
         )  # fmt: skip
     data.model_name = data.get("model_name") or _short_name(plan.model)

@@ -109,9 +109,9 @@ class TriAttention(ProfileExporter):
             "head_dim": size, "dtype": "float32", "rope_style": "half", "model": profile.metadata.model.name,
             "sampled_heads": [[layer, head] for layer in range(mean.shape[0]) for head in range(mean.shape[1])],
         }  # fmt: skip
-        told = {"metadata": json.dumps(about)}
+        file_metadata = {"metadata": json.dumps(about)}
         card = _CARD.format(model=markdown_text(profile.metadata.model.name))
-        files = {STATISTICS: save(named, told), CARD_FILE: card.encode()}
+        files = {STATISTICS: save(named, file_metadata), CARD_FILE: card.encode()}
         return ExportedFiles(files, ("the script in {path}/README.md makes the .pt file that the tools read",))
 
 

@@ -1,1 +1,1 @@
-"""What can be asked for: one file per verb, with its options and the function that does it."""
+"""Jobs: one file per verb, with its options and its function."""

@@ -88,7 +88,7 @@ class BenchOptions(ModelOptions):
 
 
 def dry_run(options: BenchOptions, reporter: Reporter) -> Forecast:
-    """Return what would be measured, the bytes that it takes at most, and what it costs; errors as `bench`.
+    """Forecast `bench`: its measurements, maximum bytes and costs; errors as `bench`.
 
     A model is loaded, and plans are checked against it; a `shape` takes no memory, so its time is not known.
     """
@@ -154,7 +154,7 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
 def _load(
     options: BenchOptions, reporter: Reporter, *, weights: bool = True
 ) -> tuple[LoadedModel, dict[str, Program], dict[str, Any]]:
-    """Return the model, what is measured on it by name, and the bytes that the largest workload takes, as JSON.
+    """Load the model; return it with the programs to measure by name, and the bytes of the largest workload as JSON.
 
     A shape is loaded with its `weights` only if these are wanted.
     """
@@ -173,14 +173,14 @@ def _load(
     programs = {name: Program.from_plan(loaded.model, plan) for name, plan in plans.items()}
     size = options.size
     if size is not None:
-        words = [options.policy, f"{100 * size.ratio:g}% evicted" if size.ratio else f"{size.budget} per head"]
+        parts_of_name = [options.policy, f"{100 * size.ratio:g}% evicted" if size.ratio else f"{size.budget} per head"]
         if options.skewed:
-            words.append("skewed")
+            parts_of_name.append("skewed")
         if options.phases != "prefill":
-            words.append(options.phases)
+            parts_of_name.append(options.phases)
         policy = create_policy(*parse_policy(options.policy))
         program = make_program_at(loaded.model, policy, size, phases_of(options.phases), options.skewed)
-        programs[", ".join(words)] = program
+        programs[", ".join(parts_of_name)] = program
     tokens = max(options.length) + options.new_tokens
     limit = describe(loaded.model).max_positions
     if limit and tokens > limit:

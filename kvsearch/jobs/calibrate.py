@@ -89,7 +89,7 @@ class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions,
 
     @classmethod
     def list_options(cls) -> dict[str, tuple[FieldInfo, Option]]:
-        """Return the options of all methods; those of one method where that is chosen."""
+        """List the options of all methods, or of the chosen one."""
         offered = super().list_options()
         for options in cls.list_variants().values():
             offered = {**options.list_options(), **offered}
@@ -146,9 +146,9 @@ OPTIONS: dict[str, Any] = {
 
 
 def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
-    """Return the configuration of the run and what it costs on this machine.
+    """Forecast a calibration: its configuration, and its cost on this machine.
 
-    Whatever would stop the calibration at its start is found out; errors as `calibrate`.
+    All checks before the measurement are run; errors as `calibrate`.
     """
     return forecast_calibrations([options], reporter)
 
@@ -343,12 +343,12 @@ def suggest_commands(options: CalibrateOptions, profile: Profile) -> Iterator[li
         losses = find_losses(profile)
         preferred = None if losses is None else losses.preferred
         policy = preferred or f"{options.method}={place}"
-        asked = [*changed_flags(options)]
+        flags = [*changed_flags(options)]
         if options.tasks is not None:  # budgets are measured on others than the ranking was fitted on
-            asked += ["--split", "select"]
+            flags += ["--split", "select"]
         elif not profile.metadata.provenance.settings.get("without_questions"):
-            asked += list_changed_flags(options, ("data",))
-        yield ["calibrate", options.model, "--policy", policy, "-o", f"{place.rstrip('/')}-budgets", *asked]
+            flags += list_changed_flags(options, ("data",))
+        yield ["calibrate", options.model, "--policy", policy, "-o", f"{place.rstrip('/')}-budgets", *flags]
     elif isinstance(options, PolykvOptions):
         size = ["--budget", str(options.budgets[0])]
         yield ["validate", place, *changed_flags(options)] if options.signals != ("entropy",) else ["show", place]

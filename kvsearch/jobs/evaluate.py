@@ -192,8 +192,8 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     from kvsearch.evaluation.totals import idle_methods
 
     loaded = options.load(options.model, reporter)
-    asked = replace(options.make_split(tasks, options.samples, options.protocol), sampling=sampling)
-    evaluation = prepare(loaded, request.prepare(loaded), request.subject, asked)
+    split = replace(options.make_split(tasks, options.samples, options.protocol), sampling=sampling)
+    evaluation = prepare(loaded, request.prepare(loaded), request.subject, split)
     warn_about_coverage(reporter, evaluation.encoded)
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
@@ -277,9 +277,9 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
         with reporter.progress("measuring importance: context") as progress:
             results = measure(full.loaded, full.encoded, options.ratio, progress, store)
         rows = summarize(results, FULL, contexts_of(full.encoded))
-        asked = tuple(task.coverage for task in full.encoded)
+        coverage = tuple(task.coverage for task in full.encoded)
         result = HeadroomResult(
-            model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=asked
+            model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=coverage
         )
         if options.output is not None:
             write_json(options.output / REPORT, result.as_json())

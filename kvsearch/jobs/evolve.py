@@ -82,14 +82,14 @@ class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Se
 
     @classmethod
     def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options; a size takes the place of sizes, parameters are added to those of the policy."""
+        """Merge options; a single size replaces several, parameters are added to those of the policy."""
         if "lambda" in stated:
             stated["lam"] = stated.pop("lambda")
         stated = drop_alternatives(stated, given, cls.alternatives)
         return merge_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
 
     def to_recipe(self) -> dict[str, Any]:
-        """Return what config.json has as "options"; a group size that nobody stated suits other models, too."""
+        """Return the options for config.json, without a default group size, so that it suits other models."""
         stated = "group_size" in self.model_fields_set
         return {key: value for key, value in super().to_recipe().items() if stated or key != "group_size"}
 
@@ -160,8 +160,8 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
             searches[0].require_answers(progress)
     if options.hard_below is not None:
         with reporter.progress("finding out how hard questions are: context") as progress:
-            searches, words = keep_hard_questions(searches, progress)
-        reporter.say(words)
+            searches, message = keep_hard_questions(searches, progress)
+        reporter.say(message)
     store = make_stage_store(directory, lambda evaluation: evaluation.config(), reporter, force=True)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
     with (
@@ -170,9 +170,9 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
     ):
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
-        found = run_searches(searches, executor, log, options.max_evals, watcher, store)
-        result = search_result(found, log.evaluations, log.tokens)
-        for evolved in found:
+        finished = run_searches(searches, executor, log, options.max_evals, watcher, store)
+        result = search_result(finished, log.evaluations, log.tokens)
+        for evolved in finished:
             save_plan(evolved.choice.plan, options.plan_file(evolved.search.budget), overwrite=True)
         run.write(REPORT, result.as_json())
         run.finish()
@@ -219,7 +219,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
 
 
 def _find_policies(space: str, names: str | None, params: Mapping[str, Any], plans: Mapping[str, Plan]) -> list[Policy]:
-    """Return the policy of all layers, or those that a layer may have; none where those of the start plan count."""
+    """Find the policy of all layers, or the choices of a layer; empty if the start plan decides."""
     if space == "joint":
         if not plans:
             raise UsageError("space joint begins with the policies of a plan: give one with --start")

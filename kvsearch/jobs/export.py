@@ -270,7 +270,7 @@ def export(options: ExportOptions, reporter: Reporter) -> Plan:
 
 @job(ExportOptions)
 def export_to(options: ExportOptions, reporter: Reporter) -> ExportedFiles:
-    """Write a plan, or what a profile knows, in the files of another tool (`to`), and return what that loses.
+    """Write a plan or a profile in the files of another tool (`to`), and return its losses.
 
     Raises:
         UsageError: as `export`, or there is no such target.

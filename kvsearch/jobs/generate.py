@@ -1,4 +1,4 @@
-"""kvsearch generate and compress: a context is read under a plan, and answered from or saved to be asked any time."""
+"""kvsearch generate and compress: read a context under a plan, then answer prompts or save the cache."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
 
     loaded = options.load(options.model, reporter)
     plan = options.plan_for(loaded, plan)
-    if words := generation_words(loaded.model):
-        reporter.say(words)
+    if settings_note := generation_words(loaded.model):
+        reporter.say(settings_note)
     source = options.cache or context
     replies = answer(loaded, plan, source, prompts, plain, options.max_new_tokens, chunk=options.chunk)
     if options.cache is None and plan is not None and replies[0].entries == replies[0].full_entries:

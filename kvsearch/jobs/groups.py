@@ -1,4 +1,4 @@
-"""Options that several jobs have: which model, which tasks are asked, and how; and commands that follow another."""
+"""Options that several jobs share: model, tasks and prompts; and suggestions of next commands."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG0
 
 @job(ListingOptions)
 def recipes(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
-    """Return the shipped recipes with what they say of themselves, or the text of one."""
+    """List the shipped recipes with their descriptions, or return the text of one."""
     if options.name is not None and options.name not in JOBS:
         name, path = find_shipped_recipe(options.name)
         text = path.read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ class DoctorOptions(ModelOptions, Seeded):
 
 @job(DoctorOptions)
 def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return versions, devices and what the bundled models answer; packages that are not there are "missing"."""
+    """Return versions, devices and replies of the bundled models; absent packages are "missing"."""
     import torch
 
     facts = {"python": platform.python_version(), "kvsearch": version("kvsearch")}

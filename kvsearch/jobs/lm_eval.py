@@ -54,7 +54,7 @@ def dry_run(options: LmEvalOptions, reporter: Reporter) -> Forecast:  # noqa: AR
 
 @job(LmEvalOptions)
 def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness on the cache that a plan leaves, and return what the harness reports.
+    """Run tasks of lm-evaluation-harness on the cache that a plan leaves, and return the report of the harness.
 
     Raises:
         UsageError: unknown tasks, a plan that cannot be used, or a file that cannot be written.

@@ -131,7 +131,7 @@ def write_report(options: ReportOptions, reporter: Reporter) -> dict[str, Any]: 
 
 
 def _write_figures(groups: list[Group], directory: Path) -> list[Path]:
-    """Write all figures; of several runs those of each in a folder of its own."""
+    """Write all figures; with several runs, each in its own folder."""
     from kvsearch.report.draw import write_figures
 
     sheets = [sheet for *_, sheets in groups for sheet in sheets if sheet["figures"]]

@@ -125,7 +125,7 @@ class ReproduceOptions(TaskOptions, WorkerOptions, BatchOptions):
         return {**scale, **given, "budgets": sorted(self.budgets)}
 
     def _asks(self, asks: Sequence[Ask], search: bool = False) -> list[Ask]:
-        """Return what is asked in place of `asks`, each once; a search keeps its own number of samples."""
+        """Return the evaluations in place of `asks`, each once; a search keeps its own number of samples."""
         given: dict[str, Any] = {"tasks": self.tasks, "samples": None if search else self.samples}
         given = {name: value for name, value in given.items() if value is not None}
         changed: list[Ask] = []
@@ -178,7 +178,7 @@ class TableStages:
         return [stage for stage in self.all if stage.job in ASKING]
 
     def tasks_of(self, stage: Stage) -> list[Task]:
-        """Return what a stage asks: of its split, or of one where it has several."""
+        """Return the tasks of a stage, of its split, or of one of several splits."""
         options = stage.options
         made_of = {"length": options.get("length"), "split": options.get("split"), **self._details(stage)}
         return find_tasks(options["tasks"], made_of)
@@ -197,7 +197,7 @@ class TableStages:
             task.examples(1, self.options.seed, counter(loaded.tokenizer))
 
     def _key(self, stage: Stage) -> str:
-        """Return a short hash of all that a stage is asked for, those before it included."""
+        """Return a short hash of all options of a stage, including earlier stages."""
         content = {
             "job": stage.job, "options": _filled(stage.options, self.keys),
             "methods": _filled(stage.methods, self.keys),
@@ -233,7 +233,7 @@ class TableStages:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self, stage: Stage, loaded: LoadedModel, reporter: Reporter) -> None:
-        """Run a stage, or read what it has left; one whose model cannot do it is noted in `impossible`."""
+        """Run a stage, or read its results; a stage that the model cannot do is noted in `impossible`."""
         left_out: dict[str, str] = {}
         remarks: Sequence[str] = ()
         usable = stage
@@ -267,7 +267,7 @@ class TableStages:
         self.finished.append(replace(stage, result=result, left_out=left_out, remarks=remarks, trace=trace))
 
     def _lost(self, value: object) -> str | None:
-        """Return why the model has none of an earlier stage that options name; None: it has them all."""
+        """Return why the result of an earlier stage in the options is missing; None if all exist."""
         text = json.dumps(value, default=str)
         return next((why for name, why in self.impossible.items() if f"{{{name}}}" in text), None)
 
@@ -349,7 +349,7 @@ def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
 
 
 def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it
-    """Return the stages with what they read.
+    """Forecast the stages and the contexts they read.
 
     Of the model its configuration and tokenizer are read, of all tasks a context; errors as `reproduce`.
     """
@@ -393,12 +393,14 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.to_recipe(), "stages": list(map(stages.describe, stages.all))}
-    found = reproduced(table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None)
-    tables = found.tables()
+    reproduced_table = reproduced(
+        table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None
+    )
+    tables = reproduced_table.tables()
     place = options.place / files[0]
     before = place.read_bytes() if place.exists() else None
     texts = (
-        canonical_json(found.as_json()), found.csv().encode(),
+        canonical_json(reproduced_table.as_json()), reproduced_table.csv().encode(),
         "\n".join(map(markdown, tables)).encode(), "\n".join(map(latex, tables)).encode(),
     )  # fmt: skip
     for name, text in reversed([*zip(files, texts, strict=True)]):
@@ -406,4 +408,4 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     finish(options.place, files)
     if before == place.read_bytes():
         reporter.say(FINISHED_NOTE)
-    return found.model_copy(update={"files": tuple(options.place / name for name in files)})
+    return reproduced_table.model_copy(update={"files": tuple(options.place / name for name in files)})

@@ -228,7 +228,7 @@ class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Selec
 
     @classmethod
     def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a recipe has `stated` with what was `given` over it; one size takes the place of others.
+        """Merge `given` options over those `stated` in a recipe; one size replaces the others.
 
         --effort quick stands for the recipe of that name, below both, on few contexts of few tasks.
         """
@@ -480,9 +480,9 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
     return result
 
 
-def collect_warnings(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
+def collect_warnings(options: RunOptions, encoded: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
     """Yield warnings about the choice: few contexts, and kinds of questions that rankings are not fitted on."""
-    contexts = sum(task.distinct for task in asked)
+    contexts = sum(task.distinct for task in encoded)
     if contexts < MIN_CONTEXTS_FOR_PROOF:
         yield (
             f"there are {contexts} contexts to choose by, and {MIN_CONTEXTS_FOR_PROOF} are needed to show that a plan "
@@ -492,7 +492,7 @@ def collect_warnings(options: RunOptions, asked: Sequence[TaskPrompts], count: T
         return
     kinds = {
         (task.task.name, question.query.category)
-        for task in asked
+        for task in encoded
         for prompt in task.prompts
         for question in prompt.questions
     }
@@ -573,10 +573,10 @@ class RunStages:
         self.longest = max(contexts)
         self.costs = self._check_costs(reporter, baseline_programs)
 
-    def _check_costs(self, reporter: Reporter, asked: Mapping[Size, list[Program]]) -> list[StageCost]:
+    def _check_costs(self, reporter: Reporter, programs_by_size: Mapping[Size, list[Program]]) -> list[StageCost]:
         """Estimate the costs of the stages; contexts too short or too long for a stage are refused here.
 
-        `asked` are the programs of the baselines of every size, which are about all that is screened.
+        `programs_by_size` are the programs of the baselines, which are about all that is screened.
         """
         from kvsearch.evaluation.compare import replies_cost
         from kvsearch.runtime.program import full_cache
@@ -592,12 +592,12 @@ class RunStages:
             anew = [each.model_copy(update={"force": True}).with_loaded_model(self.loaded) for each in several]
             costs += [replace(cost, name=name) for cost in forecast_calibrations(anew, quiet).stages]
         if self.refinement is not None:
-            costs.append(self.refinement.estimate_cost(SEARCH_STAGE, len(asked)))
+            costs.append(self.refinement.estimate_cost(SEARCH_STAGE, len(programs_by_size)))
         screened = choose_screening_questions(self.encoded["select"], self.options.seed)
-        for size, programs in asked.items():
+        for size, programs in programs_by_size.items():
             name = f"choose at {size.words}"
             costs.append(estimate_choice(name, self.encoded["select"], self.splits["select"], programs, screened))
-        for size, programs in asked.items():
+        for size, programs in programs_by_size.items():
             name = f"report at {size.words}"
             costs.append(
                 replies_cost(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
@@ -710,9 +710,9 @@ class RunStages:
         refined_plans: Mapping[str, Plan] = {}
         planned = resolve_plan_length(size, calibrated.profile.metadata.length, self.longest)
         if refined is not None:
-            found, searched = refined
+            plans_by_size, searched = refined
             contexts = joined([contexts, searched])
-            refined_plans = found[planned]
+            refined_plans = plans_by_size[planned]
         used = None if contexts is None else contexts.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, refined_plans)
         race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")

@@ -88,13 +88,17 @@ def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> t
     first = searches[0]
     if not first.needs_replies:
         return tuple(searches)
-    asked = first.settings
+    settings = first.settings
     with reporter.progress("own replies: context") as progress:
-        found = forced_answers(first.setup.loaded, first.encoded["search"], asked.protocol, asked.answers, progress)
-    own = sum(answer.own for answer in found.values())
-    reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
-             "answer after the others")  # fmt: skip
-    return tuple(replace(search, answers=found) for search in searches)
+        answers = forced_answers(
+            first.setup.loaded, first.encoded["search"], settings.protocol, settings.answers, progress
+        )
+    count = sum(answer.own for answer in answers.values())
+    reporter.say(
+        f"the model's own reply is right and teacher-forced after {count} of {len(answers)} questions, the right "
+        "answer after the others"
+    )
+    return tuple(replace(search, answers=answers) for search in searches)
 
 
 def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
@@ -108,7 +112,7 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
         "starts": [{name: table.tolist() for name, table in search.starts.items()} for search in searches],
         "asked": {
             "samples": {name: split.samples for name, split in first.splits.items()},
-            "max_length": first.asked.max_length,
+            "max_length": first.search_split.max_length,
         },
         "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
         "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},

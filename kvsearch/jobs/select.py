@@ -79,8 +79,8 @@ class SelectOptions(SignalOptions, SelectionOptions):
 def remarks(options: SelectOptions, result: SelectionResult | SelectionsResult) -> Iterator[str]:
     """Yield commands that use the written plans."""
     first = result.choices[0]
-    asked = options.model_copy(update={**options.stated_loading(), "protocol": first.protocol})
-    yield from suggest_plan_commands(first.plan, first.model, asked)
+    evaluated = options.model_copy(update={**options.stated_loading(), "protocol": first.protocol})
+    yield from suggest_plan_commands(first.plan, first.model, evaluated)
 
 
 def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
@@ -120,22 +120,22 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
         with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *PHASE_SETTINGS)) as run:
             store = make_stage_store(place, selection.config, reporter, title=f"{selection.size}, ")
             level = compute_shared_level(options.rule.level, len(prepared), ended)
-            found = selection.run(store, level, answered=True)
-            ended.append(found.chosen)
-            check_plan(found.plan, f"the plan for {output}")
-            if not options.force and output.exists() and read_bytes(output) != canonical_json(found.plan):
+            selected = selection.run(store, level, answered=True)
+            ended.append(selected.chosen)
+            check_plan(selected.plan, f"the plan for {output}")
+            if not options.force and output.exists() and read_bytes(output) != canonical_json(selected.plan):
                 raise UsageError(
                     f"{output} is another plan than is chosen now: choose another file, or --force to replace it"
                 )
             write_contexts(place, selection.hashes)
-            run.write(SELECTION, selection_result(found).as_json())
-            save_plan(found.plan, output, overwrite=True)  # it has its evidence beside it
+            run.write(SELECTION, selection_result(selected).as_json())
+            save_plan(selected.plan, output, overwrite=True)  # it has its evidence beside it
             run.finish()
             were_finished &= run.state == "finished"
-        if ahead := report_ahead_words(found.report):
+        if ahead := report_ahead_words(selected.report):
             reporter.warn(ahead)
         reporter.say(f"wrote {output} and {place / SELECTION}")
-        results.append(selection_result(found, plan=str(output)))
+        results.append(selection_result(selected, plan=str(output)))
     if were_finished:
         reporter.say(FINISHED_NOTE)
     if options.budgets is None:
@@ -154,7 +154,9 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     from kvsearch.selection.signal_candidates import find_measured
 
     protocol = options.asked_protocol
-    choice, reported = (options.split(name, asked, protocol).without(options.used) for name, asked in tasks.items())
+    choice, reported = (
+        options.split(name, questions, protocol).without(options.used) for name, questions in tasks.items()
+    )
     places = options.directories
     outputs = options.outputs
     for place, output in zip(places, outputs, strict=True):

@@ -85,7 +85,7 @@ class SignalOptions(TaskOptions, WorkerOptions, BatchOptions):
 
     @property
     def asked_protocol(self) -> Protocol:
-        """The protocol in which questions are asked, by default that of the calibration."""
+        """The protocol of questions, by default the one of the calibration."""
         return self.protocol or self.table.axes.protocol
 
     def stated_loading(self) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def remarks(options: ValidateOptions, found: ValidationResult) -> Iterator[str]:
     sizes = [f"{at.budget:g}" for at in found.budgets if at.ratio is None]
     if sizes:
         size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
-        asked = (*list_changed_flags(options, ("model",)), *changed_flags(options))
-        yield format_command("select", options.directory, *size, "-o", options.directory / "selected.json", *asked)
+        flags = (*list_changed_flags(options, ("model",)), *changed_flags(options))
+        yield format_command("select", options.directory, *size, "-o", options.directory / "selected.json", *flags)
 
 
 def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
@@ -202,20 +202,20 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
         require_unchanged(path.parent, path.name, "restore it, or --force to start anew")
     config = _config(options, prepared[0])
     with Run.open(path.parent, config, force=options.force, files=(path.name, "[0-9r]*-question-*")) as run:
-        before = found = load_validation(path)
+        before = validation_result = load_validation(path)
         for validation in prepared:
             replies = validation.evaluation.replies
             many = f"{validation.strategies} strategies and the full cache"
             reporter.say(f"{many} at {validation.budget:g} entries per kv head: {replies} replies")
             store = make_stage_store(run.directory, validation.config, reporter)
             result = ValidationResult(**dict(conditions), budgets=(validation.run(store, answered=True),))
-            found = result if found is None else result.merged(found)
-            run.write(path.name, found.as_json())
+            validation_result = result if validation_result is None else result.merged(validation_result)
+            run.write(path.name, validation_result.as_json())
         run.finish()
-    assert found is not None
-    if found == before:
+    assert validation_result is not None
+    if validation_result == before:
         reporter.say(FINISHED_NOTE)
-    return found
+    return validation_result
 
 
 def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig:
@@ -236,9 +236,9 @@ def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValid
     sizes = [Size(budget=measured) for measured in table.axes.budgets]
     if options.budget is not None or options.ratio is not None:
         sizes = [Size(options.budget, options.ratio)]
-    asked = options.make_split(tasks, options.samples, options.asked_protocol).without(options.used)
+    split = options.make_split(tasks, options.samples, options.asked_protocol).without(options.used)
     loaded = options.load_calibrated(reporter)
-    prepared = [prepare_validation(loaded, table.profile, size, asked, uses, options.permutations) for size in sizes]
+    prepared = [prepare_validation(loaded, table.profile, size, split, uses, options.permutations) for size in sizes]
     warn_about_coverage(reporter, prepared[0].evaluation.encoded)
     for note in dict.fromkeys(note for validation in prepared for note in validation.notes):
         reporter.warn(note)

@@ -132,31 +132,31 @@ class PlanEvaluator:
         """Yield values by method and sample: the first question of every context, then the second, and so on."""
         for number in range(max(map(len, contexts))):
             # a context without a question of that number repeats its first one, unheard
-            asked = [context[number if number < len(context) else 0] for context in contexts]
+            indices = [context[number if number < len(context) else 0] for context in contexts]
             measure = self._scores if self.objective == "metric" else self._losses
-            values = measure(joint, asked * len(joint.methods))
+            values = measure(joint, indices * len(joint.methods))
             for row, value in enumerate(values):
                 method, column = divmod(row, len(contexts))
                 if number < len(contexts[column]):
-                    yield joint.methods[method], asked[column], value
+                    yield joint.methods[method], indices[column], value
 
-    def _scores(self, joint: JointReplies, asked: SampleIndices) -> list[float]:
+    def _scores(self, joint: JointReplies, indices: SampleIndices) -> list[float]:
         """Score greedy replies to samples by their metric; NaN for all if the model gives NaN for one."""
-        samples = [self.samples[index] for index in asked]
+        samples = [self.samples[index] for index in indices]
         replies = joint.replies
         limits = [sample.limit for sample in samples]
         try:
-            reply_ids = replies.ask([sample.asked for sample in samples], limits)
+            reply_ids = replies.ask([sample.question_ids for sample in samples], limits)
         except NonFiniteError:
             return [math.nan] * len(samples)
         self.tokens_spent += sum(
-            len(sample.asked) + len(reply) for sample, reply in zip(samples, reply_ids, strict=True)
+            len(sample.question_ids) + len(reply) for sample, reply in zip(samples, reply_ids, strict=True)
         )
         return [sample.score(reply) for sample, reply in zip(samples, reply_ids, strict=True)]
 
-    def _losses(self, joint: JointReplies, asked: SampleIndices) -> list[float]:
+    def _losses(self, joint: JointReplies, indices: SampleIndices) -> list[float]:
         """Return the mean losses of the teacher-forced answers of samples, as `CandidateBank.losses` defines them."""
-        samples = [self.samples[index] for index in asked]
+        samples = [self.samples[index] for index in indices]
         sums = np.zeros(len(samples))
         rows = max(sample.predicting for sample in samples)
         if rows:
@@ -180,7 +180,7 @@ def make_executor(search: PreparedSearch, cap: int, progress: Progress | None = 
     """
     if isinstance(workers := search.setup.loaded.workers, ModelWorkers):
         return RayExecutor(make_worker_factory(search, workers.source, cap), workers.pool)
-    how = search.settings.objective, search.asked, cap
+    how = search.settings.objective, search.search_split, cap
     return SerialExecutor(make_evaluator(search.setup, search.samples, *how, progress=progress))
 
 
@@ -189,7 +189,7 @@ def make_worker_factory(search: PreparedSearch, source: ModelSource, cap: int) -
     nobody: Any = None
     tasks = {id(sample.task): replace(sample.task, prompts=()) for sample in search.samples}  # its questions alone
     samples = [replace(sample, task=tasks[id(sample.task)]) for sample in search.samples]
-    how = search.settings.objective, replace(search.asked, tasks=()), cap
+    how = search.settings.objective, replace(search.search_split, tasks=()), cap
     return partial(make_evaluator, replace(search.setup, loaded=nobody), samples, *how, source)
 
 
@@ -197,7 +197,7 @@ def make_evaluator(
     base: SearchSetup,
     samples: Sequence[BankSample],
     objective: str,
-    asked: Split,
+    split: Split,
     cap: int,
     source: ModelSource | None = None,
     progress: Progress | None = None,
@@ -208,7 +208,7 @@ def make_evaluator(
     """
     if source is not None:
         base = replace(base, loaded=source.load())
-    options: dict[str, Any] = {"objective": objective, "max_memory": asked.max_memory}
+    options: dict[str, Any] = {"objective": objective, "max_memory": split.max_memory}
     if base.evicts_prompts_only:
         return CandidateBank(base.loaded, base.policies_by_layer, samples, cap, **options, progress=progress)
-    return PlanEvaluator(base, samples, **options, batch=asked.batch)
+    return PlanEvaluator(base, samples, **options, batch=split.batch)

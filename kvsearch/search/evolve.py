@@ -1,4 +1,4 @@
-"""EvolKV (arXiv 2509.08315): search budgets on what the model makes of a task, choose and report on held-out questions.
+"""EvolKV (arXiv 2509.08315): search budgets on a task, then choose and report on held-out questions.
 
 1. Search, on the first split: start plans, then the stages of `loop`, by a cheap loss or by the task's metric.
 2. Choice, on the second split, whose contexts nothing at hand was searched, fitted or chosen on: the best candidates
@@ -97,7 +97,7 @@ class PreparedSearch:
         return [sample for sample in samples if self.kept is None or sample.sha256 in self.kept]
 
     @property
-    def asked(self) -> Split:
+    def search_split(self) -> Split:
         """The search split: its questions and prompt settings."""
         return self.splits["search"]
 
@@ -151,13 +151,13 @@ class PreparedSearch:
         full_passes = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
         once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples}
         is_metric = self.settings.objective == "metric"
-        read = sum(len(sample.asked if is_metric else sample.following) for sample in self.samples)
+        read = sum(len(sample.question_ids if is_metric else sample.following) for sample in self.samples)
         replied = sum(sample.limit for sample in self.samples) if is_metric else 0
         if not self.setup.evicts_prompts_only:
             read += sum(len(sample.prompt) for sample in self.samples)
         work = Work(tokens=candidates * read) + Work.replying(candidates * replied) + Work.over(once.values())
         return [
-            replies_cost("ask the full cache", self.encoded["search"], self.asked, [full] * full_passes),
+            replies_cost("ask the full cache", self.encoded["search"], self.search_split, [full] * full_passes),
             StageCost(f"search, at most {candidates:,} candidates", len(once), len(self.samples), work),
         ]
 
@@ -168,8 +168,8 @@ class PreparedSearch:
         chosen = [full_cache(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
         reported = [full_cache(model), *starts, *starts[:1] * 3]
         return [
-            replies_cost(f"choose at {self.budget} entries", self.encoded["choice"], self.asked, chosen),
-            replies_cost(f"report at {self.budget} entries", self.encoded["report"], self.asked, reported),
+            replies_cost(f"choose at {self.budget} entries", self.encoded["choice"], self.search_split, chosen),
+            replies_cost(f"report at {self.budget} entries", self.encoded["report"], self.search_split, reported),
         ]
 
     def require_answers(self, progress: Progress | None = None) -> None:
@@ -193,7 +193,7 @@ class PreparedSearch:
         return {SPLIT_USES[name]: asked_hashes(encoded) for name, encoded in self.encoded.items()}
 
     def record(self, searched: bool) -> ContextRecord:
-        """Return the contexts a result was fitted, chosen and reported on, those of its start plans included.
+        """Return the contexts a result was fitted, chosen and reported on, including the contexts of its start plans.
 
         A result that was not `searched` is a start plan: the search split had no influence on it.
         """
@@ -375,7 +375,7 @@ def find_longest(samples: Sequence[BankSample], phase: Phase = "prefill") -> int
     """Return the tokens of the longest compressed prompt; in the decode phase, with question and longest reply."""
     if phase == "prefill":
         return max(len(sample.prompt) for sample in samples)
-    return max(len(sample.prompt) + len(sample.asked) + sample.limit for sample in samples)
+    return max(len(sample.prompt) + len(sample.question_ids) + sample.limit for sample in samples)
 
 
 def check_budget(prepared: PreparedSearch) -> None:
@@ -437,6 +437,6 @@ def measure_difficulty(search: PreparedSearch, progress: Progress | None = None)
     """Return the scores of all questions, by SHA-256, with the full cache and under even budgets."""
     even = {UNIFORM: search.plan(search.starts[UNIFORM], {})}
     scores: dict[str, dict[str, float]] = {}
-    for reply in prepare_plans(search.setup.loaded, even, search.asked).run(progress).samples:
+    for reply in prepare_plans(search.setup.loaded, even, search.search_split).run(progress).samples:
         scores.setdefault(reply.prompt_sha256, {})[reply.method] = reply.score
     return scores

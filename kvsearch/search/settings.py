@@ -21,11 +21,11 @@ SEARCH_PANEL = "What is searched"  # headings of the help
 
 
 class EvolveSettings(Record):
-    """EvolKV (arXiv 2509.08315, Algorithm 1), with what the paper leaves open; c is the average budget of a kv head.
+    """Settings of EvolKV (arXiv 2509.08315, Algorithm 1), with choices the paper leaves open.
 
-    Candidates hold c entries per kv head exactly. With `parity` they may hold what they like, as in the paper: fitness
-    has the term 1 + lam * CacheScore of the group's budgets (Eq. 1 and 2), the best fitness is carried from group to
-    group, and the result is completed to the total at the end.
+    c is the average budget of a kv head. Candidates hold c entries per kv head exactly. With `parity` they may hold
+    what they like, as in the paper: fitness has the term 1 + lam * CacheScore of the group's budgets (Eq. 1 and 2), the
+    best fitness is carried from group to group, and the result is completed to the total at the end.
     """
 
     panel: ClassVar[str] = SEARCH_PANEL

@@ -258,7 +258,7 @@ EMPTY_GROUP_ENTRIES = (
 
 
 class Heads(Space):
-    """Multipliers of what a calibrated table gives each group of layers above the floors; 1 for all is that table.
+    """Multipliers of a calibrated table above the floors, one for each group of layers; all 1 is the table itself.
 
     k_lh = floor_lh + min(lam * x_j * (base_lh - floor_lh), cap_lh - floor_lh) for the heads of group j, with lam such
     that the total is right. The sums of the groups are rounded to it by largest remainders, then the heads of each

@@ -1,4 +1,4 @@
-"""Plans of a search: what it starts from, what it is judged by, and what its result is compared with."""
+"""Start plans of a search, which are also its baselines, and the setup of policies and phases."""
 
 from __future__ import annotations
 

@@ -154,8 +154,8 @@ class PlanRace:
                 race.losses = score_losses(forced)
             behind |= find_behind_on_kinds(rounds, race.candidates, race.baselines)
             race.candidates = [name for name in race.candidates if name not in behind]
-            asked = Scores.of(comparison.samples, comparison.contexts)
-            race.eliminate(asked, is_last=number == len(self.rounds), available=self.available)
+            round_scores = Scores.of(comparison.samples, comparison.contexts)
+            race.eliminate(round_scores, is_last=number == len(self.rounds), available=self.available)
             if race.winner is not None:
                 break
         result = self._make_result(race, rounds, forced, tuple(behind.values()), level)
@@ -211,7 +211,7 @@ class PlanRace:
             return -(race.losses.mean(method.name) if race.losses is not None else method.score.mean)
 
         methods.sort(key=lambda method: (-method.contexts, standing(method)))
-        samples = [sample for asked in rounds for sample in asked.samples]
+        samples = [sample for evaluation in rounds for sample in evaluation.samples]
         return PhaseResult(
             phases=plans.phases,
             methods=tuple(methods),
@@ -232,12 +232,12 @@ class PlanRace:
 def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: Sequence[Evaluation]) -> MethodResult:
     """Return the score of a method in the rounds it took part in, and the lead of a candidate there."""
     contexts = rounds[-1].contexts  # of all rounds
-    own_rounds = [asked for asked in rounds if name in asked.names]
-    samples = [sample for asked in own_rounds for sample in asked.samples]
+    own_rounds = [evaluation for evaluation in rounds if name in evaluation.names]
+    samples = [sample for evaluation in own_rounds for sample in evaluation.samples]
     row = summarize([sample for sample in samples if sample.method in {name, race.best}], race.best, contexts)[-1]
     score = row.scores[name]
     nats = row.nats.get(name)
-    count = sum(sum(asked.distinct.values()) for asked in own_rounds)
+    count = sum(sum(evaluation.distinct.values()) for evaluation in own_rounds)
     if name not in race.wealths:
         return MethodResult(name, "baseline", score, count, nats=nats)
     signs = {name: 1.0, race.best: -1.0}
@@ -249,12 +249,12 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: 
 
 def _negate_losses(forced: Sequence[Evaluation]) -> list[Sample]:
     """Replace the scores of teacher-forced samples by minus their losses, in nats per token."""
-    return [replace(sample, score=-loss_of(sample.reply)) for asked in forced for sample in asked.samples]
+    return [replace(sample, score=-loss_of(sample.reply)) for evaluation in forced for sample in evaluation.samples]
 
 
 def score_losses(forced: Sequence[Evaluation]) -> Scores:
     """Return minus the losses of teacher-forced replies as scores, for methods in all evaluations."""
-    parts = (Scores.of(_negate_losses([asked]), asked.contexts) for asked in forced)
+    parts = (Scores.of(_negate_losses([evaluation]), evaluation.contexts) for evaluation in forced)
     return reduce(Scores.concatenate, parts)
 
 

@@ -131,7 +131,7 @@ def plan_screening(counts: Sequence[int], minimum: int = MIN_SCREENED_CONTEXTS) 
     """Return the number of contexts of each task in the screening, of `counts` in all: some of every task."""
     largest = max(counts)
     shares = ([-(-size * count // largest) for count in counts] for size in range(1, largest + 1))
-    return next((asked for asked in shares if sum(asked) >= minimum), list(counts))
+    return next((share for share in shares if sum(share) >= minimum), list(counts))
 
 
 def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
@@ -144,9 +144,11 @@ def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
     rounds = [[0] * len(counts)]
     size = 1
     while size < largest:
-        asked = [-(-size * count // largest) for count in counts]  # rounded up
-        if sum(asked) >= MIN_CONTEXTS_FOR_PROOF and all(new > old for new, old in zip(asked, rounds[-1], strict=True)):
-            rounds.append(asked)
+        evaluated = [-(-size * count // largest) for count in counts]  # rounded up
+        if sum(evaluated) >= MIN_CONTEXTS_FOR_PROOF and all(
+            new > old for new, old in zip(evaluated, rounds[-1], strict=True)
+        ):
+            rounds.append(evaluated)
             size = max(size, int(ROUND_GROWTH * size) - 1)
         size += 1
     if any(count == old for count, old in zip(counts, rounds[-1], strict=True)):
@@ -226,8 +228,8 @@ class Race:
 
     def _is_out_of_reach(self, leader: str, available: int) -> bool:
         """Tell whether the evidence for the leader grows too slowly for a proof."""
-        asked = len(present(self.scores, "no round was judged").tasks)
-        return asked >= MIN_CONTEXTS_TO_GIVE_UP and self.evidence(leader) * available / asked < -math.log(
+        contexts = len(present(self.scores, "no round was judged").tasks)
+        return contexts >= MIN_CONTEXTS_TO_GIVE_UP and self.evidence(leader) * available / contexts < -math.log(
             self.rule.level
         )
 

@@ -124,8 +124,8 @@ class SelectionJob:
             foremost += chosen.list_foremost("baseline")
         names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
         partial_plans = {} if self.profile is not None else self._find_partial_plans(chosen.written)
-        asked = {name: plans[name] for name in dict.fromkeys(names)} | dict(partial_plans.values())
-        evaluation = prepare_plans(self.race.prepared.loaded, asked, self.reported)
+        report_plans = {name: plans[name] for name in dict.fromkeys(names)} | dict(partial_plans.values())
+        evaluation = prepare_plans(self.race.prepared.loaded, report_plans, self.reported)
         stage = "report" if self.profile is None else f"{chosen.phases}/report"
         report = evaluation.run_stage(stage, store)
         gain = share = None
@@ -200,8 +200,8 @@ class SelectionJob:
             settings["phases_tried"] = (chosen.phases,)
             if chosen.winner is None:
                 contexts = ContextRecord()  # a baseline was fitted on nothing
-        asked = ContextRecord(chosen=asked_set(self.race.encoded), reported=asked_set(self.report_prompts))
-        origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, asked]))
+        record = ContextRecord(chosen=asked_set(self.race.encoded), reported=asked_set(self.report_prompts))
+        origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, record]))
         return plan.model_copy(update={"provenance": origin})
 
 

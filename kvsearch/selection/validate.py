@@ -133,16 +133,16 @@ class PreparedValidation:
     def conditions(self) -> Conditions:
         """Conditions that must be equal for two validations to be merged."""
         splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
-        asked, metrics = self.evaluation.config().content["tasks"], self.evaluation.metrics
+        task_records, metrics = self.evaluation.config().content["tasks"], self.evaluation.metrics
         return Conditions(
             model=self.profile.metadata.model,
             profile_sha256=sha256(self.profile.to_bytes()).hexdigest(),
             tasks={
                 name: TaskContent(
-                    contexts=asked[name]["contexts"],
-                    questions=asked[name]["questions"],
+                    contexts=task_records[name]["contexts"],
+                    questions=task_records[name]["questions"],
                     metric=metric,
-                    rows_sha256=asked[name]["rows_sha256"],
+                    rows_sha256=task_records[name]["rows_sha256"],
                 )
                 for name, metric in metrics.items()  # in the order in which they were asked for
             },

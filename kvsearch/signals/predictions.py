@@ -1,4 +1,4 @@
-"""What a model loses on tokens it should predict, and how far its next-token distributions move.
+"""Losses of a model on target tokens, and distances of its next-token distributions.
 
 PolyKV (arXiv 2606.15157, Eq. 3) compares perplexity, exp of the mean loss, with and without eviction. Means and
 differences are left to the caller, in float64.

@@ -1,4 +1,4 @@
-"""The signals of a PolyKV calibration by name: what a layer prefers, and how much it suffers.
+"""Signals of a PolyKV calibration by name: preferences of layers for patterns, and sensitivities.
 
 A route says which pattern a layer prefers, a sensitivity how much of the budget it should get. Both are read at the
 measured budget that is nearest to the one asked for, as ratios go.
@@ -98,8 +98,8 @@ class SignalTable:
     @property
     def sensitivities(self) -> tuple[str, ...]:
         """The sensitivities that were measured."""
-        found = [ENTROPY] if MEAN_ENTROPY in self.profile.arrays else []
-        return (*found, *(measure + over for measure in self.routes for over in AGGREGATIONS))
+        names = [ENTROPY] if MEAN_ENTROPY in self.profile.arrays else []
+        return (*names, *(measure + over for measure in self.routes for over in AGGREGATIONS))
 
     @property
     def perplexity(self) -> float:
@@ -130,8 +130,8 @@ class SignalTable:
 
     def read_preference(self, route: str, phase: Phase, budget: float) -> Floats:
         """Return the preference of layers for patterns, [L, R], higher is better; UsageError as `measured`."""
-        found = self.measured(route, phase, budget)
-        return found if route == "cosine" else -found
+        values = self.measured(route, phase, budget)
+        return values if route == "cosine" else -values
 
     def read_sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
         """Return the sensitivity of each layer, [L], in the unit of its measure: more sensitive layers get more budget.
@@ -183,12 +183,12 @@ class SignalTable:
         return explosions
 
     def _array(self, name: str, signal: str) -> Floats:
-        found = self.profile.arrays.get(name)
-        if found is None:
+        array = self.profile.arrays.get(name)
+        if array is None:
             raise UsageError(
                 f"this profile has no {signal!r} signal (it has {', '.join(self.sensitivities)}): calibrate with it"
             )
-        return _floats(found)
+        return _floats(array)
 
     def phase_index(self, phase: Phase) -> int:
         """Return the index of a measured phase; UsageError if it was not measured."""

@@ -95,13 +95,13 @@ class _Reader:
     def _known(self, place: Place, value: Any, known: Iterable[str]) -> dict[str, Any]:
         """Return a mapping without the keys that should not be there."""
         names = list(known)
-        found = self._mapping(place, value, f"with the keys {', '.join(names)}")
-        for key in found:
+        mapping = self._mapping(place, value, f"with the keys {', '.join(names)}")
+        for key in mapping:
             if (*place, key) == ("total",):
                 self.tell(("total",), "follows from budgets: remove it")
             elif key not in names:
                 self.tell((*place, key), f"unknown key{suggest(key, names)}")
-        return {key: found[key] for key in names if key in found}
+        return {key: mapping[key] for key in names if key in mapping}
 
     def _phase(self, phase: str, model: Mapping[str, Any]) -> list[Any]:
         """An item for every layer of the model."""

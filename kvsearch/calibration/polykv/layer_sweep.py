@@ -40,11 +40,11 @@ ROWS = "attention"  # [M, P, L, N] mean attention rows of continuations
 def collect_needs(policies: Sequence[Policy], phases: Sequence[Phase], signals: Sequence[str]) -> list[Needs]:
     """Collect the needs of a layer to measure `signals` under `policies` in these phases."""
     tried = policies if {"cosine", "ppl"} & set(signals) else ()
-    found = [policy.needs() for policy in tried if "prefill" in phases]
-    found += [decode_needs(policy) for policy in tried if "decode" in phases]
+    needs = [policy.needs() for policy in tried if "prefill" in phases]
+    needs += [decode_needs(policy) for policy in tried if "decode" in phases]
     if "entropy" in signals:
-        found.append(Needs(column_sums="prefill" in phases))  # its mean row: what every key received
-    return found
+        needs.append(Needs(column_sums="prefill" in phases))  # its mean row: what every key received
+    return needs
 
 
 class Ablation(NamedTuple):
@@ -102,8 +102,8 @@ class AblationResults:
 
     def note_outputs(self, row: int, items: Sequence[Ablation], agreement: Sequence[Tensor]) -> None:
         """Note cosine and relative error, each [items, M], of what layer `row` puts out."""
-        for array, found in zip((self.cosine, self.error), agreement, strict=True):
-            for item, values in zip(items, found.cpu().numpy(), strict=True):
+        for array, tensor in zip((self.cosine, self.error), agreement, strict=True):
+            for item, values in zip(items, tensor.cpu().numpy(), strict=True):
                 array[:, item.budget, item.phase, row, item.pattern] = values
 
     def note_losses(self, places: Sequence[tuple[int, Ablation]], losses: Tensor) -> None:
@@ -157,8 +157,8 @@ class ContinuationBatch:
     def losses(self, logits: Tensor) -> Tensor:
         """Average the losses of answers' tokens in nats, [..., M] float64, by logits [..., M, K, V]; 0 without any."""
         rows = self.predicting.to(logits.device)
-        found = token_losses(logits[..., :-1, :], self.tokens[:, 1:]).double().masked_fill(~rows, 0.0).sum(-1)
-        return found / rows.sum(-1).clamp(min=1)
+        losses = token_losses(logits[..., :-1, :], self.tokens[:, 1:]).double().masked_fill(~rows, 0.0).sum(-1)
+        return losses / rows.sum(-1).clamp(min=1)
 
 
 @dataclass(frozen=True, eq=False)

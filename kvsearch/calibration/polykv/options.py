@@ -1,4 +1,4 @@
-"""The options of a PolyKV calibration (arXiv 2606.15157): which patterns are tried where, and what is measured."""
+"""The options of a PolyKV calibration (arXiv 2606.15157): patterns, phases, budgets and signals."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class PolykvOptions(CalibrationOptions):
         )
 
     def resolved(self) -> dict[str, Any]:
-        """Return everything that decides what is measured, patterns with all their parameters; see `make_policy`."""
+        """Return all settings that decide the measurement, patterns with all their parameters; see `make_policy`."""
         self.make_policy()
         patterns = [{"name": policy.name, "params": policy.parameters()} for policy in self.policies()]
         stated = self.model_dump(mode="json", include={"method", "policy", "max_length", *self.option_names()})

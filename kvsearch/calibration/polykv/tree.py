@@ -1,4 +1,4 @@
-"""The growing tree: what the model says of K tokens when one layer is ablated, for every ablation in one sweep.
+"""The growing tree: outputs of the model on K tokens with one layer ablated, for all ablations in one sweep.
 
 Eviction changes no prompt, so the K tokens that follow it are all that has to be computed again, and a layer below the
 ablated one computes nothing new at all. The sweep goes up through the layers once: at layer l the tokens of the

@@ -1,4 +1,4 @@
-"""Calibrate a query bank: store queries of what is asked of contexts, few enough, and report how well they rank.
+"""Calibrate a query bank: store a few queries of questions on contexts, and report how well they rank.
 
 Queries of all tokens that are asked after the contexts to fit on are turned back to position 0. Of them a bank is
 chosen for every kv head, in two ways: farthest points (each the farthest from those chosen before) and k-means (the
@@ -75,12 +75,12 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
         return sample_queries
 
     def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> FitCandidates:
-        asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in samples], 3))  # [L, Hkv, G, M, D]
-        none = torch.zeros(asked.shape[:2], dtype=torch.bool)
-        apart = choose_farthest(asked, self.options.bank)
+        queries = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in samples], 3))  # [L, Hkv, G, M, D]
+        none = torch.zeros(queries.shape[:2], dtype=torch.bool)
+        apart = choose_farthest(queries, self.options.bank)
         self.tried = [
             StoredQueries(apart, "farthest", none),
-            StoredQueries(choose_by_k_means(asked, apart), "k-means", none),
+            StoredQueries(choose_by_k_means(queries, apart), "k-means", none),
         ]
         return FitCandidates(len(self.tried), self._look(self.tried, contexts), None)
 
@@ -115,8 +115,8 @@ def draw_asked_places(
 
     Tokens of questions come first; those of the context itself fill up what is left.
     """
-    asked = builder.build(prompt, "cpu")
-    own, rest = (sum(after.tokens.shape[1] for after in asked.get(target, ())) for target in TARGETS)
+    questions = builder.build(prompt, "cpu")
+    own, rest = (sum(after.tokens.shape[1] for after in questions.get(target, ())) for target in TARGETS)
     order = torch.cat([torch.randperm(own, generator=random), own + torch.randperm(rest, generator=random)])
     return order[:count].sort().values
 

@@ -417,12 +417,14 @@ def report(
     texts = group_by_text(arrays["text"].item() for arrays in contexts)
     text_loss = np.stack([np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts])
     middle = _average(contexts)["loss"][:, MIDDLE_SHARE].mean(1)
-    if compare == "best" and any((middle[first:] < mine).all() for mine in middle[:first]):  # others may be worse
+    if compare == "best" and any(
+        (middle[first:] < fit_loss).all() for fit_loss in middle[:first]
+    ):  # others may be worse
         middle = _average(read(at_middle))["middle_loss"]
     middle = means.get("middle_loss", middle)
-    found = {}
+    reports = {}
     for number, name in enumerate(fits):
-        found[name] = (
+        reports[name] = (
             {
                 "recall": np.concatenate([means["recall"][[number]], means["recall"][first:]]),
                 "text_loss": text_loss[:, [number, *range(first, len(judged))]].astype(np.float32),
@@ -430,7 +432,7 @@ def report(
             },
             (name, *(RIVAL_POLICIES[rival - first] for rival in rivals)),
         )
-    return found
+    return reports
 
 
 def _average(contexts: Iterable[Arrays]) -> dict[str, Floats]:

@@ -249,7 +249,7 @@ def _fit_layers(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions,
 
 
 def make_constant_fit(z: Tensor, bias: Tensor) -> Coefficients:
-    """Return what the heads of a layer have that say `bias` [Hkv] of every entry, on features [Hkv, N, F] as they are.
+    """Make coefficients that predict `bias` [Hkv] for every entry, on plain features [Hkv, N, F].
 
     There are no hidden units (K = 0).
     """

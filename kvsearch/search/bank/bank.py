@@ -121,7 +121,7 @@ class CandidateBank(Closing):
                 raise IncompatibleError(
                     f"{sample.place}: the model emits NaN or infinite logits: check its dtype and weights"
                 )
-            if not len(sample.asked):
+            if not len(sample.question_ids):
                 self._last[name] = logits.cpu()
             for index in indices:
                 answer = self.samples[index].answer
@@ -201,7 +201,7 @@ class CandidateBank(Closing):
 
         self._run(table, self._replying, act)
         for (_, index), reply in replies.items():  # the question, and all of the reply but its last token
-            self.tokens_spent += len(self.samples[index].asked) + max(0, len(reply.generated) - 1)
+            self.tokens_spent += len(self.samples[index].question_ids) + max(0, len(reply.generated) - 1)
         return [[replies[candidate, index] for index in range(len(self.samples))] for candidate in range(len(table))]
 
     def states(self, indices: Sequence[int], widths: Sequence[int]) -> LayerStates:

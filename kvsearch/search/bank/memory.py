@@ -71,8 +71,8 @@ class PassMemory:
 
     def estimate_reply(self, sample: BankSample, width: int) -> SampleNeed:
         """Estimate the longest reply to a sample."""
-        asked = len(sample.asked)
-        return self.estimate(len(sample.prompt), width, max(asked, 1), asked + sample.limit, 1)
+        question = len(sample.question_ids)
+        return self.estimate(len(sample.prompt), width, max(question, 1), question + sample.limit, 1)
 
 
 def split_into_blocks(needs: Sequence[SampleNeed], candidates: int, memory: int) -> Iterator[tuple[list[int], int]]:

@@ -366,13 +366,13 @@ class BankPass:
         """
         samples = self.samples
         if first is None:
-            ids, mask = left_padded([sample.asked for sample in samples], self.model.device)
+            ids, mask = left_padded([sample.question_ids for sample in samples], self.model.device)
             logits = self.read(ids, mask.bool(), 1)[:, :, 0]
         else:
             logits = first.expand(self.count, *first.shape)
         pairs = [(sample, stop) for _ in range(self.count) for sample, stop in zip(samples, stops, strict=True)]
         rows = [BankReply(sample.limit, stop, sample.finished) for sample, stop in pairs]
-        prompts = [torch.cat([sample.prompt, sample.asked]) for sample in samples] * self.count
+        prompts = [torch.cat([sample.prompt, sample.question_ids]) for sample in samples] * self.count
         choose = NextTokens(self.model, prompts, [row.limit for row in rows])
         valid = torch.ones(len(samples), 1, dtype=torch.bool, device=self.model.device)
         ids = torch.empty(len(rows), 1, dtype=torch.int64, device=valid.device)

@@ -43,14 +43,14 @@ class BankSample:
         return self.reading.ids
 
     @property
-    def asked(self) -> Tensor:
+    def question_ids(self) -> Tensor:
         """Token ids between the compressed prompt and the reply, see `Reading.following`."""
         return self.reading.following(self.question)
 
     @cached_property
     def following(self) -> Tensor:
         """Token ids [K] that are teacher-forced after the prompt: all before the last token of the answer."""
-        return torch.cat([self.asked, self.answer])[:-1]
+        return torch.cat([self.question_ids, self.answer])[:-1]
 
     @property
     def predicting(self) -> int:
@@ -87,7 +87,7 @@ def check_samples(model: Any, samples: Sequence[BankSample]) -> None:
     """Raise IncompatibleError if a prompt and what follows it are too long for the model, or for its rotary factors."""
     for sample in samples:
         check_length(model, len(sample.prompt) + len(sample.following))
-        later = max(len(sample.following), len(sample.asked) + sample.limit - 1)
+        later = max(len(sample.following), len(sample.question_ids) + sample.limit - 1)
         require_same_rotary(model, [len(sample.prompt)], later, sample.place)
 
 

@@ -126,8 +126,8 @@ def evaluator_replies(model: LoadedModel, task: TaskPrompts, protocol: Protocol,
             stop, finished = stop_tokens(model), sample.finished
             for joint in compressed(model.model, programs, [sample.prompt], stop, finished):
                 limits = [sample.limit] * len(joint.methods)
-                asked = [sample.asked] * len(joint.methods)
-                replies = joint.replies.ask(asked, limits) if len(sample.asked) else joint.replies.reply(limits)
+                asked = [sample.question_ids] * len(joint.methods)
+                replies = joint.replies.ask(asked, limits) if len(sample.question_ids) else joint.replies.reply(limits)
                 for method, reply in zip(joint.methods, replies, strict=True):
                     found[int(method)].append(reply)
     return found

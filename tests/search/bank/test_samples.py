@@ -35,7 +35,7 @@ def words(model: LoadedModel, ids: torch.Tensor) -> str:
 
 def test_question_agnostic_the_question_follows(model: LoadedModel) -> None:
     sample = of_queries(model, "question-agnostic", Query("? code", ("mark recall .",)))[0]
-    assert words(model, sample.asked) == "? code"
+    assert words(model, sample.question_ids) == "? code"
     assert words(model, sample.answer) == "mark recall ."
     assert words(model, sample.following) == "? code mark recall"
     assert sample.predicting == 3
@@ -45,7 +45,7 @@ def test_question_agnostic_the_question_follows(model: LoadedModel) -> None:
 
 def test_question_aware_the_prompt_predicts_the_first_token(model: LoadedModel) -> None:
     sample = of_queries(model, "question-aware", Query("? code", ("mark recall .",)))[0]
-    assert len(sample.asked) == 0
+    assert len(sample.question_ids) == 0
     assert words(model, sample.prompt).endswith("? code")
     assert words(model, sample.following) == "mark recall"
     assert sample.predicting == 2
@@ -61,7 +61,7 @@ def test_the_first_answer_counts_as_far_as_a_reply_may_go(model: LoadedModel) ->
     query = Query("? code", ("mark recall .", "code"), max_new_tokens=2, prefix=" =")
     sample = of_queries(model, "question-agnostic", query)[0]
     assert words(model, sample.answer) == "mark recall"
-    assert words(model, sample.asked) == "? code ="
+    assert words(model, sample.question_ids) == "? code ="
     assert sample.limit == 2
 
 
