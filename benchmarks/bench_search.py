@@ -123,7 +123,7 @@ def compare(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Pr
         whole = prefill + SEARCH * fast
         print(f"  {objective:6s} {1000 * fast:8.2f} ms per candidate: {slow / fast:6.1f}x; with the prefill, "
               f"{SEARCH} candidates in {whole:.1f} s: {SEARCH * slow / whole:.1f}x (extrapolated)")  # fmt: skip
-    apart = np.abs(bank.scores(candidates[: args.naive]).mean(1) - np.mean(scores, axis=1)).max()
+    apart = np.abs(bank.score_replies(candidates[: args.naive]).mean(1) - np.mean(scores, axis=1)).max()
     print(f"  scores of both ways differ by at most {apart:.4f}")
 
 

@@ -107,8 +107,8 @@ def bank(where: Settings) -> dict[str, Any]:
     ]
     dense = prefill(loaded, len(samples[0].prompt))
     made, read = seconds_of(lambda: CandidateBank(loaded, create_policy("snapkv"), samples, cap=2 * budget))
-    made.losses(population)  # compiled, and brought to the device
-    _, judged = seconds_of(lambda: made.losses(population))
+    made.measure_losses(population)  # compiled, and brought to the device
+    _, judged = seconds_of(lambda: made.measure_losses(population))
     each = judged / POPULATION
     return {
         "samples": len(samples), "tokens": task.length, "prefill_seconds": read, "dense_prefill_seconds": dense,

@@ -54,21 +54,21 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     stock = (DYNAMIC, STATIC) if len(shape.full_layers) == shape.layers else (DYNAMIC,)
     caches = dict.fromkeys(stock, entries * 2 * shape.head_dim * model.dtype.itemsize)
     caches |= {name: need.cache * (2 if ours[name].decode else 1) for name, need in needs.items()}
-    most = replace(max(needs.values(), key=lambda need: need.scratch), cache=sum(caches.values()))
+    peak = replace(max(needs.values(), key=lambda need: need.scratch), cache=sum(caches.values()))
     decoding = caches[DYNAMIC] + int(SPARE_SHARE * sum(caches[name] for name in ours))
-    if decoding > most.dense + most.activations + most.masks + most.scratch:
-        most = replace(most, cache=most.cache + decoding, dense=0, activations=0, masks=0, scratch=0)
+    if decoding > peak.dense + peak.activations + peak.masks + peak.scratch:
+        peak = replace(peak, cache=peak.cache + decoding, dense=0, activations=0, masks=0, scratch=0)
     held = [tensor for _, tensor in named_tensors(model) if not tensor.is_meta]
     devices = {tensor.device for tensor in held}
-    needed = most.total - sum(tensor.nbytes for tensor in held)
+    needed = peak.total - sum(tensor.nbytes for tensor in held)
     free = sum(map(free_bytes, devices or {device}))
     if needed > free:
         raise EnvironmentFault(
-            f"batch {work.batch} at {work.length:,} tokens needs {needed / 1e9:.1f} GB ({most.cache / 1e9:.1f} of it "
-            f"for all caches at once, {most.activations / 1e9:.1f} to read the prompts) and {free / 1e9:.1f} GB are "
+            f"batch {work.batch} at {work.length:,} tokens needs {needed / 1e9:.1f} GB ({peak.cache / 1e9:.1f} of "
+            f"it for all caches at once, {peak.activations / 1e9:.1f} to read the prompts) and {free / 1e9:.1f} GB are "
             f"free: lower {'--batch' if work.batch > 1 else '--length'}, or measure fewer plans"
         )
-    return {"bytes": caches, "memory": asdict(most), "needed_bytes": needed, "free_bytes": free}
+    return {"bytes": caches, "memory": asdict(peak), "needed_bytes": needed, "free_bytes": free}
 
 
 def find_largest_batches(
@@ -107,14 +107,14 @@ def find_largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int)
         EnvironmentFault: not one sequence fits.
     """
     model.set_attn_implementation(kind.implementation)
-    one = kind.make()
-    time_prefill(model, one, draw_prompts(model, 1, work.length))
-    held = count_cache_bytes(one)
-    beside = measure_peak_bytes(model.device, lambda: time_decode(model, one, 1, min(PROBE_STEPS, work.steps)))
+    single_cache = kind.make()
+    time_prefill(model, single_cache, draw_prompts(model, 1, work.length))
+    held = count_cache_bytes(single_cache)
+    beside = measure_peak_bytes(model.device, lambda: time_decode(model, single_cache, 1, min(PROBE_STEPS, work.steps)))
     batch = memory // (held + beside)
     while batch > 0:
         try:
-            cache = _repeat_cache(kind, one, batch)
+            cache = _repeat_cache(kind, single_cache, batch)
             time_steps(model, cache, batch, PROBE_STEPS)
             seconds = time_steps(model, cache, batch, work.steps)
         except (RuntimeError, MemoryError) as error:

@@ -122,15 +122,15 @@ class CalibrationOptions(Seeded):
     @classmethod
     def option_names(cls) -> list[str]:
         """Return the options that belong to the method alone."""
-        own = next(one for one in cls.__mro__ if "method" in get_annotations(one))
-        known = own.model_fields if issubclass(own, CalibrationOptions) else {}
-        return [name for name in known if name not in CalibrationOptions.model_fields]
+        method_model = next(model for model in cls.__mro__ if "method" in get_annotations(model))
+        fields = method_model.model_fields if issubclass(method_model, CalibrationOptions) else {}
+        return [name for name in fields if name not in CalibrationOptions.model_fields]
 
     @classmethod
     def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Merge `given` options over those `stated` in a recipe, without settings of another policy."""
-        own = stated.get("policy", cls.model_fields["policy"].default)
-        return merge_params(stated, given, own if cls.own_params else None)
+        policy = stated.get("policy", cls.model_fields["policy"].default)
+        return merge_params(stated, given, policy if cls.own_params else None)
 
     @classmethod
     def check_given(cls, given: Mapping[str, Any]) -> None:
@@ -142,7 +142,12 @@ class CalibrationOptions(Seeded):
                     f"{key!r}{suggest(key, cls.option_names())}"
                 )
             hint = get_args(cls.model_fields[key].annotation)
-            if key in cls.option_names() and hint and all(isinstance(one, str) for one in hint) and value not in hint:
+            if (
+                key in cls.option_names()
+                and hint
+                and all(isinstance(choice, str) for choice in hint)
+                and value not in hint
+            ):
                 raise UsageError(f"unknown {key} {value!r}{suggest(str(value), hint)}")
 
     def make_policy(self) -> Policy:
@@ -248,10 +253,10 @@ class LukvOptions(AnsweredOptions):
         """
         from kvsearch.policies.registry import protecting_like
 
-        own = self.make_policy()
+        policy_of_method = self.make_policy()
         others = [self.model_copy(update={"policy": name, "params": {}}).make_policy() for name in self.rivals]
-        rivals = [protecting_like(policy, own) for policy in others]
-        measured = [own, *rivals]
+        rivals = [protecting_like(policy, policy_of_method) for policy in others]
+        measured = [policy_of_method, *rivals]
         for number, policy in enumerate(rivals, 1):
             if policy in measured[:number]:
                 raise UsageError(f"policy {policy.name} is measured already: name each once in --policy and --rivals")
@@ -316,8 +321,8 @@ class RankingOptions(AnsweredOptions):
         from kvsearch.policies import create_policy
 
         alike = {"sinks": SINKS, "protect": self.protect, "recent": max(self.protect, 1)}  # 0 recent are half a budget
-        made = map(create_policy, RIVAL_POLICIES)
-        return [replace(one, **{name: alike[name] for name in alike if hasattr(one, name)}) for one in made]
+        rivals = map(create_policy, RIVAL_POLICIES)
+        return [replace(policy, **{name: alike[name] for name in alike if hasattr(policy, name)}) for policy in rivals]
 
     def resolved(self) -> dict[str, Any]:
         return {"method": self.method, **self.model_dump(mode="json", include=set(self.option_names()))}

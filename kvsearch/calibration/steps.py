@@ -56,13 +56,13 @@ class StepCache:
             return
         self._stage += 1
         paths = [self.folder / f"{self._stage:06d}-{number:04d}.safetensors" for number in range(len(items))]
-        known = [path.exists() for path in paths]
-        made = make([item for item, is_known in zip(items, known, strict=True) if not is_known])
-        for path, is_known in zip(paths, known, strict=True):
+        exist = [path.exists() for path in paths]
+        missing_arrays = make([item for item, is_known in zip(items, exist, strict=True) if not is_known])
+        for path, is_known in zip(paths, exist, strict=True):
             if is_known:
                 yield self._read(path)
             else:
-                arrays = next(made)
+                arrays = next(missing_arrays)
                 self.store(path, arrays)
                 yield arrays
 

@@ -81,8 +81,8 @@ class Flag:
         """List completions of a partially typed value; of several values the last is completed."""
         names = self.names
         if isinstance(names, str):
-            listing_output = resolve_name(names)
-            names = list(listing_output() if callable(listing_output) else listing_output)
+            listed = resolve_name(names)
+            names = list(listed() if callable(listed) else listed)
         begin = max(incomplete.rfind(","), incomplete.rfind("+")) + 1
         return [incomplete[:begin] + name for name in names if name.startswith(incomplete[begin:])]
 
@@ -212,9 +212,9 @@ class VerbCommand(TyperCommand):
         sections = {OPTIONS_PANEL: short, METHOD_PANEL: of_method}
         notes = []
         if HELP_ALL in words:
-            listing_output = sorted([*shared, *of_method], key=lambda flag: flag.panel == GENERAL_PANEL)
+            listed = sorted([*shared, *of_method], key=lambda flag: flag.panel == GENERAL_PANEL)
             sections = {
-                flag.panel: [other for other in listing_output if other.panel == flag.panel] for flag in listing_output
+                flag.panel: [other for other in listed if other.panel == flag.panel] for flag in listed
             }
         elif short is not shared:
             notes.append(f"All options: {ctx.command_path} {HELP_ALL}")

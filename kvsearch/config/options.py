@@ -134,11 +134,11 @@ class JobOptions(Record):
     @model_validator(mode="after")
     def _are_alternatives(self) -> Self:
         """Reject several of the `alternatives`, and repeated budgets."""
-        given = [name for name in self.alternatives if getattr(self, name) not in (None, False)]
+        given_names = [name for name in self.alternatives if getattr(self, name) not in (None, False)]
         budgets = getattr(self, "budgets", None) if "budgets" in self.alternatives else None
-        if len(given) > 1:
-            other = self.list_options()[given[0]][1].format_flag(given[0])
-            refuse([((given[1],), f"cannot be given with {other}: leave one of them out")])
+        if len(given_names) > 1:
+            other = self.list_options()[given_names[0]][1].format_flag(given_names[0])
+            refuse([((given_names[1],), f"cannot be given with {other}: leave one of them out")])
         if len(set(budgets or ())) < len(budgets or ()):
             refuse([(("budgets",), "has a budget twice: give each once")])
         return self

@@ -262,9 +262,9 @@ class Refinement:
     def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
         """Search at every budget, and write the best plans."""
         files = (CONTEXTS, "plan-*.json")
-        most = self.options.generations * len(searches)
+        maximum = self.options.generations * len(searches)
         opening = open_search(self.options.output, self.options.config, searches, files, reporter)
-        with opening as (searches, executor, run, log), closing(SearchProgress(reporter, log, most)) as watcher:
+        with opening as (searches, executor, run, log), closing(SearchProgress(reporter, log, maximum)) as watcher:
             write_contexts(self.options.output, {"fitted": searches[0].hashes["fitted"]})
             for number, search in enumerate(searches, 1):
                 allowed = number * self.options.generations  # one log has all searches

@@ -155,7 +155,7 @@ class PlanEvaluator:
         return [sample.score(reply) for sample, reply in zip(samples, reply_ids, strict=True)]
 
     def _losses(self, joint: JointReplies, indices: SampleIndices) -> list[float]:
-        """Return the mean losses of the teacher-forced answers of samples, as `CandidateBank.losses` defines them."""
+        """Return the mean losses of teacher-forced answers, as defined by `CandidateBank.measure_losses`."""
         samples = [self.samples[index] for index in indices]
         sums = np.zeros(len(samples))
         rows = max(sample.predicting for sample in samples)

@@ -271,9 +271,9 @@ def penalise_failures(values: Iterable[float]) -> float:
     optimiser to turn away, not so much that a fitted surface has nothing else in it.
     """
     finite = [value for value in values if math.isfinite(value)]
-    most = max(finite)
-    least = min(finite)
-    return min(most + max(most - least, abs(most), 1.0), sys.float_info.max)
+    largest = max(finite)
+    smallest = min(finite)
+    return min(largest + max(largest - smallest, abs(largest), 1.0), sys.float_info.max)
 
 
 def cache_score(mean: float, budget: float, gamma: float = 0.2) -> float:

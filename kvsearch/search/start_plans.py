@@ -95,8 +95,8 @@ class SearchSetup:
     @property
     def floors(self) -> Ints:
         """Entries per head that policies always keep, at least 1, like a candidate [phases * choices * L, Hkv]."""
-        least = np.array([policy.least for policy in self.policies], dtype=np.int64)
-        return np.repeat(least[:, None], self.heads[1], axis=1)
+        floors = np.array([policy.least for policy in self.policies], dtype=np.int64)
+        return np.repeat(floors[:, None], self.heads[1], axis=1)
 
     @property
     def policies_by_layer(self) -> dict[int, tuple[Policy, ...]]:

@@ -134,13 +134,15 @@ def find_policy_candidates(
     if calibrated is not None:
         size = replace(size, length=size.length or calibrated.profile.metadata.length)
     factory = _PolicyPlans(loaded, calibrated, size)
-    single = list(factory.baselines())
-    baselines = factory.collect(single)
+    baseline_entries = list(factory.baselines())
+    baselines = factory.collect(baseline_entries)
     if not baselines:
         raise UsageError(f"{size.words}: no policy can be used at this size: {factory.notes[0]}")
     others: list[NamedPlan] = [(name, plan, {"strategy": name}) for name, plan in (more or {}).items()]
-    made = list(factory.candidates())
-    candidates = factory.collect([*made, *others, *factory.make_carrying([*single, *made], others)])
+    candidate_entries = list(factory.candidates())
+    candidates = factory.collect(
+        [*candidate_entries, *others, *factory.make_carrying([*baseline_entries, *candidate_entries], others)]
+    )
     return CandidateSet(PHASE, candidates, baselines, next(iter(baselines)), factory.origins, tuple(factory.notes))
 
 

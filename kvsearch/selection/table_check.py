@@ -172,11 +172,13 @@ def shrink_table(profile: Profile, checks: tuple[TableCheck, ...]) -> Profile:
     Between the ratios that were checked the mixture is linear in the logarithm of what is kept, beyond them it is that
     of the nearest.
     """
-    if all(one.mix == 1 for one in checks):
+    if all(check.mix == 1 for check in checks):
         return profile
     kept = np.log(1 - np.arange(1, GRID + 1) / (GRID + 1))
-    at = sorted(checks, key=lambda one: -one.ratio)  # by what is kept, ascending
-    mixes = np.interp(kept, np.log([1 - one.ratio for one in at]), [one.mix for one in at])
+    sorted_checks = sorted(checks, key=lambda check: -check.ratio)  # by what is kept, ascending
+    mixes = np.interp(
+        kept, np.log([1 - check.ratio for check in sorted_checks]), [check.mix for check in sorted_checks]
+    )
     table = profile.arrays[EVICTED_RATIO].astype(np.float64)
     rows = np.stack([mix_with_even(row, mix) for row, mix in zip(table, mixes.tolist(), strict=True)])
     return replace(profile, arrays={**profile.arrays, EVICTED_RATIO: rows.astype(np.float32)})

@@ -94,15 +94,17 @@ def prepare_validation(
     plans: dict[str, Plan] = {}
     compared: dict[SignalUse, StrategyNames] = {}
     for use in uses:
-        compared[use], made = _make_strategies(table, use, size, permutations, split.seed)
-        plans |= {name: make_signals_plan(profile, chosen, size) for name, chosen in made.items() if name not in plans}
+        compared[use], choices = _make_strategies(table, use, size, permutations, split.seed)
+        plans |= {
+            name: make_signals_plan(profile, chosen, size) for name, chosen in choices.items() if name not in plans
+        }
     prepared = prepare_plans(loaded, plans, split)
     for task in prepared.encoded:
         if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
     note = check_eviction(prepared, size)
     mean = size.pool(profile.metadata).mean
-    exploding = [one.words for phase in table.axes.phases for one in table.find_explosions(phase, mean)]
+    exploding = [explosion.words for phase in table.axes.phases for explosion in table.find_explosions(phase, mean)]
     return PreparedValidation(prepared, profile, size, compared, tuple(filter(None, (note, *exploding))))
 
 
@@ -254,24 +256,26 @@ def _permute_budgets(
     order keep them.
     """
     rows, kinds = np.unique(next(iter(forward.values())).budgets, axis=0, return_inverse=True)
-    own = tuple(kinds.ravel().tolist())
-    orders = list(islice(permute_distinct(own), wanted + 2))  # one more than forward and what is wanted, if there is
+    forward_order = tuple(kinds.ravel().tolist())
+    orders = list(
+        islice(permute_distinct(forward_order), wanted + 2)
+    )  # one more than forward and what is wanted, if there is
     exact = 1 < len(orders) <= wanted + 1
     if len(rows) == 1:
-        orders = [own] * wanted  # of equal budgets, which have no other order
+        orders = [forward_order] * wanted  # of equal budgets, which have no other order
     elif exact:
-        orders.remove(own)
+        orders.remove(forward_order)
     else:
-        seen = {own: None}
+        seen = {forward_order: None}
         for rng in draws:
-            seen.setdefault(tuple(rng.permutation(own).tolist()))
+            seen.setdefault(tuple(rng.permutation(forward_order).tolist()))
             if len(seen) > wanted:
                 break
         orders = list(seen)[1:]
-    made = [
+    permuted = [
         {phase: chosen._replace(budgets=rows[list(order)]) for phase, chosen in forward.items()} for order in orders
     ]
-    return exact, made
+    return exact, permuted
 
 
 def permute_distinct(items: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -77,7 +77,7 @@ class JudgedSignal(Record):
     @property
     def lower(self) -> int:
         """Number of random controls that score lower than the forward strategy."""
-        return sum(one.mean < self.forward.mean for one in self.random)
+        return sum(control.mean < self.forward.mean for control in self.random)
 
     @property
     def words(self) -> str:
@@ -155,8 +155,8 @@ class RandomControls(NamedTuple):
     @classmethod
     def of(cls, forward: Estimate, random: Sequence[Estimate], exact: bool = False) -> RandomControls:
         """Count controls by their scores, which are equal up to rounding."""
-        above = [round(one.mean - forward.mean, 9) for one in random]
-        return cls(len(above), sum(one >= 0 for one in above), sum(one <= 0 for one in above), exact)
+        leads = [round(control.mean - forward.mean, 9) for control in random]
+        return cls(len(leads), sum(control >= 0 for control in leads), sum(control <= 0 for control in leads), exact)
 
     @property
     def rank_decides(self) -> bool:
@@ -204,8 +204,8 @@ def judge_gains(
     if min(names.values()) < 0:
         return "harmful", f"forward is below {' and '.join(name for name, side in names.items() if side < 0)}"
     if inverse > 0 and better > 0:
-        above = " and ".join(name for name, find_sign in names.items() if find_sign > 0)
-        level = [f"; {name} could be as good by chance" for name, find_sign in names.items() if find_sign == 0]
+        above = " and ".join(name for name, sign in names.items() if sign > 0)
+        level = [f"; {name} could be as good by chance" for name, sign in names.items() if sign == 0]
         return "useful", f"forward is above its inverse, and above {above} by {_CHANCE}{''.join(level)}"
     if inverse > 0 and find_sign(gains.uniform) > 0:
         return "unproven", f"{_explain_chance(draws)}; forward is above its inverse and {_UNIFORM[kind]}"
@@ -224,7 +224,7 @@ def judge_signal(result: Evaluation, use: SignalUse, names: StrategyNames) -> Ju
         inverse=result.gain(names.forward, [names.inverse]),
         uniform=result.gain(names.forward, [names.uniform]),
         random=result.gain(names.forward, names.random),
-        reach=0.0 if names.exact else compute_prediction_reach([one.mean for one in random]),
+        reach=0.0 if names.exact else compute_prediction_reach([control.mean for control in random]),
     )
     constant = result.names[names.forward] == result.names[names.inverse]
     contexts, draws = sum(result.distinct.values()), RandomControls.of(forward, random, names.exact)

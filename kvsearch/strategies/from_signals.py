@@ -84,8 +84,8 @@ def make_strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan
     table = SignalTable(profile)
     chosen = choose_by_signals(table, strategy, size)
     if strategy.budgets in MEASURES:
-        for one in table.find_explosions(PHASES[strategy.phases][0], _size_pool(profile, size).mean):
-            _warn(one.words)
+        for explosion in table.find_explosions(PHASES[strategy.phases][0], _size_pool(profile, size).mean):
+            _warn(explosion.words)
     settings = asdict(strategy)
     settings["budget_signal"] = settings.pop("budgets")
     settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name
@@ -113,13 +113,13 @@ def choose_by_signals(
     patterns = {phase: [table.axes.patterns[index] for index in indices] for phase, indices in routed.items()}
     floors = find_floors(patterns)
     row = int(np.argmax(floors))
-    for phase, own in patterns.items():
-        instead = f"calibrate without {own[row].name}" if strategy.route else "use another policy"
+    for phase, chosen_patterns in patterns.items():
+        instead = f"calibrate without {chosen_patterns[row].name}" if strategy.route else "use another policy"
         where = f" in {phase} layer {table.profile.metadata.layers[row]}"
-        check_kept(pool.mean, policy_of(own[row]), where, instead)
+        check_kept(pool.mean, policy_of(chosen_patterns[row]), where, instead)
     low = np.broadcast_to(np.array(floors)[:, None], pool.shape)
     budgets = _share_total(table, strategy, routed, pool, low, inverse)
-    return {phase: PhaseChoice(tuple(own), budgets) for phase, own in patterns.items()}
+    return {phase: PhaseChoice(tuple(chosen_patterns), budgets) for phase, chosen_patterns in patterns.items()}
 
 
 def find_floors(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:

@@ -121,8 +121,8 @@ def read_request(
     """
     stated = {path.stem: load_plan(path) for path in plans}
     if methods is None:
-        given = {"--budgets": budgets, "--ratios": ratios, "--phases": phases, "--set": settings or None}
-        unused = [name for name, value in given.items() if value is not None]
+        values = {"--budgets": budgets, "--ratios": ratios, "--phases": phases, "--set": settings or None}
+        unused = [name for name, value in values.items() if value is not None]
         if unused:
             raise UsageError(f"{' and '.join(unused)} are for --methods: a plan has its own")
         if not plans:
@@ -320,14 +320,14 @@ def make_baselines(model: Any, plan: Program, names: Iterable[str] = BASELINES) 
         return lambda length: phase.entries(length) + unplanned * length
 
     totals = {name: total(phase) for name in PHASES["both"] if (phase := getattr(plan, name)) is not None}
-    own = set(plan.policies)
+    plan_policies = set(plan.policies)
     policies: dict[str, Policy] = {}
     for name in names:
         require_known("baseline", name, BASELINES)
         make = BASELINES[name]
-        if make is None and len(own) > 1:
+        if make is None and len(plan_policies) > 1:
             continue  # a plan of several policies has no uniform counterpart of its own
-        policy = next(iter(own)) if make is None else make()
+        policy = next(iter(plan_policies)) if make is None else make()
         if policy not in policies.values():
             policies[name] = policy
     return {name: spread_evenly(model, policy, totals) for name, policy in policies.items()}

@@ -94,7 +94,7 @@ def test_masks_of_the_bank_are_made_on_the_device() -> None:
     there, states = entries.to(device(1)), torch.zeros(2, 2, 4, 8, device=device(1))
     suffix = SuffixTokens(there[0, :, 0, 0])
     with recording():
-        [prefix] = PrefixLayer([(states, states)], suffix, entries, there).shared()
+        [prefix] = PrefixLayer([(states, states)], suffix, entries, there).visible_prompt()
     assert {kind for kind, _ in events()} == {"kernel"}
     assert prefix.seen.device == device(1)
 
@@ -144,6 +144,6 @@ def test_the_bank(family: str) -> None:
         loaded = tiny.wrap(place(build(family, vocab_size=len(tiny.WORDS), tie_word_embeddings=False)))
         bank = CandidateBank(loaded, SNAPKV, samples_of(loaded, "question-agnostic"), 50)
         candidates = random_candidates(loaded, 3, 50)
-        found.append((bank.losses(candidates), bank.scores(candidates)))
+        found.append((bank.measure_losses(candidates), bank.score_replies(candidates)))
     for mine, expected in zip(*found, strict=True):
         np.testing.assert_allclose(mine, expected, atol=1e-4)

@@ -189,9 +189,9 @@ class PromptBatch:
     def continuations(self, samples: Sequence[TextContinuation], device: torch.device) -> ContinuationBatch:
         """Return these continuations."""
         chosen = [self.prompts[row].continuations[number] for row, number in samples]
-        tokens = pad_sequence([one.tokens[0] for one in chosen], batch_first=True)
-        counts = torch.tensor([one.tokens.shape[1] for one in chosen])
-        answers = torch.tensor([one.answer for one in chosen])
+        tokens = pad_sequence([continuation.tokens[0] for continuation in chosen], batch_first=True)
+        counts = torch.tensor([continuation.tokens.shape[1] for continuation in chosen])
+        answers = torch.tensor([continuation.answer for continuation in chosen])
         rows = torch.tensor([row for row, _ in samples])
         return ContinuationBatch(tokens.to(device), counts.to(device), answers.to(device), rows)
 
@@ -359,7 +359,7 @@ class _Replays:
         self._layers = [replace(self.layers[index]) for index in self.tried.layers[row:][: self.together]]
         self._replays = Replays(self._layers)
         if self.results is not None:
-            outputs = [one.outputs for one in self._replays.under(None, None)]
+            outputs = [replay.outputs for replay in self._replays.under(None, None)]
             self._full = [project_block_output(*pair) for pair in zip(self._layers, outputs, strict=True)]
 
 

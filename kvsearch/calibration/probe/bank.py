@@ -40,7 +40,7 @@ class StoredQueries(NamedTuple):
 
     def policy(self, calibration: QueryBankCalibration, contexts: FitContexts) -> Policy:
         """Make the policy that ranks by these queries."""
-        profile = contexts.profile(
+        profile = contexts.make_profile(
             calibration, self.arrays, {"chosen_by": self.how}, self.even, torch.zeros_like(self.even)
         )
         return create_policy(

@@ -246,13 +246,13 @@ class ContextPass:
             layers.append(plain.view(layer.prompt[0].shape[1], -1, *plain.shape[1:]).cpu())
         return torch.stack(layers)
 
-    def noted(self, name: str) -> Tensor:
+    def stack_noted(self, name: str) -> Tensor:
         """Stack the notes of a look over layers, [L, n, Hkv, T], on the device of the model."""
         return torch.stack(
             [layer.noted[name].to(self.importance_pass.model.device) for layer in self.importance_pass.noted]
         )
 
-    def kept(self, scores: Tensor) -> list[Tensor]:
+    def mark_kept(self, scores: Tensor) -> list[Tensor]:
         """Mark the entries kept at each of `JUDGED_SHARES`, [L, Hkv, length] bool, by scores [L, Hkv, T] of `free`."""
         all_scores = scores.new_full((*scores.shape[:2], self.prompt.length), float("inf"))
         all_scores[..., self.free] = scores
@@ -276,7 +276,7 @@ class ContextPass:
             errors.append(torch.stack(errors_of_rows))
         return torch.stack(errors, 2)
 
-    def losses(self, keeps: Sequence[Tensor]) -> Tensor:
+    def measure_losses(self, keeps: Sequence[Tensor]) -> Tensor:
         """Measure how far replies move if all layers keep only `keeps` [L, Hkv, length], [questions, keeps].
 
         By the total variation of next-token distributions, mean over tokens, in [0, 1].
@@ -310,7 +310,7 @@ def rank_by_candidate(name: str, chosen: Tensor) -> Ranking:
     """Make the ranking of every head by the candidate `chosen` [L, Hkv], among the noted scores of a look."""
 
     def scores(context_pass: ContextPass) -> Tensor:
-        noted = context_pass.noted(name)
+        noted = context_pass.stack_noted(name)
         return noted.gather(1, chosen.to(noted.device)[:, None, :, None].expand(-1, 1, -1, noted.shape[-1]))[:, 0]
 
     return scores
@@ -339,7 +339,7 @@ def find_spread_heads(rankings: Sequence[Ranking], read: Measured) -> list[Tenso
     def ratios(context_pass: ContextPass) -> dict[str, Tensor]:
         """Compute log error ratios to the spread by target, [questions, rankings, L, Hkv]."""
         scores = [*(ranking(context_pass) for ranking in rankings), context_pass.spread]
-        keeps = [keep for ranked in scores for keep in context_pass.kept(ranked)]
+        keeps = [keep for ranked in scores for keep in context_pass.mark_kept(ranked)]
         log_ratios = {}
         for target in context_pass.questions:
             errors = context_pass.measure_head_errors(target, keeps).clamp(min=MIN_ERROR).log()
@@ -357,8 +357,8 @@ def find_spread_heads(rankings: Sequence[Ranking], read: Measured) -> list[Tenso
     def compared(context_pass: ContextPass) -> dict[str, Tensor]:
         """Measure how much further replies move under the mixtures, [questions, rankings]."""
         scores = [ranking(context_pass) for ranking in (*rankings, *mixtures)]
-        alone, select_fits = losses(scores, context_pass).mean(-1).chunk(2, 1)
-        return {"loss": select_fits - alone}
+        alone, mixed = measure_ranking_losses(scores, context_pass).mean(-1).chunk(2, 1)
+        return {"loss": mixed - alone}
 
     # of contexts, as questions of one context lose alike
     worse = np.stack([arrays["loss"].mean(0, dtype=np.float64) for arrays in read(compared)], 1)
@@ -369,10 +369,10 @@ def find_spread_heads(rankings: Sequence[Ranking], read: Measured) -> list[Tenso
     ]
 
 
-def losses(scores: Sequence[Tensor], context_pass: ContextPass, sizes: slice = slice(None)) -> Tensor:
+def measure_ranking_losses(scores: Sequence[Tensor], context_pass: ContextPass, sizes: slice = slice(None)) -> Tensor:
     """Measure how far replies move under several rankings' scores [L, Hkv, T] at `sizes`, [questions, R, B]."""
-    keeps = [keep for ranked in scores for keep in context_pass.kept(ranked)[sizes]]
-    return context_pass.losses(keeps).view(-1, len(scores), len(keeps) // len(scores))
+    keeps = [keep for ranked in scores for keep in context_pass.mark_kept(ranked)[sizes]]
+    return context_pass.measure_losses(keeps).view(-1, len(scores), len(keeps) // len(scores))
 
 
 def measure_recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
@@ -398,7 +398,7 @@ def report(
 
     def at_middle(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [ranking(context_pass) for ranking in rankings]
-        return {"middle_loss": losses(scores, context_pass, MIDDLE_SHARE).mean((0, 2))}
+        return {"middle_loss": measure_ranking_losses(scores, context_pass, MIDDLE_SHARE).mean((0, 2))}
 
     def compared(context_pass: ContextPass) -> dict[str, Tensor]:
         arrays = {"recall": measure_recalls([ranking(context_pass) for ranking in rankings], context_pass)}
@@ -411,7 +411,10 @@ def report(
 
     def lost(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [rankings[number](context_pass) for number in judged]
-        return {"text": torch.tensor([context_pass.prompt.text]), "loss": losses(scores, context_pass).mean(0)}
+        return {
+            "text": torch.tensor([context_pass.prompt.text]),
+            "loss": measure_ranking_losses(scores, context_pass).mean(0),
+        }
 
     contexts = list(read(lost))
     texts = group_by_text(arrays["text"].item() for arrays in contexts)

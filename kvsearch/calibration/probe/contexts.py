@@ -92,7 +92,7 @@ class FitContexts:
     ) -> None:
         options = calibration.options
         self.calibration = calibration
-        self.builder = calibration.builder(prompts)
+        self.builder = calibration.make_builder(prompts)
         self.given = {prompt.context: prompt for prompt in prompts}  # with the right answers
         if options.answers == "own" and "answers" in self.builder.targets:
             together = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
@@ -125,7 +125,7 @@ class FitContexts:
 
         return measured
 
-    def profile(
+    def make_profile(
         self,
         calibration: RankingCalibration[Any],
         arrays: Mapping[str, Floats],
@@ -236,10 +236,10 @@ class RankingCalibration(Calibration[AnyRanking]):
         prompts = [prompts[number] for number in sorted(drawn)]
         check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
         split_contexts(prompts, options.seed)
-        self.builder(prompts)
+        self.make_builder(prompts)
         return prompts
 
-    def builder(self, prompts: Sequence[CalibrationPrompt]) -> QuestionBuilder:
+    def make_builder(self, prompts: Sequence[CalibrationPrompt]) -> QuestionBuilder:
         """Make the builder of questions on contexts; errors as `QuestionBuilder`."""
         return QuestionBuilder(self.loaded, prompts, self.data.prompt, self.options.targets)
 
@@ -317,7 +317,7 @@ def fit_rankings(
         measured = {"unseen": (context_pass.largest == 0).all(-1)}
         for name, candidates in trials.items():
             measured[name] = measure_recalls(
-                context_pass.noted(name).unbind(1)[: candidates.compared], context_pass
+                context_pass.stack_noted(name).unbind(1)[: candidates.compared], context_pass
             ).mean(1)
         return measured
 
@@ -341,14 +341,14 @@ def fit_rankings(
     for name, ranking in fitted.items():
         arrays, names = judged[name]
         arrays = {**ranking.arrays, **arrays}
-        profiles.append(contexts.profile(by_name[name], arrays, ranking.settings, even[name], unseen[name], names))
+        profiles.append(contexts.make_profile(by_name[name], arrays, ranking.settings, even[name], unseen[name], names))
     return profiles
 
 
 def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: Sequence[CalibrationPrompt]) -> Work:
     """Estimate the work of `fit_rankings`: passes over contexts and questions, own replies, and the fits."""
     calibration = calibrations[0]
-    builder = calibration.builder(prompts)
+    builder = calibration.make_builder(prompts)
     fit, choose, reported = split_contexts(prompts, calibration.options.seed)
     work = sum((member.estimate_fit(len(fit)) for member in calibrations), Work())
     if "answers" in builder.targets:

@@ -57,7 +57,7 @@ class CandidateBank(Closing):
             of their policies, then under the next; memory is taken for each.
         samples: of one protocol; see `list_samples`.
         cap: the largest budget of any candidate, in entries per kv head.
-        objective: what `evaluate` judges by: "nll", see `losses`, or "metric", see `scores`.
+        objective: what `evaluate` judges by: "nll", see `measure_losses`, or "metric", see `score_replies`.
         max_memory: bytes for stored prompts and passes; the model itself, and the dense attention of the prompt that
             is being read, come on top. Default: 8 GiB, or half of what a GPU has free. At most half of it holds
             prompts; the others are spilled, see `SampleStore`.
@@ -138,10 +138,10 @@ class CandidateBank(Closing):
     # --- what candidates are worth --------------------------------------------------------------------------------
 
     def evaluate(self, job: Sequence[Ints]) -> Floats:
-        """Judge every candidate of a job on all samples by the objective, float64 [P, S]; see `losses` and `scores`."""
-        return self.scores(job) if self.objective == "metric" else self.losses(job)
+        """Judge all candidates of a job on all samples by the objective, float64 [P, S]."""
+        return self.score_replies(job) if self.objective == "metric" else self.measure_losses(job)
 
-    def losses(self, candidates: Sequence[Ints]) -> Floats:
+    def measure_losses(self, candidates: Sequence[Ints]) -> Floats:
         """Return the mean -log p of teacher-forced answers, over the tokens of each in nats, float64 [P, S].
 
         `candidates` are P tables [L, Hkv]. The first token of an answer that follows the prompt at once is predicted by
@@ -157,7 +157,7 @@ class CandidateBank(Closing):
 
         def act(states: LayerStates, indices: list[int], part: slice) -> None:
             samples = [self.samples[index] for index in indices]
-            logits = BankPass(self.loaded.model, samples, states, self._windows, table[part]).forced()
+            logits = BankPass(self.loaded.model, samples, states, self._windows, table[part]).force_answers()
             if logits is not None:
                 answers = stack_answers(samples, self.loaded.device)
                 losses[part, indices] = np.stack([sum_answer_losses(of_candidate, answers) for of_candidate in logits])
@@ -167,9 +167,9 @@ class CandidateBank(Closing):
         losses += self._given
         return losses / np.array([max(1, len(sample.answer)) for sample in self.samples], dtype=np.float64)
 
-    def scores(self, candidates: Sequence[Ints]) -> Floats:
+    def score_replies(self, candidates: Sequence[Ints]) -> Floats:
         """Return the metric of every reply, 0 to 1, float64 [P, S]; UsageError if a reply cannot be judged."""
-        replies = self.replies(candidates)
+        replies = self.generate_replies(candidates)
         scores = np.full((len(replies), len(self.samples)), np.nan)
         for row, of_candidate in enumerate(replies):
             for column, (sample, reply) in enumerate(zip(self.samples, of_candidate, strict=True)):
@@ -183,8 +183,8 @@ class CandidateBank(Closing):
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
-    def replies(self, candidates: Sequence[Ints]) -> list[list[BankReply]]:
-        """Generate greedy replies by candidate and sample, as long as each question allows; errors as for `losses`."""
+    def generate_replies(self, candidates: Sequence[Ints]) -> list[list[BankReply]]:
+        """Generate greedy replies by candidate and sample, up to each question's limit; errors as `measure_losses`."""
         table = self._stack_candidates(candidates)
         replies: dict[tuple[int, int], BankReply] = {}
 
@@ -196,7 +196,7 @@ class CandidateBank(Closing):
                 first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
             reader = BankPass(self.loaded.model, samples, states, self._windows, table[part])
             stops = [stop_tokens(self.loaded, sample.task.format) for sample in samples]
-            for candidate, row in enumerate(reader.replies(first, stops), part.start):
+            for candidate, row in enumerate(reader.generate_replies(first, stops), part.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
         self._run(table, self._replying, act)
@@ -204,7 +204,7 @@ class CandidateBank(Closing):
             self.tokens_spent += len(self.samples[index].question_ids) + max(0, len(reply.generated) - 1)
         return [[replies[candidate, index] for index in range(len(self.samples))] for candidate in range(len(table))]
 
-    def states(self, indices: Sequence[int], widths: Sequence[int]) -> LayerStates:
+    def load_states(self, indices: Sequence[int], widths: Sequence[int]) -> LayerStates:
         """Load keys and values of samples as one batch; `widths` are the entries per head of each candidate row."""
         rows = [(layer, choice) for choice in range(self._choices) for layer in self._policies]
         wanted = {
@@ -244,7 +244,7 @@ class CandidateBank(Closing):
         widths = np.minimum(table.max((0, 2)), self.cap).tolist()
 
         def load(indices: list[int]) -> LayerStates:
-            return self.states(indices, widths)
+            return self.load_states(indices, widths)
 
         with running(self.loaded.model):
             for samples, size in split_into_blocks(needs, len(table), self._memory - self._store.nbytes):

@@ -84,7 +84,7 @@ class SuffixTokens:
             self.seen = (causal & (self.valid[:, None] | own))[:, None, None]
         return positions
 
-    def near(self, positions: Tensor, window: int) -> Tensor:
+    def mask_window(self, positions: Tensor, window: int) -> Tensor:
         """Mask the `positions` [S, N] within the sliding `window` of each of the last q tokens, [S, 1, 1, q, N]."""
         ahead: Tensor = self.latest[:, :, None] - positions[:, None]
         return (ahead < window)[:, None, None]
@@ -105,10 +105,10 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         self.own: tuple[Tensor, Tensor] | None = None  # keys and values [P * S, Hkv, n, D] of the tokens that follow
 
     @abstractmethod
-    def shared(self) -> Sequence[VisibleKV]:
+    def visible_prompt(self) -> Sequence[VisibleKV]:
         """Return the visible prompt entries of each candidate."""
 
-    def seen(self) -> Tensor | None:
+    def visible_suffix(self) -> Tensor | None:
         """Mask the suffix tokens that the last q tokens see, [S or 1, 1, 1, q, n]; None: all."""
         return self.suffix.seen
 
@@ -124,10 +124,10 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         """Compute attention of queries [P * S, Hq, q, D], [P * S, q, Hq, Dv]; the model's mask is ignored."""
         logits = Logits.of_call(module, query, key, kwargs)
         parts = (torch.split(tensor, len(self.keys)) for tensor in (query, key, value))
-        seen = self.seen()
+        seen = self.visible_suffix()
         outputs = [
             attend_prefix(queries, shared, VisibleKV(keys, values, seen), logits)
-            for queries, keys, values, shared in zip(*parts, self.shared(), strict=True)
+            for queries, keys, values, shared in zip(*parts, self.visible_prompt(), strict=True)
         ]
         return torch.cat(outputs).transpose(1, 2).contiguous(), None
 
@@ -189,7 +189,7 @@ class PrefixLayer(BankLayer):
             seen = (torch.arange(maximum, device=keys.device) < limits)[:, :, None, None]
         return VisibleKV(keys[:, :, :maximum], values[:, :, :maximum], seen)
 
-    def shared(self) -> Sequence[VisibleKV]:
+    def visible_prompt(self) -> Sequence[VisibleKV]:
         return self.prefixes
 
 
@@ -208,12 +208,12 @@ class WindowLayer(BankLayer):
         back = torch.arange(-keys.shape[2], 0, device=suffix.lengths.device)
         self.positions = suffix.lengths[:, None] + back  # below 0 where a prompt is shorter
 
-    def shared(self) -> Sequence[VisibleKV]:
-        seen = self.suffix.near(self.positions, self.window) & (self.positions >= 0)[:, None, None, None]
+    def visible_prompt(self) -> Sequence[VisibleKV]:
+        seen = self.suffix.mask_window(self.positions, self.window) & (self.positions >= 0)[:, None, None, None]
         return [VisibleKV(self.keys, self.values, seen)] * self.candidates
 
-    def seen(self) -> Tensor | None:
-        near = self.suffix.near(self.suffix.positions, self.window)
+    def visible_suffix(self) -> Tensor | None:
+        near = self.suffix.mask_window(self.suffix.positions, self.window)
         return near if self.suffix.seen is None else near & self.suffix.seen
 
 
@@ -325,7 +325,7 @@ class BankPass:
         logits: Tensor = output.logits
         return logits.view(self.count, len(valid), *logits.shape[1:])
 
-    def forced(self) -> Tensor | None:
+    def force_answers(self) -> Tensor | None:
         """Teacher-force answers; return right-aligned logits [P, S, R, V], None if prompts predict all tokens."""
         keep = max(sample.predicting for sample in self.samples)
         if keep == 0:
@@ -358,7 +358,7 @@ class BankPass:
         return reserving
 
     @torch.no_grad()
-    def replies(self, first: Tensor | None, stops: Sequence[set[int]]) -> list[list[BankReply]]:
+    def generate_replies(self, first: Tensor | None, stops: Sequence[set[int]]) -> list[list[BankReply]]:
         """Generate greedy replies by candidate and sample: to the questions, or from the prompts' last logits.
 
         `first` [S, V] are these logits where there are no questions. A reply has at most as many tokens as its sample's

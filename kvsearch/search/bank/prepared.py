@@ -82,7 +82,10 @@ def resolve_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
             "shared by candidates: a search needs a model of full and sliding-window attention"
         )
     policy_of_layer = dict.fromkeys(layers, base) if isinstance(base, Policy) else base
-    policies = {layer: (one,) if isinstance(one, Policy) else tuple(one) for layer, one in policy_of_layer.items()}
+    policies = {
+        layer: (given_policy,) if isinstance(given_policy, Policy) else tuple(given_policy)
+        for layer, given_policy in policy_of_layer.items()
+    }
     if odd_layers := sorted(set(policies) ^ set(layers)):
         raise UsageError(f"layers {odd_layers}: a search needs a policy in every full-attention layer, and in no other")
     for layer, choices in policies.items():

@@ -58,7 +58,7 @@ def test_scores_are_sorted_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch)
         free=torch.arange(4, 40),
     )
     scores = torch.randn(2, 3, 36, generator=torch.Generator().manual_seed(0))
-    kept = ContextPass.kept(seen, scores)
+    kept = ContextPass.mark_kept(seen, scores)
     assert len(sorts) == 2  # by score, and back
     for budget, keep in zip(JUDGED_SHARES, kept, strict=True):
         count = max(1, round(budget * 40))
@@ -204,7 +204,7 @@ def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: Ca
                 for gone in (torch.tensor(False), hidden[:, None])
             ]
             moved = torch.einsum("qkd,qdm->qkm", outputs[1] - outputs[0], layer.output_weight)
-        unmoved = one.losses([every])
+        unmoved = one.measure_losses([every])
         wanted = moved.unflatten(0, (2, group)).sum(1).square().sum(-1).mean(-1)
     torch.testing.assert_close(errors[0, 1, 1], wanted, rtol=1e-3, atol=1e-6)
     assert float(unmoved.max()) == pytest.approx(0, abs=1e-5)
@@ -219,12 +219,12 @@ def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel,
     assert np.isfinite(found.arrays["text_loss"]).all()
     told = [line for line in ranking_remarks(found) if "no questions" in line]
     assert told == ["the contexts have no questions, and are asked for themselves alone (reconstruction)"]
-    select_fits = replace(data, contexts=(*bare.contexts[:1], *data.contexts[1:3]))
-    found = calibrate_probe(model, select_fits, SMALL)
+    mixed = replace(data, contexts=(*bare.contexts[:1], *data.contexts[1:3]))
+    found = calibrate_probe(model, mixed, SMALL)
     assert found.metadata.provenance.settings["targets"] == ("answers", "reconstruction")
     assert "1 of the 3 contexts have no questions" in "".join(ranking_remarks(found))
     with pytest.raises(UsageError, match="1 of 3 contexts have no questions, and only --targets reconstruction"):
-        calibrate_probe(model, select_fits, SMALL.model_copy(update={"targets": ("answers",)}))
+        calibrate_probe(model, mixed, SMALL.model_copy(update={"targets": ("answers",)}))
 
 
 def test_advice_for_long_contexts_without_questions_works(model: LoadedModel, data: CalibrationData) -> None:

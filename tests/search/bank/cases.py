@@ -39,7 +39,7 @@ def samples_of(loaded: LoadedModel, protocol: Protocol, *shapes: tuple[int, int]
 
 def tokens_of(bank: CandidateBank, candidates: Sequence[Ints]) -> list[list[list[int] | None]]:
     """Replies by candidate and sample, None where the model emits NaN."""
-    return [[None if reply.failed else reply.tokens for reply in row] for row in bank.replies(candidates)]
+    return [[None if reply.failed else reply.tokens for reply in row] for row in bank.generate_replies(candidates)]
 
 
 class Talk(tiny.Listed):

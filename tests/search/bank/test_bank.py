@@ -46,7 +46,7 @@ def test_every_context_is_read_once(model: LoadedModel, samples: list[BankSample
 def test_tokens_are_counted_per_candidate(model: LoadedModel, samples: list[BankSample]) -> None:
     bank = CandidateBank(model, SNAPKV, samples, 50)
     read, candidates = bank.tokens_spent, random_candidates(model, 3, 50)
-    bank.losses(candidates)
+    bank.measure_losses(candidates)
     asked = sum(len(sample.question.ids) + len(sample.answer) - 1 for sample in samples)
     assert bank.tokens_spent - read == 3 * asked
     read = bank.tokens_spent
@@ -67,12 +67,12 @@ def test_only_the_cap_is_stored(model: LoadedModel, samples: list[BankSample]) -
 def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> None:
     samples, candidates = samples_of(model, protocol), random_candidates(model, 5, 50)
     with CandidateBank(model, SNAPKV, samples, 50) as bank:
-        roomy = bank.losses(candidates), tokens_of(bank, candidates)
+        roomy = bank.measure_losses(candidates), tokens_of(bank, candidates)
         need, stored = least(bank), bank._store.nbytes
     memory = need + stored // 2
     with CandidateBank(model, SNAPKV, samples, 50, max_memory=memory) as bank:
         assert 0 < bank._store.nbytes <= min(stored // 2, memory // 2)
-        tight = bank.losses(candidates), tokens_of(bank, candidates)
+        tight = bank.measure_losses(candidates), tokens_of(bank, candidates)
     np.testing.assert_allclose(tight[0], roomy[0], atol=2e-5)
     assert tight[1] == roomy[1]
 
@@ -80,11 +80,11 @@ def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> N
 def test_just_enough_memory_for_one_sample_and_candidate(model: LoadedModel, samples: list[BankSample]) -> None:
     candidates = random_candidates(model, 3, 50)
     with CandidateBank(model, SNAPKV, samples, 50) as bank:
-        expected, need = bank.losses(candidates), least(bank)
+        expected, need = bank.measure_losses(candidates), least(bank)
     with CandidateBank(model, SNAPKV, samples, 50, max_memory=need) as bank:
         assert bank._store.nbytes == 0  # all is in a temporary folder
-        np.testing.assert_allclose(bank.losses(candidates), expected, atol=2e-5)
-        assert bank.scores(candidates).shape == (3, len(samples))
+        np.testing.assert_allclose(bank.measure_losses(candidates), expected, atol=2e-5)
+        assert bank.score_replies(candidates).shape == (3, len(samples))
     with pytest.raises(UsageError, match=rf"takes {need:,} bytes, there are {need - 1:,}: raise .* at least 1 bytes"):
         CandidateBank(model, SNAPKV, samples, 50, max_memory=need - 1)
 
@@ -94,8 +94,8 @@ def test_running_out_of_memory_goes_on_with_less(
 ) -> None:
     candidates = random_candidates(model, 7, 50)
     bank = CandidateBank(model, SNAPKV, samples, 50)
-    expected, spent = bank.losses(candidates), bank.tokens_spent
-    forced, tried = BankPass.forced, []
+    expected, spent = bank.measure_losses(candidates), bank.tokens_spent
+    forced, tried = BankPass.force_answers, []
 
     def limited(self: BankPass) -> Any:
         tried.append((self.count, len(self.samples)))
@@ -103,8 +103,8 @@ def test_running_out_of_memory_goes_on_with_less(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return forced(self)
 
-    monkeypatch.setattr(BankPass, "forced", limited)
-    np.testing.assert_allclose(bank.losses(candidates), expected, atol=2e-5)
+    monkeypatch.setattr(BankPass, "force_answers", limited)
+    np.testing.assert_allclose(bank.measure_losses(candidates), expected, atol=2e-5)
     assert tried[:4] == [(7, 6), (3, 6), (1, 6), (1, 3)]  # candidates first, then samples
     # what failed does not count
     assert bank.tokens_spent - spent == 7 * sum(len(sample.following) for sample in samples)
@@ -117,7 +117,7 @@ def test_a_candidate_that_breaks_the_model_is_data(model: LoadedModel, samples: 
         assert isinstance(held, dict)
         held["values.1.0"][:, 30:] = float("nan")
     small, large = (np.full(bank.shape, budget) for budget in (25, 40))
-    losses, scores = bank.losses([small, large]), bank.scores([large, small])
+    losses, scores = bank.measure_losses([small, large]), bank.score_replies([large, small])
     assert np.isfinite(losses).tolist() == [[True] * 6, [False] * 6]
     assert np.isfinite(scores).tolist() == [[False] * 6, [True] * 6]
     replies = tokens_of(bank, [small, large])
@@ -140,6 +140,6 @@ def test_bad_samples(model: LoadedModel, samples: list[BankSample]) -> None:
 def test_questions_without_answers_have_scores_but_no_losses(model: LoadedModel) -> None:
     samples, candidates = without_answers(model), random_candidates(model, 2, 30)
     bank = CandidateBank(model, SNAPKV, samples, 30)
-    assert ((bank.scores(candidates) > 0) & (bank.scores(candidates) <= 1)).all()
+    assert ((bank.score_replies(candidates) > 0) & (bank.score_replies(candidates) <= 1)).all()
     with pytest.raises(UsageError, match="task talk, example 0, question 0: nll needs a right answer, and there is no"):
-        bank.losses(candidates)
+        bank.measure_losses(candidates)

@@ -58,7 +58,7 @@ def test_each_layer_has_the_policy_that_it_has_entries_under(family: str) -> Non
     chosen = [np.arange(len(layers)) % 2, np.zeros(len(layers), dtype=np.int64), np.ones(len(layers), dtype=np.int64)]
     tables = [encode_choices(table, some, 2) for table, some in zip(budgets, chosen, strict=True)]
     with CandidateBank(model, dict.fromkeys(layers, (SNAPKV, keydiff)), samples, cap=60) as bank:
-        found = bank.losses(tables)
+        found = bank.measure_losses(tables)
     for row, (table, some) in enumerate(zip(budgets, chosen, strict=True)):
         policies = {layer: (SNAPKV, keydiff)[at] for layer, at in zip(layers, some, strict=True)}
         expected = [losses_of(sample, runtime_logits(model, sample, [table], policies))[0] for sample in samples]
@@ -72,7 +72,7 @@ def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: 
     everything = [np.full(table_shape(model), budget) for budget in (100, 10**6)]
     samples, candidates = samples_of(model, protocol), [*random_candidates(model, 8, 60, seed=1), *everything]
     with CandidateBank(model, SNAPKV, samples, cap=100) as bank:
-        found = bank.losses(candidates)
+        found = bank.measure_losses(candidates)
     expected = np.stack([losses_of(sample, runtime_logits(model, sample, candidates)) for sample in samples], axis=1)
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
     assert found[:8].mean(1).argsort().tolist() == expected[:8].mean(1).argsort().tolist()
@@ -92,7 +92,7 @@ def test_questions_and_answers_longer_than_a_sliding_window(family: str, protoco
     samples = list_samples(encode_tasks(model, [task], 1), protocol)
     candidates = random_candidates(model, 3, 60)
     with CandidateBank(model, SNAPKV, samples, cap=60) as bank:
-        found = bank.losses(candidates)
+        found = bank.measure_losses(candidates)
     expected = [losses_of(sample, runtime_logits(model, sample, candidates)) for sample in samples]
     np.testing.assert_allclose(found, np.transpose(expected), atol=TOLERANCE)
 
@@ -112,7 +112,7 @@ def test_policies_of_every_kind(policy: str, params: dict[str, Any]) -> None:
     model, chosen = loaded("llama"), create_policy(policy, params)
     samples, candidates = samples_of(model, "question-agnostic", (70, 1), (50, 1)), random_candidates(model, 4, 60)
     with CandidateBank(model, chosen, samples, cap=60) as bank:
-        found = bank.losses(candidates)
+        found = bank.measure_losses(candidates)
     expected = [losses_of(sample, runtime_logits(model, sample, candidates, chosen)) for sample in samples]
     np.testing.assert_allclose(found, np.transpose(expected), atol=TOLERANCE)
 
@@ -201,7 +201,7 @@ def test_scores_are_those_of_the_evaluator(protocol: Protocol) -> None:
         for sample in run_encoded(model, programs, [task], protocol)
     }
     with CandidateBank(model, SNAPKV, samples, cap=80) as bank:
-        found = bank.scores(candidates)
+        found = bank.score_replies(candidates)
     for number in range(len(candidates)):
         assert found[number].tolist() == [
             expected[str(number), sample.reading.prompt.key, sample.question.number] for sample in samples
@@ -215,9 +215,9 @@ def test_companions_change_nothing(family: str) -> None:
     model = loaded(family)
     samples, candidates = samples_of(model, "question-agnostic"), random_candidates(model, 5, 100)
     with CandidateBank(model, SNAPKV, samples, cap=100) as bank:
-        together = bank.losses(candidates)
-        alone = np.concatenate([bank.losses([candidate]) for candidate in candidates])
-        backwards = bank.losses(candidates[::-1])[::-1]
+        together = bank.measure_losses(candidates)
+        alone = np.concatenate([bank.measure_losses([candidate]) for candidate in candidates])
+        backwards = bank.measure_losses(candidates[::-1])[::-1]
     np.testing.assert_array_equal(alone, together)
     np.testing.assert_array_equal(backwards, together)
 

@@ -30,7 +30,7 @@ def test_a_prefix_is_a_view_with_a_mask_only_where_heads_differ() -> None:
     entries = torch.tensor([[[3, 3], [3, 3]], [[2, 5], [1, 4]]])  # [P, S, Hkv]
     same, ragged = PrefixLayer(
         [(states, states)], SuffixTokens(torch.tensor([6, 6])), *[entries[:, :, None]] * 2
-    ).shared()
+    ).visible_prompt()
     assert same.keys.data_ptr() == ragged.values.data_ptr() == states.data_ptr()
     assert same.keys.shape == (2, 2, 3, 1)
     assert same.seen is None
@@ -43,11 +43,11 @@ def test_a_window_moves_with_the_token_and_ends_with_the_prompt() -> None:
     suffix = SuffixTokens(torch.tensor([3, 9]))
     layer = WindowLayer(states, states, suffix, window=4, candidates=2)
     suffix.extend(torch.ones(2, 2, dtype=torch.bool))
-    first, second = layer.shared()
+    first, second = layer.visible_prompt()
     assert first is second
     assert first.seen[:, 0, 0].tolist() == [yes("xxx", ".xx")] * 2
     suffix.extend(torch.ones(2, 3, dtype=torch.bool))
-    assert layer.seen()[:, 0, 0].tolist() == [yes("xxx..", "xxxx.", ".xxxx")] * 2  # type: ignore[index]
+    assert layer.visible_suffix()[:, 0, 0].tolist() == [yes("xxx..", "xxxx.", ".xxxx")] * 2  # type: ignore[index]
 
 
 def naive(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float, softcap: float | None) -> Tensor:
