@@ -213,9 +213,7 @@ class VerbCommand(TyperCommand):
         notes = []
         if HELP_ALL in words:
             listed = sorted([*shared, *of_method], key=lambda flag: flag.panel == GENERAL_PANEL)
-            sections = {
-                flag.panel: [other for other in listed if other.panel == flag.panel] for flag in listed
-            }
+            sections = {flag.panel: [other for other in listed if other.panel == flag.panel] for flag in listed}
         elif short is not shared:
             notes.append(f"All options: {ctx.command_path} {HELP_ALL}")
         if len(shared) < len(self.flags) and not of_method:
