@@ -247,22 +247,13 @@ def budgets_at(plan: dict[str, Any], length: int) -> dict[int, list[int]]:
 
 
 def share_out(weights: Any, total: int, low: int, high: int) -> Any:
-    """Divide `total` in proportion to whole `weights` within bounds, to whole numbers by their largest remainders."""
-    if high == low or not weights.any():
-        weights = np.ones_like(weights)
-    positive = weights > 0
-    scaled = weights / weights.max()
-    most = min(high, total)
-    ideal = np.where(positive, float(most), float(low))
-    rest = total - int(ideal.sum())
-    if rest > 0:  # heads of no weight fill up once all others are full
-        ideal[~positive] = low + rest / (~positive).sum()
-    elif rest < 0:
-        ideal[positive] = fill_level(scaled[positive], total - low * int((~positive).sum()), low, most)
-    kept = np.clip(np.floor(ideal + GUARD), low, most).astype(np.int64)
+    """Divide `total` in proportion to `weights` above 0 within bounds, to whole numbers by their largest remainders."""
+    high = min(high, total)
+    ideal = fill_level(weights / weights.max(), total, low, high)
+    kept = np.clip(np.floor(ideal + GUARD), low, high).astype(np.int64)
     for _ in range(abs(missing := total - int(kept.sum()))):
         left = np.round(ideal - kept, 9) * np.sign(missing)
-        left[kept == (most if missing > 0 else low)] = -np.inf
+        left[kept == (high if missing > 0 else low)] = -np.inf
         kept.flat[left.argmax()] += int(np.sign(missing))
     return kept
 
@@ -304,7 +295,7 @@ def planned_cache(model: Any, plan: dict[str, Any]) -> DynamicCache:
             continue
         if type(cache.layers[place]) is not DynamicLayer:
             raise ValueError(f"layer {place} of the model has no full cache that could be planned: use another plan")
-        policy = Policy(layer["policy"], getattr(model.get_decoder(), "rotary_emb", None))
+        policy = PlannedPolicy(layer["policy"], getattr(model.get_decoder(), "rotary_emb", None))
         cache.layers[place] = PlannedLayer(policy, lambda length, place=place: entries(place, length))
     return cache
 
@@ -314,15 +305,17 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, policy: Policy, budgets: Any) -> None:
+    def __init__(self, policy: PlannedPolicy, budgets: Any) -> None:
         super().__init__()
         self.policy = policy
         self.budgets = budgets
         self.seen = 0
-        self.blocks: list[Block] = []
+        self.blocks: list[PlannedBlock] = []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take note of tokens that come; `attend` finds this layer by their keys."""
@@ -358,7 +351,7 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
             columns = torch.argsort(chosen.int(), dim=-1, stable=True)[:, -width:]
             empty = ~chosen.gather(1, columns)
             where = (segments // self.heads)[:, None], (segments % self.heads)[:, None], columns
-            self.blocks.append(Block(members, keys[where], values[where], empty if empty.any() else None))
+            self.blocks.append(PlannedBlock(members, keys[where], values[where], empty if empty.any() else None))
         order = torch.tensor([member for block in self.blocks for member in block.segments], device=keys.device)
         self.back = torch.argsort(order)
 
@@ -381,7 +374,7 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
             block.reorder([int(beam_idx[one // self.heads]) * self.heads + one % self.heads for one in block.segments])
 
 
-class Block:
+class PlannedBlock:
     """Entries of some kv heads (segments: sequence * heads + head) [S, columns, D]; `empty` [S, columns] have none."""
 
     def __init__(self, segments: list[int], keys: Tensor, values: Tensor, empty: Tensor | None) -> None:
@@ -420,7 +413,8 @@ class Block:
     def reorder(self, sources: list[int]) -> None:
         """Take what segments `sources` have, all of which are here."""
         rows = [self.segments.index(source) for source in sources]
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.keys = self.keys[rows]
+        self.values = self.values[rows]
         self.bias = None if self.bias is None else self.bias[rows]
 
 
@@ -451,7 +445,7 @@ def attend(
         return layer.append(query, key, value, scaling), None
     output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
     if layer is not None:
-        prompt = Prompt(query, key, value, attention_mask, scaling, kwargs.get("position_ids"))
+        prompt = PlannedPrompt(query, key, value, attention_mask, scaling, kwargs.get("position_ids"))
         layer.evict(key, value, layer.policy.keep(prompt, layer.budgets))
     return output, None
 
@@ -459,7 +453,7 @@ def attend(
 # --- policies ---------------------------------------------------------------------------------------------------------
 
 
-class Prompt:
+class PlannedPrompt:
     """A prompt in one layer: queries [B, Hq, T, D], keys and values [B, Hkv, T, D], and which columns are padding."""
 
     def __init__(
@@ -496,7 +490,7 @@ class Prompt:
             yield sequence, logits.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
 
 
-class Policy:
+class PlannedPolicy:
     """A policy by its name and parameters; `rotary` is the rotary embedding of the model."""
 
     def __init__(self, spec: dict[str, Any], rotary: Any) -> None:
@@ -508,7 +502,7 @@ class Policy:
         self.sinks = int(self.params["sinks"])
         self.recent = int(recent.get(self.name, self.params.get("window", 0) if window < 0 else window))
 
-    def keep(self, prompt: Prompt, budgets: Any) -> Tensor:
+    def keep(self, prompt: PlannedPrompt, budgets: Any) -> Tensor:
         """Return which entries stay at budgets of a length, [B, Hkv, T] bool."""
         lengths = prompt.lengths.tolist()
         limits = torch.tensor([budgets(length) for length in lengths])
@@ -522,7 +516,7 @@ class Policy:
             scores = scores.masked_fill(newest < first, float("inf"))
         return (self.ranks(prompt, scores) < limits) & prompt.valid[:, None]
 
-    def ranks(self, prompt: Prompt, scores: Tensor) -> Tensor:
+    def ranks(self, prompt: PlannedPrompt, scores: Tensor) -> Tensor:
         """Return the place of each entry in its head: the newest, sinks, other recent ones, then by score; no padding.
 
         Equal scores are taken by position.
@@ -537,24 +531,24 @@ class Policy:
         key = torch.where(order >= 0, order, place + self.sinks + self.recent)
         return inverse(key.masked_fill(~prompt.valid[:, None], 2 * key.shape[-1] + self.sinks + self.recent))
 
-    def streaming(self, prompt: Prompt) -> Tensor:
+    def streaming(self, prompt: PlannedPrompt) -> Tensor:
         """Return the position, [B, Hkv, T]."""
         return torch.arange(prompt.key.shape[2], device=prompt.key.device).float().expand(prompt.key.shape[:3])
 
-    def keydiff(self, prompt: Prompt) -> Tensor:
+    def keydiff(self, prompt: PlannedPrompt) -> Tensor:
         """Return the negative cosine to the mean direction of all keys."""
         keys = prompt.key.float().masked_fill(~prompt.valid[:, None, :, None], 0.0)
         mean = F.normalize(keys, dim=-1, eps=1e-8).sum(-2) / prompt.lengths[:, None, None]
         return -F.cosine_similarity(keys, mean[:, :, None], dim=-1, eps=1e-8)
 
-    def h2o(self, prompt: Prompt) -> Tensor:
+    def h2o(self, prompt: PlannedPrompt) -> Tensor:
         """Return the attention received from all queries, mean over a group."""
         total = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
         for sequence, probability in prompt.rows(prompt.key.shape[2]):
             total[sequence] += probability.sum((1, 2)) / probability.shape[1]
         return total
 
-    def snapkv(self, prompt: Prompt) -> Tensor:
+    def snapkv(self, prompt: PlannedPrompt) -> Tensor:
         """Return the pooled attention of the last window of queries."""
         window, kernel, pooling = (self.params[name] for name in ("window", "kernel", "pooling"))
         total = prompt.query.new_zeros(prompt.query.shape[:4], dtype=torch.float32)
@@ -568,7 +562,7 @@ class Policy:
         scores = scores.masked_fill(~inside[:, None], float("-inf") if pooling == "max" else 0.0)
         return (F.max_pool1d if pooling == "max" else F.avg_pool1d)(scores, kernel, 1, kernel // 2)
 
-    def expected_attention(self, prompt: Prompt) -> Tensor:
+    def expected_attention(self, prompt: PlannedPrompt) -> Tensor:
         """Return the attention expected of later queries, of which this prompt has the mean and covariance."""
         batch, heads, group, _, dim = prompt.query.shape
         cos, sin = self.tables(prompt.positions)
@@ -611,9 +605,9 @@ class Policy:
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first numbers of states [..., T, D] by tables [..., T, rotary dims]."""
-    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    turned = states[..., : cos.shape[-1]]
     left, right = turned.chunk(2, dim=-1)
-    return torch.cat((turned * cos + torch.cat((-right, left), dim=-1) * sin, rest), dim=-1)
+    return torch.cat((turned * cos + torch.cat((-right, left), dim=-1) * sin, states[..., cos.shape[-1] :]), dim=-1)
 
 
 def inverse(values: Tensor, descending: bool = False) -> Tensor:
