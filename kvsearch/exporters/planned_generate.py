@@ -600,7 +600,8 @@ class PlannedPolicy:
         """Return the mean rotation at positions [B, N] as a matrix, [B, 1, D, D]."""
         cos, sin = (table.mean(1) for table in self.tables(positions))
         unit = torch.eye(dim, device=cos.device)
-        return rotate(unit.expand(len(cos), dim, dim), cos[:, None], sin[:, None]).transpose(-1, -2)[:, None]
+        turned = rotate(unit.expand(len(cos), dim, dim), cos[:, None], sin[:, None])  # rows: what a unit becomes
+        return turned.transpose(-1, -2).unsqueeze(1)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

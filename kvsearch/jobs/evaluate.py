@@ -16,6 +16,8 @@ from kvsearch.core.items import Progress
 from kvsearch.core.parsing import read_json, validated
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import summarize
+from kvsearch.exporters.base import Exported
+from kvsearch.jobs.export import write_files
 from kvsearch.jobs.groups import (
     ASKED,
     KEPT,
@@ -34,7 +36,7 @@ from kvsearch.plan import Size, load_plan
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import write_tables
-from kvsearch.report.records import write_records
+from kvsearch.report.records import record_files
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
@@ -186,7 +188,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
         if options.table is not None:
             write_tables(result, options.table, options.force)
         if options.records is not None:
-            write_records(comparison, options.records)
+            write_files(Exported(record_files(comparison), ()), options.records, force=True)
     return result
 
 

@@ -11,7 +11,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.core.files import atomic_write
 from kvsearch.core.items import grouped
 from kvsearch.core.resources import package_version
 from kvsearch.plan.schema import QUESTION_AWARE
@@ -33,15 +32,15 @@ NO_PRESS = "no_press"  # what kvpress calls the full cache
 STRING_MATCH = "string_match"  # and both of RULER's metrics, of which each task has one
 
 
-def write_records(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write what every method replied into a folder of its own in `folder`, and return these.
+def record_files(evaluation: Evaluation) -> dict[str, bytes]:
+    """Return what every method replied, in files of a folder of its own.
 
     Each has `predictions.csv`, a row per reply in the order of the examples; `metrics.json`, scores in percent by
     task; `config.yaml`, what was run. The ratio of a method without one is what it held less than the full cache.
     """
     samples = {sample.place: sample for sample in evaluation.samples}
     full = evaluation.held[FULL].entries
-    made = []
+    files: dict[str, bytes] = {}
     for method in evaluation.methods:
         ratio = method.size.ratio if method.size is not None else None
         if ratio is None:
@@ -57,15 +56,13 @@ def write_records(evaluation: Evaluation, folder: Path) -> list[Path]:
                          sample.reply, ratio, sample.score)
                     )  # fmt: skip
         config = _config(evaluation, method, ratio)
-        parts = list(_parts(config))
-        while (place := folder / "__".join(parts)) in made:  # a ratio that differs in its later digits, say
-            parts.append(method.label.replace("/", "--"))
-        place.mkdir(parents=True, exist_ok=True)
-        atomic_write(place / PREDICTIONS, _csv(rows))
-        atomic_write(place / METRICS, _json(_metrics(evaluation, method.label)))
-        atomic_write(place / SETTINGS, _json(config))  # which is YAML, too
-        made.append(place)
-    return made
+        place = "__".join(_parts(config))
+        if f"{place}/{METRICS}" in files:  # a ratio that differs in its later digits, say
+            place += f"__{method.label.replace('/', '--')}"
+        files[f"{place}/{PREDICTIONS}"] = _csv(rows)
+        files[f"{place}/{METRICS}"] = _json(_metrics(evaluation, method.label))
+        files[f"{place}/{SETTINGS}"] = _json(config)  # which is YAML, too
+    return files
 
 
 def _config(evaluation: Evaluation, method: ReadyMethod, ratio: float) -> dict[str, Any]:
