@@ -74,6 +74,9 @@ def generate(
     folder = folder or find_folder(model)
     plan = read_plan(folder)
     reason = needs_kvsearch(plan)
+    adapted = any(".base_layer." in name for name in model.state_dict())
+    if reason is None and (adapted or getattr(model, "is_quantized", False)):
+        reason = "a model with quantised weights or adapters"
     arguments = {name: value for name, value in arguments.items() if value is not None}
     inputs = arguments.pop("input_ids", inputs)
     if generation_config is not None:
@@ -584,7 +587,7 @@ class PlannedPolicy:
                 logits[:, head] += ((keys[:, head, None] @ part) * keys[:, head, None]).sum(-1) * prompt.scaling**2 / 2
         hidden = (prompt.index < self.sinks)[:, None]
         expected = logits.masked_fill(hidden[:, None], float("-inf")).softmax(-1).nan_to_num(0.0).mean(2)
-        scores = expected + self.params["epsilon"]
+        scores: Tensor = expected + self.params["epsilon"]
         if self.params["value_norm"]:
             scores = scores * prompt.value.float().norm(dim=-1)
         return scores.masked_fill(hidden, 0.0)

@@ -118,6 +118,7 @@ def test_beams_and_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(replies(model, folder, num_beams=2), theirs)
 
 
+@pytest.mark.slow
 def test_it_needs_no_kvsearch(tmp_path: Path) -> None:
     """A moved folder, in a process that cannot import kvsearch."""
     model = build("llama")
@@ -190,6 +191,9 @@ def test_other_plans_are_run_by_kvsearch(tmp_path: Path, monkeypatch: pytest.Mon
         ImportError, match=r"^this plan needs the package kvsearch \(it evicts while decoding\): pip ins"
     ):
         replies(model, str(tmp_path / "0"))
+    model.is_quantized = True
+    with pytest.raises(ImportError, match=r"kvsearch \(a model with quantised weights or adapters\)"):
+        replies(model, folder_of(plan_of(model), tmp_path / "quantised"))
 
 
 def test_a_plan_of_another_model_is_one_line(tmp_path: Path) -> None:
