@@ -30,14 +30,19 @@ DIGITS = 4  # decimals of a metric
 PLAN = "plan"  # the size of the plan that a metric of the front matter is of, among its arguments
 
 
-def folder_card(plan: Plan, scores: PlanScores | None) -> bytes:
-    """Return the card of a folder that holds a plan and no model."""
+def folder_card(plan: Plan, scores: PlanScores | None, needs: str | None = None) -> bytes:
+    """Return the card of a folder that holds a plan and no model.
+
+    `needs` says what code of transformers' `custom_generate` that lies there needs; None: there is none.
+    """
     command = _command("evaluate", plan.model.name, "--plan", "FOLDER", "--tasks", "jsonl:YOUR.jsonl")
-    body = fill_template("README.md", **_facts(plan, scores), name=_short_name(plan.model), command=command)
+    body = fill_template(
+        "README.md", **_facts(plan, scores), name=_short_name(plan.model), command=command, needs=needs
+    )
     card, data = _parse_card(body.decode())
-    data.library_name = "kvsearch"
+    data.library_name = "kvsearch" if needs is None else "transformers"
     data.base_model = hub_id(plan.model)
-    data.tags = list(TAGS)
+    data.tags = [*TAGS, *([] if needs is None else ["custom_generate"])]  # by which the hub lists such code
     _add_scores(data, plan, scores)
     return str(card).encode()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 
 from kvsearch.exporters.base import CARD, Exported, Inputs, PlanExporter
@@ -21,22 +22,49 @@ from kvsearch.plan.saved import (
     with_weights,
 )
 
+REQUIREMENTS = b"torch>=2.8\ntransformers>=5.18\n"  # of what `custom_generate` needs, as transformers reads it
+
 
 class Folder(PlanExporter):
     """Everything of a plan in one folder, which `load_plan` reads; nothing is lost."""
 
     def export(self, plan: Plan, inputs: Inputs) -> Exported:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
-        places = with_weights(plan.policies, FOLDER_PLAN)
-        weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
-        files = {
-            FOLDER_PLAN: canonical_json(plan),
-            **weights,
+        written = {
+            **self.plan_files(plan),
             CARD: folder_card(plan, inputs.scores),
             "generate.py": fill_template("generate.py", model=repr(plan.model.name)),
         }
         usage = ("python {path}/generate.py --help", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
-        return Exported(files, usage, total=plan.total)
+        return Exported(written, usage, total=plan.total)
+
+    def plan_files(self, plan: Plan) -> dict[str, bytes]:
+        """Return the plan and its weights; UsageError if these are not here."""
+        places = with_weights(plan.policies, FOLDER_PLAN)
+        weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        return {FOLDER_PLAN: canonical_json(plan), **weights}
+
+
+class CustomGenerate(Folder):
+    """Everything of a plan in one folder, with code that transformers runs in place of its own `generate`.
+
+    Plans without fitted rankings need transformers alone, others the package kvsearch; nothing is lost.
+    """
+
+    def export(self, plan: Plan, inputs: Inputs) -> Exported:
+        """Make the folder; UsageError if the weights of a fitted ranking are not here."""
+        from kvsearch.exporters.planned_generate import needs_kvsearch
+
+        reason = needs_kvsearch(plan.model_dump(mode="json"))
+        needs = "torch and transformers alone" if reason is None else f"the package kvsearch: {reason}"
+        written = {
+            **self.plan_files(plan),
+            CARD: folder_card(plan, inputs.scores, needs),
+            "custom_generate/generate.py": files("kvsearch.exporters").joinpath("planned_generate.py").read_bytes(),
+            "custom_generate/requirements.txt": REQUIREMENTS,
+        }
+        call = "model.generate(**inputs, custom_generate={path!r}, trust_remote_code=True)"
+        return Exported(written, (call, f"needs {needs}"), total=plan.total)
 
 
 class ModelFolder(Folder):
@@ -57,6 +85,6 @@ class ModelFolder(Folder):
         content = canonical_json(plan)
         listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
-        files = {path: content, **weights, CARD: model_card(plan, path, inputs), CONFIG: config.encode()}
+        written = {path: content, **weights, CARD: model_card(plan, path, inputs), CONFIG: config.encode()}
         usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
-        return Exported(files, usage, total=plan.total, updated=(*weights, CARD, CONFIG), model=inputs.unsaved)
+        return Exported(written, usage, total=plan.total, updated=(*weights, CARD, CONFIG), model=inputs.unsaved)

@@ -11,11 +11,13 @@ from pydantic import AfterValidator, TypeAdapter
 from kvsearch.config.options import RULE, SIZE, Commas, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
-from kvsearch.core.files import check_output
+from kvsearch.core.files import check_output, require_directory
 from kvsearch.core.items import Progress
 from kvsearch.core.parsing import read_json, validated
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import summarize
+from kvsearch.exporters.base import Exported
+from kvsearch.jobs.export import write_files
 from kvsearch.jobs.groups import (
     ASKED,
     KEPT,
@@ -34,6 +36,7 @@ from kvsearch.plan import Size, load_plan
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import write_tables
+from kvsearch.report.records import record_files
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
@@ -98,11 +101,20 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
     )
     replies: int | None = option(None, "Replies to each question, drawn.", panel=ASKED, shown="1", ge=1)
     output: Path | None = option(None, OUTPUT_OPTION, panel=KEPT)
-    force: bool = option(False, "Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)
+    force: bool = option(
+        False, "Start the run in --output anew; replace --table and --records.", panel=KEPT, recorded=False
+    )
     table: Path | None = option(
         None,
         "Write the tables to this .md or .tex file, or every number of them to this .csv file.",
         metavar="FILE",
+        panel=KEPT,
+        recorded=False,
+    )
+    records: Path | None = option(
+        None,
+        "Write every reply into this folder in the files of kvpress' evaluation, a folder per method.",
+        metavar="DIR",
         panel=KEPT,
         recorded=False,
     )
@@ -120,16 +132,20 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
         return Sampling(self.temperature, self.top_p or 1.0, self.replies or 1, self.seed)
 
     def check_files(self) -> None:
-        """Raise UsageError if the run or the table cannot be written, or the table is there already and would be lost.
+        """Raise UsageError if what is to be written cannot be, or table or records are there already and would be lost.
 
-        A finished run that is repeated finds the table that it has written itself.
+        A finished run that is repeated finds the table and the records that it has written itself.
         """
         if self.output is not None:
             run_in(self.output, "evaluate")
+        is_finished = self.output is not None and (self.output / REPORT).exists() and not self.force
+        if self.records is not None:
+            require_directory(self.records)
+            if self.records.exists() and any(self.records.iterdir()) and not (self.force or is_finished):
+                raise UsageError(f"{self.records} is not empty: name another folder, or --force to replace its records")
         if self.table is None:
             return
         check_table_file(self.table)
-        is_finished = self.output is not None and (self.output / REPORT).exists() and not self.force
         if not is_finished:
             check_output(self.table, self.force)
 
@@ -172,6 +188,8 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
             write_json(directory / REPORT, result.as_json())
         if options.table is not None:
             write_tables(result, options.table, options.force)
+        if options.records is not None:
+            write_files(Exported(record_files(comparison), ()), options.records, force=True)
     return result
 
 

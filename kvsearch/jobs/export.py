@@ -77,8 +77,8 @@ class ExportOptions(PlanOptions, Sized, Loading):
     to: str = option(
         PLAN,
         "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: folder, "
-        "kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, attention-matching, "
-        "sparse-vllm, spectralkv, tangram, trtllm-windows, vllm-windows, openvino.",
+        "custom-generate, kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, "
+        "attention-matching, sparse-vllm, spectralkv, tangram, trtllm-windows, vllm-windows, openvino.",
         RULE,
         metavar="TARGET",
         panel=TOOLS_PANEL,
@@ -172,7 +172,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             assert isinstance(exporter, PlanExporter)
             plan = load_plan(path) if of_plan else self.compute(reporter)
             inputs = self.inputs(plan.model, reporter)
-            if self.to in ("folder", "model"):
+            if self.to in ("folder", "custom-generate", "model"):
                 from kvsearch.report.artifacts import run_scores
 
                 inputs = replace(inputs, scores=run_scores(self.folder, plan))

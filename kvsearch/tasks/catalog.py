@@ -119,10 +119,16 @@ def drawn_ruler(path: str) -> list[Entry]:
     """Return RULER's tasks of which a file or folder has examples that others have drawn, in RULER's order.
 
     Raises:
-        UsageError: there is no such file, or its rows have other columns or are of unknown tasks.
+        UsageError: there is no such file, it is a folder of several lengths, or its rows have other columns or are of
+            unknown tasks.
         EnvironmentFault: it cannot be read.
     """
-    if not Path(path).exists():
+    place = Path(path)
+    lengths = sorted(child.parent.name for child in place.glob("*/test*")) if path and place.is_dir() else []
+    if not path or (lengths and not any(place.glob("test*"))):
+        which = f"{path} has a folder for each of {', '.join(dict.fromkeys(lengths))}" if path else "no file is named"
+        raise UsageError(f"{which}: give {DRAWN}FILE, or the folder of one length")
+    if not place.exists():
         raise UsageError(f"there is no file or folder {path}: check the path")
     drawn = {row.task for row in check_rows(load_shared_rows(Dataset(), path, None), DrawnRow, path)}
     if unknown := sorted(drawn - {*RULER_TASKS}):
