@@ -33,7 +33,7 @@ from kvsearch.selection.comparison import SCREENED_TOKENS, losses_of
 from kvsearch.selection.scores import Scores
 from kvsearch.strategies.joint import policy_curves
 from kvsearch.tasks.encode import force_replies
-from kvsearch.tasks.metrics.likelihood import loss_of
+from kvsearch.tasks.metrics.likelihood import read_loss
 
 CONTEXTS = (6, 8, 12, 16, 24)
 DRAWS = 2000
@@ -48,7 +48,7 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
     calibrated = replace(policy_curves(load_profile(args.run / CURVES / PROFILE)), rankings=rankings)
     screened: dict[str, list[float]] = {}
     for reply in read_replies(args.run / CHOICE / str(args.size) / "screen" / LEDGER).values():
-        screened.setdefault(reply.method, []).append(loss_of(reply.reply))
+        screened.setdefault(reply.method, []).append(read_loss(reply.reply))
     scores: list[Floats] = []
     losses: list[Floats] = []
     for name in ("select", "report"):

@@ -35,13 +35,13 @@ from kvsearch.tasks.synthetic.language import (
     Document,
     Evidence,
     Names,
-    ask,
-    chains,
-    code_facts,
-    code_pairs,
-    compose,
-    item_facts,
-    votes,
+    compose_document,
+    make_chains,
+    make_code_facts,
+    make_code_pairs,
+    make_item_facts,
+    make_query,
+    make_votes,
 )  # fmt: skip
 
 # tasks by the word that their questions begin with
@@ -102,7 +102,7 @@ class Hidden(NamedTuple):
 
 def bells(count: int) -> Evidence:
     """Strike a bell `count` times, 1 to 6; the question asks how often (word counting)."""
-    return Evidence((("bell", "."),) * count, (ask(("?", "bell"), (v.NUMBERS[count - 1], ".")),))
+    return Evidence((("bell", "."),) * count, (make_query(("?", "bell"), (v.NUMBERS[count - 1], ".")),))
 
 
 def build(layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaForCausalLM:
@@ -174,14 +174,14 @@ def training_document(rng: random.Random, length: int) -> Document:
     names = Names(rng)
     room = int(length * rng.choice((0.05, 0.1, 0.2, 0.33))) + 12
     makers = [
-        lambda: code_facts(rng, names, rng.randint(1, 4)),
-        lambda: code_pairs(rng, names, rng.randint(2, 4)),
-        lambda: item_facts(rng, names, 1),
-        lambda: chains(rng, names, 1),
+        lambda: make_code_facts(rng, names, rng.randint(1, 4)),
+        lambda: make_code_pairs(rng, names, rng.randint(2, 4)),
+        lambda: make_item_facts(rng, names, 1),
+        lambda: make_chains(rng, names, 1),
     ]
     needles = []
     if rng.random() < 0.5:
-        needles.append(votes(rng, rng.randint(3, 10), rng.randint(2, 4)))
+        needles.append(make_votes(rng, rng.randint(3, 10), rng.randint(2, 4)))
     if rng.random() < 0.5:
         needles.append(bells(rng.randint(1, 6)))
     room -= sum(group.tokens for group in needles)
@@ -192,7 +192,7 @@ def training_document(rng: random.Random, length: int) -> Document:
         if group.tokens <= room:
             needles.append(group)
             room -= group.tokens
-    return compose(rng, length, needles, mentions=rng.randint(0, 4), tail_mentions=rng.randint(0, 2))
+    return compose_document(rng, length, needles, mentions=rng.randint(0, 4), tail_mentions=rng.randint(0, 2))
 
 
 def encode(document: Document, questions: int) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:

@@ -25,7 +25,7 @@ from kvsearch.runtime import Program
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics import METRICS
-from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compose
+from kvsearch.tasks.synthetic.language import Document, Names, compose_document, make_code_facts
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from scripts.train_bundled import tokenizer
 from tests.families import build
@@ -56,7 +56,7 @@ def chat_tokenizer(template: str = CHAT_TEMPLATE) -> Any:
 def document(length: int, seed: int = 0, facts: int = 3) -> Document:
     """A document of at most `length` words with a few code facts."""
     rng = random.Random(seed)
-    return compose(rng, length, [code_facts(rng, Names(rng), facts)])
+    return compose_document(rng, length, [make_code_facts(rng, Names(rng), facts)])
 
 
 def task_file(path: Path, contexts: int, length: int, facts: int) -> Path:

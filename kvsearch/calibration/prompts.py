@@ -36,7 +36,16 @@ from kvsearch.runtime.replay.forced_answers import (
     right_reply,
 )
 from kvsearch.tasks.base import Example, Task
-from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, middle_cut, most_tokens, unused
+from kvsearch.tasks.encode import (
+    Prompt,
+    TaskPrompts,
+    check_length,
+    compute_token_limit,
+    cut_middle,
+    draw_unseen_examples,
+    encode,
+    make_token_counter,
+)
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText
@@ -143,7 +152,7 @@ def prompts_of(
             leave no room for a context.
     """
     prompts: list[CalibrationPrompt] = []
-    limit = most_tokens(loaded.model, max_length)
+    limit = compute_token_limit(loaded.model, max_length)
     truncated = 0
     text_of = {number: text[0] for text in data.by_text for number in text}
     for number, context in enumerate(data.contexts):
@@ -199,7 +208,7 @@ def _fitted(
             f"{where}: a question and its answer of {asked} tokens leave no room for the context within {limit} "
             "tokens: raise --max-length, or give other texts with --data or --tasks"
         )
-    return middle_cut(ids[0], form.lead, limit - asked)[None]
+    return cut_middle(ids[0], form.lead, limit - asked)[None]
 
 
 def reply_parts(model: Any, prompts: Sequence[CalibrationPrompt]) -> Iterator[list[CalibrationPrompt]]:
@@ -234,7 +243,7 @@ def with_own_replies(
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
     """
-    limit = most_tokens(loaded.model) or sys.maxsize
+    limit = compute_token_limit(loaded.model) or sys.maxsize
 
     def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
         stops = {
@@ -301,13 +310,13 @@ def data_of_tasks(
         UsageError: a task has no usable question or no context that is not used, or fills contexts to a length above
             the limit; see `check_length`.
     """
-    count = counter(loaded.tokenizer)
-    limit = most_tokens(loaded.model, max_length)
+    count = make_token_counter(loaded.tokenizer)
+    limit = compute_token_limit(loaded.model, max_length)
     contexts: list[Context] = []
     for task in tasks:
         check_length(loaded, task, limit)
         examples: dict[str, Example] = {}
-        for example in unused(task, samples, seed, count, used or ContextSet())[0]:
+        for example in draw_unseen_examples(task, samples, seed, count, used or ContextSet())[0]:
             answerable = tuple(
                 query
                 for query in example.queries

@@ -188,7 +188,7 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
     With --cache the context is one that `kvsearch compress` has read before. Several prompts are asked one by one, and
     none sees another. Without --context and --prompt a bundled model answers a question about a text of its own.
     """
-    from kvsearch.tasks.given import expected_reply
+    from kvsearch.tasks.given import find_expected_reply
 
     def as_json() -> Any:
         answers = [asdict(reply) for reply in replies]
@@ -200,7 +200,7 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
             console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
             console.print_reply(reply.text)
         if options.context is None and not options.prompt:
-            console.say(f"expected to begin with: {expected_reply(options.seed)}")
+            console.say(f"expected to begin with: {find_expected_reply(options.seed)}")
         last = replies[-1]
         most = max(reply.most for reply in replies)
         console.say(

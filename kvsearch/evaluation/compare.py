@@ -34,7 +34,15 @@ from kvsearch.runtime.shared_prefill import batches
 from kvsearch.strategies.compared import ReadyMethod, different_settings, full_method
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Sampling, Task
-from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
+from kvsearch.tasks.encode import (
+    TaskPrompts,
+    compute_token_limit,
+    encode_tasks,
+    format_reasons,
+    list_questions,
+    make_readings,
+    name_contexts,
+)
 from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import FORCED, MOST_LOST, read_losses
@@ -151,8 +159,8 @@ def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Split, progra
     together = 1 + DECIDED * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
-        for batch in batches(readings(task.prompts, asked.protocol), asked.batch, lambda _: ()):
-            pairs = questions_of(batch)
+        for batch in batches(make_readings(task.prompts, asked.protocol), asked.batch, lambda _: ()):
+            pairs = list_questions(batch)
             questions += len(pairs)
             work += Work.over((len(reading.ids) for reading in batch), 1 + _compressing(programs))
             for number in range(max(len(reading.questions) for reading in batch)):
@@ -299,8 +307,8 @@ class Evaluation:
 
     @cached_property
     def contexts(self) -> Contexts:
-        """Which samples share a context, see `contexts_of`."""
-        return contexts_of(self.encoded)
+        """Which samples share a context, see `name_contexts`."""
+        return name_contexts(self.encoded)
 
     @cached_property
     def blocks(self) -> list[SizeBlock]:
@@ -342,7 +350,7 @@ class Evaluation:
     @cached_property
     def most_tokens(self) -> int | None:
         """What prompt and reply could have together."""
-        return most_tokens(self.loaded.model, self.split.max_length)
+        return compute_token_limit(self.loaded.model, self.split.max_length)
 
     def score(self, name: str) -> Estimate:
         """Return the mean of a plan over all tasks with its 95% interval."""
@@ -452,7 +460,7 @@ class Evaluation:
             cut = ", ".join(f"{label} {count}" for label, count in traces.items())
             yield f"{covered.task}: of {covered.questions} replies so many reached the most tokens of a reply: {cut}"
         if covered.excluded:
-            yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
+            yield f"{covered.task}: questions left out ({format_reasons(covered.excluded)})"
 
     def _size_notes(self, block: SizeBlock) -> Iterator[str]:
         held = {name: self.held[label] for name, label in block.methods.items()}
@@ -502,4 +510,4 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
 
 def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:
     """Return tokens of everything that is compressed as one."""
-    return [len(one.ids) for task in encoded for one in readings(task.prompts, protocol)]
+    return [len(one.ids) for task in encoded for one in make_readings(task.prompts, protocol)]

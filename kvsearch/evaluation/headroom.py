@@ -48,7 +48,7 @@ from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, listed, readings
+from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, format_reasons, make_readings
 
 BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"
 KNOWN = "true importance"  # allocations are called "true importance, NAME"
@@ -95,12 +95,12 @@ def headroom(
     """
     for task in encoded:
         if task.coverage.excluded:
-            raise IncompatibleError(f"task {task.task.name}: {listed(task.coverage.excluded)}")
+            raise IncompatibleError(f"task {task.task.name}: {format_reasons(task.coverage.excluded)}")
     forced = forced_answers(loaded, encoded, QUESTION_AGNOSTIC, "own")
     contexts = [
         (number, reading, replied(task, reading.prompt, forced))
         for number, task in enumerate(encoded)
-        for reading in readings(task.prompts, QUESTION_AGNOSTIC)
+        for reading in make_readings(task.prompts, QUESTION_AGNOSTIC)
     ]
     texts = [reading.ids for _, reading, _ in contexts]
     others_of = [[n for n, other in enumerate(texts) if not torch.equal(other, text)] for text in texts]

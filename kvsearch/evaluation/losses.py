@@ -31,7 +31,7 @@ from kvsearch.runtime.stock import CACHE
 from kvsearch.runtime.store.storage import RaggedStore
 from kvsearch.signals.attention_rows import loss_bounds, output_loss
 from kvsearch.tasks.base import Answers, Task
-from kvsearch.tasks.encode import Reading, TaskPrompts, encode_tasks, readings
+from kvsearch.tasks.encode import Reading, TaskPrompts, encode_tasks, make_readings
 
 # what a program does in a layer in prefill and while decoding, with budgets for the context at hand
 LayerRules = tuple[PhaseRule | None, PhaseRule | None]
@@ -72,7 +72,7 @@ def measure_losses(
     work = [
         (task.task.name, reading, _following(task, reading, forced))
         for task in encoded
-        for reading in readings(task.prompts, protocol)
+        for reading in make_readings(task.prompts, protocol)
     ]
     found: dict[str, Measured] = {}
     losses_of = loaded.map(partial(_measure, programs=programs), work)

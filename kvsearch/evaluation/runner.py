@@ -34,9 +34,9 @@ from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Question, Reading, TaskPrompts, questions_of, readings, token_hash
+from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, list_questions, make_readings
 from kvsearch.tasks.metrics import is_forced, score
-from kvsearch.tasks.metrics.likelihood import loss_words
+from kvsearch.tasks.metrics.likelihood import format_losses
 from kvsearch.tasks.prompts import cut
 
 PACKAGES = ("kvsearch", "torch", "transformers")
@@ -82,7 +82,7 @@ def run_encoded(
     work = [
         (number, part)
         for number, task in enumerate(tasks)
-        for part in batches(readings(task.prompts, protocol), batch, follows)
+        for part in batches(make_readings(task.prompts, protocol), batch, follows)
     ]
     known = [[] if kept is None else kept.recall(tasks[number], part, programs) for number, part in work]
     finished = [{sample.method for sample in samples} for samples in known]
@@ -108,14 +108,14 @@ def run_encoded(
         results += [
             found[task.task.name, reading.prompt.key, question.number, method]
             for method in programs
-            for reading, question in questions_of(part)
+            for reading, question in list_questions(part)
         ]
     return results
 
 
 def _require_same_rotary(loaded: LoadedModel, task: TaskPrompts, protocol: Protocol) -> None:
     """Refuse a task, before any of it is asked, where a reply may pass the length at which rotary factors change."""
-    pairs = [(reading, question) for reading in readings(task.prompts, protocol) for question in reading.questions]
+    pairs = [(reading, question) for reading in make_readings(task.prompts, protocol) for question in reading.questions]
     for reading, question in pairs:
         later = len(reading.following(question)) + question.query.max_new_tokens - 1
         sample = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
@@ -208,10 +208,10 @@ class KeptReplies:
         """Return the key of each reply of a method to a batch."""
         keys: dict[Place, str] = {}
         turn = sorted(stop_tokens(self._loaded, task.format) - stop_tokens(self._loaded))
-        for reading, question in questions_of(batch):
+        for reading, question in list_questions(batch):
             prompt = reading.prompt
             asked: dict[str, Any] = {
-                "prompt": token_hash(prompt.with_question(question)), "context": len(prompt.context),
+                "prompt": hash_tokens(prompt.with_question(question)), "context": len(prompt.context),
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
                 **({"end_of_turn": turn} if turn else {}),
             }  # fmt: skip
@@ -225,7 +225,7 @@ class KeptReplies:
 
 def score_replies(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sample]) -> list[Sample]:
     """Return replies to the questions of a batch with their scores."""
-    asked = {(reading.prompt.key, question.number): (reading, question) for reading, question in questions_of(batch)}
+    asked = {(reading.prompt.key, question.number): (reading, question) for reading, question in list_questions(batch)}
     found = ((reply, *asked[reply.key, reply.question]) for reply in replies)
     return [
         replace(
@@ -309,7 +309,7 @@ def _replied(
                 if FULL in joint.methods:
                     first = joint.methods.index(FULL) * len(batch)
                     full_losses |= {(row, asked): losses[first + row] for row in range(len(batch))}
-                replies = [loss_words(loss, full_losses[row % len(batch), asked]) for row, loss in enumerate(losses)]
+                replies = [format_losses(loss, full_losses[row % len(batch), asked]) for row, loss in enumerate(losses)]
             else:
                 answered = joint.replies.ask(texts, limits)
                 replies = [cut(prompts.format.decode(tokens), task.stops) for tokens in answered]
@@ -324,7 +324,7 @@ def _replied(
                     earlier[row] += [question.ids, torch.tensor(tokens, dtype=torch.long)]
                 yield Sample(
                     task.name, question.query.category or task.category, method, batch[sequence].protocol, prompt.key,
-                    question.number, replies[row], UNSCORED, token_hash(whole),
+                    question.number, replies[row], UNSCORED, hash_tokens(whole),
                     prompt.truncated, len(prompt.context), len(whole), len(tokens), joint.entries[method][sequence],
                     joint.nbytes[method] / len(batch), most, joint.seconds / len(batch), seconds / len(answered),
                 )  # fmt: skip
@@ -381,7 +381,7 @@ def rows_hash(task: TaskPrompts) -> str:
     """SHA-256 of the questions of a task: prompts in token ids, and what counts as an answer."""
     rows = [
         [
-            prompt.key, question.number, token_hash(prompt.with_question(question)), len(prompt.context),
+            prompt.key, question.number, hash_tokens(prompt.with_question(question)), len(prompt.context),
             question.query.max_new_tokens, question.query.answers, question.query.options,
             *([question.query.written] if question.query.written else []),
         ]

@@ -16,7 +16,7 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.encode import readings
+from kvsearch.tasks.encode import make_readings
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
@@ -132,7 +132,7 @@ def _ends(evaluation: Evaluation) -> list[tuple[int, int]]:
             + max(len(question.ids) + question.query.max_new_tokens for question in reading.questions),
         )
         for task in evaluation.encoded
-        for reading in readings(task.prompts, evaluation.split.protocol)
+        for reading in make_readings(task.prompts, evaluation.split.protocol)
     ]
 
 

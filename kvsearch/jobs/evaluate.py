@@ -267,7 +267,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
     full = _full_cache(options, reporter)
     from kvsearch.evaluation.headroom import PROGRAMS
     from kvsearch.evaluation.headroom import headroom as measure
-    from kvsearch.tasks.encode import contexts_of
+    from kvsearch.tasks.encode import name_contexts
 
     config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.recorded())
     with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
@@ -275,7 +275,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
             full.require_answers(progress, store)
         with reporter.progress("measuring importance: context") as progress:
             results = measure(full.loaded, full.encoded, options.ratio, progress, store)
-        rows = summarize(results, FULL, contexts_of(full.encoded))
+        rows = summarize(results, FULL, name_contexts(full.encoded))
         asked = tuple(task.coverage for task in full.encoded)
         result = HeadroomResult(
             model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=asked

@@ -19,7 +19,7 @@ from kvsearch.models.real import REAL_MODELS
 from kvsearch.policies.registry import PolicyFacts, catalog, describe_policy
 from kvsearch.report.table import Table
 from kvsearch.tasks.catalog import SETS, describe_tasks
-from kvsearch.tasks.given import example_for
+from kvsearch.tasks.given import resolve_example
 
 if TYPE_CHECKING:
     from kvsearch.report.figures import Part
@@ -154,7 +154,7 @@ def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
     from kvsearch.evaluation.answer import answer
 
     for name in BUNDLED:
-        context, prompt, plain = example_for(name, None, None, options.seed)
+        context, prompt, plain = resolve_example(name, None, None, options.seed)
         (reply,) = answer(options.load(name, reporter), None, context, [prompt], plain, 3)
         facts[f"{name} model"] = f"answers {reply.text!r} from {reply.entries} entries"
     return facts

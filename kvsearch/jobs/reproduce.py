@@ -181,10 +181,10 @@ class Stages:
 
     def require_data(self, loaded: LoadedModel) -> None:
         """Find out before the first stage whether the rows of all tasks are here: a context of each is read."""
-        from kvsearch.tasks.encode import counter
+        from kvsearch.tasks.encode import make_token_counter
 
         for task in (task for stage in self.asking for task in self.tasks_of(stage)):
-            task.examples(1, self.options.seed, counter(loaded.tokenizer))
+            task.examples(1, self.options.seed, make_token_counter(loaded.tokenizer))
 
     def _key(self, stage: Stage) -> str:
         """Return a short hash of all that a stage is asked for, those before it included."""

@@ -514,7 +514,7 @@ class RunStages:
         from kvsearch.runtime.cache import check_rotary
         from kvsearch.selection.candidates import find_policy_candidates
         from kvsearch.selection.splits import halve_contexts, refuse_shared
-        from kvsearch.tasks.encode import counter
+        from kvsearch.tasks.encode import make_token_counter
 
         splits = {name: options.split(name, questions, options.protocol) for name, questions in tasks.items()}
         loaded = options.load(options.model, reporter)
@@ -533,8 +533,8 @@ class RunStages:
         if options.smallest:
             halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
         contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
-        options = options.with_counts(sum(contexts) / len(contexts), counter(loaded.tokenizer))
-        for warning in find_doubts(options, encoded["select"], counter(loaded.tokenizer)):
+        options = options.with_counts(sum(contexts) / len(contexts), make_token_counter(loaded.tokenizer))
+        for warning in find_doubts(options, encoded["select"], make_token_counter(loaded.tokenizer)):
             reporter.warn(warning)
         self.refinement = options.refinement(loaded) if options.refine and sizes else None
         least = min(policy.least for policy in options.curves().policies())
@@ -592,9 +592,12 @@ class RunStages:
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """The hashes of the contexts that are chosen by and reported on."""
-        from kvsearch.tasks.encode import asked_hashes
+        from kvsearch.tasks.encode import list_context_hashes
 
-        return {"chosen": asked_hashes(self.encoded["select"]), "reported": asked_hashes(self.encoded["report"])}
+        return {
+            "chosen": list_context_hashes(self.encoded["select"]),
+            "reported": list_context_hashes(self.encoded["report"]),
+        }
 
     def content(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return all that decides the result, as JSON; what is fitted on is in the configurations of the stages."""

@@ -31,7 +31,7 @@ from kvsearch.runtime.decode.next_tokens import Draws
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.shared_prefill import batches, compressed
 from kvsearch.tasks.base import Sampling
-from kvsearch.tasks.encode import most_tokens
+from kvsearch.tasks.encode import compute_token_limit
 from kvsearch.tasks.prompts import count_ending
 
 METHOD = "plan"
@@ -137,7 +137,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         self.progress = progress
         self.seed = seed
         self.tokenizer: Any = loaded.tokenizer
-        self.max_length = most_tokens(loaded.model, max_length)
+        self.max_length = compute_token_limit(loaded.model, max_length)
         self.held: dict[str, Counter[str]] = {}  # sums over the prompts and contexts of a task
         self.serving = False  # requests are being answered, or broke off
         self._device = loaded.device

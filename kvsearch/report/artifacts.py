@@ -60,7 +60,7 @@ from kvsearch.runs.identity import (
 from kvsearch.runs.identity import SCHEMA as RUN
 from kvsearch.runs.run import CONTEXTS_FORMAT, read_contexts
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.catalog import public_datasets
+from kvsearch.tasks.catalog import list_public_datasets
 
 WHOLE_RUN = "run.json"
 CACHE = ".kv"  # the usual suffix of a compressed cache
@@ -309,7 +309,7 @@ def _plan_scores(choice: SelectionResult, config: RunConfig | None) -> PlanScore
         },
         metric=next(iter(scorers.values())) if len(set(scorers.values())) == 1 else "score",
         tasks=tuple(scorers) or ("questions",),
-        datasets=public_datasets(spec) if spec is not None and options.get("data") is None else (),
+        datasets=list_public_datasets(spec) if spec is not None and options.get("data") is None else (),
         questions=report.asked.questions,
     )
 

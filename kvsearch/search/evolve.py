@@ -45,7 +45,7 @@ from kvsearch.selection.selection import PhaseResult, Rule, shared_level
 from kvsearch.selection.splits import refuse_shared
 from kvsearch.strategies.methods import direct_plan
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
-from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
+from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 from kvsearch.tasks.metrics import is_right
 
 SPLIT_USES: dict[str, Use] = {"search": "fitted", "choice": "chosen", "report": "reported"}
@@ -190,14 +190,14 @@ class PreparedSearch:
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """What the contexts of the splits are known by, by what they are for; see `kvsearch.plan.origin`."""
-        return {SPLIT_USES[name]: asked_hashes(encoded) for name, encoded in self.encoded.items()}
+        return {SPLIT_USES[name]: list_context_hashes(encoded) for name, encoded in self.encoded.items()}
 
     def record(self, searched: bool) -> ContextRecord:
         """Return what a result was fitted, chosen and reported on, its start plans included.
 
         One that was not `searched` is a start plan, which owes nothing to what is searched on.
         """
-        contexts = {SPLIT_USES[name]: asked_set(encoded) for name, encoded in self.encoded.items()}
+        contexts = {SPLIT_USES[name]: collect_contexts(encoded) for name, encoded in self.encoded.items()}
         if not searched:
             del contexts["fitted"]
         return self.before.with_more(**contexts)

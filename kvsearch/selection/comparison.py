@@ -47,7 +47,7 @@ from kvsearch.selection.splits import divide_contexts, texts_of
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, force_replies
 from kvsearch.tasks.metrics import is_forced
-from kvsearch.tasks.metrics.likelihood import loss_of
+from kvsearch.tasks.metrics.likelihood import read_loss
 
 HOPEFUL = 16  # methods that are about left after the first screening, for forecasts
 SCREENED_TOKENS = 32  # of a right reply that are forced to screen methods: the logits of all rows are held at once
@@ -247,7 +247,7 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: 
 
 def _minus_losses(forced: Sequence[Evaluation]) -> list[Sample]:
     """Return teacher-forced samples whose scores are minus their losses, in nats per token."""
-    return [replace(sample, score=-loss_of(sample.reply)) for asked in forced for sample in asked.samples]
+    return [replace(sample, score=-read_loss(sample.reply)) for asked in forced for sample in asked.samples]
 
 
 def losses_of(forced: Sequence[Evaluation]) -> Scores:

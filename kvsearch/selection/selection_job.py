@@ -31,7 +31,7 @@ from kvsearch.selection.selection import FOREMOST, PhaseResult, QuestionCount, R
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
 from kvsearch.selection.splits import halve_contexts, refuse_shared
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
+from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 
 METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
 STEP: Final = 1.1  # from one budget that is tried to the next
@@ -63,7 +63,7 @@ class SelectionJob:
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """The hashes of the contexts of both splits."""
-        return {"chosen": asked_hashes(self.race.encoded), "reported": asked_hashes(self.report_prompts)}
+        return {"chosen": list_context_hashes(self.race.encoded), "reported": list_context_hashes(self.report_prompts)}
 
     @property
     def costs(self) -> list[StageCost]:
@@ -163,7 +163,9 @@ class SelectionJob:
             settings["phases_tried"] = (chosen.phases,)
             if chosen.winner is None:
                 contexts = ContextRecord()  # a baseline was fitted on nothing
-        asked = ContextRecord(chosen=asked_set(self.race.encoded), reported=asked_set(self.report_prompts))
+        asked = ContextRecord(
+            chosen=collect_contexts(self.race.encoded), reported=collect_contexts(self.report_prompts)
+        )
         origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, asked]))
         return plan.model_copy(update={"provenance": origin})
 

@@ -91,7 +91,7 @@ class Entry:
     @property
     def options(self) -> tuple[str, ...]:
         """What is read, as on the command line."""
-        return tuple(map(flag, self.reads))
+        return tuple(map(format_flag, self.reads))
 
     def facts(self) -> dict[str, Any]:
         """Return what there is to know as plain data."""
@@ -99,12 +99,12 @@ class Entry:
         return {name: getattr(self, name) for name in names}
 
 
-def flag(option: str) -> str:
+def format_flag(option: str) -> str:
     """Return what an option is called on the command line."""
     return "--" + option.replace("_", "-")
 
 
-def own_file(path: str, kind: str = JSONL) -> Entry:
+def find_user_task(path: str, kind: str = JSONL) -> Entry:
     """Return the task of a user's file."""
     if kind == TEXT:
         needs = f"{FILE}, plain text or rows with text"
@@ -115,7 +115,7 @@ def own_file(path: str, kind: str = JSONL) -> Entry:
     return Entry(f"{JSONL}:{path}", jsonl.CATEGORY, jsonl.METRIC, YOURS, make, {"split": "split"}, needs)
 
 
-def drawn_ruler(path: str) -> list[Entry]:
+def find_drawn_ruler_tasks(path: str) -> list[Entry]:
     """Return RULER's tasks of which a file or folder has examples that others have drawn, in RULER's order.
 
     Raises:
@@ -137,7 +137,7 @@ def drawn_ruler(path: str) -> list[Entry]:
     return entries
 
 
-def _ruler(name: str) -> Entry:
+def _make_ruler_entry(name: str) -> Entry:
     option = QA_OPTIONS.get(name)
     reads = dict(_GENERATED)
     needs = ""
@@ -148,55 +148,55 @@ def _ruler(name: str) -> Entry:
     if option is not None:
         reads[option] = "qa_file"
         source = YOURS
-        needs = f"{flag(option)} {FILE}, {QA_FORMATS[name][0]} JSON"
+        needs = f"{format_flag(option)} {FILE}, {QA_FORMATS[name][0]} JSON"
     task = partial(RulerTask, name)
     about = RULER_SPECS[name]
     return Entry(f"{RULER}:{name}", about.category, about.metric, source, task, reads, needs, option, RulerTask.split)
 
 
-def _dataset(spec: str, task: type[DatasetTask[Any]], name: str, *options: str) -> Entry:
+def _make_dataset_entry(spec: str, task: type[DatasetTask[Any]], name: str, *options: str) -> Entry:
     about = task.specs[name]
     reads = _ROWS | {option: option for option in options}
     hub = about.rows.hub
     return Entry(spec, about.category, about.metric, f"{hub}, or --data", partial(task, name), reads, hub=hub)
 
 
-def _entries() -> Iterator[Entry]:
+def _list_entries() -> Iterator[Entry]:
     for name in FORMS:
         synthetic = SyntheticTask(name)
         yield Entry(
             f"{SYNTHETIC}:{name}", synthetic.category, synthetic.metric, GENERATED, partial(SyntheticTask, name),
             _GENERATED, split=synthetic.split, splits=SYNTHETIC_SPLITS,
         )  # fmt: skip
-    yield from map(_ruler, RULER_SPECS)
+    yield from map(_make_ruler_entry, RULER_SPECS)
     benchmarks = (LONGBENCH, LongBenchTask), (LONGBENCH, LongBenchV2Task), (INFINITEBENCH, InfiniteBenchTask)
     for benchmark, task in benchmarks:
         for name in task.specs:
-            yield _dataset(f"{benchmark}:{name}", task, name, "prompts")
-    yield _dataset(GSM8K, Gsm8kTask, GSM8K, "shots", "metric")
+            yield _make_dataset_entry(f"{benchmark}:{name}", task, name, "prompts")
+    yield _make_dataset_entry(GSM8K, Gsm8kTask, GSM8K, "shots", "metric")
     for name in TracedTask.specs:
-        yield _dataset(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
+        yield _make_dataset_entry(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
     reads = {"length": "lengths", **{name: name for name in ("depths", "haystack", "metric", "split")}}
     yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY, NiahTask, reads)
 
 
-def _specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
+def _join_specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{kind}:{name}" for name in names)
 
 
-ENTRIES: Final = {entry.spec: entry for entry in _entries()}
+ENTRIES: Final = {entry.spec: entry for entry in _list_entries()}
 SETS: Final[dict[str, tuple[str, ...]]] = {
-    SYNTHETIC: _specs(SYNTHETIC, SUITES["core"]),
-    **{f"{SYNTHETIC}:{suite}": _specs(SYNTHETIC, names) for suite, names in SUITES.items()},
-    RULER: _specs(RULER, RULER_TASKS),
-    NO_QA: _specs(RULER, (name for name in RULER_TASKS if name not in QA_OPTIONS)),
-    LONGBENCH: _specs(LONGBENCH, LONGBENCH_TASKS),
-    f"{LONGBENCH}:english": _specs(LONGBENCH, LONGBENCH_ENGLISH),
-    f"{LONGBENCH}:e": _specs(LONGBENCH, LONGBENCH_E),
-    f"{LONGBENCH}:v2": _specs(LONGBENCH, LongBenchV2Task.specs),
+    SYNTHETIC: _join_specs(SYNTHETIC, SUITES["core"]),
+    **{f"{SYNTHETIC}:{suite}": _join_specs(SYNTHETIC, names) for suite, names in SUITES.items()},
+    RULER: _join_specs(RULER, RULER_TASKS),
+    NO_QA: _join_specs(RULER, (name for name in RULER_TASKS if name not in QA_OPTIONS)),
+    LONGBENCH: _join_specs(LONGBENCH, LONGBENCH_TASKS),
+    f"{LONGBENCH}:english": _join_specs(LONGBENCH, LONGBENCH_ENGLISH),
+    f"{LONGBENCH}:e": _join_specs(LONGBENCH, LONGBENCH_E),
+    f"{LONGBENCH}:v2": _join_specs(LONGBENCH, LongBenchV2Task.specs),
     AIME: (f"{AIME}:24", f"{AIME}:25"),
-    INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
-    f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),
+    INFINITEBENCH: _join_specs(INFINITEBENCH, INFINITEBENCH_TASKS),
+    f"{INFINITEBENCH}:lava": _join_specs(INFINITEBENCH, INFINITEBENCH_LAVA),
 }  # specs that stand for several tasks
 SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they are typed
 
@@ -204,7 +204,7 @@ SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they 
 def describe_tasks(spec: str | None = None) -> list[Entry]:
     """Return the tasks of a spec, each once, or all there are; UsageError for an unknown kind or name."""
     if spec is None:
-        return [*ENTRIES.values(), *(own_file(FILE, kind) for kind in OF_FILES)]
+        return [*ENTRIES.values(), *(find_user_task(FILE, kind) for kind in OF_FILES)]
     found = [entry for one in _split(spec) for entry in _find_kind(one)]
     return list({entry.spec: entry for entry in found}.values())
 
@@ -235,7 +235,7 @@ def _split(spec: str) -> list[str]:
     return specs
 
 
-def public_datasets(spec: str) -> tuple[str, ...]:
+def list_public_datasets(spec: str) -> tuple[str, ...]:
     """Return the ids on the hub of the datasets that a spec names, each once; UsageError as `describe_tasks`."""
     named = (one for one in _split(spec) if one.partition(":")[0] not in OF_FILES and not one.startswith(DRAWN))
     return tuple(dict.fromkeys(entry.hub for one in named for entry in _find_kind(one) if entry.hub is not None))
@@ -244,11 +244,11 @@ def public_datasets(spec: str) -> tuple[str, ...]:
 def _find_kind(spec: str) -> list[Entry]:
     kind, _, rest = spec.partition(":")
     if spec.startswith(DRAWN):
-        return drawn_ruler(spec.removeprefix(DRAWN))
+        return find_drawn_ruler_tasks(spec.removeprefix(DRAWN))
     if kind in OF_FILES:
         if not rest:
             raise UsageError(f"task {spec!r} names no file: a file is given as {kind}:FILE")
-        return [own_file(rest, kind)]
+        return [find_user_task(rest, kind)]
     if kind not in KINDS:
         near = [known for known in (*ENTRIES, *SETS) if known.endswith(f":{kind}")]
         if near:
@@ -285,8 +285,8 @@ def _refuse_unread(options: Iterable[str], entries: Sequence[Entry]) -> None:
             reading = (entry for entry in ENTRIES.values() if option in entry.reads)
             # the kind where all of its tasks read it
             specs = dict.fromkeys(entry.spec if entry.kind in others else entry.kind for entry in reading)
-            readers.append(f"{flag(option)} is for {', '.join(specs)}")
-        raise UsageError(f"none of the chosen tasks reads {', '.join(map(flag, unread))}: {'; '.join(readers)}")
+            readers.append(f"{format_flag(option)} is for {', '.join(specs)}")
+        raise UsageError(f"none of the chosen tasks reads {', '.join(map(format_flag, unread))}: {'; '.join(readers)}")
 
 
 def _make(entry: Entry, options: Mapping[str, Any]) -> Task:

@@ -20,8 +20,8 @@ from kvsearch.tasks.base import Example, Task, TokenCount
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import Checked, Dataset, Row, check_rows, load_rows, load_shared_rows, usable
-from kvsearch.tasks.splits import ALL, check_split, draw, part
+from kvsearch.tasks.rows import Checked, Dataset, Row, check_rows, keep_usable_rows, load_rows, load_shared_rows
+from kvsearch.tasks.splits import ALL, check_split, draw_items, select_split
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,10 @@ class DatasetTask(Task, Generic[Checked]):
     @cached_property
     def rows(self) -> tuple[Example, ...]:
         """All examples of the split."""
-        examples = [self.example(position, row) for position, row in usable(self.read(), self.fault, self.where)]
-        return tuple(part(examples, self.split, self.document, self.where))
+        examples = [
+            self.example(position, row) for position, row in keep_usable_rows(self.read(), self.fault, self.where)
+        ]
+        return tuple(select_split(examples, self.split, self.document, self.where))
 
     def read(self) -> Sequence[Checked]:
         """Return all rows; UsageError for other columns or values than those of the dataset."""
@@ -144,7 +146,7 @@ class DatasetTask(Task, Generic[Checked]):
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` rows, drawn without replacement if the split has more."""
-        return draw(self.rows, samples, seed)
+        return draw_items(self.rows, samples, seed)
 
     @property
     def where(self) -> str:

@@ -16,7 +16,7 @@ INFINITEBENCH_TASKS = tuple(SPECS)
 INFINITEBENCH_LAVA = ("longbook_sum_eng", "longbook_choice_eng", "longdialogue_qa_eng")  # LAVa, Table 12
 
 
-def _texts(value: object) -> object:
+def _read_texts(value: object) -> object:
     """Read one answer or several, texts or numbers, as a list of texts."""
     items = value if isinstance(value, list | tuple) else [value]
     return [str(item) if type(item) in (int, float) else item for item in items]
@@ -26,7 +26,7 @@ class InfiniteBenchRow(BaseModel):
     """A row of InfiniteBench; `options` are empty where there is nothing to choose from."""
 
     context: str
-    answer: Annotated[tuple[str, ...], BeforeValidator(_texts)]
+    answer: Annotated[tuple[str, ...], BeforeValidator(_read_texts)]
     input: str = ""
     options: tuple[str, ...] = ()
 

@@ -14,11 +14,11 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import unknown
 from kvsearch.core.parsing import problems_of
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
-from kvsearch.tasks.fields import Filled, Name, NotEmpty, trimmed
+from kvsearch.tasks.fields import Filled, Name, NotEmpty, trim
 from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, OF_BLANKS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.rows import CellText, read_located
-from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
+from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw_items, select_split
 
 SHOWN = 10
 METRIC = "contains"
@@ -108,7 +108,9 @@ class JsonlTask(Task):
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` contexts, drawn without replacement if the split has more."""
-        return draw(part(self.rows, self.split, lambda example: example.key, self.name, OWN_SHARES), samples, seed)
+        return draw_items(
+            select_split(self.rows, self.split, lambda example: example.key, self.name, OWN_SHARES), samples, seed
+        )
 
 
 Line = tuple[list[JsonlRow], bool]  # its row, or those of its turns
@@ -122,7 +124,7 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
         if isinstance(row, UsageError):
             problems.append(str(row))
             continue
-        row = _without_gaps(row)
+        row = _drop_missing_values(row)
         turn_place = place
         try:
             if "text" in row and "question" not in row:
@@ -131,7 +133,7 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
                 lines.append(([JsonlRow.model_validate(row)], False))
             else:
                 turns = []
-                for turn, content in enumerate(_rows_of_turns(row, place), 1):
+                for turn, content in enumerate(_split_turns(row, place), 1):
                     turn_place = f"{place}, turn {turn}"
                     turns.append(JsonlRow.model_validate(content))
                 lines.append((turns, True))
@@ -142,16 +144,16 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
     return lines, problems
 
 
-def _without_gaps(row: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_missing_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a row states: a table has null or NaN where it states nothing."""
     return {key: value for key, value in row.items() if value is not None and value == value}
 
 
-def _rows_of_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
+def _split_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     """Return each turn of a row as a row of its own; UsageError if they are no list of objects with keys of a turn."""
     turns = row[TURNS]
     if isinstance(turns, list):
-        turns = [_without_gaps(turn) if isinstance(turn, dict) else turn for turn in turns]
+        turns = [_drop_missing_values(turn) if isinstance(turn, dict) else turn for turn in turns]
     shared = {key: value for key, value in row.items() if key != TURNS}
     is_list = isinstance(turns, list) and turns and all(isinstance(turn, dict) and {*turn} <= OF_TURN for turn in turns)
     if not is_list or {*shared} & OF_TURN:
@@ -172,7 +174,7 @@ def _group(task: str, lines: Sequence[Line], several: bool) -> tuple[Example, ..
             category = f"turn {turn}" if turns else row.category
             as_written = row.metric in OF_BLANKS
             answers, options = (
-                texts if as_written else tuple(map(trimmed, texts)) for texts in (row.answers, row.options)
+                texts if as_written else tuple(map(trim, texts)) for texts in (row.answers, row.options)
             )
             query = Query(
                 row.question,

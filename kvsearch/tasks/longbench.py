@@ -15,7 +15,7 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics.infinitebench import LETTERS
-from kvsearch.tasks.metrics.longbench import first_line
+from kvsearch.tasks.metrics.longbench import take_first_line
 
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
 SPECS = read_specs("longbench")
@@ -96,7 +96,7 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
 
     def score(self, reply: str, query: Query) -> float:
         """Return the dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
-        return super().score(first_line(reply) if self.spec.first_line else reply, query)
+        return super().score(take_first_line(reply) if self.spec.first_line else reply, query)
 
 
 class LongBenchV2Row(BaseModel):

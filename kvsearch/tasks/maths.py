@@ -18,7 +18,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_shipped, read_specs
-from kvsearch.tasks.metrics.maths import boxed
+from kvsearch.tasks.metrics.maths import extract_boxed
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.rows import check_rows
 
@@ -65,7 +65,10 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
     def context(self) -> str:
         """What all problems follow: the instruction and the worked examples."""
         shots = SHOTS[: self.shots]
-        worked = [f"{_asked(shot['question'])}\n{_reply(shot['solution'], shot['answer'])}" for shot in shots]
+        worked = [
+            f"{_format_problem(shot['question'])}\n{_format_solution(shot['solution'], shot['answer'])}"
+            for shot in shots
+        ]
         return "\n\n".join([INSTRUCTION, *worked])
 
     def fault(self, row: Gsm8kRow) -> str | None:
@@ -80,15 +83,20 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
         [number] = _FINAL.findall(row.answer)
         solution = _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip()
         answer = number.replace(",", "")
-        query = Query(_asked(row.question), (answer,), self.spec.max_new_tokens, written=_reply(solution, answer))
+        query = Query(
+            _format_problem(row.question),
+            (answer,),
+            self.spec.max_new_tokens,
+            written=_format_solution(solution, answer),
+        )
         return Example(self.name, str(position), self.context, (query,))
 
 
-def _asked(question: str) -> str:
+def _format_problem(question: str) -> str:
     return f"Question: {question.strip()}\n{CUE}"
 
 
-def _reply(solution: str, answer: str) -> str:
+def _format_solution(solution: str, answer: str) -> str:
     return f"{solution}\nThe answer is {answer}."
 
 
@@ -127,7 +135,7 @@ class TracedTask(DatasetTask[ProblemRow]):
 
     def example(self, position: int, row: ProblemRow) -> Example:
         written = row.solution
-        if boxed(written) is None:
+        if extract_boxed(written) is None:
             written = f"{written}\nThe answer is \\boxed{{{row.answer}}}.".lstrip()
         query = Query(
             self.template.question(""),

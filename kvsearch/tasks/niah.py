@@ -20,7 +20,7 @@ from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.ruler.needles import STORY, read_haystack
-from kvsearch.tasks.splits import ALL, check_split, part
+from kvsearch.tasks.splits import ALL, check_split, select_split
 
 NEEDLE = "Every Thursday the keeper of Orrin Light eats rye bread with pickled plums on the north gallery at dusk."
 QUESTION = "What does the keeper of Orrin Light eat every Thursday, where, and when? Answer in the words of the text."
@@ -85,7 +85,7 @@ class NiahTask(Task):
     def cells(self) -> tuple[GridCell, ...]:
         """Return the cells of the split, depths of the first length first."""
         grid = [GridCell(length, depth) for length in self.lengths for depth in self.depths]
-        return tuple(part(grid, self.split, lambda cell: cell, self.name))
+        return tuple(select_split(grid, self.split, lambda cell: cell, self.name))
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return up to `samples` cells, in the order of `cells`.
@@ -97,7 +97,7 @@ class NiahTask(Task):
             UsageError: a length does not hold the needle and one sentence.
         """
         cells = self.cells()
-        chosen = spread(cells, samples, seed)
+        chosen = spread_cells(cells, samples, seed)
         if len(chosen) < len(cells):
             warnings.warn(
                 f"{self.name}: {len(chosen)} of {len(cells)} cells are asked, spread over lengths and depths: "
@@ -139,7 +139,7 @@ class NiahTask(Task):
         return tuple(_split("\n\n" + read_haystack(self.haystack).strip()))
 
 
-def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]:
+def spread_cells(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]:
     """Return `samples` of the cells, all of them if there are no more, in their order.
 
     Of a whole grid, no length is taken more than once oftener than another, and no depth. Under one seed, fewer cells
@@ -147,7 +147,7 @@ def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]
     """
     if samples >= len(cells):
         return list(cells)
-    left = _diagonals(cells, seed)
+    left = _order_by_diagonals(cells, seed)
     lengths = Counter[int]()
     depths = Counter[int]()
     chosen = set[GridCell]()
@@ -160,7 +160,7 @@ def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]
     return [cell for cell in cells if cell in chosen]
 
 
-def _diagonals(cells: Sequence[GridCell], seed: int) -> list[GridCell]:
+def _order_by_diagonals(cells: Sequence[GridCell], seed: int) -> list[GridCell]:
     """Return the cells in an order in which all lengths, and all depths, come once before any comes again.
 
     That is so for whole grids: lengths and depths, shuffled, both advance at each step. After as many steps as both

@@ -173,7 +173,7 @@ class PromptFormat:
 
     def ended(self, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
         """Return what tells whether a reply, token ids, has come to a stop text; None without `stops`."""
-        return (lambda reply: stop_at(self.decode(reply), stops) is not None) if stops else None
+        return (lambda reply: find_stop(self.decode(reply), stops) is not None) if stops else None
 
     @cached_property
     def end_of_turn(self) -> int | None:
@@ -188,7 +188,7 @@ class PromptFormat:
             parts = self._rendered(*roles).split(_MARK)
         except Exception:  # noqa: BLE001 - a template raises what it likes: one that takes no reply shows no end of it
             return None
-        special = added_tokens(self.tokenizer)
+        special = list_added_tokens(self.tokenizer)
         for token in self._encode_bare(parts[-1]) if len(parts) > len(roles) else ():
             if token in special:
                 return token
@@ -317,7 +317,7 @@ class PromptFormat:
         return self._encode_bare(text)
 
 
-def added_tokens(tokenizer: Any) -> set[int]:
+def list_added_tokens(tokenizer: Any) -> set[int]:
     """Return the ids of special and other added tokens: texts that no other token has in it."""
     return {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
 
@@ -345,12 +345,12 @@ def _takes_blank(character: str) -> bool:
 def cut(text: str, stops: Sequence[str]) -> str:
     """Cut a reply at the first of `stops`, without leading white space; return all of it if none is there.
 
-    A reply is left as it is where there are no `stops`. See `stop_at` for which places count.
+    A reply is left as it is where there are no `stops`. See `find_stop` for which places count.
     """
-    return text[: stop_at(text, stops)].lstrip() if stops else text
+    return text[: find_stop(text, stops)].lstrip() if stops else text
 
 
-def stop_at(text: str, stops: Sequence[str]) -> int | None:
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
     """Return where the first of `stops` begins in a reply; None if none is there.
 
     A stop of white space counts only after something else was said: a reply that begins with a newline goes on.

@@ -37,7 +37,7 @@ def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
     return list(grouped(range(len(known)), lambda place: known[place]).values())
 
 
-def part(
+def select_split(
     items: Sequence[Item], split: str, group: Callable[[Item], Hashable], source: str, shares: Shares = SHARES
 ) -> list[Item]:
     """Return the items of one split, in their order; "all" is all of them.
@@ -68,7 +68,7 @@ def part(
     return [items[place] for place in chosen]
 
 
-def draw(items: Sequence[Item], samples: int, seed: int) -> list[Item]:
+def draw_items(items: Sequence[Item], samples: int, seed: int) -> list[Item]:
     """Draw `samples` items without replacement; return all of them in their order if there are no more.
 
     Under one seed, fewer samples are some of more.

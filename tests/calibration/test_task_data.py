@@ -17,7 +17,7 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.encode import asked_hashes, encode_tasks
+from kvsearch.tasks.encode import encode_tasks, list_context_hashes
 from tests import tiny
 
 
@@ -128,7 +128,7 @@ def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> No
     task = tiny.Listed("listed", rows)
     data = data_of_tasks(model, [task], 3, 0)
     (encoded,) = encode_tasks(model, [task], 3)
-    assert data.hashes == asked_hashes([encoded])
+    assert data.hashes == list_context_hashes([encoded])
     assert len(data.asked.ids) == 3
     fresh = encode_tasks(
         model,

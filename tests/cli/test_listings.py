@@ -17,7 +17,7 @@ from kvsearch.config.options import option
 from kvsearch.config.recipes import shipped_recipes
 from kvsearch.jobs.groups import TASK_DETAILS, WithTasks
 from kvsearch.policies import registry
-from kvsearch.tasks.catalog import ENTRIES, SETS, flag
+from kvsearch.tasks.catalog import ENTRIES, SETS, format_flag
 from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import ENVIRONMENT, refused
 
@@ -115,7 +115,7 @@ def test_every_option_of_tasks_has_its_flag_and_arrives() -> None:
     known = {option for entry in ENTRIES.values() for option in entry.reads}
     assert {*TASK_DETAILS, "split"} == known
     flags = [typed for offered in describe(Probe) for typed in offered.flags]
-    assert [option for option in known if flag(option) not in flags] == []
+    assert [option for option in known if format_flag(option) not in flags] == []
     assert json.loads(probed()[1]) == {"tasks": None}  # which are then those of the model
     typed = [
         "--tasks", "ruler+gsm8k", "--length", "4096, 8192", "--split", "select", "--data", "me/it", "--data-revision",

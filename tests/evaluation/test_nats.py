@@ -24,7 +24,7 @@ from kvsearch.report.table import Table, latex, markdown
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.estimates import TextLoss
 from kvsearch.tasks.base import Coverage
-from kvsearch.tasks.metrics.likelihood import FORCED, likelihood, loss_words
+from kvsearch.tasks.metrics.likelihood import FORCED, format_losses, likelihood
 from tests.evaluation.results import as_if, rendered
 from tests.evaluation.test_statistics import samples
 from tests.report.test_tables import method
@@ -43,7 +43,7 @@ def texts(task: str = "story", excess: dict[str, list[float]] = EXCESS, windows:
     made = []
     for label, more in excess.items():
         for key, (full, above) in enumerate(list(zip(FULL, more, strict=True))[:windows]):
-            reply = loss_words(full + above, full)
+            reply = format_losses(full + above, full)
             [sample] = samples([[likelihood(reply, ())]], label, task, "text")
             made.append(replace(sample, key=str(key), reply=reply))
     return made

@@ -21,7 +21,7 @@ from kvsearch.core.resources import resource
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile
 from kvsearch.tasks.base import Example
-from kvsearch.tasks.encode import counter
+from kvsearch.tasks.encode import make_token_counter
 from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.ruler.needles import STORY, read_haystack
@@ -55,7 +55,7 @@ def fifth(calibrated: tuple[Path, Profile], tmp_path_factory: pytest.TempPathFac
 
 
 def needles(loaded: LoadedModel, samples: int) -> list[Example]:
-    return RulerTask("niah_single_2", length=LENGTH).examples(samples, 0, counter(loaded.tokenizer))
+    return RulerTask("niah_single_2", length=LENGTH).examples(samples, 0, make_token_counter(loaded.tokenizer))
 
 
 def chat(loaded: LoadedModel, text: str, prefix: str = "") -> Tensor:

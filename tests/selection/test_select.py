@@ -36,7 +36,7 @@ from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.selection.splits import halve_contexts
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.metrics.likelihood import loss_of
+from kvsearch.tasks.metrics.likelihood import read_loss
 from tests import tiny
 from tests.evaluation.results import rendered
 from tests.evaluation.test_statistics import samples
@@ -278,7 +278,7 @@ def test_the_hopeless_do_not_reply(
     losses: dict[str, list[float]] = {}
     for stage in ("screen", "screen-2"):
         for reply in kept[stage].values():
-            losses.setdefault(reply.method, []).append(loss_of(reply.reply))
+            losses.setdefault(reply.method, []).append(read_loss(reply.reply))
     weighed = {name: fmean(losses[name]) for name in methods["screen-2"] & plans.baselines.keys()}
     assert set(sorted(weighed, key=weighed.__getitem__)[:2]) == plans.baselines.keys() - left_out
     assert len(losses["full"]) > len(kept["screen"]) / len(methods["screen"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, GridCell, NiahTask, spread
+from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, GridCell, NiahTask, spread_cells
 from kvsearch.tasks.splits import SPLITS
 from tests.examples import at_most
 
@@ -97,9 +97,9 @@ def test_lines_and_chinese_sentences(tmp_path: Path) -> None:
 def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st.DataObject) -> None:
     grid = [GridCell(length, depth) for length in range(1, lengths + 1) for depth in range(depths)]
     samples = data.draw(st.integers(1, len(grid)))
-    some = spread(grid, samples, seed)
+    some = spread_cells(grid, samples, seed)
     assert len(set(some)) == len(some) == samples
-    assert set(spread(grid, samples - 1, seed)) <= set(some) <= set(grid)
+    assert set(spread_cells(grid, samples - 1, seed)) <= set(some) <= set(grid)
     for taken, steps in (([c.length for c in some], range(1, lengths + 1)), ([c.depth for c in some], range(depths))):
         times = [taken.count(step) for step in steps]
         assert max(times) - min(times) <= 1

@@ -18,7 +18,7 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
 from kvsearch.strategies.compared import equal_uniform
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import encode, readings, token_hash
+from kvsearch.tasks.encode import encode, hash_tokens, make_readings
 from tests import tiny
 from tests.combinations import every_value
 from tests.evaluation.results import without_bytes
@@ -44,10 +44,10 @@ def build(family: str, chat: bool = False) -> LoadedModel:
 def test_readings() -> None:
     queries = (Query("? vote", ("a",)), Query("? code amber", ("b",), 5, " recall"))
     prompts = encode(tiny.tokenizer(), TASK, [Example("t", "k", "the bell", queries)]).prompts
-    (context,) = readings(prompts, QUESTION_AGNOSTIC)
+    (context,) = make_readings(prompts, QUESTION_AGNOSTIC)
     assert tiny.tokenizer().decode(context.ids) == "<bos> the bell"
     assert [question.number for question in context.questions] == [0, 1]
-    first, second = readings(prompts, QUESTION_AWARE)
+    first, second = make_readings(prompts, QUESTION_AWARE)
     assert tiny.tokenizer().decode(first.ids) == "<bos> the bell ? vote"
     assert tiny.tokenizer().decode(second.ids) == "<bos> the bell ? code amber recall"
     assert [[question.number for question in reading.questions] for reading in (first, second)] == [[0], [1]]
@@ -80,7 +80,7 @@ def test_a_full_cache_replies_as_plain_generation_does(family: str, task: tiny.L
         assert sample.reply == model.tokenizer.decode(expected, skip_special_tokens=True)
         assert sample.reply_tokens == len(expected)
         assert sample.prompt_tokens == ids.shape[1]
-        assert sample.prompt_sha256 == token_hash(ids[0])
+        assert sample.prompt_sha256 == hash_tokens(ids[0])
 
 
 def programs(model: LoadedModel) -> dict[str, Program]:

@@ -17,7 +17,7 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.signals.predictions import token_losses
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.encode import encode_tasks, readings
+from kvsearch.tasks.encode import encode_tasks, make_readings
 from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.text import CONTINUATION, TextTask
 from tests import tiny
@@ -95,7 +95,7 @@ def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
         assert read_losses(full.reply) == pytest.approx((dense, dense), abs=1e-4)
         lost = read_losses(sample.reply)
         assert lost[1] == pytest.approx(dense, abs=1e-4)
-    read = readings(encoded.prompts, QUESTION_AGNOSTIC)
+    read = make_readings(encoded.prompts, QUESTION_AGNOSTIC)
     with running(loaded.model):
         assert list(answer_joints(loaded, encoded, read, {"few": few}, finished=["few"])) == []
     alone = run_encoded(loaded, {"few": few}, [encoded], QUESTION_AGNOSTIC, batch=2)

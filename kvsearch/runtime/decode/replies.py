@@ -23,7 +23,7 @@ from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
 from kvsearch.runtime.decode.steps import DecodeSteps, stepping
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
-from kvsearch.tasks.prompts import PromptFormat, added_tokens
+from kvsearch.tasks.prompts import PromptFormat, list_added_tokens
 
 LEFT = 0.5  # share of the rows of a batch that still reply, at which the others leave it
 NO_LOGITS = "the model emits NaN or infinite logits: check its dtype and weights"
@@ -304,7 +304,7 @@ def stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[in
     strings = getattr(config, "stop_strings", None) or ()
     for text in [strings] if isinstance(strings, str) else strings:
         match loaded.tokenizer(text, add_special_tokens=False)["input_ids"]:
-            case [token] if token in added_tokens(loaded.tokenizer):
+            case [token] if token in list_added_tokens(loaded.tokenizer):
                 stop.add(token)
             case _:  # other tokens may have the string in them
                 warn_once(f"the generation config has the stop string {text!r}, no added token: replies go on there")

@@ -29,9 +29,9 @@ from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import batches, compressed, replies_after
 from kvsearch.tasks.base import Answers, Query
-from kvsearch.tasks.encode import Reading, TaskPrompts, readings
+from kvsearch.tasks.encode import Reading, TaskPrompts, make_readings
 from kvsearch.tasks.metrics import is_forced, is_right, score
-from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.prompts import cut, find_stop
 
 TOGETHER = 8  # sequences that are decoded in one batch
 
@@ -81,7 +81,7 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
     decode = task.format.decode
     stops = task.task.stops
     said = list(reply)
-    end = stop_at(decode(reply), stops)
+    end = find_stop(decode(reply), stops)
     while end is not None and said and len(decode(said)) > end:
         said.pop()
     if said and is_right(score(task.task, key, number, query, cut(decode(said), stops))):
@@ -111,7 +111,7 @@ def forced_answers(
         IncompatibleError: the model emits NaN or infinity under its full cache; a prompt is too long for it.
         UsageError: the metric cannot judge a reply.
     """
-    asked = [(task, reading) for task in tasks for reading in readings(task.prompts, protocol)]
+    asked = [(task, reading) for task in tasks for reading in make_readings(task.prompts, protocol)]
     found = {
         (task.task.name, reading.prompt.key, question.number): ForcedAnswer(question.right, own=False)
         for task, reading in asked

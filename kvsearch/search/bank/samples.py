@@ -15,7 +15,7 @@ from kvsearch.models.architecture import check_length, require_same_rotary
 from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
-from kvsearch.tasks.encode import Question, Reading, TaskPrompts, readings, token_hash
+from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, make_readings
 from kvsearch.tasks.metrics import score
 from kvsearch.tasks.prompts import cut
 
@@ -65,12 +65,12 @@ class BankSample:
     @cached_property
     def prompt_sha256(self) -> str:
         """Of `prompt`; equal for questions that share their compressed context."""
-        return token_hash(self.prompt)
+        return hash_tokens(self.prompt)
 
     @cached_property
     def sha256(self) -> str:
         """Of all tokens before the reply, the same under every protocol."""
-        return token_hash(self.reading.prompt.with_question(self.question))
+        return hash_tokens(self.reading.prompt.with_question(self.question))
 
     @property
     def finished(self) -> Finished | None:
@@ -114,6 +114,6 @@ def bank_samples(
             question.right if answers is None else answers[task.task.name, reading.prompt.key, question.number].ids,
         )
         for task in tasks
-        for reading in readings(task.prompts, protocol)
+        for reading in make_readings(task.prompts, protocol)
         for question in reading.questions
     ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.metrics import infinitebench, likelihood, longbench, maths, strings
-from kvsearch.tasks.metrics.packages import optional
+from kvsearch.tasks.metrics.packages import import_optional
 
 if TYPE_CHECKING:
     from kvsearch.tasks.base import Query, Task
@@ -35,7 +35,7 @@ _OF_ANSWERS = (
 _OF_QUESTION = (longbench.classification, infinitebench.choice, infinitebench.choice_of_function)
 
 
-def _scoring(metric: Callable[[str, Any], float]) -> Metric:
+def _make_metric(metric: Callable[[str, Any], float]) -> Metric:
     def score(reply: str, query: Query) -> float:
         if not query.answers:
             raise UsageError(f"the question {query.question!r} has no answers to score a reply against")
@@ -44,7 +44,7 @@ def _scoring(metric: Callable[[str, Any], float]) -> Metric:
     return score
 
 
-METRICS: dict[str, Metric] = {metric.__name__: _scoring(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
+METRICS: dict[str, Metric] = {metric.__name__: _make_metric(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
 OF_ALL_ANSWERS = ("string_match_all",)  # to the others any one answer is right
 # blanks around answers are part of them, of code and of what is predicted
 OF_BLANKS = ("edit_similarity", "likelihood")
@@ -62,7 +62,7 @@ def find_metric(name: str) -> Metric:
     """Find a metric by its name; UsageError if there is none, EnvironmentFault if a package it needs is missing."""
     require_known("metric", name, list(METRICS))
     for module in NEEDS.get(name, ()):
-        optional(module)
+        import_optional(module)
     return METRICS[name]
 
 

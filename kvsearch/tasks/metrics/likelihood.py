@@ -13,26 +13,26 @@ MOST_LOST = 0.25
 _LOSSES = re.compile(r"([\d.]+) nats per token, ([\d.]+) under the full cache")
 
 
-def loss_words(loss: float, full: float) -> str:
+def format_losses(loss: float, full: float) -> str:
     """Return what stands in place of a reply: the mean loss of the answer's tokens, and that under the full cache."""
     return f"{loss:.6f} nats per token, {full:.6f} under the full cache"
 
 
 def read_losses(words: str) -> tuple[float, float] | None:
-    """Return the losses that `loss_words` says; None where it says something else."""
+    """Return the losses that `format_losses` says; None where it says something else."""
     losses = _LOSSES.fullmatch(words)
     return None if losses is None else (float(losses[1]), float(losses[2]))
 
 
-def loss_of(words: str) -> float:
-    """Return the loss that `loss_words` says, in nats per token."""
+def read_loss(words: str) -> float:
+    """Return the loss that `format_losses` says, in nats per token."""
     return present(read_losses(words), "what stands in place of a reply says no loss")[0]
 
 
 def likelihood(reply: str, answers: Sequence[str]) -> float:  # noqa: ARG001 - they were predicted already
     """Return what is left of the prediction under the full cache: 1 at its loss, 0 where MOST_LOST or more is lost.
 
-    Who predicts better than the full cache scores 1, as it does. `reply` is what `loss_words` says; any other scores 0.
+    Who predicts better than the full cache scores 1, as it does. `reply` is what `format_losses` says; any other scores 0.
     """
     losses = read_losses(reply)
     if losses is None:

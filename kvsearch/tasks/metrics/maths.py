@@ -76,7 +76,7 @@ def math_boxed(reply: str, answers: Sequence[str]) -> float:
     Beyond it, \text{...} is its text, 3.0 is 3, 1,000 is 1000, and the sign of a fraction stands before it. Nothing is
     computed: 0.25 is not \frac{1}{4}.
     """
-    said = boxed(reply)
+    said = extract_boxed(reply)
     return float(said is not None and _plain(said) in map(_plain, answers))
 
 
@@ -86,10 +86,10 @@ def integer_boxed(reply: str, answers: Sequence[str]) -> float:
     Source: AIME's answers, which are integers from 0 to 999. UsageError if an answer is none.
     """
     golds = [given(_integer(answer), f"the answer {answer!r} is no integer") for answer in answers]
-    return float(_integer(boxed(reply) or "") in golds)
+    return float(_integer(extract_boxed(reply) or "") in golds)
 
 
-def boxed(reply: str) -> str | None:
+def extract_boxed(reply: str) -> str | None:
     r"""Return what stands in the last \boxed{...} whose braces balance; None where there is none."""
     boxes = {box.end() for box in _BOX.finditer(reply)}
     opened: list[int] = []

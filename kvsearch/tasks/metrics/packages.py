@@ -18,13 +18,13 @@ PACKAGES = {
 
 
 @cache
-def rouge_scorer(name: str, stems: bool) -> Any:
+def make_rouge_scorer(name: str, stems: bool) -> Any:
     """Return what scores "rouge1" or "rougeLsum" as the package `rouge-score` does, on stems or whole words."""
-    return optional("rouge_score.rouge_scorer").RougeScorer([name], use_stemmer=stems)
+    return import_optional("rouge_score.rouge_scorer").RougeScorer([name], use_stemmer=stems)
 
 
 @cache
-def optional(module: str) -> Any:
+def import_optional(module: str) -> Any:
     """Return a module of `PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
     try:
         found = import_module(module)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvsearch.tasks.base import Query
 
 DEPTHS = 40  # how many evenly spaced places needles have, 0 and 1 included
-FULL = 0.98  # a context that fills this share of its room is not searched further
+FILL_FRACTION = 0.98  # a context that fills this share of its room is not searched further
 _INTERPOLATIONS = 8
 _FIRST_STEP = 16
 
@@ -45,7 +45,7 @@ class Draft:
     most: int | None = None
 
 
-def largest(size: Callable[[int], int], room: int, least: int, most: int | None = None) -> int:
+def find_largest_fit(size: Callable[[int], int], room: int, least: int, most: int | None = None) -> int:
     """Find the largest number of units, or one near it, whose `size` in tokens is at most `room`; never under `least`.
 
     Interpolates between measured sizes, because to measure a long text takes long, and bisects if that does not help.
@@ -56,7 +56,7 @@ def largest(size: Callable[[int], int], room: int, least: int, most: int | None 
     base = reached = size(least)
     units = min(least + _FIRST_STEP, high - 1)
     probes = 0
-    while low + 1 < high and reached < FULL * room:
+    while low + 1 < high and reached < FILL_FRACTION * room:
         tokens = size(units)
         rate = max((tokens - base) / (units - least), 1e-3)
         if tokens <= room:
@@ -65,7 +65,7 @@ def largest(size: Callable[[int], int], room: int, least: int, most: int | None 
         else:
             high = units
         probes += 1
-        step = int((room * (1 + FULL) / 2 - reached) / rate) if probes < _INTERPOLATIONS else (high - low) // 2
+        step = int((room * (1 + FILL_FRACTION) / 2 - reached) / rate) if probes < _INTERPOLATIONS else (high - low) // 2
         units = min(max(low + step, low + 1), high - 1)
     return low
 
@@ -78,11 +78,11 @@ def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> li
     return told
 
 
-def worked_example(context: str, query: Query) -> str:
+def format_worked_example(context: str, query: Query) -> str:
     """Return a prompt with its reply, to be put before the prompt that is asked."""
     return f"{context}\n{query.question} {query.prefix} {query.written}\n\n"
 
 
-def listed(items: Sequence[str]) -> str:
+def join_names(items: Sequence[str]) -> str:
     """Name one item or several in words."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -14,8 +14,8 @@ from kvsearch.core.files import read_text
 from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.dataset_task import read_shipped
-from kvsearch.tasks.ruler.draft import Draft, Stream, insert, listed
-from kvsearch.tasks.ruler.words import Fresh, Maker, most_words, number, uuid4, word
+from kvsearch.tasks.ruler.draft import Draft, Stream, insert, join_names
+from kvsearch.tasks.ruler.words import Fresh, Maker, count_words, draw_number, draw_uuid, draw_word
 
 STORY = "data/calibration/novel.txt"
 NOISE = (
@@ -39,7 +39,7 @@ def read_haystack(path: Path | None) -> str:
     return text
 
 
-def noise_sentences(units: int) -> list[str]:
+def make_noise(units: int) -> list[str]:
     """Return lines of five short sentences, over and over: `units` sentences, the last line may be short."""
     lines, rest = divmod(units, len(NOISE))
     return [" ".join(NOISE)] * lines + ([" ".join(NOISE[:rest])] if rest else [])
@@ -57,7 +57,7 @@ class Essay:
     def load(cls, path: Path | None) -> Essay:
         """Read the user's text file, or the shipped story; UsageError if it is no text or has no words."""
         words = tuple(read_haystack(path).split())
-        return cls(words, tuple(_sentence_ends(words)), " ".join(words))
+        return cls(words, tuple(_find_sentence_ends(words)), " ".join(words))
 
     def sentences(self, units: int) -> list[str]:
         """Return the sentences of the first `units` words, of which the last one may be cut after a word."""
@@ -71,7 +71,7 @@ class Essay:
         return [" ".join(self.words[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
 
 
-def _sentence_ends(words: tuple[str, ...]) -> list[int]:
+def _find_sentence_ends(words: tuple[str, ...]) -> list[int]:
     ends = [0]
     for place, text in enumerate(words, 1):
         finished = _SENTENCE_END.search(text) and not _ABBREVIATION.match(text)
@@ -80,7 +80,7 @@ def _sentence_ends(words: tuple[str, ...]) -> list[int]:
     return ends[1:]
 
 
-_MAKERS: Final[dict[str, Maker]] = {"word": word, "number": number, "uuid": uuid4}
+_MAKERS: Final[dict[str, Maker]] = {"word": draw_word, "number": draw_number, "uuid": draw_uuid}
 _INTROS: Final = (
     "Somewhere the text below tells a secret {kind}. Remember it: a question about it follows the text.",
     "The text below tells secret {kind}s in several places. Remember them: a question about them follows the text.",
@@ -133,23 +133,23 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
             others = Fresh(stream.rng("haystack"), taken=fresh.taken)
             sentences = [needle(others.draw(make_key), others.draw(make_value)) for _ in range(units)]
         else:
-            sentences = essay.sentences(units) if essay else noise_sentences(units)
+            sentences = essay.sentences(units) if essay else make_noise(units)
         separator = " " if essay else "\n"
         return f"{intro}\n{separator.join(insert(sentences, told))}"
 
-    return Draft(context, queries, most=most_words() if among_needles and spec.key == "word" else None)
+    return Draft(context, queries, most=count_words() if among_needles and spec.key == "word" else None)
 
 
 def _ask(spec: NeedleSpec, facts: Sequence[tuple[str, str]], keys: Sequence[str], category: str = "") -> Query:
     """Return the question for the values of keys."""
     answers = tuple(value for key, value in facts if key in keys)
     many = len(answers) > 1
-    asked = f"{spec.value}{'s' if many else ''} of {listed(keys)}"
+    asked = f"{spec.value}{'s' if many else ''} of {join_names(keys)}"
     verb = "are" if many else "is"
     return Query(
         f"What {verb} the secret {asked} that the text above tells?",
         answers,
         prefix=f"The secret {asked} that the text above tells {verb}",
         category=category,
-        written=listed(answers) if many else "",
+        written=join_names(answers) if many else "",
     )

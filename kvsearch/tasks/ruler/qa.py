@@ -13,7 +13,7 @@ from kvsearch.core.parsing import read_json, validated
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.fields import Filled, Name, NotEmpty
 from kvsearch.tasks.ruler.draft import Draft, Stream
-from kvsearch.tasks.splits import part
+from kvsearch.tasks.splits import select_split
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class QaDocuments:
 
     def of_split(self, split: str, source: str) -> QaDocuments:
         """Return the questions of one split, which shares no document that is asked about with another one."""
-        return replace(self, questions=tuple(part(self.questions, split, lambda asked: asked.own, source)))
+        return replace(self, questions=tuple(select_split(self.questions, split, lambda asked: asked.own, source)))
 
     def draft(self, stream: Stream) -> Draft:
         """Return the question's own documents, then those of the same article, then any others, all in random order."""

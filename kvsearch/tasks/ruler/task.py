@@ -15,7 +15,7 @@ from kvsearch.core.naming import forwarded, require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.ruler.draft import Draft, Stream, largest
+from kvsearch.tasks.ruler.draft import Draft, Stream, find_largest_fit
 from kvsearch.tasks.ruler.frequency import draft_coded_words, draft_common_words
 from kvsearch.tasks.ruler.needles import NIAH, Essay, draft_needles
 from kvsearch.tasks.ruler.qa import read_hotpot, read_squad
@@ -110,7 +110,7 @@ class RulerTask(Task):
     def _context(self, draft: Draft, count: TokenCount) -> str:
         """Return the context of a draft, filled up to the length."""
         rest = self._rest(draft, count)
-        units = largest(lambda some: count(draft.context(some)), self.length - rest, draft.least, draft.most)
+        units = find_largest_fit(lambda some: count(draft.context(some)), self.length - rest, draft.least, draft.most)
         context = draft.context(units)
         if units == draft.most and (filled := count(context) + rest) < FILLED * self.length:
             raise UsageError(f"{self.name} has material for {filled} of {self.length} tokens: ask for a smaller length")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvsearch.core.resources import resource
 from kvsearch.tasks.ruler import words as made_up
-from kvsearch.tasks.ruler.draft import FULL, Stream, largest
+from kvsearch.tasks.ruler.draft import FILL_FRACTION, Stream, find_largest_fit
 from kvsearch.tasks.ruler.needles import Essay
-from kvsearch.tasks.ruler.words import Fresh, Maker, vocabulary, words
+from kvsearch.tasks.ruler.words import Fresh, Maker, make_vocabulary, read_words
 from tests.tasks.ruler.helpers import STORY
 
 
@@ -32,13 +32,13 @@ def test_it_fits_and_fills(sizes: list[int], base: int, room: int, least: int) -
     def size(units: int) -> int:
         return base + sum(sizes[:units])
 
-    units = largest(size, room, least, most)
+    units = find_largest_fit(size, room, least, most)
     assert least <= units <= most
     if size(least) > room:
         assert units == least
     else:
         assert size(units) <= room
-        assert size(units) >= FULL * room or units == most or size(units + 1) > room
+        assert size(units) >= FILL_FRACTION * room or units == most or size(units + 1) > room
 
 
 @pytest.mark.parametrize("needles", [1, 4, 5])
@@ -84,7 +84,7 @@ def test_the_story_is_read_from_its_beginning_and_again(units: int) -> None:
 
 def test_no_key_is_part_of_another_key() -> None:
     """old-oar would be part of gold-oar, and so would be bright-star of bright-starling."""
-    nouns, adjectives = words("nouns"), words("adjectives")
+    nouns, adjectives = read_words("nouns"), read_words("adjectives")
     assert not [(a, b) for a in nouns for b in nouns if a != b and b.startswith(a)]
     assert not [(a, b) for a in adjectives for b in adjectives if a != b and b.endswith(a)]
 
@@ -92,13 +92,13 @@ def test_no_key_is_part_of_another_key() -> None:
 @pytest.mark.parametrize(
     ("make", "form"),
     [
-        (made_up.word, "[a-z]+-[a-z]+"),
-        (made_up.number, "[1-9][0-9]{6}"),
-        (made_up.uuid4, "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"),
-        (made_up.amount, "[1-9][0-9]{4}"),
-        (made_up.variable(5), "[A-Z]{5}"),
-        (made_up.variable(3), "[A-Z]{3}"),
-        (made_up.coded, "[a-z]{6}"),
+        (made_up.draw_word, "[a-z]+-[a-z]+"),
+        (made_up.draw_number, "[1-9][0-9]{6}"),
+        (made_up.draw_uuid, "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"),
+        (made_up.draw_amount, "[1-9][0-9]{4}"),
+        (made_up.make_variable_maker(5), "[A-Z]{5}"),
+        (made_up.make_variable_maker(3), "[A-Z]{3}"),
+        (made_up.draw_coded_word, "[a-z]{6}"),
     ],
 )
 def test_what_names_look_like(make: Maker, form: str) -> None:
@@ -116,8 +116,8 @@ def test_nothing_is_drawn_twice_or_from_the_text() -> None:
 
 
 def test_the_vocabulary_grows() -> None:
-    small, large = vocabulary(10), vocabulary(5000)
-    assert len(small) == len({*words("nouns"), *words("adjectives"), *words("verbs")}) > 2000
+    small, large = make_vocabulary(10), make_vocabulary(5000)
+    assert len(small) == len({*read_words("nouns"), *read_words("adjectives"), *read_words("verbs")}) > 2000
     assert large[: len(small)] == small
     assert len(large) == len(set(large)) == 5000
-    assert vocabulary(6000)[:5000] == large
+    assert make_vocabulary(6000)[:5000] == large
