@@ -186,7 +186,7 @@ def training_document(rng: random.Random, length: int) -> Document:
         needles.append(bells(rng.randint(1, 6)))
     room -= sum(group.tokens for group in needles)
     for _ in range(14):
-        if names.left("key", v.KEYS) < 4 or names.left("variable", v.VARIABLES) < 3:
+        if names.count_left("key", v.KEYS) < 4 or names.count_left("variable", v.VARIABLES) < 3:
             break
         group = rng.choice(makers)()
         if group.tokens <= room:

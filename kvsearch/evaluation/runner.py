@@ -216,7 +216,7 @@ class KeptReplies:
                 **({"end_of_turn": turn} if turn else {}),
             }  # fmt: skip
             if task.sampling is not None:
-                seed = task.sampling.seed_of(task.task.name, prompt.key, question.number)
+                seed = task.sampling.derive_seed(task.task.name, prompt.key, question.number)
                 asked["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed, self._drawing]
             place = (task.task.name, prompt.key, question.number, method)
             keys[place] = sha256_of([self._methods[method], sha256_of(asked)])
@@ -297,7 +297,7 @@ def _replied(
         limits = [one.query.max_new_tokens if is_heard else 1 for one, is_heard in zip(everyone, heard, strict=True)]
         if prompts.sampling is not None:
             numbers = zip(sequences, everyone, strict=True)
-            seeds = [prompts.sampling.seed_of(task.name, one.prompt.key, own.number) for one, own in numbers]
+            seeds = [prompts.sampling.derive_seed(task.name, one.prompt.key, own.number) for one, own in numbers]
             joint.replies.draws = Draws(prompts.sampling, seeds)
         started = perf_counter()
         with _naming(where, sequences, everyone):

@@ -316,7 +316,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self._note_held(prompt, len(prompt.ids), entries)
         if asked.sampling is not None:
-            joint.replies.draws = Draws(asked.sampling, [asked.sampling.seed_of(*document) for document in places])
+            joint.replies.draws = Draws(asked.sampling, [asked.sampling.derive_seed(*document) for document in places])
         replies = joint.replies.reply(limits)
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]

@@ -73,10 +73,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (0 < self.temperature < math.inf and 0 < self.top_p <= 1):
-            found = f"got {self.temperature:g} and {self.top_p:g}"
-            raise UsageError(f"replies are drawn at a temperature above 0, from a top-p above 0 and up to 1: {found}")
+            values = f"got {self.temperature:g} and {self.top_p:g}"
+            raise UsageError(f"replies are drawn at a temperature above 0, from a top-p above 0 and up to 1: {values}")
 
-    def seed_of(self, *place: str | int) -> int:
+    def derive_seed(self, *place: str | int) -> int:
         """Return the seed of the reply of a place, which is made of that of all."""
         return int(sha256_of([self.seed, *place])[:16], 16)
 

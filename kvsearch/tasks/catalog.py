@@ -205,8 +205,8 @@ def describe_tasks(spec: str | None = None) -> list[Entry]:
     """Return the tasks of a spec, each once, or all there are; UsageError for an unknown kind or name."""
     if spec is None:
         return [*ENTRIES.values(), *(find_user_task(FILE, kind) for kind in OF_FILES)]
-    found = [entry for one in _split(spec) for entry in _find_kind(one)]
-    return list({entry.spec: entry for entry in found}.values())
+    entries = [entry for part in _split(spec) for entry in _find_kind(part)]
+    return list({entry.spec: entry for entry in entries}.values())
 
 
 def find_tasks(spec: str, options: Mapping[str, Any] | None = None) -> list[Task]:
@@ -237,8 +237,8 @@ def _split(spec: str) -> list[str]:
 
 def list_public_datasets(spec: str) -> tuple[str, ...]:
     """Return the ids on the hub of the datasets that a spec names, each once; UsageError as `describe_tasks`."""
-    named = (one for one in _split(spec) if one.partition(":")[0] not in OF_FILES and not one.startswith(DRAWN))
-    return tuple(dict.fromkeys(entry.hub for one in named for entry in _find_kind(one) if entry.hub is not None))
+    named = (part for part in _split(spec) if part.partition(":")[0] not in OF_FILES and not part.startswith(DRAWN))
+    return tuple(dict.fromkeys(entry.hub for part in named for entry in _find_kind(part) if entry.hub is not None))
 
 
 def _find_kind(spec: str) -> list[Entry]:

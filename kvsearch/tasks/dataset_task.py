@@ -108,7 +108,7 @@ class DatasetTask(Task, Generic[Checked]):
     @property
     def dataset(self) -> Dataset:
         """Where the rows are."""
-        return self.spec.rows.named(self.name)
+        return self.spec.rows.with_name(self.name)
 
     @property
     @abstractmethod
@@ -116,7 +116,7 @@ class DatasetTask(Task, Generic[Checked]):
         """What the rows hold."""
 
     @abstractmethod
-    def fault(self, row: Checked) -> str | None:
+    def row_problem(self, row: Checked) -> str | None:
         """Return why a row cannot be asked; None: it can."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class DatasetTask(Task, Generic[Checked]):
     def rows(self) -> tuple[Example, ...]:
         """All examples of the split."""
         examples = [
-            self.example(position, row) for position, row in keep_usable_rows(self.read(), self.fault, self.where)
+            self.example(position, row) for position, row in keep_usable_rows(self.read(), self.row_problem, self.where)
         ]
         return tuple(select_split(examples, self.split, self.document, self.where))
 
@@ -165,8 +165,8 @@ class DatasetTask(Task, Generic[Checked]):
     @cached_property
     def template(self) -> Template:
         """The prompt of the dataset."""
-        own = parse_template(self.spec.prompt, self.base_name)
-        return own if self.prompts is None else read_template(self.prompts, self.base_name, own.asks)
+        template = parse_template(self.spec.prompt, self.base_name)
+        return template if self.prompts is None else read_template(self.prompts, self.base_name, template.asks)
 
     @property
     def prompt(self) -> str:
@@ -180,7 +180,7 @@ class DatasetTask(Task, Generic[Checked]):
     def stops(self) -> tuple[str, ...]:
         return tuple(self.spec.stops)
 
-    def missing(self, context: str, question: str, answers: Sequence[str]) -> str | None:
+    def find_missing(self, context: str, question: str, answers: Sequence[str]) -> str | None:
         """Return what a row lacks; None: nothing."""
         if not context.strip():
             return "with an empty context"
@@ -206,8 +206,8 @@ def parse_template(text: str, where: str) -> Template:
     except ValueError as error:
         raise UsageError(f"{where}: {error}; write literal braces twice") from error
     if fields not in (["context"], ["context", "input"]):
-        found = ", ".join(f"{{{name}}}" for name in fields) or "none"
-        raise UsageError(f"{where} needs the fields {{context}} and, after it, at most one {{input}}: found {found}")
+        listed = ", ".join(f"{{{name}}}" for name in fields) or "none"
+        raise UsageError(f"{where} needs the fields {{context}} and, after it, at most one {{input}}: found {listed}")
     head, between, tail = [*literals, ""][:3]
     lead = between.lstrip()
     if len(fields) == 1 and not lead:

@@ -59,7 +59,7 @@ class Prompt:
 
     def with_question(self, question: Question) -> Tensor:
         """Return the token ids of everything before the reply but other replies; the same under every protocol."""
-        earlier = [asked.ids for asked in self.questions if self.turns and asked.number < question.number]
+        earlier = [turn.ids for turn in self.questions if self.turns and turn.number < question.number]
         return torch.cat([self.context, *earlier, question.ids])
 
 
@@ -108,8 +108,8 @@ class ForcedTask(Task):
         return self.task.examples(samples, seed, count)
 
 
-def force_replies(encoded: Sequence[TaskPrompts], most: int) -> list[TaskPrompts] | None:
-    """Return tasks whose right replies are teacher-forced, as far as `most` tokens; None where one has no right reply.
+def force_replies(encoded: Sequence[TaskPrompts], max_tokens: int) -> list[TaskPrompts] | None:
+    """Return tasks whose right replies are teacher-forced, as far as `max_tokens` tokens; None where one has no right reply.
 
     Drawn replies have the same right one, so each of their questions is there once.
     """
@@ -121,7 +121,9 @@ def force_replies(encoded: Sequence[TaskPrompts], most: int) -> list[TaskPrompts
     def forced(prompt: Prompt) -> Prompt:
         once = {question.ids.numpy().tobytes(): question for question in reversed(prompt.questions)}
         kept = prompt.questions if prompt.turns else tuple(reversed(once.values()))
-        return replace(prompt, questions=tuple(replace(question, right=question.right[:most]) for question in kept))
+        return replace(
+            prompt, questions=tuple(replace(question, right=question.right[:max_tokens]) for question in kept)
+        )
 
     tasks = []
     for task in encoded:
@@ -142,7 +144,7 @@ def name_contexts(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
 
 def list_context_hashes(tasks: Iterable[TaskPrompts]) -> list[str]:
     """List what the contexts of all prompts are known by in records of what was asked."""
-    return [found for task in tasks for prompt in task.prompts for found in task.recorded[prompt.key]]
+    return [digest for task in tasks for prompt in task.prompts for digest in task.recorded[prompt.key]]
 
 
 def collect_contexts(tasks: Sequence[TaskPrompts]) -> ContextSet:
@@ -258,8 +260,8 @@ def hash_example(example: Example) -> tuple[str, ...]:
 
     One of them stands in a record of what was asked: where all contexts of a task are equal, those with questions.
     """
-    asked = (context_hash(example.context, query.question) for query in example.queries)
-    return context_hash(example.context), *asked
+    question_hashes = (context_hash(example.context, query.question) for query in example.queries)
+    return context_hash(example.context), *question_hashes
 
 
 def draw_unseen_examples(
@@ -271,11 +273,11 @@ def draw_unseen_examples(
     """
     wanted = samples
     examples = task.examples(samples, seed, count)
-    fresh = [one for one in examples if not any(map(used.has, hash_example(one)))]
+    fresh = [example for example in examples if not any(map(used.has, hash_example(example)))]
     while len(fresh) < samples and len(examples) == wanted and wanted < samples + 2 * len(used.ids):
         wanted += samples - len(fresh)
         examples = task.examples(wanted, seed, count)
-        fresh = [one for one in examples if not any(map(used.has, hash_example(one)))]
+        fresh = [example for example in examples if not any(map(used.has, hash_example(example)))]
     if examples and not fresh:
         split = getattr(task, "split", None)
         where = "" if split is None else f" of split {split}"
@@ -413,5 +415,5 @@ def make_readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading
 
 def list_questions(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
     """Return the questions of a batch with what they follow: the first of all readings, then the second, and so on."""
-    most = max(len(reading.questions) for reading in batch)
-    return [(reading, reading.questions[n]) for n in range(most) for reading in batch if n < len(reading.questions)]
+    longest = max(len(reading.questions) for reading in batch)
+    return [(reading, reading.questions[n]) for n in range(longest) for reading in batch if n < len(reading.questions)]

@@ -41,9 +41,9 @@ class InfiniteBenchTask(DatasetTask[InfiniteBenchRow]):
     specs: ClassVar[dict[str, DatasetSpec]] = SPECS
     row: ClassVar[type[InfiniteBenchRow]] = InfiniteBenchRow
 
-    def fault(self, row: InfiniteBenchRow) -> str | None:
+    def row_problem(self, row: InfiniteBenchRow) -> str | None:
         if not self.spec.options or not row.context.strip():
-            return self.missing(row.context, row.input, row.answer)
+            return self.find_missing(row.context, row.input, row.answer)
         if not 2 <= len(row.options) <= len(LETTERS):
             return f"without 2 to {len(LETTERS)} options to choose from"
         return None if row.answer and row.answer[0] in row.options else "whose answer is none of the options"

@@ -71,17 +71,17 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
         """Refuse rows of another dataset: files are named by the user, and must not be scored as what they are not."""
         rows = super().read()
         for row in rows:
-            found = (row.dataset or "").removesuffix("_e")
-            if found != self.base_name and found in LONGBENCH_TASKS:
-                raise UsageError(f"{self.where} holds rows of {found!r}: give the file of {self.base_name!r}")
+            dataset = (row.dataset or "").removesuffix("_e")
+            if dataset != self.base_name and dataset in LONGBENCH_TASKS:
+                raise UsageError(f"{self.where} holds rows of {dataset!r}: give the file of {self.base_name!r}")
             if self.name in LONGBENCH_E and row.length is None:
                 raise UsageError(f"{self.where} has rows without a length, which LongBench-E needs")
             if self.metric == "classification" and not row.all_classes:
                 raise UsageError(f"{self.where} has rows without all_classes, the classes to choose from")
         return rows
 
-    def fault(self, row: LongBenchRow) -> str | None:
-        return self.missing(row.context, row.input, row.answers)
+    def row_problem(self, row: LongBenchRow) -> str | None:
+        return self.find_missing(row.context, row.input, row.answers)
 
     def example(self, position: int, row: LongBenchRow) -> Example:
         answers = tuple(answer for answer in row.answers if not is_blank(answer))
@@ -130,10 +130,10 @@ class LongBenchV2Task(DatasetTask[LongBenchV2Row]):
         """Return the rows of this length."""
         return [row for row in super().read() if self.name.endswith(f"_{row.length}")]
 
-    def fault(self, row: LongBenchV2Row) -> str | None:
+    def row_problem(self, row: LongBenchV2Row) -> str | None:
         if not all(choice.strip() for choice in row.choices):
             return "with a choice that is empty"
-        return self.missing(row.context, row.question, (row.answer,))
+        return self.find_missing(row.context, row.question, (row.answer,))
 
     def example(self, position: int, row: LongBenchV2Row) -> Example:
         choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, row.choices, strict=True))

@@ -71,7 +71,7 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
         ]
         return "\n\n".join([INSTRUCTION, *worked])
 
-    def fault(self, row: Gsm8kRow) -> str | None:
+    def row_problem(self, row: Gsm8kRow) -> str | None:
         if not row.question.strip():
             return "without a question"
         return None if _FINAL.search(row.answer) else "without a last line '#### number'"
@@ -130,8 +130,8 @@ class TracedTask(DatasetTask[ProblemRow]):
         rows = [{name.lower(): row[name] for name in row} for row in self.load()]
         return check_rows(rows, self.row, self.where)
 
-    def fault(self, row: ProblemRow) -> str | None:
-        return self.missing(row.problem, "", (row.answer,))
+    def row_problem(self, row: ProblemRow) -> str | None:
+        return self.find_missing(row.problem, "", (row.answer,))
 
     def example(self, position: int, row: ProblemRow) -> Example:
         written = row.solution

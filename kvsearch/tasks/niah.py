@@ -49,8 +49,8 @@ class GridCell(NamedTuple):
     def parse(cls, key: str) -> GridCell:
         """Return the cell of an example's key; UsageError if it is none."""
         problem = f"{key!r} is no key of a needle in a haystack, such as {GridCell(1000, 50).key!r}"
-        found = given(_KEY.fullmatch(key), problem)
-        return cls(int(found[1]), int(found[2]))
+        match = given(_KEY.fullmatch(key), problem)
+        return cls(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class NiahTask(Task):
         if self.needle in "".join(self._sentences):
             raise UsageError(f"{self.haystack or STORY} holds the needle already: give another text")
 
-    def cells(self) -> tuple[GridCell, ...]:
+    def list_cells(self) -> tuple[GridCell, ...]:
         """Return the cells of the split, depths of the first length first."""
         grid = [GridCell(length, depth) for length in self.lengths for depth in self.depths]
         return tuple(select_split(grid, self.split, lambda cell: cell, self.name))
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
-        """Return up to `samples` cells, in the order of `cells`.
+        """Return up to `samples` cells, in the order of `list_cells`.
 
         If there are more, a KvsearchWarning says so, and those taken cover lengths and depths as evenly as they can.
         Under one seed, fewer samples are some of more.
@@ -96,7 +96,7 @@ class NiahTask(Task):
         Raises:
             UsageError: a length does not hold the needle and one sentence.
         """
-        cells = self.cells()
+        cells = self.list_cells()
         chosen = spread_cells(cells, samples, seed)
         if len(chosen) < len(cells):
             warnings.warn(
@@ -105,28 +105,30 @@ class NiahTask(Task):
                 KvsearchWarning,
                 stacklevel=2,
             )
-        fitting = {length: self._fitting(length, count) for length in {cell.length for cell in chosen}}
+        fitting = {length: self._fill_context(length, count) for length in {cell.length for cell in chosen}}
         examples = []
         for cell in chosen:
             sentences = fitting[cell.length]
-            context = self._hidden(sentences, cell.depth)
+            context = self._hide_needle(sentences, cell.depth)
             while count(context) > cell.length:  # the needle may break a token in two
                 sentences = sentences[:-1]
-                context = self._hidden(sentences, cell.depth)
+                context = self._hide_needle(sentences, cell.depth)
             examples.append(Example(self.name, cell.key, context, (Query(QUESTION, ANSWERS),)))
         return examples
 
-    def _hidden(self, sentences: Sequence[str], depth: int) -> str:
+    def _hide_needle(self, sentences: Sequence[str], depth: int) -> str:
         ends = [0, *accumulate(map(len, sentences))]
         place = min(range(len(ends)), key=lambda index: abs(ends[index] - ends[-1] * depth / 100))
         return "".join([*sentences[:place], " ", self.needle, *sentences[place:]]).strip()
 
-    def _fitting(self, length: int, count: TokenCount) -> Sequence[str]:
+    def _fill_context(self, length: int, count: TokenCount) -> Sequence[str]:
         """Return the sentences that fill a context of `length` tokens together with the needle."""
         sentences = list(self._sentences)
-        while count(self._hidden(sentences, 100)) <= length:
+        while count(self._hide_needle(sentences, 100)) <= length:
             sentences *= 2
-        number = bisect_right(range(len(sentences)), length, key=lambda n: count(self._hidden(sentences[:n], 100))) - 1
+        number = (
+            bisect_right(range(len(sentences)), length, key=lambda n: count(self._hide_needle(sentences[:n], 100))) - 1
+        )
         if number < 1:
             raise UsageError(
                 f"{length} tokens do not hold the needle and a sentence of {self.haystack or STORY}: use more"
@@ -152,7 +154,9 @@ def spread_cells(cells: Sequence[GridCell], samples: int, seed: int) -> list[Gri
     depths = Counter[int]()
     chosen = set[GridCell]()
     for _ in range(samples):
-        cell = min(left, key=lambda some: lengths[some.length] + depths[some.depth])  # the first of the least
+        cell = min(
+            left, key=lambda candidate: lengths[candidate.length] + depths[candidate.depth]
+        )  # the first of the least
         left.remove(cell)
         chosen.add(cell)
         lengths[cell.length] += 1
@@ -193,7 +197,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _require_steps(name: str, steps: Sequence[int], low: int, high: int | None) -> None:
-    rising = all(one < two for one, two in pairwise(steps))
+    rising = all(first < second for first, second in pairwise(steps))
     if not steps or not rising or steps[0] < low or (high is not None and steps[-1] > high):
         bounds = f"from {low}" + (f" to {high}" if high is not None else "")
         raise UsageError(f"{name} must be rising whole numbers {bounds}, got {', '.join(map(str, steps)) or 'none'}")

@@ -47,7 +47,7 @@ class Dataset:
     file: str | None = None
     hub: str = ""
 
-    def named(self, name: str) -> Dataset:
+    def with_name(self, name: str) -> Dataset:
         """Return the dataset with its name in place of every `{name}`."""
 
         def put(text: str) -> str:

@@ -46,7 +46,7 @@ def test_the_shipped_grid() -> None:
     task: Task = NiahTask()
     examples = task.examples(999, 0, count)
     assert [example.key for example in examples[:2]] == ["length=1000 depth=0", "length=1000 depth=11"]
-    assert [GridCell.parse(example.key) for example in examples] == list(NiahTask().cells())
+    assert [GridCell.parse(example.key) for example in examples] == list(NiahTask().list_cells())
     assert len(examples) == len(LENGTHS) * 10
     assert tuple(round(depth) for depth in np.linspace(0, 100, 10)) == DEPTHS
     assert list(examples) == list(task.examples(999, 1, count))
@@ -115,9 +115,9 @@ def test_a_part_of_the_grid_is_not_taken_without_a_word(recwarn: pytest.Warnings
 
 @pytest.mark.filterwarnings("ignore:niah")
 def test_samples_and_splits() -> None:
-    cells = [NiahTask(split=split).cells() for split in SPLITS]
+    cells = [NiahTask(split=split).list_cells() for split in SPLITS]
     assert [len(some) for some in cells] == [8, 8, 24]
-    assert set().union(*cells) == set(NiahTask().cells())
+    assert set().union(*cells) == set(NiahTask().list_cells())
     some = NiahTask().examples(5, 3, count)
     assert some == NiahTask().examples(5, 3, count)
     assert [e.key for e in some] != [e.key for e in NiahTask().examples(5, 4, count)]

@@ -31,8 +31,8 @@ _NO_MARKS = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION + FUL
 
 def first_integer(reply: str, answers: Sequence[str]) -> float:
     """Return 1 if the first run of digits in the reply is an answer, as written. Tables: passkey, number_string."""
-    found = re.search(r"[0-9]+", reply)
-    return float(found is not None and found[0] in answers)
+    match = re.search(r"[0-9]+", reply)
+    return float(match is not None and match[0] in answers)
 
 
 def contains_word(reply: str, answers: Sequence[str]) -> float:
@@ -50,8 +50,8 @@ def first_number(reply: str, answers: Sequence[str]) -> float:
     Tables: math_find. UsageError if an answer is no number. (The official scorer fails on a decimal where a whole
     number is wanted; here it is a wrong reply.)
     """
-    found = _NUMBER.search(reply)
-    return float(found is not None and any(float(found[0]) == _as_number(answer) for answer in answers))
+    match = _NUMBER.search(reply)
+    return float(match is not None and any(float(match[0]) == _as_number(answer) for answer in answers))
 
 
 def choice(reply: str, query: Query) -> float:
@@ -122,15 +122,15 @@ def _list_right_replies(query: Query) -> tuple[str, ...]:
 
 
 def _find_letter(letter: re.Pattern[str], text: str) -> str | None:
-    found = letter.search(text)  # the last one of the first line that has any
-    return found and found[0]
+    match = letter.search(text)  # the last one of the first line that has any
+    return match and match[0]
 
 
 def _take_after_cue(text: str, cues: Sequence[str]) -> str | None:
     """Return what follows the first of `cues` that is there, and one more character; None without a cue."""
     for cue in cues:
-        _, found, after = text.partition(cue)
-        if found:
+        _, separator, after = text.partition(cue)
+        if separator:
             return after[1:]
     return None
 

@@ -18,15 +18,15 @@ def format_losses(loss: float, full: float) -> str:
     return f"{loss:.6f} nats per token, {full:.6f} under the full cache"
 
 
-def read_losses(words: str) -> tuple[float, float] | None:
+def read_losses(text: str) -> tuple[float, float] | None:
     """Return the losses that `format_losses` says; None where it says something else."""
-    losses = _LOSSES.fullmatch(words)
+    losses = _LOSSES.fullmatch(text)
     return None if losses is None else (float(losses[1]), float(losses[2]))
 
 
-def read_loss(words: str) -> float:
+def read_loss(text: str) -> float:
     """Return the loss that `format_losses` says, in nats per token."""
-    return present(read_losses(words), "what stands in place of a reply says no loss")[0]
+    return present(read_losses(text), "what stands in place of a reply says no loss")[0]
 
 
 def likelihood(reply: str, answers: Sequence[str]) -> float:  # noqa: ARG001 - they were predicted already

@@ -152,13 +152,13 @@ def longbench_v2(reply: str, answers: Sequence[str]) -> float:
 
 
 def _score_classes(reply: str, answer: str, classes: Sequence[str]) -> float:
-    found = [name for name in classes if name in reply]
+    classes_named = [name for name in classes if name in reply]
     place = 0
-    while place < len(found):
-        if found[place] != answer and found[place] in answer:
-            del found[place]
+    while place < len(classes_named):
+        if classes_named[place] != answer and classes_named[place] in answer:
+            del classes_named[place]
         place += 1  # also after a removal: what moved up into its place is skipped
-    return 1 / len(found) if answer in found else 0.0
+    return 1 / len(classes_named) if answer in classes_named else 0.0
 
 
 def _score_numbers(reply: str, wanted: str) -> float:
@@ -167,10 +167,10 @@ def _score_numbers(reply: str, wanted: str) -> float:
 
 
 def _read_paragraph_number(answer: str, before: str) -> str:
-    found = re.search(rf"{before}(\d+)", answer)
-    if not found:
+    match = re.search(rf"{before}(\d+)", answer)
+    if not match:
         raise UsageError(f"the answer {answer!r} names no paragraph: it must contain {before + '12'!r} or the like")
-    return found[1]
+    return match[1]
 
 
 def _split_english(text: str) -> list[str]:

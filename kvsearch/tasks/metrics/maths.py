@@ -49,8 +49,8 @@ def gsm8k(reply: str, answers: Sequence[str]) -> float:
     No paper's table uses it. UsageError if an answer has no number.
     """
     golds = [given(_final(answer), f"the answer {answer!r} has no number") for answer in answers]
-    found = _final(reply)
-    return float(found is not None and found in golds)
+    number = _final(reply)
+    return float(number is not None and number in golds)
 
 
 def gsm8k_official(reply: str, answers: Sequence[str]) -> float:
@@ -64,8 +64,8 @@ def gsm8k_official(reply: str, answers: Sequence[str]) -> float:
     """
     golds = [_official_gold(answer) for answer in answers]
     runs = re.findall(r"\d+", reply)
-    found = _literal(runs[-1]) if runs else None
-    return float(found is not None and found in golds)
+    number = _literal(runs[-1]) if runs else None
+    return float(number is not None and number in golds)
 
 
 def math_boxed(reply: str, answers: Sequence[str]) -> float:
@@ -124,9 +124,9 @@ def _final(text: str) -> Decimal | None:
 
 
 def _official_gold(answer: str) -> float:
-    found = _OFFICIAL_GOLD.search(answer)
+    match = _OFFICIAL_GOLD.search(answer)
     plain = _OFFICIAL_PLAIN.fullmatch(answer)
-    text = found[1] if found else plain[0] if plain else ""
+    text = match[1] if match else plain[0] if plain else ""
     value = _literal(text.replace(",", ""))
     return given(value, f"the answer {answer!r} is no number, nor a solution that ends in one after '#### '")
 

@@ -27,12 +27,12 @@ def make_rouge_scorer(name: str, stems: bool) -> Any:
 def import_optional(module: str) -> Any:
     """Return a module of `PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
     try:
-        found = import_module(module)
+        package = import_module(module)
     except ImportError as error:
         raise EnvironmentFault(
             f"this metric needs {PACKAGES[module]}, which cannot be imported ({error}): "
             f"run `pip install {PACKAGES[module]}`"
         ) from error
     if module == "jieba":
-        found.setLogLevel(logging.WARNING)  # it reports the loading of its dictionary on stderr
-    return found
+        package.setLogLevel(logging.WARNING)  # it reports the loading of its dictionary on stderr
+    return package

@@ -37,8 +37,8 @@ def string_match_all(reply: str, answers: Sequence[str]) -> float:
     Tables: all RULER tasks but qa_1 and qa_2. These are 11, and all that KVCache-Factory, LAVa and EvolKV report;
     LU-KV reports 13.
     """
-    found = _list_contained(_clean(reply), answers)
-    return sum(found) / len(found)
+    contained = _list_contained(_clean(reply), answers)
+    return sum(contained) / len(contained)
 
 
 def string_match_part(reply: str, answers: Sequence[str]) -> float:

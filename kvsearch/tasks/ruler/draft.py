@@ -21,11 +21,11 @@ class Stream:
     name: str
     index: int
 
-    def rng(self, purpose: str = "facts") -> random.Random:
+    def make_rng(self, purpose: str = "facts") -> random.Random:
         """Return a generator of its own for every purpose, the same at every call."""
         return random.Random(f"{self.name}/{self.index}/{purpose}")
 
-    def depths(self, needles: int) -> list[float]:
+    def draw_depths(self, needles: int) -> list[float]:
         """Return different depths in [0, 1], one per needle; examples in a row use each before one comes again."""
         cycle, place = divmod(self.index, DEPTHS // needles)
         order = random.Random(f"{self.name}/depths/{cycle}").sample(range(DEPTHS), DEPTHS)
@@ -45,20 +45,20 @@ class Draft:
     most: int | None = None
 
 
-def find_largest_fit(size: Callable[[int], int], room: int, least: int, most: int | None = None) -> int:
-    """Find the largest number of units, or one near it, whose `size` in tokens is at most `room`; never under `least`.
+def find_largest_fit(size: Callable[[int], int], room: int, minimum: int, maximum: int | None = None) -> int:
+    """Find the largest number of units, or one near it, whose `size` in tokens is at most `room`; never under `minimum`.
 
     Interpolates between measured sizes, because to measure a long text takes long, and bisects if that does not help.
     """
-    ceiling = 2 * room if most is None else min(most, 2 * room)  # a unit has half a token at the very least
-    low = least
-    high = max(least, ceiling) + 1
-    base = reached = size(least)
-    units = min(least + _FIRST_STEP, high - 1)
+    ceiling = 2 * room if maximum is None else min(maximum, 2 * room)  # a unit has half a token at the very least
+    low = minimum
+    high = max(minimum, ceiling) + 1
+    base = reached = size(minimum)
+    units = min(minimum + _FIRST_STEP, high - 1)
     probes = 0
     while low + 1 < high and reached < FILL_FRACTION * room:
         tokens = size(units)
-        rate = max((tokens - base) / (units - least), 1e-3)
+        rate = max((tokens - base) / (units - minimum), 1e-3)
         if tokens <= room:
             low = units
             reached = tokens
@@ -72,10 +72,10 @@ def find_largest_fit(size: Callable[[int], int], room: int, least: int, most: in
 
 def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> list[str]:
     """Return the sentences with every needle at its depth: 0 is before the first sentence, 1 after the last."""
-    told = list(sentences)
+    result = list(sentences)
     for depth, needle in sorted(needles, reverse=True):
-        told.insert(int(len(sentences) * depth), needle)
-    return told
+        result.insert(int(len(sentences) * depth), needle)
+    return result
 
 
 def format_worked_example(context: str, query: Query) -> str:

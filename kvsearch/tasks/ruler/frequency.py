@@ -38,7 +38,7 @@ def draft_common_words(length: int, stream: Stream) -> Draft:
     """
     # how often words come: common and rare ones, common ones in the worked example, and how many rare words it has
     common_times, rare_times, shown_times, shown_rare = (30, 3, 10, 30) if length >= 4096 else (6, 1, 3, 10)
-    rng = stream.rng()
+    rng = stream.make_rng()
     # a numbered word has two tokens or more, and a few words are dropped
     pool = make_vocabulary(int(0.55 * length / rare_times))
     words = [word for word in rng.sample(pool, len(pool)) if word not in (_LIST_INTRO + _LIST_QUESTION).lower()]
@@ -49,7 +49,9 @@ def draft_common_words(length: int, stream: Stream) -> Draft:
     example = format_worked_example(solved, _ask_common(shown))
 
     def context(units: int) -> str:
-        return example + _format_shuffled([*common * common_times, *rare[:units] * rare_times], stream.rng("order"))
+        return example + _format_shuffled(
+            [*common * common_times, *rare[:units] * rare_times], stream.make_rng("order")
+        )
 
     return Draft(context, (_ask_common(common),), least=COMMON, most=len(rare))
 
@@ -73,7 +75,7 @@ def draft_coded_words(stream: Stream) -> Draft:
         counts = compute_word_counts(units)
         words = (DOTS, *_draw_coded_words(stream, len(counts) - 1))
         text = [word for word, times in zip(words, counts, strict=True) for _ in range(times)]
-        stream.rng("order").shuffle(text)
+        stream.make_rng("order").shuffle(text)
         return f"{_CODE_INTRO}\n{' '.join(text)}"
 
     answers = tuple(_draw_coded_words(stream, TOP))
@@ -88,7 +90,7 @@ def compute_word_counts(n: int) -> list[int]:
 
 def _draw_coded_words(stream: Stream, words: int) -> list[str]:
     """Return the first coded words of an example."""
-    fresh = Fresh(stream.rng(), _CODE_INTRO + _CODE_QUESTION)
+    fresh = Fresh(stream.make_rng(), _CODE_INTRO + _CODE_QUESTION)
     return [fresh.draw(draw_coded_word) for _ in range(words)]
 
 

@@ -111,7 +111,7 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
     """Return an example of one niah task; without an `essay` the haystack is noise, or made of needles."""
     among_needles = spec.haystack == "needles"
     haystack = "" if among_needles else essay.text if essay else "\n".join(NOISE)
-    fresh = Fresh(stream.rng(), haystack)
+    fresh = Fresh(stream.make_rng(), haystack)
     make_key = _MAKERS[spec.key]
     make_value = _MAKERS[spec.value]
 
@@ -120,7 +120,7 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
 
     keys = [fresh.draw(make_key) for _ in range(spec.keys)]
     facts = [(key, fresh.draw(make_value)) for key in keys for _ in range(spec.values)]
-    told = list(zip(stream.depths(len(facts)), [needle(*fact) for fact in facts], strict=True))
+    needles = list(zip(stream.draw_depths(len(facts)), [needle(*fact) for fact in facts], strict=True))
     told_keys = keys[: spec.queries]
     intro = _INTROS[spec.queries * spec.values > 1].format(kind=spec.value)
     if spec.turns:
@@ -130,12 +130,12 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
 
     def context(units: int) -> str:
         if among_needles:
-            others = Fresh(stream.rng("haystack"), taken=fresh.taken)
+            others = Fresh(stream.make_rng("haystack"), taken=fresh.taken)
             sentences = [needle(others.draw(make_key), others.draw(make_value)) for _ in range(units)]
         else:
             sentences = essay.sentences(units) if essay else make_noise(units)
         separator = " " if essay else "\n"
-        return f"{intro}\n{separator.join(insert(sentences, told))}"
+        return f"{intro}\n{separator.join(insert(sentences, needles))}"
 
     return Draft(context, queries, most=count_words() if among_needles and spec.key == "word" else None)
 
@@ -144,12 +144,12 @@ def _ask(spec: NeedleSpec, facts: Sequence[tuple[str, str]], keys: Sequence[str]
     """Return the question for the values of keys."""
     answers = tuple(value for key, value in facts if key in keys)
     many = len(answers) > 1
-    asked = f"{spec.value}{'s' if many else ''} of {join_names(keys)}"
+    subject = f"{spec.value}{'s' if many else ''} of {join_names(keys)}"
     verb = "are" if many else "is"
     return Query(
-        f"What {verb} the secret {asked} that the text above tells?",
+        f"What {verb} the secret {subject} that the text above tells?",
         answers,
-        prefix=f"The secret {asked} that the text above tells {verb}",
+        prefix=f"The secret {subject} that the text above tells {verb}",
         category=category,
         written=join_names(answers) if many else "",
     )

@@ -23,16 +23,16 @@ def draft_tracing(length: int, count: TokenCount, stream: Stream) -> Draft:
 
     The worked example has at most 500 tokens, or a quarter of the length; its assignments are evenly spread.
     """
-    fresh = Fresh(stream.rng(), "\n".join((*NOISE, _INTRO)))
-    chain, query = _hide_chain(fresh, 5, stream.depths(VARIABLES))
-    shift = stream.rng("example").random()
+    fresh = Fresh(stream.make_rng(), "\n".join((*NOISE, _INTRO)))
+    chain, query = _hide_chain(fresh, 5, stream.draw_depths(VARIABLES))
+    shift = stream.make_rng("example").random()
     shown, answered = _hide_chain(fresh, 3, [(place + shift) / VARIABLES for place in range(VARIABLES)])
 
     def example(units: int) -> str:
         return format_worked_example(shown(units), answered)
 
     room = min(LONGEST_EXAMPLE, length // 4)
-    solved = example(find_largest_fit(lambda units: count(example(units)), room, least=0))
+    solved = example(find_largest_fit(lambda units: count(example(units)), room, minimum=0))
     return Draft(lambda units: solved + chain(units), (query,))
 
 
@@ -45,8 +45,8 @@ def _hide_chain(fresh: Fresh, letters: int, depths: Sequence[float]) -> tuple[Ca
     names = [fresh.draw(make_variable_maker(letters)) for _ in range(VARIABLES)]
 
     def context(units: int) -> str:
-        told = [f"LET {left} = {right}" for left, right in zip(names, [value, *names], strict=False)]
-        lines = insert(make_noise(units), list(zip(sorted(depths), told, strict=True)))
+        assignments = [f"LET {left} = {right}" for left, right in zip(names, [value, *names], strict=False)]
+        lines = insert(make_noise(units), list(zip(sorted(depths), assignments, strict=True)))
         return "\n".join((_INTRO, *lines))
 
     query = Query(

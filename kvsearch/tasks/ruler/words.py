@@ -64,13 +64,13 @@ def read_words(kind: str) -> tuple[str, ...]:
 
 
 @cache
-def make_vocabulary(least: int) -> tuple[str, ...]:
-    """Return at least `least` different words: all that are shipped, then pairs of nouns as in lanternriver."""
-    found = dict.fromkeys((*read_words("nouns"), *read_words("adjectives"), *read_words("verbs")))
+def make_vocabulary(minimum: int) -> tuple[str, ...]:
+    """Return at least `minimum` different words: all that are shipped, then pairs of nouns as in lanternriver."""
+    vocabulary = dict.fromkeys((*read_words("nouns"), *read_words("adjectives"), *read_words("verbs")))
     rng = random.Random("pairs of nouns")
-    while len(found) < least:
-        found[rng.choice(read_words("nouns")) + rng.choice(read_words("nouns"))] = None
-    return tuple(found)
+    while len(vocabulary) < minimum:
+        vocabulary[rng.choice(read_words("nouns")) + rng.choice(read_words("nouns"))] = None
+    return tuple(vocabulary)
 
 
 def count_words() -> int:

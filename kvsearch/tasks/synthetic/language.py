@@ -99,7 +99,7 @@ class Evidence:
     def tokens(self) -> int:
         return sum(len(sentence) for sentence in self.sentences)
 
-    def unasked(self) -> Evidence:
+    def as_distractor(self) -> Evidence:
         """Return the same evidence as a distractor."""
         return replace(self, questions=())
 
@@ -124,7 +124,7 @@ class Names:
             self._left[kind] = self.rng.sample(list(pool), len(pool))
         return self._left[kind].pop()
 
-    def left(self, kind: str, pool: Sequence[str]) -> int:
+    def count_left(self, kind: str, pool: Sequence[str]) -> int:
         """Return how many names of this kind are still free."""
         return len(self._left.get(kind, pool))
 
@@ -143,7 +143,9 @@ def make_code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` code facts, asked two at a time in one question (multi-query)."""
     single = make_code_facts(rng, names, count)
     pairs = zip(single.sentences, single.sentences[1:] + single.sentences[:1], strict=True)
-    questions = [make_query(("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs]
+    questions = [
+        make_query(("?", "both", first[1], second[1], "="), (*first[:4], *second[:4], ".")) for first, second in pairs
+    ]
     return Evidence(single.sentences, tuple(questions), single.mentions)
 
 
@@ -178,20 +180,20 @@ def make_whole_items(rng: random.Random, names: Names, count: int) -> Evidence:
 
 def make_chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evidence:
     """Make `count` chains `set a = VALUE . set b = a . set c = b .`; the question walks the chain back to the value."""
-    told: list[list[Sentence]] = []
+    sentences: list[list[Sentence]] = []
     questions = []
     mentions = []
     for _ in range(count):
         variables = [names.draw("variable", v.VARIABLES) for _ in range(links)]
         value = rng.choice(v.VALUES)
-        told.append(
+        sentences.append(
             [("set", left, "=", right, ".") for left, right in zip(variables, [value, *variables], strict=False)]
         )
         back = variables[-2::-1]
         answer = tuple(word for name in back for word in (name, "set", name, "="))
         questions.append(make_query(("?", "set", variables[-1], "="), (*answer, value, ".")))
         mentions.append(("recall", "set", variables[-1], "=", variables[-2], "."))
-    return Evidence(tuple(interleave(rng, told)), tuple(questions), tuple(mentions))
+    return Evidence(tuple(interleave(rng, sentences)), tuple(questions), tuple(mentions))
 
 
 def make_votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
@@ -224,17 +226,20 @@ def compose_document(
     middle = rng.sample(pool, min(mentions, len(pool)))
     tail = rng.sample(pool, min(tail_mentions, len(pool)))
     room = length - 1 - evidence - sum(map(len, middle)) - sum(map(len, tail))
-    told = tell(max(0, room) // FILLER_WORDS, [group.sentences for group in needles])
+    sentences = tell(max(0, room) // FILLER_WORDS, [group.sentences for group in needles])
     for mention in middle:
-        told.insert(rng.randint(_find_place_after_fact(told, mention), len(told)), mention)
+        sentences.insert(rng.randint(_find_place_after_fact(sentences, mention), len(sentences)), mention)
     for mention in tail:
-        told.insert(max(_find_place_after_fact(told, mention), len(told) - rng.randint(0, min(2, len(told)))), mention)
+        sentences.insert(
+            max(_find_place_after_fact(sentences, mention), len(sentences) - rng.randint(0, min(2, len(sentences)))),
+            mention,
+        )
     questions = [question for group in needles for question in group.questions]
     rng.shuffle(questions)
-    words = (v.BOS, *(word for sentence in told for word in sentence))
+    words = (v.BOS, *(word for sentence in sentences for word in sentence))
     return Document(words, tuple(questions))
 
 
-def _find_place_after_fact(told: Sequence[Sentence], mention: Sentence) -> int:
+def _find_place_after_fact(sentences: Sequence[Sentence], mention: Sentence) -> int:
     """Return the first place at which `mention` does not give its fact away."""
-    return next(i for i, sentence in enumerate(told) if sentence[:3] == mention[1:4]) + 1
+    return next(i for i, sentence in enumerate(sentences) if sentence[:3] == mention[1:4]) + 1

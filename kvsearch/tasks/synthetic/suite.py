@@ -91,35 +91,35 @@ class Form:
 
 def count_fitting_codes(room: int, names: Names) -> int:
     """Return how many code facts fit into `room` words, as far as there are keys left."""
-    return max(0, min(room // CODE_WORDS, names.left("key", KEYS)))
+    return max(0, min(room // CODE_WORDS, names.count_left("key", KEYS)))
 
 
 def _single_3(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     fact = make_whole_items(rng, names, 1)
-    return [fact, make_code_facts(rng, names, min(1, count_fitting_codes(room - fact.tokens, names))).unasked()]
+    return [fact, make_code_facts(rng, names, min(1, count_fitting_codes(room - fact.tokens, names))).as_distractor()]
 
 
 def _multikey_2(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    room -= (told := _many_chains(rng, names, room)).tokens
-    keys = names.left("key", KEYS)
+    room -= (distractors := _many_chains(rng, names, room)).tokens
+    keys = names.count_left("key", KEYS)
     # an item fills the room of three codes for one key: as many of them as make the keys last
     items = -(-(room - CODE_WORDS * keys) // (ITEM_WORDS - CODE_WORDS))
     others = make_whole_items(rng, names, max(0, min(items, keys - QUESTIONS_PER_CONTEXT)))
     codes = make_code_facts(rng, names, count_fitting_codes(room - others.tokens, names))
-    return [codes, others.unasked(), told]
+    return [codes, others.as_distractor(), distractors]
 
 
 def _multikey_3(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    room -= (told := _many_chains(rng, names, room)).tokens
+    room -= (distractors := _many_chains(rng, names, room)).tokens
     items = make_whole_items(rng, names, LONG_FACTS)
     codes = make_code_facts(rng, names, count_fitting_codes(room - items.tokens, names))
-    return [items, codes.unasked(), told]
+    return [items, codes.as_distractor(), distractors]
 
 
 def _many_chains(rng: random.Random, names: Names, room: int) -> Evidence:
     """Return chains of all variables, as distractors."""
-    count = min(room // (LINKS * LINK_WORDS), names.left("variable", VARIABLES) // LINKS)
-    return make_chains(rng, names, count, LINKS).unasked()
+    count = min(room // (LINKS * LINK_WORDS), names.count_left("variable", VARIABLES) // LINKS)
+    return make_chains(rng, names, count, LINKS).as_distractor()
 
 
 def _common(rng: random.Random, names: Names, room: int) -> list[Evidence]:  # noqa: ARG001
@@ -133,29 +133,29 @@ def _common(rng: random.Random, names: Names, room: int) -> list[Evidence]:  # n
 
 def _qa_1(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     others = make_chains(rng, names, 1, links=2)
-    return [make_code_facts(rng, names, count_fitting_codes(room - others.tokens, names)), others.unasked()]
+    return [make_code_facts(rng, names, count_fitting_codes(room - others.tokens, names)), others.as_distractor()]
 
 
 def _qa_2(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    told = make_chains(rng, names, TWO_HOP_CHAINS, links=2)
+    evidence = make_chains(rng, names, TWO_HOP_CHAINS, links=2)
     # the model learnt chains of three links and reads on where a shorter one ends: the answer ends with the value
     questions = tuple(
         replace(question, answers=(question.answers[0].removesuffix(" ."),), max_new_tokens=question.max_new_tokens - 1)
-        for question in told.questions
+        for question in evidence.questions
     )
-    others = make_code_facts(rng, names, count_fitting_codes(room - told.tokens, names))
-    return [replace(told, questions=questions), others.unasked()]
+    others = make_code_facts(rng, names, count_fitting_codes(room - evidence.tokens, names))
+    return [replace(evidence, questions=questions), others.as_distractor()]
 
 
 def _single(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     fact = make_code_facts(rng, names, 1)
     others = make_item_facts(rng, names, 1) if room >= fact.tokens + 15 else Evidence()
-    return [fact, others.unasked()]
+    return [fact, others.as_distractor()]
 
 
 def _vote(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     cast = make_votes(rng, 8)
-    return [cast, make_code_facts(rng, names, count_fitting_codes(room - cast.tokens, names)).unasked()]
+    return [cast, make_code_facts(rng, names, count_fitting_codes(room - cast.tokens, names)).as_distractor()]
 
 
 FORMS: dict[str, Form] = {
@@ -163,10 +163,12 @@ FORMS: dict[str, Form] = {
     "multikey": Form(lambda rng, names, room: [make_code_facts(rng, names, count_fitting_codes(room, names))]),
     "multiquery": Form(lambda rng, names, room: [make_code_pairs(rng, names, count_fitting_codes(room, names))]),
     "multivalue": Form(
-        lambda rng, names, room: [make_item_facts(rng, names, min(room // 15, names.left("key", KEYS)))]
+        lambda rng, names, room: [make_item_facts(rng, names, min(room // 15, names.count_left("key", KEYS)))]
     ),
     "chain": Form(
-        lambda rng, names, room: [make_chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))]
+        lambda rng, names, room: [
+            make_chains(rng, names, min(room // 15, names.count_left("variable", VARIABLES) // 3))
+        ]
     ),
     "vote": Form(_vote),
     "single_1": Form(lambda rng, names, _: [make_code_facts(rng, names, 1)], repetition),
@@ -230,7 +232,7 @@ class SyntheticTask(Task):
             turns = FORMS[self.name].turns
             queries = document.questions[:QUESTIONS_PER_CONTEXT]
             if turns:
-                queries = tuple(replace(asked, category=f"turn {number}") for number, asked in enumerate(queries, 1))
+                queries = tuple(replace(query, category=f"turn {number}") for number, query in enumerate(queries, 1))
             examples.append(Example(self.name, f"{seed}-{index}", " ".join(document.words[1:]), queries, turns))
         return examples
 
