@@ -1,4 +1,4 @@
-"""Tasks by name, and what there is to know about them before one is chosen.
+"""The catalogue of tasks: names, metrics, data sources and options of every task.
 
 A spec is a kind of task, or a kind with names: `ruler`, `ruler:vt,cwe`, `longbench:english`, `aime:25`, `jsonl:FILE`.
 Several specs are joined by `+`, as in `ruler:vt+gsm8k`. `SETS` has the names that stand for several tasks.
@@ -60,7 +60,7 @@ _ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A task by its spec, and what there is to know about it.
+    """A task's entry in the catalogue: its spec, metric, data source and options.
 
     `source` says where its texts come from, `needs` what file a user must bring (empty: none), with the option
     `required`. `split` is the default one of `splits`. `reads` maps options to the parameters of `make` that they set.
@@ -94,13 +94,13 @@ class Entry:
         return tuple(map(format_flag, self.reads))
 
     def facts(self) -> dict[str, Any]:
-        """Return what there is to know as plain data."""
+        """Return the entry as plain data, for JSON."""
         names = ("spec", "category", "metric", "source", "needs", "packages", "options", "split", "splits")
         return {name: getattr(self, name) for name in names}
 
 
 def format_flag(option: str) -> str:
-    """Return what an option is called on the command line."""
+    """Return an option's flag on the command line."""
     return "--" + option.replace("_", "-")
 
 
@@ -116,7 +116,7 @@ def find_user_task(path: str, kind: str = JSONL) -> Entry:
 
 
 def find_drawn_ruler_tasks(path: str) -> list[Entry]:
-    """Return RULER's tasks of which a file or folder has examples that others have drawn, in RULER's order.
+    """Find the RULER tasks for which a file or folder has examples in kvpress's format, in RULER's order.
 
     Raises:
         UsageError: there is no such file, or its rows have other columns or are of unknown tasks.
@@ -202,7 +202,7 @@ SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they 
 
 
 def describe_tasks(spec: str | None = None) -> list[Entry]:
-    """Return the tasks of a spec, each once, or all there are; UsageError for an unknown kind or name."""
+    """Return the catalogue entries of a spec, each once, or all; UsageError for an unknown kind or name."""
     if spec is None:
         return [*ENTRIES.values(), *(find_user_task(FILE, kind) for kind in OF_FILES)]
     entries = [entry for part in _split(spec) for entry in _find_kind(part)]

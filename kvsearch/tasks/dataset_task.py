@@ -99,7 +99,7 @@ class DatasetTask(Task, Generic[Checked]):
     shared: ClassVar[bool] = False  # several tasks have their rows in one file
 
     def __post_init__(self) -> None:
-        """Find out what cannot be used before rows are read."""
+        """Check metric and template before any row is read."""
         require_known(f"{self.benchmark} dataset", self.name, [*self.specs])
         check_split(self.split)
         find_metric(self.metric)
@@ -117,11 +117,11 @@ class DatasetTask(Task, Generic[Checked]):
 
     @abstractmethod
     def row_problem(self, row: Checked) -> str | None:
-        """Return why a row cannot be asked; None: it can."""
+        """Return why a row cannot be used; None if it can."""
 
     @abstractmethod
     def example(self, position: int, row: Checked) -> Example:
-        """Return what is asked of a row."""
+        """Make the example of a row: its context, questions and answers."""
 
     def document(self, example: Example) -> str:
         """Return the text that no split divides."""
@@ -181,7 +181,7 @@ class DatasetTask(Task, Generic[Checked]):
         return tuple(self.spec.stops)
 
     def find_missing(self, context: str, question: str, answers: Sequence[str]) -> str | None:
-        """Return what a row lacks; None: nothing."""
+        """Return which of its texts a row lacks; None if it has all."""
         if not context.strip():
             return "with an empty context"
         if self.template.asks and not question.strip():

@@ -1,4 +1,4 @@
-"""The questions of a task in token ids: what is cut to fit the model and what is left out, both counted."""
+"""Encode tasks as token ids, cut to fit the model; what was cut or left out is counted."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ForcedTask(Task):
 
 
 def force_replies(encoded: Sequence[TaskPrompts], max_tokens: int) -> list[TaskPrompts] | None:
-    """Return tasks whose right replies are teacher-forced, as far as `max_tokens` tokens; None where one has no right reply.
+    """Return tasks with right replies teacher-forced up to `max_tokens` tokens; None if a question has no right reply.
 
     Drawn replies have the same right one, so each of their questions is there once.
     """
@@ -143,12 +143,12 @@ def name_contexts(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
 
 
 def list_context_hashes(tasks: Iterable[TaskPrompts]) -> list[str]:
-    """List what the contexts of all prompts are known by in records of what was asked."""
+    """List the hashes of all prompts' contexts, as records of used contexts hold them."""
     return [digest for task in tasks for prompt in task.prompts for digest in task.recorded[prompt.key]]
 
 
 def collect_contexts(tasks: Sequence[TaskPrompts]) -> ContextSet:
-    """Return the contexts of all prompts."""
+    """Return the hashes of all prompts' contexts as a set."""
     return ContextSet.of(list_context_hashes(tasks))
 
 
@@ -198,7 +198,7 @@ def make_token_counter(tokenizer: Any) -> TokenCount:
 
 
 def compute_token_limit(model: Any, max_length: int | None = None) -> int | None:
-    """Return how long prompt and reply may be together: what the model takes, or `max_length` where that is less."""
+    """Return the limit on tokens of prompt and reply together: the model's, or `max_length` if that is less."""
     limits = [limit for limit in (describe(model).max_positions, max_length) if limit]
     return min(limits, default=None)
 
@@ -246,7 +246,7 @@ def encode(
 
 
 def count_coverage(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return what `Coverage` says of some prompts."""
+    """Count the prompts, questions and lengths that `Coverage` reports."""
     lengths = [len(prompt.context) for prompt in prompts]
     return {
         "contexts": len(prompts), "truncated": sum(prompt.truncated for prompt in prompts),
@@ -256,7 +256,7 @@ def count_coverage(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def hash_example(example: Example) -> tuple[str, ...]:
-    """Return what the context of an example is known by, alone and with each of its questions; see `context_hash`.
+    """Return the hashes of an example's context, alone and with each of its questions; see `context_hash`.
 
     One of them stands in a record of what was asked: where all contexts of a task are equal, those with questions.
     """
@@ -294,7 +294,7 @@ def hash_tokens(ids: Tensor) -> str:
 
 
 def format_reasons(excluded: dict[str, int]) -> str:
-    """Put reasons and counts in words, for people."""
+    """Format reasons with their counts, for messages."""
     return ", ".join(f"{reason}: {count}" for reason, count in sorted(excluded.items()))
 
 
@@ -378,7 +378,7 @@ def _fit_context(
 
 @dataclass(frozen=True)
 class Reading:
-    """What one sequence of a batch compresses as one, and the questions it replies to afterwards.
+    """One sequence of a batch: the token ids that are prefilled and compressed, and the questions that follow.
 
     Question-agnostic: the context; all its questions follow, none of which sees another. Question-aware: context,
     question and the reply's prefix; the reply follows at once.
@@ -414,6 +414,6 @@ def make_readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading
 
 
 def list_questions(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
-    """Return the questions of a batch with what they follow: the first of all readings, then the second, and so on."""
+    """List the questions of a batch with their readings: the first of every reading, then the second, and so on."""
     longest = max(len(reading.questions) for reading in batch)
     return [(reading, reading.questions[n]) for n in range(longest) for reading in batch if n < len(reading.questions)]

@@ -11,12 +11,12 @@ _UNSEEN = ("Cc", "Cf")  # control characters, and those of format: zero-width sp
 
 
 def is_blank(text: str) -> bool:
-    """Return whether nothing of a text can be seen: white space, control and zero-width characters."""
+    """Return whether a text has only white space, control and zero-width characters."""
     return all(char.isspace() or unicodedata.category(char) in _UNSEEN for char in text)
 
 
 def trim(text: str) -> str:
-    """Return a text without what cannot be seen at both of its ends."""
+    """Strip white space, control and zero-width characters from both ends of a text."""
     seen = [place for place, letter in enumerate(text) if not is_blank(letter)]
     return text[seen[0] : seen[-1] + 1] if seen else ""
 

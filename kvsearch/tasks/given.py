@@ -1,4 +1,4 @@
-"""What a user gives to be read and asked, and the bundled models' own example where nothing is given."""
+"""Context and prompt from the command line, or an example of the bundled models where the user gives none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _draw_bundled_example(seed: int) -> Document:
 
 
 def resolve_example(model: str, context: str | None, prompt: str | None, seed: int) -> tuple[str, str, str]:
-    """Return context, prompt and plain prompt format; bundled models have an example of their own.
+    """Return context, prompt and plain prompt format; for bundled models missing ones come from a built-in example.
 
     Raises:
         UsageError: another model, and no text to read.

@@ -45,7 +45,7 @@ _LONGEST_REST = 32  # characters at a context's end that may share a token with 
 
 
 class EmptyTextError(IncompatibleError):
-    """A text of which nothing is left once it is tokenised."""
+    """A text that has no tokens."""
 
 
 class QuestionText(NamedTuple):
@@ -174,7 +174,7 @@ class PromptFormat:
         return text
 
     def ended(self, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
-        """Return what tells whether a reply, token ids, has come to a stop text; None without `stops`."""
+        """Return a check whether a reply, token ids, contains a stop text; None without `stops`."""
         return (lambda reply: find_stop(self.decode(reply), stops) is not None) if stops else None
 
     @cached_property
@@ -353,7 +353,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Return where the first of `stops` begins in a reply; None if none is there.
+    """Find where the first stop text begins in a reply; None if it has no stop text.
 
     A stop of white space counts only after something else was said: a reply that begins with a newline goes on.
     """

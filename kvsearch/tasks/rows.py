@@ -187,7 +187,7 @@ def read_located(path: str | Path) -> list[Located]:
 
 
 def read_rows_or_text(path: str | Path) -> list[Row] | str:
-    """Return the rows of a file of rows with texts, or the text of a plain one; errors as `read_file`."""
+    """Read a file as rows with texts, or as one plain text; errors as `read_file`."""
     data = read_unpacked(path)
     if is_of_form(data, PARQUET):
         return _read_parquet(data, str(path))
@@ -212,7 +212,7 @@ def is_plain(text: str, name: str) -> bool:
 
 
 def parse_rows(text: str, name: str) -> list[Located]:
-    """Return the rows of JSON Lines, of a JSON array or object, or of CSV, with their places.
+    """Parse JSON Lines, a JSON array or object, or CSV into rows, each with its place in the file.
 
     A table of one column, or with unusual names of columns, is known by the `name` of its file: .csv or .tsv.
 

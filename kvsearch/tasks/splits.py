@@ -1,4 +1,4 @@
-"""Parts of a task's examples that have nothing in common, and draws from them."""
+"""Disjoint splits of a task's examples, and samples drawn from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_split(split: str) -> None:
 
 
 def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
-    """Return the places of equal texts together, in the order in which texts first come.
+    """Group the indices of equal texts, in the order in which the texts first occur.
 
     No split of anything divides such a group: what is fitted on one question about a text knows the text, and is not
     judged on another question about it.
@@ -40,7 +40,7 @@ def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
 def select_split(
     items: Sequence[Item], split: str, group: Callable[[Item], Hashable], source: str, shares: Shares = SHARES
 ) -> list[Item]:
-    """Return the items of one split, in their order; "all" is all of them.
+    """Return the items of one split in their order; the split "all" has every item.
 
     The three splits are disjoint and cover the items, are the same in every run, and never divide a `group`, such as
     the questions about one document. `shares` are of the groups; `source` is where the items are from, for messages.

@@ -1,4 +1,4 @@
-"""Text without questions: how well what follows a part of it is predicted once that part is compressed."""
+"""Perplexity on plain text: a window is compressed, and the text that follows it is predicted."""
 
 from __future__ import annotations
 

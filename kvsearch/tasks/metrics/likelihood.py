@@ -14,7 +14,7 @@ _LOSSES = re.compile(r"([\d.]+) nats per token, ([\d.]+) under the full cache")
 
 
 def format_losses(loss: float, full: float) -> str:
-    """Return what stands in place of a reply: the mean loss of the answer's tokens, and that under the full cache."""
+    """Format the mean loss of the answer's tokens, and the full cache's, to be stored in place of a reply."""
     return f"{loss:.6f} nats per token, {full:.6f} under the full cache"
 
 
@@ -25,14 +25,14 @@ def read_losses(text: str) -> tuple[float, float] | None:
 
 
 def read_loss(text: str) -> float:
-    """Return the loss that `format_losses` says, in nats per token."""
+    """Read the loss back that `format_losses` wrote, in nats per token."""
     return present(read_losses(text), "what stands in place of a reply says no loss")[0]
 
 
 def likelihood(reply: str, answers: Sequence[str]) -> float:  # noqa: ARG001 - they were predicted already
-    """Return what is left of the prediction under the full cache: 1 at its loss, 0 where MOST_LOST or more is lost.
+    """Score a loss against the full cache's: 1 at the same loss, falling linearly to 0 at MOST_LOST nats more.
 
-    Who predicts better than the full cache scores 1, as it does. `reply` is what `format_losses` says; any other scores 0.
+    A lower loss than the full cache's scores 1, too. `reply` is the text of `format_losses`; any other scores 0.
     """
     losses = read_losses(reply)
     if losses is None:

@@ -90,7 +90,7 @@ def integer_boxed(reply: str, answers: Sequence[str]) -> float:
 
 
 def extract_boxed(reply: str) -> str | None:
-    r"""Return what stands in the last \boxed{...} whose braces balance; None where there is none."""
+    r"""Return the content of the last \boxed{...} whose braces balance; None if no box is found."""
     boxes = {box.end() for box in _BOX.finditer(reply)}
     opened: list[int] = []
     closed: dict[int, int] = {}

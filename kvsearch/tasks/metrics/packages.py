@@ -19,7 +19,7 @@ PACKAGES = {
 
 @cache
 def make_rouge_scorer(name: str, stems: bool) -> Any:
-    """Return what scores "rouge1" or "rougeLsum" as the package `rouge-score` does, on stems or whole words."""
+    """Make a scorer of "rouge1" or "rougeLsum" with the package `rouge-score`, on stems or whole words."""
     return import_optional("rouge_score.rouge_scorer").RougeScorer([name], use_stemmer=stems)
 
 

@@ -22,7 +22,7 @@ class Stream:
     index: int
 
     def make_rng(self, purpose: str = "facts") -> random.Random:
-        """Return a generator of its own for every purpose, the same at every call."""
+        """Return the random generator of a purpose, seeded the same at every call."""
         return random.Random(f"{self.name}/{self.index}/{purpose}")
 
     def draw_depths(self, needles: int) -> list[float]:
@@ -46,7 +46,7 @@ class Draft:
 
 
 def find_largest_fit(size: Callable[[int], int], room: int, minimum: int, maximum: int | None = None) -> int:
-    """Find the largest number of units, or one near it, whose `size` in tokens is at most `room`; never under `minimum`.
+    """Find about the largest number of units whose `size` in tokens is at most `room`; never below `minimum`.
 
     Interpolates between measured sizes, because to measure a long text takes long, and bisects if that does not help.
     """
@@ -79,10 +79,10 @@ def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> li
 
 
 def format_worked_example(context: str, query: Query) -> str:
-    """Return a prompt with its reply, to be put before the prompt that is asked."""
+    """Format a prompt with its reply, as the worked example before the prompt itself."""
     return f"{context}\n{query.question} {query.prefix} {query.written}\n\n"
 
 
 def join_names(items: Sequence[str]) -> str:
-    """Name one item or several in words."""
+    """Join names to a list in English: "a, b and c"."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -84,7 +84,7 @@ def draft_coded_words(stream: Stream) -> Draft:
 
 
 def compute_word_counts(n: int) -> list[int]:
-    """Return how often the words of ranks 1, 2, 3, ... come, as far as they do."""
+    """Compute how often the words of ranks 1, 2, 3, ... occur, down to one occurrence."""
     return [int(n / (ZETA * rank**2)) for rank in range(1, math.isqrt(int(n / ZETA)) + 1)]
 
 
@@ -95,7 +95,7 @@ def _draw_coded_words(stream: Stream, words: int) -> list[str]:
 
 
 def _select_distinct(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the first ten words of which none is part of another, and all words of which none of the ten is a part."""
+    """Return the first ten words that are not part of each other, and all words that contain none of the ten."""
     chosen: list[str] = []
     for word in words:
         if not any(word in other or other in word for other in chosen):

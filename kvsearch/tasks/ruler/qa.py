@@ -107,7 +107,7 @@ class QaDocuments:
     questions: tuple[QaQuestion, ...]
 
     def select_split(self, split: str, source: str) -> QaDocuments:
-        """Return the questions of one split, which shares no document that is asked about with another one."""
+        """Return the questions of one split; no two splits have questions about the same document."""
         return replace(
             self, questions=tuple(select_split(self.questions, split, lambda question: question.own, source))
         )

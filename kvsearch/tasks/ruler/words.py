@@ -74,5 +74,5 @@ def make_vocabulary(minimum: int) -> tuple[str, ...]:
 
 
 def count_words() -> int:
-    """Return how many keys of `draw_word` can be drawn before it takes long to find another one."""
+    """Return how many different keys `draw_word` can draw before another one takes long to find."""
     return len(read_words("adjectives")) * len(read_words("nouns")) // 2
