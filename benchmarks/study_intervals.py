@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvsearch.core.arrays import Floats
-from kvsearch.evaluation.statistics import DIFFERENCE_ENDS, LEVEL, SCORE_ENDS, ContextSums, interval_of
+from kvsearch.evaluation.statistics import DIFFERENCE_ENDS, LEVEL, SCORE_ENDS, ContextSums, compute_interval
 
 CONTEXTS = (5, 10, 20, 50, 100)
 QUESTIONS = (1, 3, 10)
@@ -84,7 +84,10 @@ def main() -> None:
             for count in counts(contexts):
                 sums = draw_sums(rng, chances, (asked.repetitions, count), questions, clustering)
                 tasks.append((sums, np.full(count, questions)))
-            for name, (low, high) in {"bootstrap": bootstrap(tasks, rng), "kvsearch": interval_of(tasks, ends)}.items():
+            for name, (low, high) in {
+                "bootstrap": bootstrap(tasks, rng),
+                "kvsearch": compute_interval(tasks, ends),
+            }.items():
                 coverage[name].append(float(np.mean((low <= truth + 1e-9) & (truth - 1e-9 <= high))))
                 widths[name].append(float(np.mean(high - low)))
         line = f"{kind:<13}{contexts:>9}{shape:>14}"

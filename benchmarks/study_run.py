@@ -23,7 +23,7 @@ from scipy.stats import beta
 
 import kvsearch
 from kvsearch.evaluation.reply_store import read_replies
-from kvsearch.evaluation.statistics import contrast
+from kvsearch.evaluation.statistics import contrast_scores
 from kvsearch.jobs.run import REPORT, RunOptions
 from kvsearch.report.numbers import interval, percent
 from kvsearch.runs.estimates import Difference
@@ -60,7 +60,7 @@ def judge(directory: Path, size: str, choice: dict[str, Any]) -> JudgedPlan:
     words = f"{percent(scores[written], 1)}, no baseline above it"
     if scores[best] > scores[written]:
         replies = read_replies(directory / "choice" / size / "report" / "ledger.jsonl")
-        lead = contrast(list(replies.values()), {written: 1.0, best: -1.0})
+        lead = contrast_scores(list(replies.values()), {written: 1.0, best: -1.0})
         words = f"{percent(scores[written], 1)}, minus {best}: {interval(lead, '+.1f', noun=' points')}"
     return JudgedPlan(written, outcome["verdict"], regret, lead, words)
 

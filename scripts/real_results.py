@@ -34,7 +34,7 @@ from kvsearch.core.errors import KvsearchError, present
 from kvsearch.core.files import atomic_write
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import contrast, scores_by_task, student_estimate
+from kvsearch.evaluation.statistics import contrast_scores, estimate_by_student, group_scores
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.numbers import asked_words, interval, percent
 from kvsearch.results.evaluation import EvaluationResult, MethodScores, SizeScores
@@ -237,9 +237,9 @@ class Comparison:
         """Return what the plan of a size scores above another method, or loses less on text; paired by context."""
         plan = self.plan(budget)
         if self.result.on_text:
-            [task] = scores_by_task(self.samples[budget]).values()
-            return student_estimate(task.losses[over.label][0] - task.losses[plan.label][0])
-        return contrast(self.samples[budget], {plan.label: 1, over.label: -1})
+            [task] = group_scores(self.samples[budget]).values()
+            return estimate_by_student(task.losses[over.label][0] - task.losses[plan.label][0])
+        return contrast_scores(self.samples[budget], {plan.label: 1, over.label: -1})
 
 
 def main() -> None:

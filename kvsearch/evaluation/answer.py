@@ -35,7 +35,7 @@ class Reply:
 
 
 class CompressedContext:
-    """A context in the cache that a plan leaves, to be asked any number of times: no prompt sees another.
+    """A context in a compressed cache that answers any number of prompts; no prompt sees another.
 
     `ids` [1, T] are its tokens, but for those of its `rest`: see `PromptFormat.open_context`.
     """

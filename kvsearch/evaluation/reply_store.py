@@ -85,7 +85,7 @@ def read_replies(path: Path) -> dict[str, Sample]:
 
 @contextmanager
 def open_run(directory: Path, config: RunConfig, force: bool = False) -> Iterator[tuple[Run, ReplyStore]]:
-    """Begin a run that keeps replies, or go on with one: what is finished of it.
+    """Begin a run that keeps replies, or resume it with the replies that are finished.
 
     Other metrics make no other run: a `KvsearchWarning` says that the replies that are there are scored anew.
 
@@ -105,7 +105,7 @@ def open_run(directory: Path, config: RunConfig, force: bool = False) -> Iterato
 
 @contextmanager
 def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Iterator[ReplyStore]:
-    """Begin a stage of another command, or go on with it: the replies that are finished of it.
+    """Begin a stage of another command, or resume it with the replies that are finished.
 
     `force` throws away only what cannot be gone on with: a command that is interrupted goes on when it is given again,
     with `force` or without.
@@ -138,5 +138,5 @@ def _warn_of_metrics(run: Run) -> None:
     old = run.earlier.execution.get(METRICS, {})
     for task, metric in run.config.execution.get(METRICS, {}).items():
         if old.get(task, metric) != metric:
-            told = f"{run.directory} has task {task} by {old[task]}: all its replies are now scored by {metric}"
-            warnings.warn(told, KvsearchWarning, stacklevel=5)
+            warning = f"{run.directory} has task {task} by {old[task]}: all its replies are now scored by {metric}"
+            warnings.warn(warning, KvsearchWarning, stacklevel=5)

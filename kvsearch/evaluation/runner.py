@@ -53,7 +53,7 @@ def run_encoded(
     memory: int | None = None,
     kept: KeptReplies | None = None,
 ) -> list[Sample]:
-    """Run every program on all questions of what `encode_tasks` made; `memory` as in `answer_joints`.
+    """Run every program on all questions of what `encode_tasks` made; `memory` as in `reply_to_batch`.
 
     What is `kept` is not done again. What is left of a batch is done as if all of it were, so replies that share their
     arithmetic still do.
@@ -88,8 +88,10 @@ def run_encoded(
     finished = [{sample.method for sample in samples} for samples in known]
     left = [(*item, done) for item, done in zip(work, finished, strict=True) if programs.keys() - done]
     # methods that are finished everywhere, as of an earlier evaluation, are not read and compressed beside new ones
-    asked = {method: program for method, program in programs.items() if any(method not in done for _, _, done in left)}
-    answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], asked, memory), left)
+    missing = {
+        method: program for method, program in programs.items() if any(method not in done for _, _, done in left)
+    }
+    answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], missing, memory), left)
     results: list[Sample] = []
     parts = list(zip(work, known, finished, strict=True))
     contexts = sum(len(part) for _, part in work)
@@ -104,9 +106,9 @@ def run_encoded(
                 if kept is not None:
                     kept.keep(task, part, scored)
             samples += scored
-        found = {sample.place: sample for sample in samples}
+        by_place = {sample.place: sample for sample in samples}
         results += [
-            found[task.task.name, reading.prompt.key, question.number, method]
+            by_place[task.task.name, reading.prompt.key, question.number, method]
             for method in programs
             for reading, question in list_questions(part)
         ]
@@ -114,7 +116,7 @@ def run_encoded(
 
 
 def _require_same_rotary(loaded: LoadedModel, task: TaskPrompts, protocol: Protocol) -> None:
-    """Refuse a task, before any of it is asked, where a reply may pass the length at which rotary factors change."""
+    """Refuse a task, before its first question, if a reply may pass the length at which rotary factors change."""
     pairs = [(reading, question) for reading in make_readings(task.prompts, protocol) for question in reading.questions]
     for reading, question in pairs:
         later = len(reading.following(question)) + question.query.max_new_tokens - 1
@@ -123,7 +125,7 @@ def _require_same_rotary(loaded: LoadedModel, task: TaskPrompts, protocol: Proto
 
 
 class _Answering:
-    """Replies to batches; where memory was too short for one, the next ones that are as long are halved at once."""
+    """Replies to batches, halved when memory is too short; later batches of that length are halved at once."""
 
     def __init__(self, tasks: Sequence[TaskPrompts], programs: Mapping[str, Program], memory: int | None) -> None:
         self.tasks, self.programs, self.memory = tasks, programs, memory
@@ -138,9 +140,9 @@ class _Answering:
         """
         number, batch, finished = item
         with running(loaded.model):
-            yield from self._that_fit(loaded, self.tasks[number], batch, self.programs, finished)
+            yield from self._reply_in_halves(loaded, self.tasks[number], batch, self.programs, finished)
 
-    def _that_fit(
+    def _reply_in_halves(
         self,
         loaded: LoadedModel,
         task: TaskPrompts,
@@ -148,11 +150,11 @@ class _Answering:
         programs: Mapping[str, Program],
         finished: Collection[str] = (),
     ) -> Iterator[list[Sample]]:
-        """Do as `answer_joints`, by halves of a batch that memory is too short for, with methods not replied yet."""
+        """Reply as `reply_to_batch`, in halves if memory is too short for the batch, with the methods still missing."""
         done, longest = set(finished), max(len(reading.ids) for reading in batch)
         if len(batch) <= self._fits or longest < self._from:
             try:
-                for replies in answer_joints(loaded, task, batch, programs, self.memory, done):
+                for replies in reply_to_batch(loaded, task, batch, programs, self.memory, done):
                     yield replies
                     done |= {reply.method for reply in replies}
                 return
@@ -163,16 +165,16 @@ class _Answering:
             middle = len(batch) // 2
             self._fits, self._from = middle, min(longest, self._from)
             short = f"memory is too short for {len(batch)} contexts at a time, so {middle} are read"
-            told = f"task {task.task.name}: {short} (--batch {middle} spares the attempt)"
-            warnings.warn(told, KvsearchWarning, stacklevel=4)
+            note = f"task {task.task.name}: {short} (--batch {middle} spares the attempt)"
+            warnings.warn(note, KvsearchWarning, stacklevel=4)
         middle = len(batch) // 2
         left = {method: program for method, program in programs.items() if method not in done}
         for half in (batch[:middle], batch[middle:]):
-            yield from self._that_fit(loaded, task, half, left)
+            yield from self._reply_in_halves(loaded, task, half, left)
 
 
 class KeptReplies:
-    """The replies of an evaluation in a store: those that are there are known.
+    """The replies of an evaluation that are kept in a store, so that no reply is generated twice.
 
     The key of a reply is the SHA-256 of all that decides its text.
     """
@@ -183,7 +185,7 @@ class KeptReplies:
         self.store = store
         self._loaded = loaded
         self._drawing = generation_record(loaded.model, drawn=True)
-        shared = {**environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
+        shared = {**describe_environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
         for label in ("name", "revision"):  # of the model: they are for the reader
             shared["model"].pop(label)
         self._methods = {method.label: sha256_of({**shared, "method": method.definition}) for method in methods}
@@ -210,23 +212,25 @@ class KeptReplies:
         turn = sorted(stop_tokens(self._loaded, task.format) - stop_tokens(self._loaded))
         for reading, question in list_questions(batch):
             prompt = reading.prompt
-            asked: dict[str, Any] = {
+            settings: dict[str, Any] = {
                 "prompt": hash_tokens(prompt.with_question(question)), "context": len(prompt.context),
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
                 **({"end_of_turn": turn} if turn else {}),
             }  # fmt: skip
             if task.sampling is not None:
                 seed = task.sampling.derive_seed(task.task.name, prompt.key, question.number)
-                asked["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed, self._drawing]
+                settings["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed, self._drawing]
             place = (task.task.name, prompt.key, question.number, method)
-            keys[place] = sha256_of([self._methods[method], sha256_of(asked)])
+            keys[place] = sha256_of([self._methods[method], sha256_of(settings)])
         return keys
 
 
 def score_replies(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sample]) -> list[Sample]:
     """Return replies to the questions of a batch with their scores."""
-    asked = {(reading.prompt.key, question.number): (reading, question) for reading, question in list_questions(batch)}
-    found = ((reply, *asked[reply.key, reply.question]) for reply in replies)
+    questions = {
+        (reading.prompt.key, question.number): (reading, question) for reading, question in list_questions(batch)
+    }
+    scored = ((reply, *questions[reply.key, reply.question]) for reply in replies)
     return [
         replace(
             reply,
@@ -234,11 +238,11 @@ def score_replies(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable
             category=question.query.category or task.task.category,
             id=question.query.id,
         )
-        for reply, reading, question in found
+        for reply, reading, question in scored
     ]
 
 
-def answer_joints(
+def reply_to_batch(
     loaded: LoadedModel,
     prompts: TaskPrompts,
     batch: Sequence[Reading],
@@ -254,7 +258,7 @@ def answer_joints(
     where = f"task {prompts.task.name}"
     ended = prompts.format.ended(prompts.task.stops)
     stop = stop_tokens(loaded, prompts.format)
-    asked = programs.keys() - set(finished)
+    unfinished = programs.keys() - set(finished)
     logits = 0
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
         programs = {FULL: full_cache(loaded.model), **programs}
@@ -263,17 +267,17 @@ def answer_joints(
     full_losses: dict[tuple[int, int], float] = {}
     joints = compressed(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
-        with _naming(where, batch, [reading.questions[0] for reading in batch]):
+        with _name_samples(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)
         if joint is None:
             return
-        if asked & set(joint.methods) or (is_forced(prompts.task) and FULL in joint.methods):
-            replies = _replied(prompts, batch, joint, where, full_losses)
-            if samples := [sample for sample in replies if sample.method in asked]:
+        if unfinished & set(joint.methods) or (is_forced(prompts.task) and FULL in joint.methods):
+            replies = _collect_replies(prompts, batch, joint, where, full_losses)
+            if samples := [sample for sample in replies if sample.method in unfinished]:
                 yield samples
 
 
-def _replied(
+def _collect_replies(
     prompts: TaskPrompts,
     batch: Sequence[Reading],
     joint: JointReplies,
@@ -289,18 +293,18 @@ def _replied(
     sequences = list(batch) * len(joint.methods)
     earlier: list[list[Tensor]] = [[] for _ in sequences]
     where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
-    for asked in range(max(len(reading.questions) for reading in batch)):
+    for turn in range(max(len(reading.questions) for reading in batch)):
         # a context without a question of that number repeats its first one, unheard
-        questions = [reading.questions[asked if asked < len(reading.questions) else 0] for reading in batch]
+        questions = [reading.questions[turn if turn < len(reading.questions) else 0] for reading in batch]
         everyone = questions * len(joint.methods)
-        heard = [asked < len(reading.questions) for reading in sequences]
+        heard = [turn < len(reading.questions) for reading in sequences]
         limits = [one.query.max_new_tokens if is_heard else 1 for one, is_heard in zip(everyone, heard, strict=True)]
         if prompts.sampling is not None:
             numbers = zip(sequences, everyone, strict=True)
             seeds = [prompts.sampling.derive_seed(task.name, one.prompt.key, own.number) for one, own in numbers]
             joint.replies.draws = Draws(prompts.sampling, seeds)
         started = perf_counter()
-        with _naming(where, sequences, everyone):
+        with _name_samples(where, sequences, everyone):
             following = [reading.following(one) for reading, one in zip(sequences, everyone, strict=True)]
             texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
             if is_forced(task):
@@ -308,13 +312,13 @@ def _replied(
                 losses = joint.replies.predict(texts, answered)
                 if FULL in joint.methods:
                     first = joint.methods.index(FULL) * len(batch)
-                    full_losses |= {(row, asked): losses[first + row] for row in range(len(batch))}
-                replies = [format_losses(loss, full_losses[row % len(batch), asked]) for row, loss in enumerate(losses)]
+                    full_losses |= {(row, turn): losses[first + row] for row in range(len(batch))}
+                replies = [format_losses(loss, full_losses[row % len(batch), turn]) for row, loss in enumerate(losses)]
             else:
                 answered = joint.replies.ask(texts, limits)
                 replies = [cut(prompts.format.decode(tokens), task.stops) for tokens in answered]
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
-        for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):
+        for row, (tokens, peak) in enumerate(zip(answered, joint.replies.most, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
             if heard[row]:
                 prompt = batch[sequence].prompt
@@ -326,13 +330,13 @@ def _replied(
                     task.name, question.query.category or task.category, method, batch[sequence].protocol, prompt.key,
                     question.number, replies[row], UNSCORED, hash_tokens(whole),
                     prompt.truncated, len(prompt.context), len(whole), len(tokens), joint.entries[method][sequence],
-                    joint.nbytes[method] / len(batch), most, joint.seconds / len(batch), seconds / len(answered),
+                    joint.nbytes[method] / len(batch), peak, joint.seconds / len(batch), seconds / len(answered),
                 )  # fmt: skip
 
 
 @contextmanager
-def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question]) -> Iterator[None]:
-    """Say which sample it was that the model could not handle."""
+def _name_samples(where: str, batch: Sequence[Reading], questions: Sequence[Question]) -> Iterator[None]:
+    """Add to a model's error which samples it could not handle."""
     try:
         yield
     except NonFiniteError as error:
@@ -343,26 +347,26 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
 # --- what an evaluation is made of, by content: two runs with equal configurations give equal reports -----------------
 
 
-def environment(loaded: LoadedModel) -> dict[str, Any]:
-    """Model, tokenizer, arithmetic and code; and what the generation config says of replies, if it says anything."""
+def describe_environment(loaded: LoadedModel) -> dict[str, Any]:
+    """Describe the environment of a run: model, tokenizer, dtype, device, versions, generation config."""
     generation = generation_record(loaded.model)
     return {
         **({"generation": generation} if generation else {}),
         "model": loaded.fingerprint.model_dump(mode="json", exclude={"dtype"}),
-        "tokenizer_sha256": tokenizer_hash(loaded.tokenizer),
+        "tokenizer_sha256": hash_tokenizer(loaded.tokenizer),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device.type),
         "versions": {package: version(package) for package in PACKAGES},
     }
 
 
-def metric_of(task: Task) -> str:
-    """Return the name of what scores a task's replies; of a task of one's own that names none, its class."""
+def find_metric_name(task: Task) -> str:
+    """Return the name of a task's metric; the class of a user's task that names no metric."""
     return str(getattr(task, "metric", type(task).__name__))
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of what a tokenizer does: its vocabulary and rules, special tokens and chat template."""
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Return the SHA-256 of a tokenizer: its vocabulary and rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any
     if backend is None:
@@ -377,8 +381,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def rows_hash(task: TaskPrompts) -> str:
-    """SHA-256 of the questions of a task: prompts in token ids, and what counts as an answer."""
+def hash_rows(task: TaskPrompts) -> str:
+    """Return the SHA-256 of a task's questions: prompts in token ids, and right answers."""
     rows = [
         [
             prompt.key, question.number, hash_tokens(prompt.with_question(question)), len(prompt.context),

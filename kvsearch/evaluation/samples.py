@@ -11,18 +11,18 @@ from pydantic import PositiveFloat
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
 
-Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the context, see `contexts_of`
+Contexts = Mapping[tuple[str, str], str]  # by task and key: the context's name, see `name_contexts`
 Place = tuple[str, str, int, str]  # of a reply in its run: task, key, number of the question, method
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One reply of one method.
+    """One reply of one method, its score, and how many cache entries it was made from.
 
-    `category` and `id` are those of the question; `id` is what its author calls it, empty if nothing.
+    `category` and `id` belong to the question; `id` is its author's name for it, or empty.
     `entries` and `bytes` are what the cache held once context (question-agnostic) or prompt (question-aware) were
-    compressed, `most` the most entries it held at a time from then until the reply was complete. `prompt_sha256` is of
-    the token ids before the reply as little-endian 64-bit integers. Seconds are those of the batch by its size; reading
+    compressed, `most` the largest number of entries from then until the reply was complete. `prompt_sha256` is of
+    the token ids before the reply as little-endian 64-bit integers. Seconds are the batch's by its size; reading
     the prompts is shared by all methods that are evaluated together, replying by those that reply together.
     """
 

@@ -207,7 +207,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
             require_unchanged(options.output, PROFILE, "restore it, or start anew with --force")
         reporter.say(FINISHED)
         return [load_profile(options.output / PROFILE) for options in several]
-    from kvsearch.evaluation.runner import environment
+    from kvsearch.evaluation.runner import describe_environment
 
     first: Calibration[Any] = calibrations[0]
     loaded = first.loaded
@@ -233,7 +233,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
     with ExitStack() as stack:
         runs = []
         for each, config in zip(several, configs, strict=True):
-            config = config.model_copy(update={"execution": environment(loaded)})
+            config = config.model_copy(update={"execution": describe_environment(loaded)})
             runs.append(stack.enter_context(Run.open(each.output, config, force=each.force, files=FILES)))
         stack.enter_context(on_interruption(reporter, words_to_go_on))
         progress = stack.enter_context(reporter.progress(f"calibrating: {options.unit}"))

@@ -188,7 +188,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
         options.baselines,
     )  # fmt: skip
     from kvsearch.evaluation.compare import prepare
-    from kvsearch.evaluation.totals import idle_methods
+    from kvsearch.evaluation.totals import find_idle_methods
 
     loaded = options.load(options.model, reporter)
     asked = replace(options.asked_of(tasks, options.samples, options.protocol), sampling=sampling)
@@ -197,7 +197,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")
-    if idle := idle_methods(evaluation):
+    if idle := find_idle_methods(evaluation):
         reporter.warn(
             f"{', '.join(idle)}: nothing is evicted from any prompt, so this is the full cache: keep fewer entries"
         )
@@ -244,12 +244,12 @@ class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
 
 
 def estimate_headroom(options: HeadroomOptions, reporter: Reporter) -> Forecast:
-    """Return what would be asked, and what that costs; errors as `headroom`."""
-    from kvsearch.evaluation.headroom import importance_cost
+    """Return what would be asked, and what that costs; errors as `measure_headroom`."""
+    from kvsearch.evaluation.headroom import estimate_headroom
 
     full = _full_cache(options, reporter)
     stated = {"tasks": [task.task.name for task in full.encoded], "ratio": options.ratio, "samples": options.samples}
-    stages = [full.cost("full cache"), importance_cost(full.loaded, full.encoded, options.ratio)]
+    stages = [full.cost("full cache"), estimate_headroom(full.loaded, full.encoded, options.ratio)]
     return Forecast(stated, stages, full.loaded.model)
 
 
@@ -266,7 +266,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
     """
     full = _full_cache(options, reporter)
     from kvsearch.evaluation.headroom import PROGRAMS
-    from kvsearch.evaluation.headroom import headroom as measure
+    from kvsearch.evaluation.headroom import measure_headroom as measure
     from kvsearch.tasks.encode import name_contexts
 
     config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.recorded())

@@ -559,7 +559,7 @@ class RunStages:
 
         `asked` are the programs of the baselines of every size, which are about all that is screened.
         """
-        from kvsearch.evaluation.compare import replies_cost
+        from kvsearch.evaluation.compare import estimate_replies
         from kvsearch.runtime.program import full_cache
         from kvsearch.selection.comparison import choice_cost, screened_questions
         from kvsearch.selection.race import FINALISTS
@@ -581,11 +581,11 @@ class RunStages:
         for size, programs in asked.items():
             name = f"report at {size.words}"
             costs.append(
-                replies_cost(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
+                estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
             )
         if self.options.smallest:  # some six budgets on half of the questions, under a few methods
             programs = [full_cache(self.loaded.model)] * METHODS_ASKED
-            tried = replies_cost(SMALLEST, self.encoded["select"], self.splits["select"], programs)
+            tried = estimate_replies(SMALLEST, self.encoded["select"], self.splits["select"], programs)
             costs.append(replace(tried, work=tried.work * 4))
         return costs
 
@@ -601,13 +601,13 @@ class RunStages:
 
     def content(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return all that decides the result, as JSON; what is fitted on is in the configurations of the stages."""
-        from kvsearch.evaluation.runner import environment, metric_of, rows_hash
+        from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
 
         left_out = {"batch", "max_memory", *Loading.model_fields}
         stated = {name: value for name, value in recorded.items() if name not in left_out}
-        rows = {split: {task.task.name: rows_hash(task) for task in tasks} for split, tasks in self.encoded.items()}
-        metrics = {task.task.name: metric_of(task.task) for task in self.encoded["select"]}
-        return {**environment(self.loaded), "options": stated, "rows": rows, "metrics": metrics}
+        rows = {split: {task.task.name: hash_rows(task) for task in tasks} for split, tasks in self.encoded.items()}
+        metrics = {task.task.name: find_metric_name(task.task) for task in self.encoded["select"]}
+        return {**describe_environment(self.loaded), "options": stated, "rows": rows, "metrics": metrics}
 
     # --- what they do -------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
-from kvsearch.evaluation.compare import Split, replies_cost
-from kvsearch.evaluation.runner import environment, metric_of, rows_hash
+from kvsearch.evaluation.compare import Split, estimate_replies
+from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
 from kvsearch.jobs.reporter import Reporter, on_interruption
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost, Work
@@ -101,7 +101,7 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     """Return all that decides the result, as JSON."""
     first = searches[0]
     return {
-        **environment(first.base.loaded),
+        **describe_environment(first.base.loaded),
         "settings": first.as_json(),
         "budgets": [search.budget for search in searches],
         "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.base.policies],
@@ -110,8 +110,8 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
             "samples": {name: split.samples for name, split in first.splits.items()},
             "max_length": first.asked.max_length,
         },
-        "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
-        "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
+        "metrics": {task.task.name: find_metric_name(task.task) for task in first.encoded["search"]},
+        "splits": {name: {task.task.name: hash_rows(task) for task in split} for name, split in first.encoded.items()},
         **({} if first.kept is None and first.answers is None else {SEARCHED: first.data_sha256}),
     }
 
@@ -212,7 +212,7 @@ class Refinement:
     def cost(self, name: str, sizes: int) -> StageCost:
         """Return what it costs at so many sizes, as a stage: own replies, prompts once, then candidates."""
         encoded = self.searched.encode(self.loaded)
-        replies = replies_cost(name, encoded, self.searched, [full_cache(self.loaded.model)])
+        replies = estimate_replies(name, encoded, self.searched, [full_cache(self.loaded.model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
         following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
         read = Work.over(len(prompt.context) for prompt in prompts)

@@ -21,7 +21,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError, UsageError
 from kvsearch.core.items import Progress, counted, grouped
-from kvsearch.evaluation.likelihood import compressible, score
+from kvsearch.evaluation.likelihood import count_compressible, score
 from kvsearch.models.architecture import beyond_switch, require_same_rotary
 from kvsearch.models.foreign import CheckpointError, naming_text
 from kvsearch.models.loading import LoadedModel
@@ -326,7 +326,7 @@ class PlannedLM(LM):  # type: ignore[misc]
     ) -> list[list[tuple[float, bool]]]:
         scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts)
         for context, (_, entries) in zip(batch, scored, strict=True):
-            self._note_held(context, compressible(context.ids), entries)
+            self._note_held(context, count_compressible(context.ids), entries)
         return [likelihoods for likelihoods, _ in scored]
 
     def _note_held(self, text: HarnessText, tokens: int, entries: int) -> None:

@@ -16,7 +16,7 @@ from kvsearch.core.files import atomic_write
 from kvsearch.core.items import grouped
 from kvsearch.core.printed import csv_text
 from kvsearch.evaluation.samples import LayerLoss
-from kvsearch.evaluation.statistics import LEAST_CONTEXTS
+from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
@@ -96,7 +96,7 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
                 line.append(cell(score, best))
         groups.append((block.heading, lines))
     few = ", ".join(row.name for row in rows if intervals and math.isnan(row.of(result.full.scores).low))
-    short = [f"fewer than {LEAST_CONTEXTS} contexts: no interval ({few})"] if few else []
+    short = [f"fewer than {MIN_CONTEXTS_FOR_INTERVAL} contexts: no interval ({few})"] if few else []
     title = f"{result.model}: score in percent{', 95% interval' if intervals else ''} ({_how(result)})"
     return Table(title, _header(result, rows), groups, _notes(result, *short), _above(result))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.sign_flips import compute_chances
-from kvsearch.evaluation.statistics import student_estimate
+from kvsearch.evaluation.statistics import estimate_by_student
 from kvsearch.plan import Profile
 from kvsearch.policies.fitted import is_last
 from kvsearch.report.numbers import counted, interval
@@ -66,7 +66,7 @@ class TextLosses:
         """How far replies move under the first ranking and under the best that was not fitted, at every size."""
         said = []
         for share, mine, other in zip(self.at, self.values[:, 0].T, self.values[:, self.best].T, strict=True):
-            lead = interval(student_estimate(other - mine), "+.3f", unit=1)
+            lead = interval(estimate_by_student(other - mine), "+.3f", unit=1)
             said.append(f"{share:.0%}: {mine.mean():.3f}, under {self.rankings[self.best]} {other.mean():.3f}, {lead}")
         return f"replies move at {'; '.join(said)} (mean and 95% interval over {counted(len(self.values), 'text')})"
 

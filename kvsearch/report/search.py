@@ -68,7 +68,7 @@ def found_at_budget(evolved: Evolved) -> FoundAtBudget:
         recovered={
             name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=report.split.seed) for name in others
         },
-        ahead=report.ahead(EVOLVED),
+        ahead=report.find_higher_plans(EVOLVED),
     )
 
 
@@ -137,7 +137,7 @@ def _front_table(result: SearchResult) -> Table:
 
 def decision(evolved: Evolved) -> str:
     """Say what was chosen, how sure that is, and what scores higher in the report, in one sentence."""
-    ahead = ahead_words(evolved.report.ahead(EVOLVED), len(evolved.report.names) - 2)
+    ahead = ahead_words(evolved.report.find_higher_plans(EVOLVED), len(evolved.report.names) - 2)
     return f"{_choice_words(evolved)}{f'; {ahead}' if ahead else ''}"
 
 

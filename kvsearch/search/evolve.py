@@ -24,7 +24,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
-from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined
@@ -157,7 +157,7 @@ class PreparedSearch:
             read += sum(len(sample.prompt) for sample in self.samples)
         work = Work(tokens=candidates * read) + Work.replying(candidates * replied) + Work.over(once.values())
         return [
-            replies_cost("ask the full cache", self.encoded["search"], self.asked, [full] * asked),
+            estimate_replies("ask the full cache", self.encoded["search"], self.asked, [full] * asked),
             StageCost(f"search, at most {candidates:,} candidates", len(once), len(self.samples), work),
         ]
 
@@ -168,8 +168,8 @@ class PreparedSearch:
         chosen = [full_cache(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
         reported = [full_cache(model), *starts, *starts[:1] * 3]
         return [
-            replies_cost(f"choose at {self.budget} entries", self.encoded["choice"], self.asked, chosen),
-            replies_cost(f"report at {self.budget} entries", self.encoded["report"], self.asked, reported),
+            estimate_replies(f"choose at {self.budget} entries", self.encoded["choice"], self.asked, chosen),
+            estimate_replies(f"report at {self.budget} entries", self.encoded["report"], self.asked, reported),
         ]
 
     def require_answers(self, progress: Progress | None = None) -> None:

@@ -13,9 +13,9 @@ from functools import cached_property, reduce
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.items import grouped
-from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import contrast, estimate, summarize
+from kvsearch.evaluation.statistics import contrast_scores, estimate, summarize
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
@@ -239,9 +239,9 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: 
     if name not in race.wealths:
         return MethodResult(name, "baseline", score, count, nats=nats)
     signs = {name: 1.0, race.best: -1.0}
-    lead = contrast(samples, signs, contexts)
+    lead = contrast_scores(samples, signs, contexts)
     chance = min(1.0, math.exp(-race.evidence(name)))
-    spared = contrast(_minus_losses(forced), signs, forced[-1].contexts) if forced and nats is None else None
+    spared = contrast_scores(_minus_losses(forced), signs, forced[-1].contexts) if forced and nats is None else None
     return MethodResult(name, "candidate", score, count, lead, chance, nats, spared)
 
 
@@ -280,10 +280,10 @@ def choice_cost(
 ) -> StageCost:
     """Return what the stage `name` costs that chooses among some programs, at most as many as are likely to be left."""
     if screened is None:
-        return replies_cost(name, encoded, split, programs)
-    cost = replies_cost(name, encoded, split, programs[: 2 * FINALISTS + 1])
+        return estimate_replies(name, encoded, split, programs)
+    cost = estimate_replies(name, encoded, split, programs[: 2 * FINALISTS + 1])
     left = (programs, programs[:HOPEFUL])
-    screenings = [replies_cost(name, part, split, some) for part, some in zip(screened, left, strict=False)]
+    screenings = [estimate_replies(name, part, split, some) for part, some in zip(screened, left, strict=False)]
     return replace(cost, work=sum((screening.work for screening in screenings), cost.work))
 
 

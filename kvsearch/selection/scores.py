@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsearch.core.arrays import TIE, Floats
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import LEVEL, scores_by_task
+from kvsearch.evaluation.statistics import LEVEL, group_scores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
@@ -30,11 +30,11 @@ class Scores:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], contexts: Contexts | None = None) -> Scores:
-        """Return the scores in samples of methods that answered the same questions; errors as for `scores_by_task`.
+        """Return the scores in samples of methods that answered the same questions; errors as for `group_scores`.
 
         `contexts` say, by task and key, what their contexts are (None: every key is one).
         """
-        by_task = scores_by_task(samples, contexts)
+        by_task = group_scores(samples, contexts)
         counted = {task: scores.by_context() for task, scores in by_task.items()}
         tasks = tuple(task for task, (_, sizes) in counted.items() for _ in sizes)
         questions = np.concatenate([sizes for _, sizes in counted.values()]).astype(np.float64)

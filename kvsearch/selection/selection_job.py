@@ -16,8 +16,8 @@ from typing import Any, Final
 from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import forwarded
-from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
-from kvsearch.evaluation.runner import rows_hash
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
+from kvsearch.evaluation.runner import hash_rows
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Plan, Profile, Size
@@ -74,14 +74,14 @@ class SelectionJob:
         # of either kind, best baseline and even budgets, the full cache
         most = FOREMOST + 3 if self.profile is not None else 2 * FOREMOST + 3
         reported = list(islice(programs, most))
-        report = replies_cost(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
+        report = estimate_replies(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
         return [choice, report]
 
     @property
     def content(self) -> dict[str, Any]:
         """All that decides replies, as JSON; selections of other candidates or phases are the same run."""
         content = self.config(self.race.prepared).content
-        return {**content, "reported": {task.task.name: rows_hash(task) for task in self.report_prompts}}
+        return {**content, "reported": {task.task.name: hash_rows(task) for task in self.report_prompts}}
 
     def config(self, evaluation: Evaluation) -> RunConfig:
         """Return the configuration of a stage; it says what plans the names stand for.
@@ -126,7 +126,7 @@ class SelectionJob:
             held={name: report.held[label] for name, label in report.names.items()},
             gain=gain,
             share=share,
-            ahead=report.ahead(chosen.written),
+            ahead=report.find_higher_plans(chosen.written),
             lead=None if leader is None else report.gain(leader.name, [chosen.best]),
             notes=tuple(report.notes),
             nats=report.nats(chosen.written),

@@ -26,7 +26,7 @@ from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries,
 from kvsearch.core.arrays import TIE, Floats, Ints
 from kvsearch.core.items import Progress, counted
 from kvsearch.core.sign_flips import compute_chances
-from kvsearch.evaluation.statistics import student_estimate
+from kvsearch.evaluation.statistics import estimate_by_student
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
@@ -132,7 +132,7 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
     mine, even = scores[np.arange(len(scores)), chosen], scores[:, -1]
     leads = mine - even
     level = WRONG / len(CHECKED_RATIOS)
-    lead = student_estimate(leads)
+    lead = estimate_by_student(leads)
     (better,) = compute_chances(leads[None] / len(leads)) <= level
     (worse,) = compute_chances(-leads[None] / len(leads)) <= level
     verdict: Literal["useful", "unproven", "harmful"]

@@ -12,7 +12,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
-from kvsearch.evaluation.statistics import LEAST_CONTEXTS
+from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.report.table import markdown
@@ -152,7 +152,7 @@ def test_json_compares_every_method_with_the_subject(result: Evaluation) -> None
             for column, difference in found.items():
                 wanted = other["scores"][kind][column]["mean"] - mine["scores"][kind][column]["mean"]
                 assert difference["mean"] == pytest.approx(wanted)
-                if difference["contexts"] < LEAST_CONTEXTS:
+                if difference["contexts"] < MIN_CONTEXTS_FOR_INTERVAL:
                     assert (difference["low"], difference["high"]) == (None, None)
                 else:
                     assert difference["low"] <= difference["mean"] <= difference["high"]

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.evaluation.losses import QueryLosses, layer_rules, measure_losses, query_losses
+from kvsearch.evaluation.losses import QueryLosses, make_layer_rules, measure_losses, measure_query_losses
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.architecture import attention_modules, describe
 from kvsearch.models.loading import LoadedModel
@@ -82,11 +82,11 @@ def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
 def losses_of(model: Any, plan: Program, context: Tensor, following: Tensor) -> dict[int, QueryLosses]:
     """Losses of single queries by layer."""
     with running(model, NAME):
-        rules = layer_rules(model, plan, context)
+        rules = make_layer_rules(model, plan, context)
         needs = {layer: rules_need(*here) for layer, here in rules.items()}
         passed = DensePass(model, needs, lambda prompt: prompt, context)
         with passed.following(following):
-            return {layer.index: query_losses(layer, rules[layer.index]) for layer in passed.continuations()}
+            return {layer.index: measure_query_losses(layer, rules[layer.index]) for layer in passed.continuations()}
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import pytest
 
 from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import MACRO, blocks_of, summarize
+from kvsearch.evaluation.statistics import MACRO, make_blocks, summarize
 from kvsearch.report import selections
 from kvsearch.report.artifacts import _plan_scores
 from kvsearch.report.charts import score_figures
@@ -64,7 +64,7 @@ def result_of(found: Sequence[Sample], subject: str = "h2o") -> EvaluationResult
     ]  # fmt: skip
     model: Any = SimpleNamespace(name="m", model=None)
     evaluation = Evaluation(model, ready, subject, encoded, Split(()), samples=list(found))
-    blocks = blocks_of(found, ready, subject, averages)
+    blocks = make_blocks(found, ready, subject, averages)
     known = {"averages": averages, "blocks": blocks, "contexts": None, "seen": {}, "decode_entries": {}}
     return EvaluationResult.of(as_if(evaluation, **known, environment={}, most_tokens=None))
 

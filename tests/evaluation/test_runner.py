@@ -258,7 +258,7 @@ def test_logits_of_right_answers_count_as_memory(model: LoadedModel) -> None:
 
 def test_a_batch_that_does_not_fit_spares_the_next_ones_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are as long: a shorter one is tried whole."""
-    model, tried, real = tiny.loaded(), list[int](), runner.answer_joints
+    model, tried, real = tiny.loaded(), list[int](), runner.reply_to_batch
 
     def small(loaded: Any, task: Any, batch: Any, *more: Any) -> Any:
         tried.append(len(batch))
@@ -268,7 +268,7 @@ def test_a_batch_that_does_not_fit_spares_the_next_ones_the_attempt(monkeypatch:
 
     tasks = [tiny.listed(*[(50, 1)] * 7, *[(20, 1)] * 4)]
     whole = run(model, {"third": third(model.model)}, tasks, 11, batch=4)
-    monkeypatch.setattr(runner, "answer_joints", small)
+    monkeypatch.setattr(runner, "reply_to_batch", small)
     with pytest.warns(
         KvsearchWarning, match=r"too short for 4 contexts at a time, so 2 are read \(--batch 2 spares"
     ) as told:

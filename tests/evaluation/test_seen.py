@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsearch.evaluation.compare import Seen, Split, prepare
+from kvsearch.evaluation.compare import ContextOverlap, Split, prepare
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
@@ -23,8 +23,8 @@ def plan_with(model: LoadedModel, contexts: ContextRecord | None) -> Plan:
     return plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"contexts": contexts})})
 
 
-def seen_by(model: LoadedModel, contexts: ContextRecord | None) -> Seen:
-    return Seen(contexts, encode_tasks(model, [TASK], 3))
+def seen_by(model: LoadedModel, contexts: ContextRecord | None) -> ContextOverlap:
+    return ContextOverlap(contexts, encode_tasks(model, [TASK], 3))
 
 
 def test_what_a_plan_has_seen_is_counted(model: LoadedModel) -> None:

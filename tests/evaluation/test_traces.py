@@ -16,7 +16,7 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import open_run
-from kvsearch.evaluation.statistics import student_quantile
+from kvsearch.evaluation.statistics import find_student_quantile
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AWARE
@@ -93,7 +93,7 @@ def test_how_long_replies_are_is_paired_by_problem(found: Evaluation) -> None:
     assert full.longer is None
     assert evicted.longer is not None
     assert evicted.longer.mean == pytest.approx(fmean(longer))
-    assert evicted.longer.high - evicted.longer.mean == pytest.approx(student_quantile(5) * (spread / 6) ** 0.5)
+    assert evicted.longer.high - evicted.longer.mean == pytest.approx(find_student_quantile(5) * (spread / 6) ** 0.5)
 
 
 def test_lengths_are_reported(found: Evaluation) -> None:

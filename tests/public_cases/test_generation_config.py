@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import kvsearch
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.evaluation.runner import tokenizer_hash
+from kvsearch.evaluation.runner import hash_tokenizer
 from kvsearch.models.loading import adopt
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import full_cache
@@ -217,7 +217,7 @@ def test_truncation_and_padding_in_a_tokenizer_file_cut_and_add_nothing(tmp_path
     }  # fmt: skip
     file.write_text(json.dumps(content))
     read = AutoTokenizer.from_pretrained(tmp_path)
-    before = tokenizer_hash(read)
+    before = hash_tokenizer(read)
     for text in (TEXT, "a"):
         assert PromptFormat(read).context(text).tolist() == PromptFormat(tokenizer).context(text).tolist()
-    assert tokenizer_hash(read) == before == tokenizer_hash(AutoTokenizer.from_pretrained(tmp_path))
+    assert hash_tokenizer(read) == before == hash_tokenizer(AutoTokenizer.from_pretrained(tmp_path))

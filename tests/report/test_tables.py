@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import MACRO, blocks_of
+from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import difference_table, score_table, tables, write_tables
 from kvsearch.report.table import Cell, Table, csv, latex, markdown
@@ -56,7 +56,7 @@ def comparison(
     ready = tuple(map(method, MEANS))
     covered = [Coverage(task, category, 2, 2, 2, 0, 2, {}) for task, category in tasks.items()]
     named = {MACRO: tuple(tasks), **averages}
-    blocks = blocks_of(samples, ready, subject, named)
+    blocks = make_blocks(samples, ready, subject, named)
     asked = [SimpleNamespace(name=task, metric="exact", traced=False) for task in tasks]
     pairs = zip(asked, covered, strict=True)
     encoded: Any = [

@@ -13,7 +13,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import MACRO, blocks_of
+from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
@@ -54,7 +54,7 @@ def compared(scores: Mapping[str, Sequence[float]], part: int) -> Evaluation:
         for n, score in enumerate(row)
     ]
     ready = tuple(ReadyMethod(name, Program(None), {}) for name in scores)
-    blocks = blocks_of(samples, ready, "full", {MACRO: ("t",)})
+    blocks = make_blocks(samples, ready, "full", {MACRO: ("t",)})
     names = {name: name for name in scores}
     nobody: Any = SimpleNamespace(model=None)
     found = Evaluation(nobody, ready, "full", [], Split(()), names=names, samples=samples)

@@ -21,7 +21,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore, read_replies
-from kvsearch.evaluation.statistics import contrast, summarize
+from kvsearch.evaluation.statistics import contrast_scores, summarize
 from kvsearch.jobs.reporter import Silent, stage_store
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
@@ -63,7 +63,7 @@ def test_means_are_those_of_every_evaluation(seed: int) -> None:
     assert {name: scores.mean(name) for name in scores.sums} == pytest.approx(
         {name: found.mean for name, found in whole.scores.items()}
     )
-    lead = contrast(drawn, {"a": 1.0, "b": -1.0})
+    lead = contrast_scores(drawn, {"a": 1.0, "b": -1.0})
     assert (scores.added("a") - scores.added("b")).sum() == pytest.approx(lead.mean)
     resampled = scores.resampled(["a", "b"], seed=0)
     assert (resampled[0] - resampled[1]).mean() == pytest.approx(lead.mean, abs=0.1)

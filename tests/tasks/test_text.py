@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.runner import answer_joints, run_encoded
+from kvsearch.evaluation.runner import reply_to_batch, run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import Program
@@ -97,7 +97,7 @@ def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
         assert lost[1] == pytest.approx(dense, abs=1e-4)
     read = make_readings(encoded.prompts, QUESTION_AGNOSTIC)
     with running(loaded.model):
-        assert list(answer_joints(loaded, encoded, read, {"few": few}, finished=["few"])) == []
+        assert list(reply_to_batch(loaded, encoded, read, {"few": few}, finished=["few"])) == []
     alone = run_encoded(loaded, {"few": few}, [encoded], QUESTION_AGNOSTIC, batch=2)
     assert [sample.reply for sample in alone] == [sample.reply for sample in by_method["few"]]
 
