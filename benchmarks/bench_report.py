@@ -77,10 +77,10 @@ def timed(command: list[str]) -> float:
 def making(paths: Sequence[Path | str]) -> float:
     """Return the seconds of the processor that it takes to read runs and to draw their page."""
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page import groups_of, render
+    from kvsearch.report.page import group_by_model, render
 
     start = time.process_time()
-    groups = groups_of([open_path(Path(path)) for path in paths])
+    groups = group_by_model([open_path(Path(path)) for path in paths])
     render(groups)
     return time.process_time() - start
 

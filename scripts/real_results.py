@@ -36,7 +36,7 @@ from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import contrast_scores, estimate_by_student, group_scores
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.numbers import asked_words, interval, percent
+from kvsearch.report.numbers import describe_coverage, format_interval, format_percent
 from kvsearch.results.evaluation import EvaluationResult, MethodScores, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import LEDGER
@@ -211,7 +211,7 @@ class Comparison:
 
     def share(self, budget: int) -> str:
         """Return which part of the entries of the full cache is kept at a size, in percent."""
-        return f"{percent(self.plan(budget).held.entries / self.result.full.held.entries, 0)}%"
+        return f"{format_percent(self.plan(budget).held.entries / self.result.full.held.entries, 0)}%"
 
     def value(self, method: MethodScores) -> Estimate:
         """Return the mean score of a method, or on text its loss above the full cache."""
@@ -379,7 +379,7 @@ def write_gate(home: Path) -> str:
     scores = gate_scores(home)
     passed = {name: score for name, score in scores.items() if score >= GATE}
     asked, left_out = (
-        ", ".join(f"{name} {percent(score, 0)}" for name, score in some.items())
+        ", ".join(f"{name} {format_percent(score, 0)}" for name, score in some.items())
         for some in (passed, {name: score for name, score in scores.items() if name not in passed})
     )
     how = f"Score of the full cache on 12 contexts each that are used for nothing else; {GATE:.0%} or more is asked."
@@ -396,12 +396,12 @@ def write_summary(comparisons: Sequence[Comparison]) -> str:
         full = comparison.result.overall
         for budget in comparison.kind.main_budgets:
             cells = [NAMES[comparison.kind.name], comparison.share(budget)]
-            cells.append(f"**{interval(comparison.value(comparison.plan(budget)), form, unit)}**")
+            cells.append(f"**{format_interval(comparison.value(comparison.plan(budget)), form, unit)}**")
             for names in RIVALS:
                 best = comparison.best(budget, names)
                 cells.append(f"{comparison.write(comparison.value(best))} ({label_of(best.name)})")
             on_text = comparison.result.on_text
-            cells.append("0" if on_text else percent(full.of(comparison.result.full.scores).mean, 1))
+            cells.append("0" if on_text else format_percent(full.of(comparison.result.full.scores).mean, 1))
             rows.append(cells)
     return table(
         ["", "kept", "plan of `kvsearch run`", "best policy, even budgets", "best allocation of a paper", "full cache"],
@@ -436,7 +436,7 @@ def write_methods(comparison: Comparison) -> str:
         results = map(comparison.result_of, comparison.kind.budgets)
         rows.insert(0, ["full cache", *(comparison.write(result.overall.of(result.full.scores)) for result in results)])
     sizes = table(["", *(f"{comparison.share(budget)} kept" for budget in comparison.kind.budgets)], rows)
-    asked = [asked_words(result.tasks) for result in comparison.results]
+    asked = [describe_coverage(result.tasks) for result in comparison.results]
     others = [
         f"at {', '.join(map(comparison.share, group))}: {words}"
         for group, words in zip(comparison.kind.groups, asked, strict=True)
@@ -451,12 +451,12 @@ def write_leads(comparison: Comparison) -> str:
     unit, form = comparison.format
     for budget in comparison.kind.budgets:
         plan = comparison.plan(budget)
-        row = [comparison.share(budget), interval(comparison.value(plan), form, unit)]
+        row = [comparison.share(budget), format_interval(comparison.value(plan), form, unit)]
         for names in RIVALS:
             best = comparison.best(budget, names)
             row += [
                 f"{label_of(best.name)} {comparison.write(comparison.value(best))}",
-                interval(comparison.lead(budget, best), f"+{form}", unit),
+                format_interval(comparison.lead(budget, best), f"+{form}", unit),
             ]
         rows.append(row)
     gain = "plan loses less by" if comparison.result.on_text else "plan is above it by"
@@ -469,10 +469,10 @@ def write_tasks(comparison: Comparison) -> str:
     for row in comparison.result.rows:
         if row.kind != "task":
             continue
-        cells = [row.name, str(row.questions), percent(row.of(comparison.result.full.scores).mean, 1)]
+        cells = [row.name, str(row.questions), format_percent(row.of(comparison.result.full.scores).mean, 1)]
         for budget in comparison.kind.main_budgets:
             methods = [comparison.plan(budget), comparison.best(budget, POLICIES)]
-            cells += [percent(row.of(method.scores).mean, 1) for method in methods]
+            cells += [format_percent(row.of(method.scores).mean, 1) for method in methods]
         rows.append(cells)
     header = ["", "questions", "full cache"]
     for share in map(comparison.share, comparison.kind.main_budgets):

@@ -67,14 +67,14 @@ class Screen(RichConsole):
 
     def print_parts(self, parts: Iterable[Part]) -> None:
         """Print lines and facts, which are never broken, tables and maps."""
-        from kvsearch.report.screen import facts, printable
+        from kvsearch.report.screen import align_facts, to_printable
 
         for part in parts:
             if isinstance(part, str | Mapping):
-                for line in [part] if isinstance(part, str) else facts(part):
+                for line in [part] if isinstance(part, str) else align_facts(part):
                     self.print(visible_line(line), soft_wrap=True)
             else:
-                self.print(printable(part))
+                self.print(to_printable(part))
 
     def on_broken_pipe(self) -> None:
         """End the output, not the process: rich would exit with 1."""

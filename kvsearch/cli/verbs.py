@@ -21,7 +21,7 @@ from kvsearch.cli.registry import (
     view_output,
 )
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.report.numbers import counted
+from kvsearch.report.numbers import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,9 +116,9 @@ def evolve(options: JobOptions, result: SearchResult) -> Output:
 
     Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve
     """
-    from kvsearch.report.search import tables
+    from kvsearch.report.search import make_tables
 
-    return Output(result.as_json, shown_parts(lambda: tables(result)))
+    return Output(result.as_json, shown_parts(lambda: make_tables(result)))
 
 
 @verb("kvsearch.jobs.export:ExportOptions", dry_run=True)
@@ -257,7 +257,7 @@ def verify(options: VerifyOptions, verification: Verification) -> Output:
     """
     problem = None
     if damaged := verification.damaged:
-        artefacts = counted(len(verification.artefacts), "artefact")
+        artefacts = pluralize(len(verification.artefacts), "artefact")
         count = f"{len(damaged)} of {artefacts} {'is' if len(damaged) == 1 else 'are'} damaged"
         first = damaged[0]
         problem = UsageError(f"{count}, the first is {first.path}: {first.problem}; {first.remedy}")
@@ -277,10 +277,10 @@ def report(options: ReportOptions, written: dict[str, Any]) -> Output:
 
     Example: kvsearch report runs/best runs/table -o report.html
     """
-    counts = f"{counted(written['figures'], 'figure')}, {counted(written['tables'], 'table')}"
+    counts = f"{pluralize(written['figures'], 'figure')}, {pluralize(written['tables'], 'table')}"
     lines = [f"wrote {options.output}: {counts}, {written['bytes'] / 1000:.0f} kB"]
     if written["files"]:
-        lines.append(f"wrote {counted(len(written['files']), 'file')} to {options.figures}")
+        lines.append(f"wrote {pluralize(len(written['files']), 'file')} to {options.figures}")
     return Output(lambda: written, remarks=lines)
 
 
@@ -302,9 +302,9 @@ def lm_eval(options: JobOptions, results: dict[str, Any]) -> Output:
 
     Example: kvsearch lm-eval bundled --plan plan.json --tasks arc_easy --limit 100
     """
-    from kvsearch.report.scores import harness_lines
+    from kvsearch.report.scores import list_harness_lines
 
-    return Output(lambda: results, shown_parts(lambda: harness_lines(results)))
+    return Output(lambda: results, shown_parts(lambda: list_harness_lines(results)))
 
 
 @job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)

@@ -42,7 +42,7 @@ from kvsearch.plan.profile_arrays import QUERIES
 from kvsearch.plan.saved import PROFILE
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.profile import remarks as profile_remarks
+from kvsearch.report.profile import list_remarks as profile_remarks
 from kvsearch.report.ranking import find_losses
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in, write_contexts

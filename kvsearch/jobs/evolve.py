@@ -32,7 +32,7 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.report.costs import Forecast
-from kvsearch.report.search import decisions, search_result
+from kvsearch.report.search import describe_decisions, make_search_result
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import run_in, write_contexts
@@ -110,7 +110,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
 
 def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
     """Say what was chosen and why, what it took, and where it was written."""
-    yield from decisions(result)
+    yield from describe_decisions(result)
     files = [options.plan_file(budget) for budget in result.found]
     yield f"{result.evaluations} candidates, {result.tokens:,} tokens; wrote {', '.join(map(str, files))}"
     yield from offer_plan(files[0], options.model, options)
@@ -168,7 +168,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, options.max_evals, watcher, store)
-        result = search_result(found, log.evaluations, log.tokens)
+        result = make_search_result(found, log.evaluations, log.tokens)
         for evolved in found:
             save_plan(evolved.choice.plan, options.plan_file(evolved.search.budget), overwrite=True)
         run.write(REPORT, result.as_json())

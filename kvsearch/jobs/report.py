@@ -45,9 +45,9 @@ def show(options: ShowOptions, reporter: Reporter) -> View:  # noqa: ARG001 - th
 
         check_plan(opened.content, str(options.path))
     if opened.kind == "profile":
-        from kvsearch.report.profile import profile_parts
+        from kvsearch.report.profile import list_profile_parts
 
-        opened = replace(opened, view=partial(profile_parts, opened.content, options.ratio))
+        opened = replace(opened, view=partial(list_profile_parts, opened.content, options.ratio))
     return opened
 
 
@@ -116,12 +116,12 @@ def write_report(options: ReportOptions, reporter: Reporter) -> dict[str, Any]: 
         EnvironmentFault: a file cannot be written.
     """
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page import groups_of, render
+    from kvsearch.report.page import group_by_model, render
 
     options.check_output()
     if options.figures is not None:
         require_directory(options.figures)
-    groups = groups_of([open_path(path) for path in dict.fromkeys(options.runs)])
+    groups = group_by_model([open_path(path) for path in dict.fromkeys(options.runs)])
     files = [] if options.figures is None else _write_figures(groups, options.figures)
     page = render(groups)
     atomic_write(options.output, page)

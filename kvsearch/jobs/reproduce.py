@@ -24,8 +24,8 @@ from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage
 from kvsearch.plan.saved import PROFILE
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.costs import Forecast
-from kvsearch.report.paper_table import Reproduced, reproduced
-from kvsearch.report.table import latex, markdown
+from kvsearch.report.paper_table import ReproducedTable, make_reproduced_table
+from kvsearch.report.table import to_latex, to_markdown
 from kvsearch.results.search import read_trace
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.runs.identity import LEDGER, PLAN, REPORT, SELECTION
@@ -359,7 +359,7 @@ def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:  # noqa:
 
 
 @job(ReproduceOptions)
-def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
+def reproduce(options: ReproduceOptions, reporter: Reporter) -> ReproducedTable:
     """Make a table of a paper again: calibrate, search and ask as it did, as far as that is known, on any model.
 
     Writes TABLE.json, .csv, .md and .tex to the directory; every stage has a directory of its own there, named by its
@@ -383,13 +383,15 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.recorded(), "stages": list(map(stages.describe, stages.all))}
-    found = reproduced(table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None)
+    found = make_reproduced_table(
+        table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None
+    )
     tables = found.tables()
     place = options.place / files[0]
     before = place.read_bytes() if place.exists() else None
     texts = (
         canonical_json(found.as_json()), found.csv().encode(),
-        "\n".join(map(markdown, tables)).encode(), "\n".join(map(latex, tables)).encode(),
+        "\n".join(map(to_markdown, tables)).encode(), "\n".join(map(to_latex, tables)).encode(),
     )  # fmt: skip
     for name, text in reversed([*zip(files, texts, strict=True)]):
         atomic_write(options.place / name, text)

@@ -56,7 +56,7 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, is_last, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import selection_result, sentences, smallest_words
+from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts, writing
@@ -402,7 +402,7 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
     files = []
     for choice in result.sizes.values():
         which = f"{choice.size.words}: " if len(result.sizes) > 1 else ""
-        first, *others = sentences(choice)
+        first, *others = describe_selection(choice)
         yield from (f"{which}{first}", *others)
         files.append(options.output / str(choice.plan))
     yield f"wrote {', '.join(map(str, files))}"
@@ -448,14 +448,14 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
             file = options.plan_file(selection.job.size)
             check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
-            sizes[str(selection.job.size)] = selection_result(selection, file.name)
+            sizes[str(selection.job.size)] = make_selection_result(selection, file.name)
         write_contexts(directory, stages.hashes)
         result = RunResult(sizes=sizes, tried=tuple(tried))
         opened.write(REPORT, result.as_json())
         opened.finish()
     if tried:
         on_text = bool(selections[0].report.nats)
-        reporter.say(smallest_words(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
+        reporter.say(describe_smallest(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
     if opened.state == "finished":
         reporter.say(FINISHED)
     return result

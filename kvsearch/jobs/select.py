@@ -17,7 +17,7 @@ from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_cove
 from kvsearch.jobs.validate import OnSignals
 from kvsearch.plan import Size, canonical_json, phases_of, save_plan
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import report_ahead_words, selection_result
+from kvsearch.report.selections import make_selection_result, report_ahead_words
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
@@ -128,14 +128,14 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
                     f"{output} is another plan than is chosen now: choose another file, or --force to replace it"
                 )
             write_contexts(place, selection.hashes)
-            run.write(SELECTION, selection_result(found).as_json())
+            run.write(SELECTION, make_selection_result(found).as_json())
             save_plan(found.plan, output, overwrite=True)  # it has its evidence beside it
             run.finish()
             were_finished &= run.state == "finished"
         if ahead := report_ahead_words(found.report):
             reporter.warn(ahead)
         reporter.say(f"wrote {output} and {place / SELECTION}")
-        results.append(selection_result(found, plan=str(output)))
+        results.append(make_selection_result(found, plan=str(output)))
     if were_finished:
         reporter.say(FINISHED)
     if options.budgets is None:

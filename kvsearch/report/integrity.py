@@ -30,7 +30,7 @@ from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
 from kvsearch.report.artifacts import is_cache, open_path
 from kvsearch.report.figures import Part
-from kvsearch.report.numbers import counted
+from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Table
 from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
 from kvsearch.runs.ledger import parsed_lines
@@ -99,14 +99,15 @@ class Verification:
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         checksums = sum(artefact.sealed for artefact in self.artefacts)
         listed = "" if all_artefacts else "; -v lists them"
-        yield f"{counted(len(self.artefacts), 'artefact')}: {counts}; {counted(checksums, 'checksum')} compared{listed}"
+        artefacts = pluralize(len(self.artefacts), "artefact")
+        yield f"{artefacts}: {counts}; {pluralize(checksums, 'checksum')} compared{listed}"
 
 
 def _check_all(path: Path) -> dict[Path, Artefact]:
     """Return the artefact at a path, or all that are in a directory, by their own paths."""
     if not path.exists():
         raise UsageError(f"there is no file or directory {path}: check the path")
-    sums = _sums_over(path)
+    sums = _read_sums_over(path)
     if not path.is_dir():
         return {path: _check(path, sums)}
     place = path.absolute()
@@ -118,8 +119,8 @@ def _check_all(path: Path) -> dict[Path, Artefact]:
     return {file: _check(file, sums) for file in files}
 
 
-def _sums_over(path: Path) -> dict[Path, str]:
-    """Return the checksums of finished files, by absolute path; those of folders inside win over those above."""
+def _read_sums_over(path: Path) -> dict[Path, str]:
+    """Read the checksums of finished files, by absolute path; inner folders' checksums take precedence."""
     place = path.absolute()
     sums: dict[Path, str] = {}
     for folder in [*reversed(place.parents), *(file.parent for file in sorted(place.rglob(SUMS)))]:
@@ -181,9 +182,11 @@ def _describe(path: Path) -> str:
         parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
         lines: list[tuple[Any, int]] = list(parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
         is_cut = sum(size for _, size in lines) < path.stat().st_size
-        return f"ledger, {counted(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
+        return (
+            f"ledger, {pluralize(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
+        )
     if path.name == SUMS:
-        return f"checksums of {counted(len(read_sums(path.parent)), 'file')}"
+        return f"checksums of {pluralize(len(read_sums(path.parent)), 'file')}"
     if path.name in WITHOUT_SCHEMA:
         read_json(path)
         return "results"

@@ -11,15 +11,15 @@ from kvsearch.plan import PHASES, Phase, Plan
 from kvsearch.plan.arithmetic import diff
 from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.plan.yaml import layer_ranges
-from kvsearch.report.figures import Figure, Part, layer_map
-from kvsearch.report.numbers import counted
+from kvsearch.report.figures import Figure, Part, make_layer_map
+from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Cell, Table
 
 if TYPE_CHECKING:
     from kvsearch.runtime.store.cache_file import CacheHeader
 
 
-def plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
+def list_plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
     """Yield the settings of each phase and a map of its budgets, rows with their policy where there are several."""
     allocation = plan.allocation
     settings: dict[str, Any] = {
@@ -34,19 +34,19 @@ def plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
         names = [spec.name for spec in specs]
         described = [f"{spec.name} {spec.params}" for spec in specs]
         policies = sorted(set(described))
-        own = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
+        phase_settings = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
         if carrying := [index for index, carry in enumerate(part.carries) if carry != NO_CARRY]:
             kinds = sorted(set(part.carries) - {NO_CARRY})
-            own["carry"] = f"{', '.join(kinds)} in layers {', '.join(layer_ranges(carrying))}"
+            phase_settings["carry"] = f"{', '.join(kinds)} in layers {', '.join(layer_ranges(carrying))}"
         alone = [index for index, layer in enumerate(part.layers) if layer is None]
-        yield {**settings, **own, **({"layers left alone": alone} if alone else {})}
+        yield {**settings, **phase_settings, **({"layers left alone": alone} if alone else {})}
         if len(set(names)) < len(policies):
             names = described  # of one pattern there are several settings
         rows = [str(layer) for layer in part.planned_layers]
         if len(policies) > 1:
             rows = [f"{layer} {name}" for layer, name in zip(rows, names, strict=True)]
         budgets = np.array([part.budgets[layer] for layer in part.planned_layers])
-        body = layer_map({"": budgets}, rows, "entries", total="sum")
+        body = make_layer_map({"": budgets}, rows, "entries", total="sum")
         caption = f"{plan.model.name}: {plan.provenance.method}, {part.total:,} entries in all"
         if allocation.name != STATIC:
             caption += f"; {allocation.name} shares them out anew for every prompt"
@@ -59,18 +59,18 @@ def plan_headline(plan: Plan) -> str:
     return f"{plan.total:,} entries{length}"
 
 
-def cache_parts(header: CacheHeader) -> Iterator[Part]:
+def list_cache_parts(header: CacheHeader) -> Iterator[Part]:
     """Yield what a compressed cache holds, in which numbers, and the plan that it was read under."""
     yield {
-        "cache of": f"{counted(header.sequences, 'sequence')} of {counted(header.length, 'token')}",
+        "cache of": f"{pluralize(header.sequences, 'sequence')} of {pluralize(header.length, 'token')}",
         "numbers": header.dtype,
         "written by": f"kvsearch {header.kvsearch}, torch {header.torch}, transformers {header.transformers}",
     }
-    yield from plan_parts(header.plan)
+    yield from list_plan_parts(header.plan)
 
 
 class DifferenceView:
-    """What differs between two plans: settings, and budgets layer by layer; errors are those of `diff`."""
+    """The difference between two plans: settings, and budgets layer by layer; errors as `diff`."""
 
     def __init__(self, plans: tuple[Plan, Plan], names: tuple[str, str]) -> None:
         self.plans = plans
@@ -115,9 +115,9 @@ class DifferenceView:
         rows = []
         for layer, pair in budgets.items():
             heads = [" ".join(map(str, budget)) if budget else "-" for budget in pair]
-            sums = _numbers([sum(budget) if budget else None for budget in pair])
+            sums = _format_change([sum(budget) if budget else None for budget in pair])
             rows.append([Cell(str(layer)), *sums, *(map(Cell, heads) if by_head else ())])
-        rows.append([Cell("total", best=True), *_numbers(self._totals(phase))])
+        rows.append([Cell("total", best=True), *_format_change(self._totals(phase))])
         columns = ["layer", "A", "B", "B - A", *(("A by head", "B by head") if by_head else ())]
         return Table.plain(f"{phase} entries", columns, rows)
 
@@ -126,7 +126,7 @@ class DifferenceView:
         return [None if part is None else part.total for part in parts]
 
 
-def _numbers(pair: list[int | None]) -> list[Cell]:
+def _format_change(pair: list[int | None]) -> list[Cell]:
     """Return two numbers and by how much the second is larger."""
     before, after = pair
     change = None if before is None or after is None else after - before

@@ -11,7 +11,7 @@ from kvsearch.cli.console import Console
 from kvsearch.plan import Profile, load_plan, load_profile
 from kvsearch.plan import saved as weights
 from kvsearch.plan.origin import context_hash
-from kvsearch.report.profile import profile_parts
+from kvsearch.report.profile import list_profile_parts
 from tests import tiny
 from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
@@ -31,7 +31,7 @@ def profile_in(directory: Path) -> Profile:
 
 
 def shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    Console().out.print_parts(profile_parts(profile_in(directory)))
+    Console().out.print_parts(list_profile_parts(profile_in(directory)))
     return capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.report.table import markdown
+from kvsearch.report.table import to_markdown
 from kvsearch.runs.estimates import Estimate, doubt_of
 from kvsearch.strategies.compared import check_plans, with_baselines
 from kvsearch.tasks.base import Example, Query, Task
@@ -190,7 +190,7 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     assert told.doubt.startswith("the full cache itself scores 0.0")
     data = json_of(told)
     assert data["notes"] == told.notes
-    assert all(note in markdown(tables_of(told)[0]) for note in told.notes)
+    assert all(note in to_markdown(tables_of(told)[0]) for note in told.notes)
     facts = [replace(told.coverage[0], category=FACTS_AMONG_FACTS), told.coverage[1]]
     apart = as_if(told, coverage=facts)
     (note,) = set(apart.notes) - set(told.notes)

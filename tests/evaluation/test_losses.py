@@ -20,7 +20,7 @@ from kvsearch.models.architecture import attention_modules, describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
 from kvsearch.policies.random import RandomEviction
-from kvsearch.report.evaluation import losses_table, task_means
+from kvsearch.report.evaluation import average_over_tasks, make_losses_table
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import rules_need
@@ -323,13 +323,13 @@ ROWS = [
 
 
 def test_every_task_weighs_the_same_in_the_table() -> None:
-    assert [(row.layer, row.method) for row in task_means(ROWS)] == [(0, "mine"), (0, "merged"), (3, "mine")]
-    assert task_means(ROWS)[0] == LayerLoss("one, two", "mine", 0, 40, 3.0, 0.5, 12.0, 6.0)
-    assert task_means(ROWS)[1:] == ROWS[1:3]
+    assert [(row.layer, row.method) for row in average_over_tasks(ROWS)] == [(0, "mine"), (0, "merged"), (3, "mine")]
+    assert average_over_tasks(ROWS)[0] == LayerLoss("one, two", "mine", 0, 40, 3.0, 0.5, 12.0, 6.0)
+    assert average_over_tasks(ROWS)[1:] == ROWS[1:3]
 
 
 def test_the_table() -> None:
-    text = rendered([losses_table("tiny", QUESTION_AGNOSTIC, ROWS)])
+    text = rendered([make_losses_table("tiny", QUESTION_AGNOSTIC, ROWS)])
     lines = [line.split() for line in text.splitlines()]
     assert ["0", "mine", "3", "12", "6", "0.250", "0.5000"] in lines
     assert ["0", "merged", "1", "-", "-", "-", "0.2500"] in lines
@@ -337,7 +337,7 @@ def test_the_table() -> None:
     assert "tiny: layer attention output loss, L1 (question-agnostic)" in text
     for note in ("tokens of question and answer", "then over 2 tasks", "do not add up", "merges entries"):
         assert note in text
-    alone = rendered([losses_table("tiny", QUESTION_AWARE, ROWS[:1])])
+    alone = rendered([make_losses_table("tiny", QUESTION_AWARE, ROWS[:1])])
     assert "tokens of the answer" in alone
     assert "tasks" not in alone
     assert "merges" not in alone

@@ -20,7 +20,7 @@ from kvsearch.evaluation.statistics import find_student_quantile
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AWARE
-from kvsearch.report.evaluation import csv_rows, trace_table
+from kvsearch.report.evaluation import make_csv_rows, make_trace_table
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import LEDGER
 from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
@@ -101,11 +101,11 @@ def test_lengths_are_reported(found: Evaluation) -> None:
     full, evicted = (found.traces[method]["math500"] for method in ("full", "streaming@24"))
     counts = f"full {full.at_limit}, streaming@24 {evicted.at_limit}"
     assert f"math500: of 18 replies so many reached the most tokens of a reply: {counts}" in result.notes
-    table = trace_table(result)
+    table = make_trace_table(result)
     assert table.header == ["method", "math500", "math500 - full", "math500 at limit"]
     assert "temperature 1.2, top-p 0.95, replies to each: 3, 18 questions about 6 contexts" in table.title
     assert table.groups[1][1][0][1].value == evicted.tokens.mean
-    rows = [row for row in csv.DictReader(csv_rows(result).splitlines()) if row["kind"] == "tokens"]
+    rows = [row for row in csv.DictReader(make_csv_rows(result).splitlines()) if row["kind"] == "tokens"]
     assert [(row["method"], float(row["score"]), row["subject"]) for row in rows] == [
         ("full", full.tokens.mean, "full"), ("streaming", evicted.tokens.mean, "full"),
     ]  # fmt: skip

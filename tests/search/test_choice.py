@@ -17,7 +17,7 @@ from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
-from kvsearch.report.search import decision, search_result
+from kvsearch.report.search import describe_decision, make_search_result
 from kvsearch.runtime import Program
 from kvsearch.search import evolve
 from kvsearch.search.evolve import PreparedSearch, keep_hard_questions, prepare_searches
@@ -108,7 +108,7 @@ def test_the_luckiest_of_many_candidates_is_not_written(
     np.testing.assert_equal(choice.table, prepared.starts["uniform"])
     assert choice.best in evolved.report.names
     assert choice.race.verdict == "baseline"
-    told = decision(evolved)
+    told = describe_decision(evolved)
     assert told.startswith("the start plan uniform is written (")
     assert f"{choice.best} is nearest, +" in told
 
@@ -120,8 +120,8 @@ def test_a_candidate_that_beats_the_start_plans_is_written(
     simulate(monkeypatch, {"uniform": 0.5, "pyramid": 0.5, "#3": 0.9, "": 0.5}, 0)
     evolved = decide(prepared, outcome_of(prepared, 9))
     assert evolved.choice.name == evolved.choice.best == "#3"
-    assert decision(evolved).startswith("#3 (layers 0-5, generation 2) beats the best start plan, ")
-    (found,) = search_result([evolved], 1, 1).as_json()["found"].values()
+    assert describe_decision(evolved).startswith("#3 (layers 0-5, generation 2) beats the best start plan, ")
+    (found,) = make_search_result([evolved], 1, 1).as_json()["found"].values()
     finalists = found["finalists"]
     assert evolved.choice.race.verdict == "beats"
     assert 0 < finalists["#3"]["chance"] <= 0.05

@@ -17,7 +17,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PhaseNames, Profile, Size, canonical_json, save_profile
-from kvsearch.report.scores import verdict_lines
+from kvsearch.report.scores import list_verdict_lines
 from kvsearch.results.validation import FILE, ValidationResult, harmful
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime.program import PhaseProgram
@@ -279,7 +279,7 @@ def test_few_orders_are_all_tried(model: LoadedModel) -> None:
     assert {tuple(each) for each in (forward, *drawn)} == set(permutations(forward))
     (one,) = made.run().signals
     assert (one.exact, one.gains.reach, len(one.random)) == (True, 0.0, 3)
-    text = " ".join(verdict_lines(AtBudget(budget=16, full=one.forward, signals=(one,))))
+    text = " ".join(list_verdict_lines(AtBudget(budget=16, full=one.forward, signals=(one,))))
     assert re.search(r"\d of 3 other orders of these budgets score lower", text)
 
 

@@ -23,7 +23,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
-from kvsearch.report.ranking import ranking_remarks
+from kvsearch.report.ranking import list_ranking_remarks
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
@@ -42,7 +42,7 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     recall = profile.arrays["recall"]
     assert recall.shape == (1 + len(COMPARED), 3, layers, heads)
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
-    told = [str(part) for part in ranking_remarks(profile)]
+    told = [str(part) for part in list_ranking_remarks(profile)]
     assert told[0] == "fitted on 1 context, chosen on 1, reported on 1"
     assert profile.metadata.provenance.settings["chosen_by"] in ("farthest", "k-means")
     assert calibrate_query_bank(model, DATA, SMALL).to_bytes() == profile.to_bytes()
