@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from kvsearch.models.architecture import describe
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import PolicySpec, Profile, ProfileMetadata
 from kvsearch.plan.origin import ContextRecord, provenance
 from kvsearch.plan.saved import WEIGHTS, know
@@ -56,7 +56,8 @@ def create(name: str, model: Any) -> Policy:
         return create_policy(name)
     arrays = {key: rng.random((*rows, *tail), np.float32) * 0.1 + 0.1 for key, tail in drawn[name].items()}
     metadata = ProfileMetadata(
-        model=fingerprint(model, "random"), method=name, policy=PolicySpec(name=name), length=LENGTH, questions=1,
+        model=compute_fingerprint(model, "random"), method=name, policy=PolicySpec(name=name), length=LENGTH,
+        questions=1,
         layers=shape.full_layers, floor=1,
         provenance=provenance(name, 0, None, {"features": FEATURES}, ContextRecord()),
     )  # fmt: skip

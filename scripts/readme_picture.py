@@ -21,7 +21,7 @@ from pathlib import Path
 from markupsafe import escape
 from real_results import RIVALS, Comparison, find_kind, label_of
 
-from kvsearch.core.errors import KvsearchError, present
+from kvsearch.core.errors import KvsearchError, assert_present
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.charts import SCORE, make_level, make_series
 from kvsearch.report.figures import Figure, LineChart, Role
@@ -71,7 +71,7 @@ def draw_scores(comparison: Comparison) -> Figure:
     draw_line(PLAN, plans, "candidate")
     roles: dict[str, Role] = {**dict.fromkeys(allocations, "candidate"), **dict.fromkeys([*even, "snapkv"], "baseline")}
     for name, role in roles.items():
-        methods = [present(block.method(name), name) for block in blocks.values()]
+        methods = [assert_present(block.method(name), name) for block in blocks.values()]
         draw_line(label_of(name), methods, role)
     series += [make_series(PLAN, [(plan.held.entries, comparison.value(plan))], "written") for plan in plans]
     body = LineChart(

@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
-from kvsearch.core.errors import KvsearchError, present
-from kvsearch.core.files import atomic_write
+from kvsearch.core.errors import KvsearchError, assert_present
+from kvsearch.core.files import write_atomically
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import contrast_scores, estimate_by_student, group_scores
@@ -231,7 +231,7 @@ class Comparison:
 
     def plan(self, budget: int) -> MethodScores:
         """Return what the plan of a size scored."""
-        return present(self.blocks[budget].method(f"plan-{budget}"), f"no plan of {budget} entries was compared")
+        return assert_present(self.blocks[budget].method(f"plan-{budget}"), f"no plan of {budget} entries was compared")
 
     def lead(self, budget: int, over: MethodScores) -> Estimate:
         """Return what the plan of a size scores above another method, or loses less on text; paired by context."""
@@ -313,7 +313,7 @@ def write_page(home: Path, names: Sequence[str]) -> None:
     parts["summary"] = write_summary(comparisons)
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        atomic_write(page, MARK.sub(lambda place: fill(place, parts), text).encode())
+        write_atomically(page, MARK.sub(lambda place: fill(place, parts), text).encode())
     pages = ", ".join(str(page.relative_to(ROOT)) for page in PAGES)
     print(f"wrote the tables of {pages}, and {ITEMS.relative_to(ROOT)}/")
     if failed := [words for words, holds in controls if not holds]:
@@ -363,7 +363,7 @@ def add_cost(path: Path, name: str, seconds: float) -> None:
     """Add the processor time of a step to the file of costs."""
     with COSTS_LOCK:
         spent = read_costs(path)
-        atomic_write(path, json.dumps({**spent, name: spent.get(name, 0) + seconds}).encode())
+        write_atomically(path, json.dumps({**spent, name: spent.get(name, 0) + seconds}).encode())
 
 
 def read_costs(path: Path) -> dict[str, float]:
@@ -414,7 +414,9 @@ def write_methods(comparison: Comparison) -> str:
     names = [method.name for method in comparison.result.blocks[0].methods if not method.name.startswith("plan-")]
 
     def mean(name: str) -> float:
-        values = [comparison.value(present(block.method(name), name)).mean for block in comparison.blocks.values()]
+        values = [
+            comparison.value(assert_present(block.method(name), name)).mean for block in comparison.blocks.values()
+        ]
         return sum(values) if comparison.result.on_text else -sum(values)
 
     rows = [
@@ -428,7 +430,7 @@ def write_methods(comparison: Comparison) -> str:
     ]
     for name in sorted(names, key=mean):
         values = [
-            comparison.write(comparison.value(present(block.method(name), name)))
+            comparison.write(comparison.value(assert_present(block.method(name), name)))
             for block in comparison.blocks.values()
         ]
         rows.append([label_of(name), *values])
@@ -493,7 +495,7 @@ def find_controls(comparison: Comparison) -> Iterator[tuple[str, bool]]:
     """Yield what must come out of any sound measurement, and whether it did."""
 
     def mean(name: str, budget: int) -> float:
-        value = comparison.value(present(comparison.blocks[budget].method(name), name)).mean
+        value = comparison.value(assert_present(comparison.blocks[budget].method(name), name)).mean
         return -value if comparison.result.on_text else value
 
     def worse(name: str, others: Sequence[str], by: float = 0) -> bool:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.language import (
     Document,
@@ -314,7 +314,7 @@ def train(args: argparse.Namespace) -> None:
     stage = -1
     hide: Callable[[Batch], Hidden] | None = None
     if args.redundant:
-        model = LlamaForCausalLM.from_pretrained(resource("data/bundled"), dtype=torch.float32)
+        model = LlamaForCausalLM.from_pretrained(find_resource("data/bundled"), dtype=torch.float32)
         hidden_rng = random.Random(f"hidden/{args.seed}")  # the documents stay those of the seed
         layers = spread(model, retrieving_layer(model, hidden_rng))
         stage, hide = 0, partial(draw_hidden, hidden_rng, layers)

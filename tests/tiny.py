@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord
@@ -43,7 +43,7 @@ def loaded(family: str = "llama", **changes: Any) -> LoadedModel:
 
 
 def wrap(model: Any) -> LoadedModel:
-    return LoadedModel("tiny", model, tokenizer(), fingerprint(model, "tiny"))
+    return LoadedModel("tiny", model, tokenizer(), compute_fingerprint(model, "tiny"))
 
 
 def chat_tokenizer(template: str = CHAT_TEMPLATE) -> Any:
@@ -78,7 +78,7 @@ def calibration_data(*lengths: int, questions: int = 2) -> CalibrationData:
         made = document(length, seed, questions)
         pairs = tuple(Pair(question=q.question, answer=q.answers[0]) for q in made.questions)
         contexts.append(Context(" ".join(made.words[1:]), pairs))
-    return CalibrationData("tiny", " {question}", tuple(contexts), sha256_of(repr(contexts)))
+    return CalibrationData("tiny", " {question}", tuple(contexts), hash_json(repr(contexts)))
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from kvsearch.calibration.polykv.options import PolykvOptions, candidates
 from kvsearch.calibration.prompts import data_of_tasks
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
-from kvsearch.models.memory import free_bytes
-from kvsearch.models.shapes import random_model
+from kvsearch.models.memory import measure_free_bytes
+from kvsearch.models.shapes import make_random_model
 from kvsearch.plan.size import Size
 from kvsearch.policies import create_policy
 from kvsearch.report.costs import SpeedView
@@ -54,7 +54,7 @@ RATIO = 0.9  # evicted
 
 def bench(where: Settings) -> dict[str, Any]:
     """What `kvsearch bench` prints with --json, of DynamicCache and SnapKV alone, at the longest length that fits."""
-    loaded = random_model(where.shape, device=where.device)
+    loaded = make_random_model(where.shape, device=where.device)
     model = loaded.model
     full = full_cache(model)
     tokens = 2 if where.small else 64
@@ -62,7 +62,7 @@ def bench(where: Settings) -> dict[str, Any]:
     for length in (768,) if where.small else (131_008, 98_304, 65_536):
         needs = memory_needs(model, full, [length], tokens=tokens)
         beside = needs.total - needs.weights + memory_needs(model, program, [length]).cache
-        if beside <= free_bytes(model.device):
+        if beside <= measure_free_bytes(model.device):
             break
     kinds = cache_kinds(model, {"snapkv, 90% evicted, skewed": program}, 0)
     machine = measure_roofline(model.device, model.dtype)
@@ -72,7 +72,7 @@ def bench(where: Settings) -> dict[str, Any]:
 
 def reading(where: Settings) -> tuple[LoadedModel, SyntheticTask]:
     """A model of random weights with a tokenizer, and a task with one kind of question."""
-    loaded = random_model(where.shape, device=where.device)
+    loaded = make_random_model(where.shape, device=where.device)
     tokenizer = load("bundled", LoadOptions(device="cpu")).tokenizer
     return replace(loaded, tokenizer=tokenizer), SyntheticTask("single", 512 if where.small else 8192)
 

@@ -16,7 +16,7 @@ from steps import PACKAGES, RESULTS, ROOT
 from kvsearch.benchmark.cache_costs import Roofline
 from kvsearch.benchmark.speed import prompt_work, token_work
 from kvsearch.models.architecture import describe
-from kvsearch.models.shapes import bare_model
+from kvsearch.models.shapes import make_bare_model
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache, prompt_bytes
@@ -47,7 +47,7 @@ def shown(value: Any) -> str:
 
 def floors(machine: Roofline) -> str:
     """Return the floors of prompts and tokens of the shape of Llama-3.1-8B."""
-    model = bare_model("llama-3.1-8b")
+    model = make_bare_model("llama-3.1-8b")
     shape = describe(model)
     tenth = Program.uniform(model, create_policy("snapkv"), lambda length: length // 10)
     rows = []

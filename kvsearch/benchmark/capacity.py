@@ -27,8 +27,8 @@ from kvsearch.benchmark.speed import (
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe
-from kvsearch.models.memory import default_memory, free_bytes, free_memory, is_out_of_memory
-from kvsearch.models.weights import named_tensors
+from kvsearch.models.memory import find_default_memory, is_out_of_memory, measure_free_bytes, release_memory
+from kvsearch.models.weights import list_named_tensors
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import using
 from kvsearch.runtime.program import full_cache, memory_needs
@@ -58,10 +58,10 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     decoding = caches[DYNAMIC] + int(SPARE * sum(caches[name] for name in ours))
     if decoding > most.dense + most.activations + most.masks + most.scratch:
         most = replace(most, cache=most.cache + decoding, dense=0, activations=0, masks=0, scratch=0)
-    held = [tensor for _, tensor in named_tensors(model) if not tensor.is_meta]
+    held = [tensor for _, tensor in list_named_tensors(model) if not tensor.is_meta]
     devices = {tensor.device for tensor in held}
     needed = most.total - sum(tensor.nbytes for tensor in held)
-    free = sum(map(free_bytes, devices or {device}))
+    free = sum(map(measure_free_bytes, devices or {device}))
     if needed > free:
         raise EnvironmentFault(
             f"batch {work.batch} at {work.length:,} tokens needs {needed / 1e9:.1f} GB ({most.cache / 1e9:.1f} of it "
@@ -78,7 +78,7 @@ def largest_batches(
 
     Caches take what a GPU has free, or the memory that work takes on a CPU. Errors as for `largest_batch`.
     """
-    available = default_memory(model.device, gpu_share=GPU_SHARE)
+    available = find_default_memory(model.device, gpu_share=GPU_SHARE)
     kinds = [
         (work, kind) for work in workloads for kind in cache_kinds(model, programs, work.length + work.steps + PROBED)
     ]
@@ -118,7 +118,7 @@ def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> t
             if not is_out_of_memory(error):
                 raise
             cache = None
-            free_memory()
+            release_memory()
             batch -= max(1, batch // FEWER)
         else:
             return batch, batch * work.steps / seconds

@@ -28,9 +28,9 @@ from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
-from kvsearch.models.architecture import describe, text_config
-from kvsearch.models.memory import accelerator, synchronise
-from kvsearch.models.weights import count_numbers, stored_bytes
+from kvsearch.models.architecture import describe, find_text_config
+from kvsearch.models.memory import find_accelerator, synchronise
+from kvsearch.models.weights import count_numbers, count_stored_bytes
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.size import Size
@@ -79,7 +79,7 @@ def cache_kinds(model: Any, programs: dict[str, Program], capacity: int) -> list
     `capacity` are the tokens that a `StaticCache` has room for; models with other than full-attention layers have none.
     """
     shape = describe(model)
-    config = text_config(model)
+    config = find_text_config(model)
     kinds = [CacheKind(DYNAMIC, lambda: DynamicCache(config=config), STOCK)]
     if len(shape.full_layers) == shape.layers:
         kinds.append(CacheKind(STATIC, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK))
@@ -296,7 +296,7 @@ def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
 def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
     """Return the most bytes that torch allocates at a time during `action`, by the records of its allocators."""
     gc.collect()  # what is garbage already must not be freed during the action, which would seem to take less
-    if (module := accelerator(device)) is not None:
+    if (module := find_accelerator(device)) is not None:
         devices = range(module.device_count())
         for index in devices:
             module.reset_peak_memory_stats(index)
@@ -347,7 +347,7 @@ def prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]:
     """
     shape = describe(model)
     read = read_weights(model)
-    head = text_config(model).vocab_size * shape.hidden_size
+    head = find_text_config(model).vocab_size * shape.hidden_size
     multiplied = count_numbers(read_modules(model)) - head
     attention = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim * length
     return read, 2 * batch * (length * multiplied + head) + batch * length * attention
@@ -366,7 +366,7 @@ def token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, 
 
 def read_weights(model: Any) -> int:
     """Return the bytes of weights that every token reads: all but an input embedding that is not the output's, too."""
-    return stored_bytes(read_modules(model))
+    return count_stored_bytes(read_modules(model))
 
 
 def read_modules(model: Any) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from kvsearch.core.fields import Record
 from kvsearch.core.files import read_text
 from kvsearch.core.limits import MOST_PATH
 from kvsearch.core.parsing import describe_validation_error, parse_json
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.tasks.fields import Filled, NotEmpty, is_blank, trim
@@ -175,7 +175,7 @@ class CalibrationData:
 
 def default_data(model: str) -> Path:
     """Return the shipped calibration data for `model`: bundled ones have their own, all others get English."""
-    return resource(OF_BUNDLED if model in BUNDLED else DEFAULT)
+    return find_resource(OF_BUNDLED if model in BUNDLED else DEFAULT)
 
 
 def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationData:

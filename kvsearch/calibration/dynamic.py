@@ -20,7 +20,7 @@ from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
 from kvsearch.calibration.tables import HELD_OUT, RatioTables, checkable, folds_of
 from kvsearch.core.arrays import Ints
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
@@ -57,7 +57,7 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         allocation = options.make_allocation(self.loaded.name)
         tables = RatioTables(policy, options.minimum)
         work = partial(ratio_table, policy=policy, allocation=allocation, floor=tables.floor)
-        decided = counted(self.loaded.map(work, prompts), len(prompts), progress)
+        decided = with_progress(self.loaded.map(work, prompts), len(prompts), progress)
         for prompt, table in zip(prompts, decided, strict=True):
             tables.add(table, prompt.length, prompt.text)
         settings = {**options.texts(self.data), **options.settings(), **allocation.parameters()}

@@ -41,9 +41,9 @@ from kvsearch.calibration.tables import (
     sampled,
 )
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Speed, Work, timed
+from kvsearch.models.speed import Speed, Work, time_action
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT, Arrays
 from kvsearch.policies import Policy
@@ -118,14 +118,14 @@ class LukvCalibration(Calibration[LukvOptions]):
             with running(self.loaded.model):
                 _read(self.loaded, prompt, self.policies, self.options)
 
-        [seconds] = timed(read, 0)
+        [seconds] = time_action(read, 0)
         return max(0.0, seconds - Speed(self.loaded.model, prompt.length).seconds(prompt.work()))
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies
         options = self.options
         measuring = measure_importance(self.loaded, prompts, policy, options, compared_policies, self.steps)
-        questions = list(counted(measuring, self.data.questions, progress))
+        questions = list(with_progress(measuring, self.data.questions, progress))
         tables = RatioTables(policy, options.minimum)
         arrays = _summarize(questions, tables, options)
         table_of = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe, require_plain_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
@@ -49,7 +49,7 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
         # one after the other: covariances of all contexts at once would not fit a large model's host
         contexts = self.loaded.map(partial(_layers_of, policy=policy), prompts)
         layers: list[LayerQueries] = []
-        for context in counted(contexts, len(prompts), progress):
+        for context in with_progress(contexts, len(prompts), progress):
             pairs = zip(layers, context, strict=True) if layers else ()
             merged = [(moments.merged(more), moduli + others) for (moments, moduli), (more, others) in pairs]
             layers = merged or context

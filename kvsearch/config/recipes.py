@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import describe_unknown
 from kvsearch.core.parsing import read_json
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.runs.identity import SCHEMA
 
 JOBS = ("calibrate", "evaluate", "evolve", "run")  # that recipes are shipped for
@@ -24,7 +24,9 @@ def find_recipe(name: str, job: str) -> Path:
 def shipped_recipes(job: str = "") -> dict[str, Path]:
     """Return the recipes that are shipped, of one job or of all, by job and name, as in run/bundled."""
     jobs = [known for known in JOBS if job in ("", known)]
-    return {f"{job}/{path.stem}": path for job in jobs for path in sorted(resource(f"recipes/{job}").glob("*.yaml"))}
+    return {
+        f"{job}/{path.stem}": path for job in jobs for path in sorted(find_resource(f"recipes/{job}").glob("*.yaml"))
+    }
 
 
 def shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
@@ -38,7 +40,7 @@ def shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
     if len(found) > 1:
         raise UsageError(f"several recipes are called {name!r}: give {' or '.join(found)}")
     if not found:
-        raise UsageError(unknown("recipe", name, [full.partition("/")[2] if job else full for full in known]))
+        raise UsageError(describe_unknown("recipe", name, [full.partition("/")[2] if job else full for full in known]))
     return found[0], known[found[0]]
 
 

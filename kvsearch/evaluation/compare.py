@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from kvsearch.core.arrays import TIE
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.items import Progress, grouped
+from kvsearch.core.items import Progress, group_by_key
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, describe_environment, find_metric_name, hash_rows, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample
@@ -26,7 +26,7 @@ from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import USES, ContextRecord, ContextSet, Use
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.runs.estimates import Difference, Estimate, TextLoss, doubt_of
+from kvsearch.runs.estimates import Difference, Estimate, TextLoss, find_doubt
 from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
 from kvsearch.runtime.decode.next_tokens import generation_words
@@ -244,7 +244,7 @@ class Evaluation:
             **describe_environment(self.loaded),
             "protocol": self.split.protocol,
             "methods": {
-                method.label: {**method.definition, "sha256": sha256_of(method.definition)} for method in self.methods
+                method.label: {**method.definition, "sha256": hash_json(method.definition)} for method in self.methods
             },
             "tasks": {
                 task.task.name: {
@@ -291,7 +291,7 @@ class Evaluation:
             IncompatibleError: it scores next to nothing, so nothing could be chosen by these questions.
         """
         samples = self._replies([method for method in self.methods if method.name == FULL], progress, store)
-        doubt = doubt_of(summarize(samples, FULL, self.contexts)[-1].scores[FULL])
+        doubt = find_doubt(summarize(samples, FULL, self.contexts)[-1].scores[FULL])
         if doubt is not None:
             raise IncompatibleError(f"{self.loaded.name} on {', '.join(self.metrics)}: {doubt}")
 
@@ -395,7 +395,7 @@ class Evaluation:
     @property
     def doubt(self) -> str | None:
         """Why the comparison may say little, if it does."""
-        return doubt_of(self.blocks[0].overall.scores[FULL])
+        return find_doubt(self.blocks[0].overall.scores[FULL])
 
     @property
     def following(self) -> str | None:
@@ -437,7 +437,7 @@ class Evaluation:
         """The cache entries and bytes of each method, by label, means over the questions."""
         return {
             label: Footprint(*(fmean(getattr(sample, field.name) for sample in samples) for field in fields(Footprint)))
-            for label, samples in grouped(self.samples, attrgetter("method")).items()
+            for label, samples in group_by_key(self.samples, attrgetter("method")).items()
         }
 
     def _hopeless_notes(self) -> Iterator[str]:
@@ -514,7 +514,7 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
     labels = {FULL: FULL}
     known: dict[str, str] = {}
     for name, plan in plans.items():
-        content = sha256_of(plan.model_dump(mode="json", exclude={"provenance"}))
+        content = hash_json(plan.model_dump(mode="json", exclude={"provenance"}))
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:
             methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})

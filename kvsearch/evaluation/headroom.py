@@ -28,7 +28,7 @@ from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.importance import NODES, ImportancePass, errors_taken_away, output_errors
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.items import Progress, counted, grouped
+from kvsearch.core.items import Progress, group_by_key, with_progress
 from kvsearch.evaluation.compare import RANKING_PASSES, Split, estimate_replies
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import reply_to_batch, score_replies
@@ -121,7 +121,7 @@ def measure_headroom(
         questions.sort(key=lambda ranked: ranked[:2])
         items.append((task_number, reading, own, [question for *_, question in questions[:OTHERS]]))
     results = loaded.map(partial(_ask, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
-    for key in counted((key for key in keys if key not in kept), len(items), progress):
+    for key in with_progress((key for key in keys if key not in kept), len(items), progress):
         kept[key] = next(results)
         if store is not None:
             store.add([(key, sample) for samples in kept[key].values() for sample in samples])
@@ -174,7 +174,7 @@ def _ask(
         programs |= {method: tried[method] for method in (EVEN_ALLOCATION, min(losses, key=losses.__getitem__))}
         joints = reply_to_batch(loaded, tasks[number], [reading], programs)
         samples = chain.from_iterable(score_replies(tasks[number], [reading], answered) for answered in joints)
-        return grouped(samples, attrgetter("method"))
+        return group_by_key(samples, attrgetter("method"))
 
 
 def _compare_context(replies: Replies, elsewhere: Sequence[Replies]) -> Iterator[Sample]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, NonFiniteError, UsageError
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -76,7 +76,7 @@ def measure_losses(
     ]
     by_name: dict[str, Measured] = {}
     losses_of = loaded.map(partial(_measure, programs=programs), work)
-    for (name, *_), layer_losses in zip(work, counted(losses_of, len(work), progress), strict=True):
+    for (name, *_), layer_losses in zip(work, with_progress(losses_of, len(work), progress), strict=True):
         measured = by_name.setdefault(name, {})
         for layer, method, losses in layer_losses:
             measured.setdefault((layer, method), []).append(losses)

@@ -27,8 +27,8 @@ from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.evaluation.samples import Place, Sample
 from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, RunConfig
 from kvsearch.runs.ledger import Ledger, LedgerFormatError, read_lines
-from kvsearch.runs.lock import locked
-from kvsearch.runs.run import Run, require_unchanged, run_in
+from kvsearch.runs.lock import lock_directory
+from kvsearch.runs.run import Run, read_run, require_unchanged
 
 FILES = (REPORT, SAMPLES, TABLES, LOSSES)
 _KEY = "id"  # in place of what the author calls the question, which is looked up again
@@ -92,7 +92,7 @@ def open_run(directory: Path, config: RunConfig, force: bool = False) -> Iterato
     `force` starts anew whatever is there.
 
     Raises:
-        UsageError: another run is there, a damaged ledger, or another process writes to it; see `run_in`.
+        UsageError: another run is there, a damaged ledger, or another process writes to it; see `read_run`.
         EnvironmentFault: the disk is full, permissions are missing.
     """
     if not force:
@@ -115,8 +115,8 @@ def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Itera
             or another process writes to it.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    with locked(directory):
-        earlier = run_in(directory, config.job)
+    with lock_directory(directory):
+        earlier = read_run(directory, config.job)
         is_other = earlier is not None and config.difference(earlier) is not None
         anew = force and (is_other or _is_damaged(directory / LEDGER))
         with open_run(directory, config, anew) as (_, store):

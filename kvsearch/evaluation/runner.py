@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError
-from kvsearch.core.items import Progress, counted
-from kvsearch.core.resources import version
+from kvsearch.core.items import Progress, with_progress
+from kvsearch.core.resources import read_version
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Place, Sample
-from kvsearch.models.architecture import beyond_switch, require_same_rotary, text_config
+from kvsearch.models.architecture import find_text_config, is_beyond_switch, require_same_rotary
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.memory import free_memory, is_out_of_memory
+from kvsearch.models.memory import is_out_of_memory, release_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
@@ -37,7 +37,7 @@ from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, list_questions, make_readings
 from kvsearch.tasks.metrics import is_forced, score
 from kvsearch.tasks.metrics.likelihood import format_losses
-from kvsearch.tasks.prompts import cut
+from kvsearch.tasks.prompts import cut_at_stop
 
 PACKAGES = ("kvsearch", "torch", "transformers")
 UNSCORED = 0.0  # finite, as all that is kept; scores of recalled replies are computed anew
@@ -77,7 +77,7 @@ def run_encoded(
 
     def follows(reading: Reading) -> tuple[bool, tuple[int, ...]]:
         lengths = tuple(len(question.ids) for question in reading.questions) if parted else ()
-        return beyond_switch(loaded.model, len(reading.ids)), lengths
+        return is_beyond_switch(loaded.model, len(reading.ids)), lengths
 
     work = [
         (number, part)
@@ -95,7 +95,7 @@ def run_encoded(
     results: list[Sample] = []
     parts = list(zip(work, known, finished, strict=True))
     contexts = sum(len(part) for _, part in work)
-    for (number, part), recalled, done in counted(parts, contexts, progress, lambda item: len(item[0][1])):
+    for (number, part), recalled, done in with_progress(parts, contexts, progress, lambda item: len(item[0][1])):
         task = tasks[number]
         samples = score_replies(task, part, recalled)
         for replies in next(answers) if programs.keys() - done else ():
@@ -161,7 +161,7 @@ class _Answering:
             except (RuntimeError, MemoryError) as error:
                 if len(batch) == 1 or not is_out_of_memory(error):
                     raise
-            free_memory()
+            release_memory()
             middle = len(batch) // 2
             self._fits, self._from = middle, min(longest, self._from)
             short = f"memory is too short for {len(batch)} contexts at a time, so {middle} are read"
@@ -188,7 +188,7 @@ class KeptReplies:
         shared = {**describe_environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
         for label in ("name", "revision"):  # of the model: they are for the reader
             shared["model"].pop(label)
-        self._methods = {method.label: sha256_of({**shared, "method": method.definition}) for method in methods}
+        self._methods = {method.label: hash_json({**shared, "method": method.definition}) for method in methods}
 
     def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> list[Sample]:
         """Return the replies to a batch of the methods all of whose replies are known, as they were scored then."""
@@ -221,7 +221,7 @@ class KeptReplies:
                 seed = task.sampling.derive_seed(task.task.name, prompt.key, question.number)
                 settings["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed, self._drawing]
             place = (task.task.name, prompt.key, question.number, method)
-            keys[place] = sha256_of([self._methods[method], sha256_of(settings)])
+            keys[place] = hash_json([self._methods[method], hash_json(settings)])
         return keys
 
 
@@ -263,7 +263,7 @@ def reply_to_batch(
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
         programs = {FULL: full_cache(loaded.model), **programs}
         longest = max(len(question.right) for reading in batch for question in reading.questions)
-        logits = len(batch) * longest * text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
+        logits = len(batch) * longest * find_text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
     full_losses: dict[tuple[int, int], float] = {}
     joints = compressed(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
@@ -316,7 +316,7 @@ def _collect_replies(
                 replies = [format_losses(loss, full_losses[row % len(batch), turn]) for row, loss in enumerate(losses)]
             else:
                 answered = joint.replies.ask(texts, limits)
-                replies = [cut(prompts.format.decode(tokens), task.stops) for tokens in answered]
+                replies = [cut_at_stop(prompts.format.decode(tokens), task.stops) for tokens in answered]
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
         for row, (tokens, peak) in enumerate(zip(answered, joint.replies.most, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
@@ -356,7 +356,7 @@ def describe_environment(loaded: LoadedModel) -> dict[str, Any]:
         "tokenizer_sha256": hash_tokenizer(loaded.tokenizer),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device.type),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {package: read_version(package) for package in PACKAGES},
     }
 
 
@@ -392,4 +392,4 @@ def hash_rows(task: TaskPrompts) -> str:
         for prompt in task.prompts
         for question in prompt.questions
     ]  # fmt: skip
-    return sha256_of([rows, task.task.stops])
+    return hash_json([rows, task.task.stops])

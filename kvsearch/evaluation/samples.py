@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import PositiveFloat
 
-from kvsearch.core.files import atomic_write
-from kvsearch.core.printed import csv_text
+from kvsearch.core.files import write_atomically
+from kvsearch.core.printed import format_csv
 
 Contexts = Mapping[tuple[str, str], str]  # by task and key: the context's name, see `name_contexts`
 Place = tuple[str, str, int, str]  # of a reply in its run: task, key, number of the question, method
@@ -55,11 +55,11 @@ class Sample:
 def write_samples(samples: Sequence[Sample], path: Path) -> None:
     r"""Write a row per reply, all fields of `Sample`, as CSV.
 
-    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; see `csv_text`.
+    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; see `format_csv`.
     """
     names = [column.name for column in fields(Sample)]
     rows = [[getattr(sample, name) for name in names] for sample in samples]
-    atomic_write(path, csv_text([names, *rows]).encode())
+    write_atomically(path, format_csv([names, *rows]).encode())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import IncompatibleError, UsageError, given
+from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.schema import NO_CARRY, STATIC
@@ -90,7 +90,7 @@ class Budgets:
     @property
     def known_length(self) -> int:
         """The prompt length; UsageError where there is none."""
-        return given(self.length, "the target needs the length of a prompt, and the plan has none: give --length")
+        return require(self.length, "the target needs the length of a prompt, and the plan has none: give --length")
 
     @property
     def per_layer(self) -> list[int]:
@@ -152,7 +152,7 @@ class Inputs:
     @property
     def known_architecture(self) -> Architecture:
         """The shape of the model; UsageError where it was not given."""
-        return given(self.architecture, "the target is told of query heads, which a plan does not know: give --model")
+        return require(self.architecture, "the target is told of query heads, which a plan does not know: give --model")
 
 
 class Exporter:

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import describe_fault
-from kvsearch.core.printed import command_line, markdown_text
+from kvsearch.core.printed import escape_markdown, format_command_line
 from kvsearch.exporters.base import CARD, Inputs, PlanScores
 from kvsearch.models.gguf import SUFFIX
 from kvsearch.models.loading import BUNDLED, HUB_ID
@@ -93,7 +93,7 @@ def fill_template(file: str, **values: Any) -> bytes:
         autoescape=False,
         keep_trailing_newline=True,
     )
-    environment.filters["md"] = lambda text: markdown_text(str(text))
+    environment.filters["md"] = lambda text: escape_markdown(str(text))
     return environment.get_template(f"{file}.jinja").render(values).encode()
 
 
@@ -110,7 +110,7 @@ def _short_name(model: ModelFingerprint) -> str:
 
 
 def _command(*words: str) -> str:
-    return command_line(["kvsearch", *words])
+    return format_command_line(["kvsearch", *words])
 
 
 def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> None:

@@ -10,7 +10,7 @@ from safetensors.numpy import save
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.printed import markdown_text
+from kvsearch.core.printed import escape_markdown
 from kvsearch.exporters.base import CARD, WEIGHTS, Exported, Inputs, ProfileExporter
 from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile, canonical_json
@@ -110,7 +110,7 @@ class TriAttention(ProfileExporter):
             "sampled_heads": [[layer, head] for layer in range(mean.shape[0]) for head in range(mean.shape[1])],
         }  # fmt: skip
         told = {"metadata": json.dumps(about)}
-        card = _CARD.format(model=markdown_text(profile.metadata.model.name))
+        card = _CARD.format(model=escape_markdown(profile.metadata.model.name))
         files = {STATISTICS: save(named, told), CARD: card.encode()}
         return Exported(files, ("the script in {path}/README.md makes the .pt file that the tools read",))
 

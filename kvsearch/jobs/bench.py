@@ -16,7 +16,7 @@ from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.shapes import device_of, random_model
+from kvsearch.models.shapes import find_device, make_random_model
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Size, phases_of
 from kvsearch.policies import create_policy
@@ -164,7 +164,7 @@ def _load(
         loaded = options.load(str(options.model), reporter)
     else:
         with reporter.loading(options.shape):
-            loaded = random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)
+            loaded = make_random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)
     from kvsearch.benchmark.capacity import require_memory
     from kvsearch.benchmark.speed import Workload, program_at
     from kvsearch.models.architecture import describe, require_same_rotary
@@ -188,4 +188,4 @@ def _load(
     for length in options.length:
         require_same_rotary(loaded.model, [length], options.new_tokens)
     largest = Workload(max(options.batch), max(options.length), options.new_tokens, options.rounds)
-    return loaded, programs, require_memory(loaded.model, programs, largest, device_of(options.device))
+    return loaded, programs, require_memory(loaded.model, programs, largest, find_device(options.device))

@@ -13,7 +13,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output
 from kvsearch.core.items import Progress
-from kvsearch.core.parsing import read_json, validated
+from kvsearch.core.parsing import read_json, validate_content
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import summarize
 from kvsearch.jobs.groups import (
@@ -37,7 +37,7 @@ from kvsearch.report.evaluation import write_tables
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
-from kvsearch.runs.run import run_in, write_json
+from kvsearch.runs.run import read_run, write_json
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Sampling
 
@@ -124,7 +124,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
         A finished run that is repeated finds the table that it has written itself.
         """
         if self.output is not None:
-            run_in(self.output, "evaluate")
+            read_run(self.output, "evaluate")
         if self.table is None:
             return
         check_table_file(self.table)
@@ -228,7 +228,7 @@ def _output_losses(
 
 def read_losses(path: Path) -> list[LayerLoss]:
     """Return the losses that a run has kept; UsageError if the file is damaged."""
-    return validated(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
+    return validate_content(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
 
 
 # --- headroom ---------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
     """Return the evaluation of the full cache, with the model."""
     tasks = options.find_tasks(options.model)
     if options.output is not None:
-        run_in(options.output, "headroom")
+        read_run(options.output, "headroom")
     from kvsearch.evaluation.compare import Split, prepare
     from kvsearch.strategies.compared import full_method
 

@@ -35,7 +35,7 @@ from kvsearch.report.costs import Forecast
 from kvsearch.report.search import describe_decisions, make_search_result
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
-from kvsearch.runs.run import run_in, write_contexts
+from kvsearch.runs.run import read_run, write_contexts
 from kvsearch.search.settings import WHAT, EvolveSettings
 from kvsearch.search.trials import TrialLog
 from kvsearch.tasks.metrics import is_forced
@@ -186,7 +186,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     tasks = {name: options.find_tasks(options.model, name) for name in SPLITS.values()}
     if options.objective == "metric" and any(map(is_forced, tasks["train"])):
         raise UsageError("--objective metric judges replies, and nothing replies to a text (ppl:FILE): leave it out")
-    run_in(options.output, "evolve")
+    read_run(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
     plans = {path.stem: checked_plan(path) for path in options.start}

@@ -25,7 +25,7 @@ from kvsearch.config.options import (
 )
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries, Samples
-from kvsearch.core.printed import command_line
+from kvsearch.core.printed import format_command_line
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models import loading
 from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
@@ -295,7 +295,7 @@ TYPED_ON = (*WithTasks.model_fields, "samples", *Batches.model_fields, "protocol
 
 def following(*words: object) -> str:
     """Return the line that offers a command, given without the word kvsearch."""
-    return f"next: {command_line(['kvsearch', *map(str, words)])}"
+    return f"next: {format_command_line(['kvsearch', *map(str, words)])}"
 
 
 def flags_of(options: JobOptions, names: Iterable[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_output, read_text
+from kvsearch.core.files import check_output, read_text, write_atomically
 from kvsearch.core.limits import MOST_YAML
 from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
 from kvsearch.jobs.public import job
@@ -155,7 +155,7 @@ class BuildOptions(PlanOptions):
         """Return the plan of the YAML; UsageError says all that is wrong with it."""
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
-        return plan_from_yaml(read_text(self.strategy, most=MOST_YAML), str(self.strategy))
+        return plan_from_yaml(read_text(self.strategy, max_bytes=MOST_YAML), str(self.strategy))
 
 
 class YamlOptions(JobOptions):
@@ -218,7 +218,7 @@ def build(options: BuildOptions, reporter: Reporter) -> Plan:
 def yaml(options: YamlOptions, reporter: Reporter) -> str:  # noqa: ARG001
     """Write a plan in YAML to read and edit, and return the text; UsageError if a file cannot be read or written."""
     text = options.make()
-    atomic_write(options.output, text.encode(), overwrite=options.force)
+    write_atomically(options.output, text.encode(), overwrite=options.force)
     return text
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import JobOptions, Repeated, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_target, read_bytes, require_directory
+from kvsearch.core.files import check_target, read_bytes, require_directory, write_atomically
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 
@@ -124,7 +124,7 @@ def write_report(options: ReportOptions, reporter: Reporter) -> dict[str, Any]: 
     groups = group_by_model([open_path(path) for path in dict.fromkeys(options.runs)])
     files = [] if options.figures is None else _write_figures(groups, options.figures)
     page = render(groups)
-    atomic_write(options.output, page)
+    write_atomically(options.output, page)
     sheets = [sheet for *_, sheets in groups for sheet in sheets]
     counts = {what: sum(len(sheet[what]) for sheet in sheets) for what in ("figures", "tables")}
     return {"report": str(options.output), "bytes": len(page), **counts, "files": list(map(str, files))}

@@ -14,7 +14,7 @@ from kvsearch.config.options import QUESTIONS, RESULT, Specs, option
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Samples
-from kvsearch.core.files import atomic_write
+from kvsearch.core.files import write_atomically
 from kvsearch.jobs.groups import ASKED, BUDGETS, MODEL, TASK_DETAILS, Batches, Budgets, Loading, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, overall
@@ -30,7 +30,7 @@ from kvsearch.results.search import read_trace
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.runs.identity import LEDGER, PLAN, REPORT, SELECTION
 from kvsearch.runs.lock import require_lock
-from kvsearch.runs.run import finish, unfinish
+from kvsearch.runs.run import finish_run, mark_unfinished
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import describe_tasks, find_tasks
 
@@ -246,7 +246,7 @@ class Stages:
                 made = getattr(module, stage.job)(options, reporter=reporter)
                 if stage.job == "bench":  # which writes no file
                     place.mkdir(parents=True, exist_ok=True)
-                    atomic_write(place / LAST["bench"], canonical_json(made.as_json()))
+                    write_atomically(place / LAST["bench"], canonical_json(made.as_json()))
             except IncompatibleError as error:
                 if stage.job != "calibrate":
                     raise
@@ -376,7 +376,7 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> ReproducedTable:
     files = [f"{table.name}{suffix}" for suffix in FORMS]
     loaded = options.load(options.model, reporter)
     stages.require_data(loaded)
-    unfinish(options.place, files)
+    mark_unfinished(options.place, files)
     work = {stage.name: 1.0 + stages.count_contexts(stage) for stage in stages.all}  # beside each other
     with overall(reporter, work, options.place) as whole:
         for stage in stages.all:
@@ -394,8 +394,8 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> ReproducedTable:
         "\n".join(map(to_markdown, tables)).encode(), "\n".join(map(to_latex, tables)).encode(),
     )  # fmt: skip
     for name, text in reversed([*zip(files, texts, strict=True)]):
-        atomic_write(options.place / name, text)
-    finish(options.place, files)
+        write_atomically(options.place / name, text)
+    finish_run(options.place, files)
     if before == place.read_bytes():
         reporter.say(FINISHED)
     return found.model_copy(update={"files": tuple(options.place / name for name in files)})

@@ -16,8 +16,8 @@ from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
 from kvsearch.config.options import MACHINE, RULE, SIZE, Names, one_of, option
 from kvsearch.config.recipes import read_recipe, shipped_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.core.fields import Entries, Samples, Time, refuse, seconds_of
-from kvsearch.core.items import clock_words
+from kvsearch.core.fields import Entries, Samples, Time, parse_seconds, refuse
+from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_together
 from kvsearch.jobs.evolve import EvolveOptions
@@ -59,7 +59,7 @@ from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
-from kvsearch.runs.run import Run, run_in, write_contexts, writing
+from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
 from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
 from kvsearch.strategies.joint import PolicyCurves, policy_curves
 from kvsearch.tasks.catalog import describe_tasks
@@ -356,7 +356,7 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
     if options.time is None:
         return options, stages
     speed = Speed.of(stages.loaded.model, stages.costs)
-    began = None if options.force else run_in(options.output, "run")
+    began = None if options.force else read_run(options.output, "run")
     needed = 0.0
     for form, left_out in find_forms(options, stages):
         tried = stages
@@ -365,14 +365,15 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
                 warnings.simplefilter("ignore", KvsearchWarning)
                 tried = RunStages(form.with_model(stages.loaded), Silent())
         needed = sum(speed.seconds(cost.work) for cost in tried.costs)
-        if form.recorded() == began.options if began is not None else needed <= seconds_of(options.time):
-            takes = " to ".join(map(clock_words, speed.range_of(needed)))
+        if form.recorded() == began.options if began is not None else needed <= parse_seconds(options.time):
+            takes = " to ".join(map(format_clock, speed.range_of(needed)))
             reporter.say(f"--time {options.time}: {left_out}, takes about {takes}")
             return (options, stages) if form is options else (form, RunStages(tried.given, reporter))
     if began is not None:
         return options, stages  # another run is there, which is refused
     raise UsageError(
-        f"--time {options.time}: the shortest run there is takes about {clock_words(needed)} here: give more, fewer or "
+        f"--time {options.time}: the shortest run there is takes about {format_clock(needed)} here: "
+        "give more, fewer or "
         "shorter contexts, or a faster device"
     )
 
@@ -504,7 +505,7 @@ class RunStages:
     def __init__(self, options: RunOptions, reporter: Reporter) -> None:
         self.given = options
         sizes = options.sizes
-        run_in(options.output, "run")
+        read_run(options.output, "run")
         tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
         options.check_names()
         self.rule = options.rule
@@ -617,7 +618,7 @@ class RunStages:
         if fits := self.options.fits():
             with display.stage(FITTING) as stage, ExitStack() as locks:
                 for fit in fits.values():
-                    locks.enter_context(writing(fit.output))
+                    locks.enter_context(lock_for_writing(fit.output))
                 profiles = calibrate_together([fit.with_model(self.loaded) for fit in fits.values()], stage)
                 for name, profile in zip(fits, profiles, strict=True):
                     if is_last(profile.arrays):

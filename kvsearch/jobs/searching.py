@@ -26,7 +26,15 @@ from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.policies.registry import policy_of
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
-from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json, writing
+from kvsearch.runs.run import (
+    Run,
+    lock_for_writing,
+    read_sums,
+    require_same,
+    require_unchanged,
+    write_contexts,
+    write_json,
+)
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.search.bank.prepared import ranking_policies
@@ -234,7 +242,7 @@ class Refinement:
         except (UsageError, IncompatibleError) as error:
             reporter.warn(f"nothing is searched on: {error}")
             return None
-        with writing(self.options.output):
+        with lock_for_writing(self.options.output):
             if CONFIG in read_sums(self.options.output):
                 config = self.options.config.changed(content=describe_searches(searches))
                 require_same(self.options.output, config, unknown=(SEARCHED,))

@@ -20,7 +20,7 @@ from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import make_selection_result, report_ahead_words
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
-from kvsearch.runs.run import Run, run_in, write_contexts
+from kvsearch.runs.run import Run, read_run, write_contexts
 from kvsearch.selection.selection import shared_level
 from kvsearch.selection.verdicts import SETTINGS
 
@@ -158,7 +158,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     places = options.directories
     outputs = options.outputs
     for place, output in zip(places, outputs, strict=True):
-        run_in(place, "select")
+        read_run(place, "select")
         if options.force or not (place / SELECTION).exists():
             check_output(output, options.force)
     loaded = options.load_calibrated(reporter)

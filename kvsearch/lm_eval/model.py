@@ -20,10 +20,10 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError, UsageError
-from kvsearch.core.items import Progress, counted, grouped
+from kvsearch.core.items import Progress, group_by_key, with_progress
 from kvsearch.evaluation.likelihood import count_compressible, score
-from kvsearch.models.architecture import beyond_switch, require_same_rotary
-from kvsearch.models.foreign import CheckpointError, naming_text
+from kvsearch.models.architecture import is_beyond_switch, require_same_rotary
+from kvsearch.models.foreign import CheckpointError, name_text_on_error
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
@@ -166,7 +166,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         answers: dict[int, tuple[float, bool]] = {}
         with self._serving():
             pairs = [self.encode_pair(request) for request in requests]
-            sharing = grouped(range(len(pairs)), lambda index: pairs[index][0])
+            sharing = group_by_key(range(len(pairs)), lambda index: pairs[index][0])
             contexts = list(sharing)
             for batch in self._batches(contexts, [None] * len(contexts)):
                 asked = [sharing[contexts[number]] for number in batch]
@@ -230,7 +230,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         """Encode a request for a reply, so that there is room for it."""
         text, options = request.args[:2]
         generation = Generation(options, place(request), self.seed)
-        with naming_text(place(request)):
+        with name_text_on_error(place(request)):
             ids = self._encode(text)
         if not ids:
             raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
@@ -244,7 +244,7 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     def encode_pair(self, request: Instance) -> tuple[HarnessText, tuple[int, ...]]:
         """Return a context, and the token ids of what is to follow it; IncompatibleError where one is empty."""
-        with naming_text(place(request)):
+        with name_text_on_error(place(request)):
             context, continuation = self._split(*request.args[:2])
         if not context:
             raise IncompatibleError(f"{place(request)}: the context is empty, and the tokenizer has no start of a text")
@@ -292,10 +292,10 @@ class PlannedLM(LM):  # type: ignore[misc]
         longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
 
         def alike(number: int) -> Hashable:
-            return kinds[number], beyond_switch(self.loaded.model, len(texts[number].ids))
+            return kinds[number], is_beyond_switch(self.loaded.model, len(texts[number].ids))
 
         together = list(batches(longest_first, self.batch, alike))
-        return counted(together, len(together), self.progress)
+        return with_progress(together, len(together), self.progress)
 
     def _replies(
         self, batch: Sequence[tuple[HarnessText, Generation]], places: Sequence[tuple[str | int, ...]]

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Scalar
 from kvsearch.core.limits import MOST_ENTRIES
@@ -86,7 +86,7 @@ def scale(
         scaled[name] = _carrying(whole, phase.carries, at)
     sizes = {"total": total, "budget": budget, "ratio": ratio, "length": at}
     size = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-    origin = changed(plan.provenance, f"scaled to {size}: plan {sha256_of(plan)}")
+    origin = changed(plan.provenance, f"scaled to {size}: plan {hash_json(plan)}")
     total = next(iter(scaled.values())).total
     return Plan(**{**dict(plan), **scaled, "total": total, "length": at, "scaling": scaling, "provenance": origin})
 
@@ -138,7 +138,7 @@ def with_carry(plan: Plan, carry: Carry) -> Plan:
     require_known("carries", carry, get_args(Carry))
     phase = plan.phase("prefill")
     prefill = _carrying(phase, [carry] * len(phase.layers), plan.length)
-    origin = changed(plan.provenance, f"carry {carry}: plan {sha256_of(plan)}")
+    origin = changed(plan.provenance, f"carry {carry}: plan {hash_json(plan)}")
     changed_plan = Plan(**{**dict(plan), "prefill": prefill, "provenance": origin})
     if carry != NO_CARRY and not changed_plan.carries:
         raise UsageError("the plan keeps prompts whole, so nothing leaves that its entries could carry")

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_none, require_ascending
 from kvsearch.core.limits import MOST_SETTINGS
-from kvsearch.core.resources import version
+from kvsearch.core.resources import read_version
 
 DIGITS = 16
 Use = Literal["fitted", "chosen", "reported"]
@@ -119,9 +119,9 @@ def provenance(
     return Provenance(
         method=method,
         seed=seed,
-        kvsearch=version("kvsearch"),
-        torch=version("torch"),
-        transformers=version("transformers"),
+        kvsearch=read_version("kvsearch"),
+        torch=read_version("torch"),
+        transformers=read_version("transformers"),
         data_sha256=data_sha256,
         settings=dict(settings),
         contexts=contexts,

@@ -17,9 +17,9 @@ from safetensors.numpy import save
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Count, End, Entries, Floor, Index, Record, Text, is_none, refuse
-from kvsearch.core.files import atomic_write, read_bytes
+from kvsearch.core.files import read_bytes, write_atomically
 from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
-from kvsearch.core.parsing import list_problems, parse_json, problems_of, require_header, shown
+from kvsearch.core.parsing import format_value, list_problems, list_validation_problems, parse_json, require_header
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.profile_arrays import DTYPES, EVICTED_RATIO, GRID, TABLED, SignalAxes, array_problems, value_problems
 from kvsearch.plan.saved import find_weights, put_weights
@@ -161,7 +161,7 @@ class Profile:
         if EVICTED_RATIO not in self.arrays:
             known = ", ".join(TABLED)
             raise UsageError(
-                f"this {shown(self.metadata.method)} profile has no {EVICTED_RATIO!r} table: calibrate {known}"
+                f"this {format_value(self.metadata.method)} profile has no {EVICTED_RATIO!r} table: calibrate {known}"
             )
         measured = self.arrays[EVICTED_RATIO].astype(np.float64)
         table = np.concatenate([np.zeros_like(measured[:1]), measured])  # by percent: at zero nothing is evicted
@@ -182,7 +182,7 @@ def save_profile(profile: Profile, path: str | Path, overwrite: bool = False) ->
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
     put_weights(profile.metadata.measured_policies, path)
-    atomic_write(path, profile.to_bytes(), overwrite)
+    write_atomically(path, profile.to_bytes(), overwrite)
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -204,7 +204,7 @@ def read_profile(data: bytes, name: str) -> Profile:
     try:
         metadata = ProfileMetadata.model_validate(header)
     except ValidationError as error:
-        raise UsageError(list_problems([*problems_of(error), *problems], name)) from error
+        raise UsageError(list_problems([*list_validation_problems(error), *problems], name)) from error
     problems = problems or list(array_problems(arrays, metadata))
     if problems:
         raise UsageError(list_problems(problems, name))

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from kvsearch.core.fields import Entries, Record, refuse, require_ascending
 from kvsearch.core.limits import MOST_MEASURED
-from kvsearch.core.parsing import shown
+from kvsearch.core.parsing import format_value
 from kvsearch.plan.schema import Phase, PolicySpec, Protocol
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
     elif method == SIGNALLED:
         measured |= SIGNALS
     elif axes is not None:
-        yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {shown(method)}"
+        yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {format_value(method)}"
     problems = list(_misfits(arrays, measured, sizes, method))
     yield from problems or _contradictions(arrays, metadata)
 

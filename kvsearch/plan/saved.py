@@ -10,9 +10,9 @@ from typing import Any
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import atomic_write, check_target, read_bytes
+from kvsearch.core.files import check_target, read_bytes, write_atomically
 from kvsearch.core.naming import require_known
-from kvsearch.core.parsing import describe_fault, read_json, require_header, validated
+from kvsearch.core.parsing import describe_fault, read_json, require_header, validate_content
 from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan, PolicySpec
 
 PROFILE = "profile.safetensors"  # of the directory of a calibration
@@ -36,7 +36,7 @@ def load_plan(path: str | Path, model: Any = None, size: str | float | None = No
     path = plan_beside(model, size) if path == AUTO else _located(path)
     name = str(path)
     data = require_header(read_json(path), PLAN_FORMAT, PLAN_VERSION, name)
-    plan = validated(Plan.model_validate, data, name)
+    plan = validate_content(Plan.model_validate, data, name)
     find_weights(plan.policies, path)
     return plan
 
@@ -48,10 +48,10 @@ def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
         UsageError: `path` exists and `overwrite` is off, is no regular file, or `model_copy` made the plan invalid.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
-    checked = validated(Plan.model_validate, plan.model_dump(), f"the plan for {path}")
+    checked = validate_content(Plan.model_validate, plan.model_dump(), f"the plan for {path}")
     check_target(path)
     put_weights(checked.policies, path)
-    atomic_write(path, canonical_json(checked), overwrite)
+    write_atomically(path, canonical_json(checked), overwrite)
 
 
 def size_of(plan: Plan) -> str:
@@ -177,11 +177,11 @@ def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
 
 
 def put_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
-    """Write the weights that a file's policies name beside it; raises as `known_weights` and `atomic_write`."""
+    """Write the weights that a file's policies name beside it; raises as `known_weights` and `write_atomically`."""
     for spec, path in with_weights(specs, beside):
         _, data = known_weights(str(spec.params[WEIGHTS]))
         if not path.exists() or path.read_bytes() != data:
-            atomic_write(path, data)
+            write_atomically(path, data)
 
 
 def with_weights(specs: Iterable[PolicySpec], beside: str | Path) -> list[tuple[PolicySpec, Path]]:

@@ -25,7 +25,7 @@ from kvsearch.core.fields import (
 )
 from kvsearch.core.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_OF, MOST_PARAMETERS
 from kvsearch.core.naming import require_known, suggest
-from kvsearch.core.parsing import shown
+from kvsearch.core.parsing import format_value
 from kvsearch.plan.origin import Provenance
 
 if TYPE_CHECKING:
@@ -347,12 +347,12 @@ def typed_values(given: Mapping[str, object], defaults: Mapping[str, object], ow
             raise UsageError(f"{owner} has no {noun} {key!r}{suggest(key, list(defaults))}")
         most = MOST_OF.get(key, MOST_ENTRIES)
         if isinstance(value, int) and abs(value) > most:
-            raise UsageError(f"{owner}: {key} must be {most} or less, got {shown(value)}")
+            raise UsageError(f"{owner}: {key} must be {most} or less, got {format_value(value)}")
         wanted = type(defaults[key])
         if wanted is float and type(value) is int:
             values[key] = float(value)
         elif type(value) is not wanted and defaults[key] is not dataclasses.MISSING:
-            raise UsageError(f"{owner}: {key} must be {_TYPES.get(wanted, wanted.__name__)}, got {shown(value)}")
+            raise UsageError(f"{owner}: {key} must be {_TYPES.get(wanted, wanted.__name__)}, got {format_value(value)}")
     return values
 
 

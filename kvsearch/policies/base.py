@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from kvsearch.core.errors import InternalError, UsageError, present
+from kvsearch.core.errors import InternalError, UsageError, assert_present
 from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
 from kvsearch.policies.tensors import Tensor
@@ -156,7 +156,7 @@ class Observation:
     @property
     def last_queries(self) -> Tensor:
         """The last query rows, [B, Hq, rows, D]."""
-        return present(self.queries, "a policy asked for query rows but did not declare that it needs them")
+        return assert_present(self.queries, "a policy asked for query rows but did not declare that it needs them")
 
     @property
     def group(self) -> int:
@@ -185,7 +185,7 @@ class Observation:
     def projected_norms(self, order: Norm) -> Tensor:
         """Return |v_i W_O[q]| of every entry under every query head of its group, [B, Hkv, G, T] fp32."""
         undeclared = "a policy asked for projected value norms but did not declare that it needs them"
-        project = present(self.projection, undeclared)
+        project = assert_present(self.projection, undeclared)
         return self.shared(("projected_norms", order), lambda: project(self.values, order))
 
     def of_hidden(self, what: OfHidden) -> Tensor:
@@ -206,7 +206,7 @@ class Observation:
     def received(self) -> Tensor:
         """Return the attention each entry received from all queries so far, [B, Hkv, T] fp32, mean over the group."""
         undeclared = "a policy asked for attention column sums but did not declare that it needs them"
-        return present(self.column_sums, undeclared)
+        return assert_present(self.column_sums, undeclared)
 
 
 @dataclass(frozen=True, eq=False)  # else subclasses that are equal to none but themselves would all be equal

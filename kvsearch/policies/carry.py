@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.policies.base import Observation
 from kvsearch.policies.decoding import entries_at, slots_of
 from kvsearch.policies.scoring import chunk_bytes, softmax
@@ -164,8 +164,10 @@ def _asked(observation: Observation) -> tuple[Tensor, Tensor]:
     """Return the reference queries as they would be asked behind the prompt, [B, Hq, N, D] fp32, and which count."""
     from kvsearch.models.architecture import rotate
 
-    queries, real = present(observation.references, "what entries carry is fitted to queries that were not gathered")
-    rotary = present(observation.rotary, "reference queries are turned, and the rotary embedding was not given")
+    queries, real = assert_present(
+        observation.references, "what entries carry is fitted to queries that were not gathered"
+    )
+    rotary = assert_present(observation.rotary, "reference queries are turned, and the rotary embedding was not given")
     count = queries.shape[2]
     following = observation.following
     positions = following[:, None] + torch.arange(count, device=following.device) * AHEAD // REFERENCES

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvsearch.core.errors import KvsearchError, NonFiniteError
-from kvsearch.core.parsing import in_one_line
+from kvsearch.core.parsing import format_error
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.policies.registry import fault, is_ours
 from kvsearch.policies.tensors import Tensor, torch
@@ -56,7 +56,7 @@ def calling(policy: Policy, method: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, KvsearchError) or is_out_of_memory(error) or is_ours(type(policy)):
             raise
-        raise fault(type(policy), f"failed in {method}() ({in_one_line(error)})") from error
+        raise fault(type(policy), f"failed in {method}() ({format_error(error)})") from error
 
 
 def check_form(policy: Policy, what: str, found: object, shape: Sequence[int], beside: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Step:
     @property
     def row(self) -> Tensor:
         """The attention row, [S, C] fp32."""
-        return present(self.attention, "a policy read an attention row that it did not declare")
+        return assert_present(self.attention, "a policy read an attention row that it did not declare")
 
     @property
     def arrived(self) -> Observation:
@@ -126,7 +126,7 @@ class Step:
 
         Where the segments are all heads of their sequences, in order, these are rows of it, keys [B, Hkv, K, D].
         """
-        return present(self.look, "a policy looked at the step's token where it cannot be seen")()
+        return assert_present(self.look, "a policy looked at the step's token where it cannot be seen")()
 
     def at_newest(self, values: Tensor) -> Tensor:
         """Return the entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""

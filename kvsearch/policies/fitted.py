@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.config.options import parse_setting
-from kvsearch.core.errors import UsageError, present
+from kvsearch.core.errors import UsageError, assert_present
 from kvsearch.core.files import read_bytes
 from kvsearch.core.naming import check_unique
-from kvsearch.core.parsing import shown
+from kvsearch.core.parsing import format_value
 from kvsearch.policies.base import Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.ranking import scored
@@ -195,7 +195,9 @@ def profile_of(digest: str, method: str) -> Profile:
     path, data = known_weights(digest)
     found = read_profile(data, str(path))
     if found.metadata.method != method:
-        raise UsageError(f"{path} has no weights of policy {method}: it is a profile of {shown(found.metadata.method)}")
+        raise UsageError(
+            f"{path} has no weights of policy {method}: it is a profile of {format_value(found.metadata.method)}"
+        )
     version = found.metadata.provenance.settings.get(WRITTEN_FOR, 1)
     if version != VERSION:
         raise UsageError(
@@ -251,7 +253,7 @@ def plain_keys(observation: Observation) -> Tensor:
     from kvsearch.models.architecture import unrotate
 
     unknown = "a policy turns keys back and was not given the model's rotary embedding"
-    rotary = present(observation.rotary, unknown)
+    rotary = assert_present(observation.rotary, unknown)
 
     def compute() -> Tensor:
         positions = observation.index.clamp(min=0)

@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, UsageError
 from kvsearch.core.limits import MOST_ROWS
 from kvsearch.core.naming import require_known
-from kvsearch.core.parsing import in_one_line
+from kvsearch.core.parsing import format_error
 from kvsearch.plan.schema import PolicySpec, typed_values
 from kvsearch.policies.base import Policy
 
@@ -85,7 +85,7 @@ def _load(point: EntryPoint) -> type[Policy]:
     try:
         found = point.load()
     except (Exception, SystemExit) as error:
-        raise _broken(point, f"cannot be imported ({in_one_line(error)})") from error
+        raise _broken(point, f"cannot be imported ({format_error(error)})") from error
     if not (inspect.isclass(found) and issubclass(found, Policy)):
         raise _broken(point, f"is no Policy: {point.value}")
     if inspect.isabstract(found):

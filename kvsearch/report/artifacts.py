@@ -18,9 +18,9 @@ from typing import Any
 
 from kvsearch.calibration.steps import profile_file
 from kvsearch.core.errors import KvsearchError, UsageError
-from kvsearch.core.files import opened, read_text
+from kvsearch.core.files import open_file, read_text
 from kvsearch.core.parsing import read_json
-from kvsearch.core.printed import command_line
+from kvsearch.core.printed import format_command_line
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.exporters.base import PlanScores
 from kvsearch.papers.tables import STAGES, TABLES
@@ -39,7 +39,7 @@ from kvsearch.report.paper_table import ReproducedTable
 from kvsearch.report.plans import list_cache_parts, list_plan_parts, plan_headline
 from kvsearch.report.profile import describe_profile, list_profile_parts
 from kvsearch.report.table import Table, to_markdown
-from kvsearch.results.base import Result, damaged, read_content, telling_damage
+from kvsearch.results.base import Result, damaged_file_error, read_content, report_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
@@ -188,7 +188,7 @@ class LoadedArtifact:
         """
         if self.content is None:
             return []
-        with telling_damage(self.path):
+        with report_damage(self.path):
             return list(KINDS[self.kind].parts(self.content) if self.view is None else self.view())
 
     @cached_property
@@ -196,7 +196,7 @@ class LoadedArtifact:
         """All figures of its content; errors as for `shown`."""
         if self.content is None:
             return []
-        with telling_damage(self.path):
+        with report_damage(self.path):
             maps = [part for part in self.shown if isinstance(part, Figure)]
             return [*maps, *KINDS[self.kind].figures(self.content)]
 
@@ -205,7 +205,7 @@ class LoadedArtifact:
         """What was found, in a sentence; errors as for `shown`."""
         if self.content is None:
             return ""
-        with telling_damage(self.path):
+        with report_damage(self.path):
             lines = [part for part in self.shown if isinstance(part, str)]
             return KINDS[self.kind].headline(self.content) or next(iter(lines), "")
 
@@ -228,12 +228,12 @@ class LoadedArtifact:
     def parts(self) -> Iterator[Part]:
         """Yield what is shown, why it is not all, and what to show next."""
         if self.config is not None and self.kind != "recipe":
-            yield {"of": command_line(self.config.command), "model": self.model or "-"}
+            yield {"of": format_command_line(self.config.command), "model": self.model or "-"}
         yield from self.shown
         if self.note is not None:
             yield self.note
         for place in self.places:
-            yield f"next: {command_line(['kvsearch', 'show', str(place)])}"
+            yield f"next: {format_command_line(['kvsearch', 'show', str(place)])}"
 
 
 def open_path(path: Path) -> LoadedArtifact:
@@ -265,10 +265,10 @@ def open_path(path: Path) -> LoadedArtifact:
 
 
 def is_cache(path: Path) -> bool:
-    """Return whether a file is a compressed cache: by its suffix, or by what it says of itself; errors as `opened`."""
+    """Return whether a file is a compressed cache, by its suffix or its header; errors as `open_file`."""
     if path.suffix == CACHE or not path.is_file():
         return path.suffix == CACHE
-    with opened(path) as file:
+    with open_file(path) as file:
         head = file.read(256)
     return head[8:].startswith(b'{"__metadata__"') and CACHE_MARK in head
 
@@ -283,7 +283,7 @@ def run_scores(place: Path, plan: Plan) -> PlanScores | None:
     content = open_path(place / WHOLE_RUN).content if (place / WHOLE_RUN).exists() else None
     for choice in content.choices if isinstance(content, RunResult) else ():
         if load_plan(place / str(choice.plan)) == plan:
-            with telling_damage(place / WHOLE_RUN):
+            with report_damage(place / WHOLE_RUN):
                 return _plan_scores(choice, read_config(place))
     return None
 
@@ -356,10 +356,10 @@ def _load_archive(path: Path) -> LoadedArtifact:
     """Open the directory of a run that was packed into one file, with all that is in it."""
     with tempfile.TemporaryDirectory() as place:
         try:
-            with opened(path) as file, tarfile.open(fileobj=file, mode="r:xz") as archive:
+            with open_file(path) as file, tarfile.open(fileobj=file, mode="r:xz") as archive:
                 archive.extractall(place, filter="data")
         except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
-            raise damaged(path, str(error)) from error
+            raise damaged_file_error(path, str(error)) from error
         if read_config(Path(place)) is None:
             raise _unknown_file_error(path)
         return replace(_load_directory(Path(place)), path=path)
@@ -431,7 +431,7 @@ def _load_yaml(path: Path) -> LoadedArtifact:
     from kvsearch.core.yaml_document import YamlDocument
     from kvsearch.strategies.from_yaml import plan_of_document
 
-    document = YamlDocument(read_text(path, most=MOST_YAML), str(path))
+    document = YamlDocument(read_text(path, max_bytes=MOST_YAML), str(path))
     content = document.data
     if not isinstance(content, dict):
         raise _unknown_file_error(path)

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.papers.tables import TABLES, Picture
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
@@ -115,7 +115,7 @@ def make_speed_figures(view: SpeedView) -> Iterator[Figure]:
         ]
         for stem, title, unit, values in charts:
             series = []
-            for cache, group in grouped(zip(costs_at, values, strict=True), lambda pair: pair[0].cache).items():
+            for cache, group in group_by_key(zip(costs_at, values, strict=True), lambda pair: pair[0].cache).items():
                 x, y = zip(*sorted((getattr(costs, name), value) for costs, value in group), strict=True)
                 series.append(Series(cache, x, y))
             body = LineChart(label, unit, tuple(series), log_x=True)
@@ -179,7 +179,7 @@ def make_table_figures(table: ReproducedTable) -> Iterator[Figure]:
     described = TABLES.get(table.table)
     for picture in () if described is None else described.pictures:
         known = [cell for cell in table.cells if cell.value is not None]
-        sides = grouped(known, attrgetter(picture.each))
+        sides = group_by_key(known, attrgetter(picture.each))
         parts = {name: part for name, part in sides.items() if re.fullmatch(picture.of, name)}
         title = f"{table.title.partition(',')[0]}, {picture.title}, on {table.model}"
         caption = "; ".join(table.caption)
@@ -187,7 +187,7 @@ def make_table_figures(table: ReproducedTable) -> Iterator[Figure]:
             yield Figure(picture.name, title, caption, _make_cell_maps(parts, picture), leads=True)
             continue
         for name, part in parts.items():
-            drawn = grouped(part, attrgetter(picture.lines)).values()
+            drawn = group_by_key(part, attrgetter(picture.lines)).values()
             lines = tuple(series for line in drawn for series in _group_cell_lines(line, picture))
             body = LineChart(picture.labels[0], picture.labels[1], lines, log_x=picture.log)
             suffix = "" if len(parts) == 1 else f": {name}"
@@ -214,8 +214,8 @@ def _group_cell_lines(line: Sequence[MeasuredCell], picture: Picture) -> Iterato
 def _make_cell_maps(parts: Mapping[str, list[MeasuredCell]], picture: Picture) -> HeatMap:
     """Return a map of each part."""
     known = [cell for part in parts.values() for cell in part]
-    columns = tuple(grouped(known, attrgetter(picture.over)))
-    rows = tuple(grouped(known, attrgetter(picture.lines)))
+    columns = tuple(group_by_key(known, attrgetter(picture.over)))
+    rows = tuple(group_by_key(known, attrgetter(picture.lines)))
     panels = {}
     for name, part in parts.items():
         at = {(getattr(cell, picture.lines), getattr(cell, picture.over)): cell.value or 0.0 for cell in part}

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
-from kvsearch.core.items import clock_words
+from kvsearch.core.items import format_clock
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
@@ -67,7 +67,7 @@ class Forecast:
         """Return what a stage has to do, and how long that may take: `pace` times what is said, if that is known."""
         [stage] = [stage for stage in self.stages if stage.name == name]
         seconds = self.work[name]
-        takes = format_time(self.speed, seconds) if pace is None else f"about {clock_words(seconds * pace)}"
+        takes = format_time(self.speed, seconds) if pace is None else f"about {format_clock(seconds * pace)}"
         counts = (f"{count} {noun}" for count, noun in zip(_list_counts(stage)[1:], COUNTED[1:], strict=True) if count)
         return f"{', '.join(counts)}; {takes}"
 
@@ -91,7 +91,7 @@ class Forecast:
         ]
         notes = ["no times: no pass was measured, as no weights are read here"]
         if self.speed is not None:
-            rows.insert(0, ["load the model, prepare questions", *[""] * 4, clock_words(self.start)])
+            rows.insert(0, ["load the model, prepare questions", *[""] * 4, format_clock(self.start)])
             notes = [f"by passes over {self.speed.tokens:,} tokens and a few, measured here, on {self.speed.device}"]
             if self.speed.is_busy:
                 notes.append("this machine is busy: the same pass took more than 1.5 times as long as another time")
@@ -105,7 +105,7 @@ def format_time(speed: Speed | None, seconds: float | None) -> str:
 
 
 def _format_range(within: tuple[float, float] | None) -> str:
-    return "-" if within is None else " to ".join(map(clock_words, within))
+    return "-" if within is None else " to ".join(map(format_clock, within))
 
 
 def _list_counts(stage: StageCost) -> list[str]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.core.files import atomic_write, require_directory, write_fault
-from kvsearch.core.printed import visible
+from kvsearch.core.files import require_directory, write_atomically, write_fault
+from kvsearch.core.printed import escape_invisible
 from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Series, is_light
 from kvsearch.strategies.names import FULL
 
@@ -87,9 +87,9 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
                 dated: dict[str, Any] = {"CreationDate": None} if suffix == "pdf" else {"Software": None}
                 picture.savefig(data, format=suffix, dpi=DPI, bbox_inches="tight", metadata=dated)
                 written.append(directory / f"{figure.name}.{suffix}")
-                atomic_write(written[-1], data.getvalue())
+                write_atomically(written[-1], data.getvalue())
             written.append(directory / f"{figure.name}.csv")
-            atomic_write(written[-1], figure.csv().encode())
+            write_atomically(written[-1], figure.csv().encode())
     return written
 
 
@@ -106,7 +106,7 @@ def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Pictur
         case HeatMap() as maps:
             _draw_maps(picture, maps)
     if titled:
-        picture.suptitle(visible(figure.title, keep="").replace("$", r"\$"), fontsize=10)
+        picture.suptitle(escape_invisible(figure.title, keep="").replace("$", r"\$"), fontsize=10)
     return picture
 
 
@@ -116,7 +116,7 @@ def _as_shown(data: Any) -> Any:
     Of a long one there is the beginning, as letters take the room that the axes need.
     """
     if isinstance(data, str):
-        text = visible(data, keep="")
+        text = escape_invisible(data, keep="")
         text = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
         return text.replace("$", r"\$")
     if isinstance(data, tuple):

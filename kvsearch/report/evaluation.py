@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
-from kvsearch.core.files import atomic_write
-from kvsearch.core.items import grouped
-from kvsearch.core.printed import csv_text
+from kvsearch.core.files import write_atomically
+from kvsearch.core.items import group_by_key
+from kvsearch.core.printed import format_csv
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -64,7 +64,7 @@ def write_tables(result: EvaluationResult, path: Path, overwrite: bool = True) -
     else:
         render = table.to_markdown if path.suffix == table.MARKDOWN else table.to_latex
         text = "\n".join(map(render, make_tables(result)))
-    atomic_write(path, text.encode(), overwrite)
+    write_atomically(path, text.encode(), overwrite)
 
 
 def list_parts(result: EvaluationResult) -> Iterator[Table | Figure]:
@@ -254,7 +254,7 @@ def make_csv_rows(result: EvaluationResult) -> str:
                             compared = [getattr(more, end) for end in INTERVAL]
                             what = (size, name, row.name, "nats", row.questions)
                             lines.append([*what, *score, subject, *compared, "", "", "", *settings])
-    return csv_text(lines)
+    return format_csv(lines)
 
 
 def make_losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) -> Table:
@@ -286,7 +286,7 @@ def make_losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss
 
 def average_over_tasks(losses: Sequence[LayerLoss]) -> list[LayerLoss]:
     """Join the rows of each layer and method to one, in which every task has the same weight; layers ascending."""
-    groups = grouped(losses, lambda row: (row.layer, row.method))
+    groups = group_by_key(losses, lambda row: (row.layer, row.method))
     return [
         replace(
             rows[0],

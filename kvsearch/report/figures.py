@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvsearch.core.printed import csv_text
+from kvsearch.core.printed import format_csv
 from kvsearch.report.table import Table
 
 Style = Literal["line", "steps", "level"]
@@ -124,7 +124,7 @@ class Figure:
 
     def csv(self) -> str:
         """Return its numbers in full; cells that are not known are empty."""
-        return csv_text(self.body.table())
+        return format_csv(self.body.table())
 
     def as_json(self) -> dict[str, Any]:
         """Return the title and the numbers, a list per row of the CSV."""

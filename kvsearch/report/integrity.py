@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from kvsearch.calibration.steps import SAMPLES as MEASURED
 from kvsearch.core.errors import KvsearchError, UsageError
-from kvsearch.core.files import TEMPORARY, opened, read_bytes
+from kvsearch.core.files import TEMPORARY, open_file, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
@@ -33,8 +33,8 @@ from kvsearch.report.figures import Part
 from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Table
 from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
-from kvsearch.runs.ledger import parsed_lines
-from kvsearch.runs.run import NOUNS, read_sums, sha256_of_file
+from kvsearch.runs.ledger import parse_lines
+from kvsearch.runs.run import NOUNS, hash_file, read_sums
 from kvsearch.search.trials import TrialLog
 
 State = Literal["whole", "unfinished", "damaged"]
@@ -139,7 +139,7 @@ def _is_ours(path: Path) -> bool:
         return True
     if path.suffix not in READ:
         return is_cache(path)
-    with opened(path) as file:
+    with open_file(path) as file:
         return path.parent.name == MEASURED or MARK in file.read(HEAD)
 
 
@@ -155,7 +155,7 @@ def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
             what = _describe(path)
     except KvsearchError as error:
         problem = " ".join(str(error).split()).removeprefix(f"{path}, ").removeprefix(f"{path} ")
-    sealed = digest is not None and sha256_of_file(path) == digest
+    sealed = digest is not None and hash_file(path) == digest
     if digest is not None and not sealed and not problem:
         problem = CHANGED
     if problem:
@@ -180,7 +180,7 @@ def _describe(path: Path) -> str:
     if path.name == LEDGER:
         config = read_config(path.parent)
         parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
-        lines: list[tuple[Any, int]] = list(parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
+        lines: list[tuple[Any, int]] = list(parse_lines(read_bytes(path), path, parse, read_identity(path.parent)))
         is_cut = sum(size for _, size in lines) < path.stat().st_size
         return (
             f"ledger, {pluralize(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
@@ -191,7 +191,7 @@ def _describe(path: Path) -> str:
         read_json(path)
         return "results"
     if (match := _WEIGHTS.fullmatch(path.name)) is not None:
-        if not sha256_of_file(path).startswith(match[1]):
+        if not hash_file(path).startswith(match[1]):
             raise UsageError(f"{path} has other weights than its name says")
         return "weights of a fitted ranking"
     if path.parent.name == MEASURED and path.suffix == ".safetensors":

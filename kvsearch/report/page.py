@@ -20,7 +20,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 from pydantic import ValidationError
 
-from kvsearch.core.printed import command_line, visible
+from kvsearch.core.printed import escape_invisible, format_command_line
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
 from kvsearch.policies.registry import BUILT_IN, describe_policy
 from kvsearch.report.artifacts import LoadedArtifact
@@ -99,9 +99,9 @@ def make_sheet(opened: LoadedArtifact) -> Sheet:
     return {
         "path": str(opened.path), "kind": opened.kind, "answer": opened.headline, "note": opened.note,
         "lines": [*lines, *(f"{artifact.path.name}: {artifact.headline}" for artifact in inner if artifact.headline)],
-        "figures": [*opened.figures, *(figure for inside in (*plans, *inner) for figure in _list_inner_figures(inside))],
+        "figures": [*opened.figures, *(figure for part in (*plans, *inner) for figure in _list_inner_figures(part))],
         "tables": [part for artifact in (opened, *inner) for part in artifact.shown if isinstance(part, Table)],
-        "commands": [command_line(opened.config.command)] if opened.config is not None else [],
+        "commands": [format_command_line(opened.config.command)] if opened.config is not None else [],
         "sources": dict(_list_sources(opened)), "choices": choices, "names": list(dict.fromkeys(names)),
     }  # fmt: skip
 
@@ -217,7 +217,7 @@ def draw_svg(figure: Figure, anchor: str, width: float = WIDTH) -> Markup:
     for colour, themed in THEMED.items():
         drawing = drawing.replace(f'"{colour}"', f'"{themed}"')
     opening = Markup('<svg viewBox="{}" width="{:.0f}" role="img" aria-label="{}" fill="currentColor">')
-    sized = opening.format(view, ENLARGED * float(view.split()[2]), visible(figure.title))
+    sized = opening.format(view, ENLARGED * float(view.split()[2]), escape_invisible(figure.title))
     return sized + Markup(re.sub(r"\s*\n\s*", " ", drawing))
 
 
@@ -233,7 +233,7 @@ def _load_template() -> Template:
 
     def finalize(value: Any) -> Any:
         """Make what nobody can see visible in all that the template prints."""
-        return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        return escape_invisible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     environment = Environment(
         loader=FunctionLoader(_read_asset),

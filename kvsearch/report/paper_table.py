@@ -17,8 +17,8 @@ from kvsearch.budgets.lukv import MarginalSolver, exact_budgets
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import lost_mass, stability
 from kvsearch.core.arrays import Floats
-from kvsearch.core.items import grouped
-from kvsearch.core.printed import csv_text
+from kvsearch.core.items import group_by_key
+from kvsearch.core.printed import format_csv
 from kvsearch.papers.tables import TABLES, PaperTable, Stage, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
 from kvsearch.report.numbers import pluralize
@@ -86,7 +86,7 @@ class ReproducedTable(Result):
         The caption is that of the first, the notes are those of the last.
         """
         parts: list[dict[str, list[MeasuredCell]]] = []  # cells by block
-        for block, cells in grouped(self.cells, lambda cell: cell.block).items():
+        for block, cells in group_by_key(self.cells, lambda cell: cell.block).items():
             before = {cell.column for cells in (parts[-1] if parts else {}).values() for cell in cells}
             if before.isdisjoint(cell.column for cell in cells):
                 parts.append({})
@@ -106,7 +106,7 @@ class ReproducedTable(Result):
             rivals = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
             if len({cell.shown for cell in rivals}) > 1:
                 best[column] = max(rivals, key=lambda cell: cell.value or 0.0).shown
-        for row, known in grouped(cells, lambda cell: cell.row).items():
+        for row, known in group_by_key(cells, lambda cell: cell.row).items():
             by_column = {cell.column: cell for cell in known}
             texts = {column: by_column[column].shown if column in by_column else "" for column in columns}
             ranked = {column for column, cell in by_column.items() if cell.ranked}
@@ -124,7 +124,7 @@ class ReproducedTable(Result):
             (self.table, cell.block, cell.row, cell.column, cell.value, cell.low, cell.high, cell.text, cell.paper)
             for cell in self.cells
         ]
-        return csv_text([CSV_HEADER, *rows])
+        return format_csv([CSV_HEADER, *rows])
 
 
 def list_tables(name: str = "") -> Table:

@@ -15,7 +15,7 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvsearch.core.printed import visible, visible_line
+from kvsearch.core.printed import escape_invisible, escape_line
 from kvsearch.report.figures import Figure, HeatMap, Part, find_shade, is_light
 from kvsearch.report.table import Table
 
@@ -96,7 +96,7 @@ def _colour_cell(value: float | None, body: HeatMap) -> Text:
 
 def style_text(text: str, style: str = "") -> Text:
     """Return data in a style, all of it visible; rich itself drops what rings, returns or goes back."""
-    return Text(visible_line(text), style)
+    return Text(escape_line(text), style)
 
 
 class FittingTable(RichTable):
@@ -131,7 +131,7 @@ class FittingTable(RichTable):
 
     def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
         """Add a row; a text is shown on one line, as it is."""
-        super().add_row(*(visible(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **how)
+        super().add_row(*(escape_invisible(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **how)
 
     def _of(self, columns: Sequence[Column]) -> RichTable:
         """Return a plain table of some of the columns."""

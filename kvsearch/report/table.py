@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_target
-from kvsearch.core.printed import csv_text, markdown_text, visible
+from kvsearch.core.printed import escape_invisible, escape_markdown, format_csv
 from kvsearch.report.numbers import format_interval, format_nats
 from kvsearch.runs.estimates import Estimate
 
@@ -109,22 +109,22 @@ def to_csv(table: Table) -> str:
     for heading, rows in table.groups:
         first = [heading] if grouped else []
         lines += [[*first, *(cell.text for cell in row)] for row in rows]
-    return csv_text(lines)
+    return format_csv(lines)
 
 
 def to_markdown(table: Table) -> str:
     """Return a Markdown table under its title; the best cells are bold, headings of groups are rows of their own."""
-    written = [list(map(markdown_text, table.header)), ["---", *["---:"] * (len(table.header) - 1)]]
+    written = [list(map(escape_markdown, table.header)), ["---", *["---:"] * (len(table.header) - 1)]]
     for heading, rows in table.groups:
         if heading:
-            written.append([f"*{markdown_text(heading)}*", *[""] * (len(table.header) - 1)])
+            written.append([f"*{escape_markdown(heading)}*", *[""] * (len(table.header) - 1)])
         for row in rows:
-            cells = ((markdown_text(cell.text), cell.best) for cell in row)
+            cells = ((escape_markdown(cell.text), cell.best) for cell in row)
             written.append([f"**{text}**" if best else text for text, best in cells])
     lines = [f"| {' | '.join(row)} |" for row in written]
-    notes = [f"- {markdown_text(note)}" for note in table.notes]
-    above = [line for note in table.above for line in (markdown_text(note), "")]
-    return "\n".join([f"**{markdown_text(table.title)}**", "", *above, *lines, *([""] if notes else []), *notes, ""])
+    notes = [f"- {escape_markdown(note)}" for note in table.notes]
+    above = [line for note in table.above for line in (escape_markdown(note), "")]
+    return "\n".join([f"**{escape_markdown(table.title)}**", "", *above, *lines, *([""] if notes else []), *notes, ""])
 
 
 def to_latex(table: Table) -> str:
@@ -148,7 +148,7 @@ def to_latex(table: Table) -> str:
 
 
 def _escape_tex(text: str) -> str:
-    return "".join(SPECIAL.get(mark, mark) for mark in visible(text, keep=""))
+    return "".join(SPECIAL.get(mark, mark) for mark in escape_invisible(text, keep=""))
 
 
 def _make_tex_row(row: Sequence[Cell]) -> str:

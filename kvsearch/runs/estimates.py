@@ -27,8 +27,8 @@ class Estimate:
     contexts: Annotated[int | None, Field(exclude_if=lambda count: count is None)] = field(default=None, kw_only=True)
 
 
-def doubt_of(full: Estimate) -> str | None:
-    """Return why scores beside those of a full cache that scores `full` say next to nothing; None if they may."""
+def find_doubt(full: Estimate) -> str | None:
+    """Return why scores mean little if the full cache scores `full` near zero; None if they are meaningful."""
     if full.mean >= LEAST_USEFUL:
         return None
     if full.contexts is not None and full.contexts < FEW:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import (
-    beyond_switch,
-    class_of,
-    decoder,
-    family_of,
+    find_class_name,
+    find_decoder,
+    find_family,
+    find_rotary_switch,
+    find_text_config,
+    is_beyond_switch,
     is_wrapper,
     require_same_rotary,
-    rotary_switch,
-    text_config,
-    unwrapped,
+    unwrap,
     warn_beyond,
 )
 from kvsearch.models.memory import refuse_offloaded
@@ -103,7 +103,9 @@ class PlannedModel:
     def __enter__(self) -> PlannedModel:
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation(NAME)
-        self._before.append((before, decoder(self.model).register_forward_pre_hook(_require_planned, with_kwargs=True)))
+        self._before.append(
+            (before, find_decoder(self.model).register_forward_pre_hook(_require_planned, with_kwargs=True))
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,7 +151,7 @@ class PlannedModel:
             EnvironmentFault: the device has too little memory for what is kept of the prompt.
         """
         self._require_attached()
-        kwargs |= zip(signature(unwrapped(self.model).forward).parameters, args, strict=False)
+        kwargs |= zip(signature(unwrap(self.model).forward).parameters, args, strict=False)
         cache = cache_of(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
         if cache is None and kwargs.get("use_cache") is False:
@@ -264,25 +266,26 @@ class PlannedModel:
         self, batch: int, columns: int, mask: Tensor | None, later: int, chunk: int | None
     ) -> None:
         """Refuse sequences to whose last tokens the keys of their first ones would not fit; see `_begin`."""
-        if rotary_switch(self.model) is None:
+        if find_rotary_switch(self.model) is None:
             return
         real = torch.ones(batch, columns) if mask is None or mask.dim() != 2 else mask
         seen = self.cache.get_seq_length()
         read = real[:, : seen or columns].sum(-1)
         longest = int(real.sum(-1).max())
         require_same_rotary(self.model, read, longest - int(read.max()) + later)
-        if not seen and chunk is not None and chunk < columns and beyond_switch(self.model, longest):
+        if not seen and chunk is not None and chunk < columns and is_beyond_switch(self.model, longest):
             raise IncompatibleError(
-                f"prefill_chunk_size={chunk}: {class_of(self.model)} would rotate the first tokens of {longest:,} "
+                f"prefill_chunk_size={chunk}: {find_class_name(self.model)} "
+                f"would rotate the first tokens of {longest:,} "
                 "as those of a short sequence: read the prompt at once, or with planned.read(ids, chunk=...)"
             )
 
     def _require_kept(self, columns: int, later: int) -> None:
         """Refuse a sequence that transformers' code for the model reads anew on the way; see `READ_ANEW`."""
-        config = text_config(self.model)
+        config = find_text_config(self.model)
         limit = getattr(config, "original_max_position_embeddings", None)
         read = self.cache.get_seq_length() or columns
-        if family_of(config) not in READ_ANEW or not limit or columns + later <= limit:
+        if find_family(config) not in READ_ANEW or not limit or columns + later <= limit:
             return
         if is_wrapper(self.model) and not self.cache.get_seq_length():
             raise IncompatibleError(
@@ -301,7 +304,7 @@ class PlannedModel:
         read = min((layer.seen for layer in self.cache.planned.values()), default=tokens)
         if read < tokens:
             raise IncompatibleError(
-                f"{class_of(self.model)} did without the cache that it was given, which has read {read:,} of "
+                f"{find_class_name(self.model)} did without the cache that it was given, which has read {read:,} of "
                 f"{tokens:,} tokens: the plan did not run (models drop caches in training with gradient checkpointing)"
             )
 
@@ -425,7 +428,7 @@ def attach(
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
         raise UsageError(f"a {type(model).__name__} is no model of transformers: give the one that it wraps")
-    refuse_offloaded(model, class_of(model))
+    refuse_offloaded(model, find_class_name(model))
     if plan is None:
         plan = load_plan(AUTO, model)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)

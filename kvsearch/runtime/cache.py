@@ -14,7 +14,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import RotaryTables, class_of, require_plain_rotary, rotary_switch, text_config
+from kvsearch.models.architecture import (
+    RotaryTables,
+    find_class_name,
+    find_rotary_switch,
+    find_text_config,
+    require_plain_rotary,
+)
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.policies import Policy
@@ -61,15 +67,15 @@ class PlanCache(Cache):  # type: ignore[misc]
     def __init__(
         self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
     ) -> None:
-        refuse_offloaded(model, class_of(model))
+        refuse_offloaded(model, find_class_name(model))
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
         if program.prefill is not None and program.prefill.carries:
             require_plain_rotary(model, "a plan whose entries carry what leaves")
         layers = stock_layers(model)
-        config = text_config(model)
+        config = find_text_config(model)
         sharing = None if program.allocation is None else Sharing(program.allocation, program)
-        switch = rotary_switch(model)
+        switch = find_rotary_switch(model)
         self.read_mask = ReadMask()
         for index in program.layers:
             if type(layers[index]) is not DynamicLayer:

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from kvsearch.core.errors import IncompatibleError, UsageError, present
+from kvsearch.core.errors import IncompatibleError, UsageError, assert_present
 from kvsearch.kernels.dispatch import needs_gradients
-from kvsearch.models.architecture import attention_modules, require_continuation, unrotate
+from kvsearch.models.architecture import find_attention_modules, require_continuation, unrotate
 from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics, References
 from kvsearch.policies.checks import DeferredCheck, require_finite
 from kvsearch.policies.fitted import even_places
@@ -143,7 +143,7 @@ class DensePrompt:
 
         Whether a prompt ends with padding is noted, for `lengths_after` and `require_finite`; a CPU is asked at once.
         """
-        states = present(self.states, "a prompt was asked for before it passed")
+        states = assert_present(self.states, "a prompt was asked for before it passed")
         logits = self._logits
         seen = Observation(
             *states,
@@ -244,7 +244,7 @@ def watch(model: nn.Module, needs: Iterable[Needs]) -> None:
     """See to it that `entering` knows the hidden states of `model` from now on, if one of the needs wants them."""
     if not any(need.hidden is not None for need in needs):
         return
-    for module in attention_modules(model).values():
+    for module in find_attention_modules(model).values():
         if module not in _watched:
             _watched.add(module)
             module.register_forward_pre_hook(_enter, with_kwargs=True)

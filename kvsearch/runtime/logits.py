@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
 from kvsearch.kernels.dispatch import needs_gradients
-from kvsearch.models.architecture import output_projection, output_weight
+from kvsearch.models.architecture import find_output_projection, read_output_weight
 from kvsearch.models.weights import is_plain, state_of
 from kvsearch.policies.base import Norm
 from kvsearch.policies.scoring import chunk_bytes, projected_norms, softmax
@@ -61,19 +61,19 @@ class OutputProjection:
         """Return what was made of the projection before, as long as its weights are the same."""
         if torch.compiler.is_compiling():  # which knows no addresses
             return make()
-        state = state_of(output_projection(self.module))
+        state = state_of(find_output_projection(self.module))
         if (last := made.get(self.module)) is None or last[0] != state:
             made[self.module] = last = (state, make())
         return last[1]
 
     def _weight(self) -> Tensor:
         """Return W_O per query head, [Hq, Dv, d_model] fp32."""
-        if is_plain(output_projection(self.module)):
+        if is_plain(find_output_projection(self.module)):
             return self._made_weight()
         return self._made_once(_weights, lambda: self._made_weight().to(self.dtype)).float()
 
     def _made_weight(self) -> Tensor:
-        return output_weight(self.module, self.query_heads, self.dtype)
+        return read_output_weight(self.module, self.query_heads, self.dtype)
 
     def _made_factors(self) -> Tensor:
         by_head = self._made_weight()

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvsearch.core.errors import IncompatibleError, present
+from kvsearch.core.errors import IncompatibleError, assert_present
 from kvsearch.models.architecture import (
     RotaryTables,
     describe,
+    find_rotary_limit,
     require_continuation,
     require_same_rotary,
-    same_rotary_until,
 )
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs, Rereading
@@ -72,7 +72,7 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
     @property
     def noted(self) -> Noted:
         """What `look` made of the prompt."""
-        return present(self._noted, f"layer {self.index} has noted no prompt")
+        return assert_present(self._noted, f"layer {self.index} has noted no prompt")
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         tag(key_states, self)
@@ -87,7 +87,7 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend to the prompt, and look at it when it is complete."""
-        prompt = present(self._prompt, f"layer {self.index} is given a second prompt")
+        prompt = assert_present(self._prompt, f"layer {self.index} is given a second prompt")
         output = prompt.attend(module, query, key, value, mask, **kwargs)
         if self.length is None or self._passed >= self.length:
             self._noted = self.look(prompt.observation())
@@ -344,7 +344,7 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
 def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading) -> dict[int, Tensor]:
     """Return what the entries of a prompt [1, T] get when it is read again, by layer [1, Hkv, T]."""
     length = ids.shape[1]
-    limit = same_rotary_until(passed.model, length)
+    limit = find_rotary_limit(passed.model, length)
     chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk
     if chunk < min(how.chunk, LEAST_CHUNK):
         raise IncompatibleError(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, warn_once
-from kvsearch.models.architecture import FULL, attention_modules, class_of, describe
-from kvsearch.models.memory import FP32, MemoryNeeds, free_bytes, free_memory, reading_needs
+from kvsearch.models.architecture import FULL_ATTENTION, describe, find_attention_modules, find_class_name
+from kvsearch.models.memory import FP32, MemoryNeeds, estimate_reading_memory, measure_free_bytes, release_memory
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.schema import NO_CARRY, Carry
 from kvsearch.policies import Policy, create_policy
@@ -99,9 +99,9 @@ class Program:
             UsageError: an unknown policy or parameter, or a policy without a decode rule in the decode phase.
         """
         from kvsearch.budgets.plan_checks import check_plan
-        from kvsearch.models.fingerprint import fingerprint
+        from kvsearch.models.fingerprint import compute_fingerprint
 
-        plan.model.require(fingerprint(model), "this plan")
+        plan.model.require(compute_fingerprint(model), "this plan")
         check_plan(plan, "this plan")
         kinds = describe(model).kinds
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
@@ -169,12 +169,12 @@ def _phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhasePr
     phase = plan.phases.get(name)
     if phase is None:
         return None
-    foreign = [layer for layer in phase.planned_layers if kinds[layer] != FULL]
+    foreign = [layer for layer in phase.planned_layers if kinds[layer] != FULL_ATTENTION]
     if foreign:
         what = ", ".join(sorted({kinds[layer] for layer in foreign}))
         raise IncompatibleError(
             f"the plan budgets layers {foreign}, which are of kind {what} and belong to the model: only layers of kind "
-            f"{FULL} can be planned"
+            f"{FULL_ATTENTION} can be planned"
         )
     policies = {index: policy_of(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
     carries = {index: carry for index, carry in enumerate(phase.carries) if carry != NO_CARRY}
@@ -192,7 +192,7 @@ def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
     named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
     for name in sorted(named) if normalises_keys(model) else ():
         warn_once(
-            f"{class_of(model)} normalises its keys, so their norms are nearly equal and say little about what "
+            f"{find_class_name(model)} normalises its keys, so their norms are nearly equal and say little about what "
             f"matters: policy {name} ranks by them, another policy will likely keep more",
             stacklevel=3,
         )
@@ -200,7 +200,7 @@ def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
 
 def normalises_keys(model: nn.Module) -> bool:
     """Tell whether an attention layer of `model` normalises keys before it caches them, as in Qwen3 and Gemma3."""
-    norms = (getattr(module, name, None) for module in attention_modules(model).values() for name in KEY_NORMS)
+    norms = (getattr(module, name, None) for module in find_attention_modules(model).values() for name in KEY_NORMS)
     return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
 
 
@@ -244,7 +244,9 @@ def memory_needs(
         scratch += entries * shape.head_dim * model.dtype.itemsize + 2 * chunk_bytes(model.device)
     sums = FP32 * max(lengths) if any(need.column_sums for need in scoring) else 0
     gathered = len(lengths) * len(shape.full_layers) * shape.query_heads * (queries + sums)
-    return reading_needs(model, lengths, prompt_bytes(model, program, lengths, tokens), chunk, scratch, gathered)
+    return estimate_reading_memory(
+        model, lengths, prompt_bytes(model, program, lengths, tokens), chunk, scratch, gathered
+    )
 
 
 def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[int], chunk: int | None = None) -> None:
@@ -256,10 +258,10 @@ def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[
     needs = {name: memory_needs(model, program, lengths, chunk) for name, program in programs.items()}
     name, needed = max(needs.items(), key=lambda item: item[1].total)
     beside = needed.total - needed.weights
-    if not devices or beside <= sum(map(free_bytes, devices)):
+    if not devices or beside <= sum(map(measure_free_bytes, devices)):
         return
-    free_memory()  # what torch holds for later is free, too
-    if beside > (free := sum(map(free_bytes, devices))):
+    release_memory()  # what torch holds for later is free, too
+    if beside > (free := sum(map(measure_free_bytes, devices))):
         prompts = f"{len(lengths)} prompts of up to" if len(lengths) > 1 else "a prompt of"
         raise EnvironmentFault(
             f"{name} needs {beside / 1e9:.2f} GB beside the weights for {prompts} {max(lengths):,} tokens "

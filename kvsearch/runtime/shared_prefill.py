@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import NonFiniteError, UsageError
-from kvsearch.core.items import grouped
-from kvsearch.models.architecture import RotaryTables, check_length, describe, require_same_rotary, rotated_as
-from kvsearch.models.memory import default_memory
+from kvsearch.core.items import group_by_key
+from kvsearch.models.architecture import RotaryTables, check_length, describe, require_same_rotary, rotate_as_length
+from kvsearch.models.memory import find_default_memory
 from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache
@@ -95,7 +95,7 @@ def compressed(
 
 def batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
     """Yield batches of at most `size` items of which `alike` says the same."""
-    for group in grouped(items, alike).values():
+    for group in group_by_key(items, alike).values():
         for first in range(0, len(group), size):
             yield group[first : first + size]
 
@@ -153,7 +153,7 @@ def _portions(
     model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None, answer_bytes: int
 ) -> Iterator[dict[str, Program]]:
     """Yield programs, in order, that fit into `memory` together, see `compressed`; at least one at a time."""
-    limit = default_memory(model.device) if memory is None else memory
+    limit = find_default_memory(model.device) if memory is None else memory
     portion: dict[str, Program] = {}
     taken = 0
     for method, program in programs.items():
@@ -229,7 +229,7 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     shared = cache_class(model, Cache)(layers=layers)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     size = chunk or ids.shape[1]
-    whole = nullcontext() if chunk is None else rotated_as(model, int(positions.max()) + 1)
+    whole = nullcontext() if chunk is None else rotate_as_length(model, int(positions.max()) + 1)
     with torch.no_grad(), whole:
         for first in range(0, ids.shape[1], size):
             part = slice(first, first + size)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvsearch.models.architecture import decoder, describe, text_config
+from kvsearch.models.architecture import describe, find_decoder, find_text_config
 from kvsearch.models.cache_name import CACHE as CACHE
 
 CACHES = ("cache", "past_key_values")  # what callers may call it
@@ -27,7 +27,7 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
 def stock_layers(model: Any) -> list[Any]:
     """Return the layers of transformers' own cache for `model`; IncompatibleError if it is not supported."""
     shape = describe(model)
-    return DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
+    return DynamicCache(config=find_text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
 
 
 def stateful_layers(layers: Sequence[Any]) -> list[int]:
@@ -67,7 +67,7 @@ def stock_nbytes(layer: Any) -> int:
 
 def cache_class(model: nn.Module, base: Any) -> type[Any]:
     """Return `base`, or what is both it and the class that the code of `model` asks for."""
-    kind: type[Any] = _class_for(type(decoder(model)).__module__, base)
+    kind: type[Any] = _class_for(type(find_decoder(model)).__module__, base)
     return kind
 
 

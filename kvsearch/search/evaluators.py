@@ -20,7 +20,7 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split
-from kvsearch.models.architecture import beyond_switch
+from kvsearch.models.architecture import is_beyond_switch
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import has_windows, stop_tokens
@@ -109,7 +109,7 @@ class PlanRuns:
     def _alike(self, context: Context) -> tuple[str, bool]:
         """Return what contexts that are read as one batch have in common."""
         sample = self.samples[context[0]]
-        return sample.task.task.name, beyond_switch(self.model, len(sample.prompt))
+        return sample.task.task.name, is_beyond_switch(self.model, len(sample.prompt))
 
     def _read(self, programs: Mapping[str, Program], contexts: Sequence[Context]) -> Iterator[JointReplies]:
         """Read the prompts of some contexts under all programs."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.core.arrays import Ints
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
@@ -109,7 +109,7 @@ class PreparedSearch:
     @cached_property
     def data_sha256(self) -> str:
         """Of what is searched on."""
-        return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in self.samples])
+        return hash_json([[sample.sha256, sample.answer.tolist()] for sample in self.samples])
 
     @cached_property
     def frame(self) -> Frame:

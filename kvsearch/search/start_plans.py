@@ -12,7 +12,7 @@ from kvsearch.budgets.allocator import Allocator, Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -183,7 +183,7 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
 
 
 def _distinct(tables: Mapping[str, Ints]) -> dict[str, Ints]:
-    alike = grouped(tables, lambda name: tables[name].tobytes())
+    alike = group_by_key(tables, lambda name: tables[name].tobytes())
     return {name: tables[name] for name, *_ in alike.values()}
 
 

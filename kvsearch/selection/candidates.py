@@ -23,7 +23,7 @@ from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.options import OBSERVING, RECENT, SCORED
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import require_plain_rotary
 from kvsearch.models.loading import LoadedModel
@@ -116,7 +116,7 @@ def content_hash(plan: Plan) -> str:
     scales = plan.scaling == "proportional"
     shares = plan.allocation.name != STATIC
     kept = plan.model_dump(mode="json", include={"prefill", "decode", "scaling", "allocation"})
-    return sha256_of([kept, plan.floor if scales or shares else None, plan.length if scales else None])
+    return hash_json([kept, plan.floor if scales or shares else None, plan.length if scales else None])
 
 
 def find_policy_candidates(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from kvsearch.core.arrays import TIE
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast_scores, estimate, summarize
@@ -326,7 +326,7 @@ def by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     def kind(sample: Sample) -> str:
         return f"{sample.task}, {sample.category}" if len(categories[sample.task]) > 1 else sample.task
 
-    return grouped(samples, kind)
+    return group_by_key(samples, kind)
 
 
 def prepare_race(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import forwarded
+from kvsearch.core.naming import delegate
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.evaluation.runner import hash_rows
 from kvsearch.models.loading import LoadedModel
@@ -48,8 +48,8 @@ class SelectionJob:
     reported: Split
     race: PlanRace
     profile: Profile | None = None
-    protocol = forwarded("reported.protocol")
-    seed = forwarded("reported.seed")
+    protocol = delegate("reported.protocol")
+    seed = delegate("reported.seed")
 
     def check(self) -> None:
         """Raise UsageError if the selection and the report split have questions or contexts in common."""

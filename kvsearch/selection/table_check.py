@@ -24,7 +24,7 @@ from kvsearch.calibration.options import CalibrationOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
 from kvsearch.core.arrays import TIE, Floats, Ints
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import estimate_by_student
 from kvsearch.models.loading import LoadedModel
@@ -63,7 +63,7 @@ def check_table(
     asked: dict[int, list[Floats]] = {}
     items = [(prompt, tables[folds[prompt.context]].astype(np.float64)) for prompt in prompts]
     found = loaded.map(partial(_measure_kept_shares, policy=policy, minimum=minimum, mixes=mixes), items)
-    for prompt, stays in zip(prompts, counted(found, len(prompts), progress), strict=True):
+    for prompt, stays in zip(prompts, with_progress(found, len(prompts), progress), strict=True):
         asked.setdefault(prompt.text, []).extend(stays)
     scores = {text: np.mean(stays, axis=0) for text, stays in asked.items() if stays}
     if not scores:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.arrays import Ints
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.models.architecture import describe
@@ -222,7 +222,7 @@ def sweep(
                             f"plan {name} leaves layers {left} their full cache, the methods evict in all: compare it "
                             "without --methods, with baselines of its own size"
                         )
-                found.append(ReadyMethod(name, program, {"plan": sha256_of(plan)}, size, plan.provenance.contexts))
+                found.append(ReadyMethod(name, program, {"plan": hash_json(plan)}, size, plan.provenance.contexts))
     warn_unfit(loaded.model, {policy for one in found for policy in one.program.policies})
     return found
 
@@ -237,13 +237,13 @@ def with_baselines(
     """
     programs = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
     found = [
-        ReadyMethod(label, program, {"plan": sha256_of(plans[label])}, contexts=plans[label].provenance.contexts)
+        ReadyMethod(label, program, {"plan": hash_json(plans[label])}, contexts=plans[label].provenance.contexts)
         for label, program in programs.items()
     ]
     for name, program in baselines(loaded.model, programs[subject], names).items():
         policy = program.policies[0]
         kept = {"name": policy.name, "params": policy.parameters()}
-        found.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": sha256_of(plans[subject])}))
+        found.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": hash_json(plans[subject])}))
     return [full_method(loaded), *found]
 
 

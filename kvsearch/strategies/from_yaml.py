@@ -13,7 +13,7 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import UsageError
 from kvsearch.core.limits import MOST_HEADS, MOST_LAYERS
 from kvsearch.core.naming import suggest
-from kvsearch.core.parsing import located_problems, require_header
+from kvsearch.core.parsing import locate_problems, require_header
 from kvsearch.core.yaml_document import Place, YamlDocument
 from kvsearch.plan import PHASES, ModelFingerprint, Plan, PolicySpec
 from kvsearch.plan.origin import Provenance
@@ -63,7 +63,7 @@ class _Reader:
         try:
             plan = Plan.model_validate(data)
         except ValidationError as error:
-            for place, problem in located_problems(error):
+            for place, problem in locate_problems(error):
                 if place not in self.told:
                     self.tell(self._source(place), problem)
         if plan is not None and not self.document.problems:

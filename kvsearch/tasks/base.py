@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import is_none
 from kvsearch.tasks.metrics import METRICS
@@ -78,7 +78,7 @@ class Sampling:
 
     def derive_seed(self, *place: str | int) -> int:
         """Derive the seed of one reply from the base seed and the reply's place (task, key, question, number)."""
-        return int(sha256_of([self.seed, *place])[:16], 16)
+        return int(hash_json([self.seed, *place])[:16], 16)
 
 
 class Task(ABC):

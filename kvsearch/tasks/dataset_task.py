@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Generic
 import yaml
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import forwarded, require_known, suggest
+from kvsearch.core.naming import delegate, require_known, suggest
 from kvsearch.core.parsing import read_json
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.base import Example, Task, TokenCount
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import find_metric
@@ -47,7 +47,7 @@ class DatasetSpec:
 def read_shipped(name: str) -> Any:
     """Return what a file of data/tasks describes."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(resource(f"data/tasks/{name}.yaml").read_text(encoding="utf-8"), loader)
+    return yaml.load(find_resource(f"data/tasks/{name}.yaml").read_text(encoding="utf-8"), loader)
 
 
 def read_specs(benchmark: str) -> dict[str, DatasetSpec]:
@@ -172,9 +172,9 @@ class DatasetTask(Task, Generic[Checked]):
     def prompt(self) -> str:
         return self.template.separator + PLACE
 
-    metric = forwarded("spec.metric")
-    category = forwarded("spec.category")
-    chat = forwarded("spec.chat")
+    metric = delegate("spec.metric")
+    category = delegate("spec.category")
+    chat = delegate("spec.chat")
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
-from kvsearch.models.foreign import naming_text
+from kvsearch.models.foreign import name_text_on_error
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -180,7 +180,7 @@ def encode_tasks(
         check_length(loaded, task, limit)
     made = []
     for task in tasks:
-        with naming_text(f"task {task.name}"):
+        with name_text_on_error(f"task {task.name}"):
             examples, left_out = draw_unseen_examples(task, samples, seed, count, used or ContextSet())
         if sampling is not None:
             if is_forced(task) or (sampling.replies > 1 and any(example.turns for example in examples)):
@@ -219,7 +219,7 @@ def encode(
     excluded = Counter[str]()
     prompts: list[Prompt] = []
     for example in examples:
-        with naming_text(f"task {task.name}, example {example.key}"):
+        with name_text_on_error(f"task {task.name}, example {example.key}"):
             prompts += _encode_prompts(form, [example], limit, excluded)
     if not prompts:
         raise UsageError(

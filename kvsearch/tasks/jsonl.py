@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
-from kvsearch.core.parsing import problems_of
+from kvsearch.core.naming import describe_unknown
+from kvsearch.core.parsing import list_validation_problems
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.fields import Filled, Name, NotEmpty, trim
 from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, OF_BLANKS, find_metric
@@ -91,7 +91,7 @@ class JsonlTask(Task):
         ids = Counter(str(row.id) for row in rows if row.id is not None)
         problems += [f"the id {name!r} is of {count} rows" for name, count in ids.items() if count > 1]
         problems += [f"prompt {prompt!r} lacks {PLACE}" for prompt in prompts if PLACE not in prompt]
-        problems += [unknown("metric", metric, list(METRICS)) for metric in metrics if metric not in METRICS]
+        problems += [describe_unknown("metric", metric, list(METRICS)) for metric in metrics if metric not in METRICS]
         if len(metrics) > 1:
             problems.append(f"the rows name the metrics {', '.join(metrics)}: one file has one metric")
         if len(prompts) > 1:
@@ -138,7 +138,10 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
                     turns.append(JsonlRow.model_validate(content))
                 lines.append((turns, True))
         except ValidationError as error:
-            problems += [f"{turn_place}: {problem}" for problem in problems_of(error, [*JsonlRow.model_fields, TURNS])]
+            problems += [
+                f"{turn_place}: {problem}"
+                for problem in list_validation_problems(error, [*JsonlRow.model_fields, TURNS])
+            ]
         except UsageError as error:
             problems.append(str(error))
     return lines, problems

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from kvsearch.core.errors import KvsearchWarning, UsageError, given
+from kvsearch.core.errors import KvsearchWarning, UsageError, require
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
@@ -49,7 +49,7 @@ class GridCell(NamedTuple):
     def parse(cls, key: str) -> GridCell:
         """Return the cell of an example's key; UsageError if it is none."""
         problem = f"{key!r} is no key of a needle in a haystack, such as {GridCell(1000, 50).key!r}"
-        match = given(_KEY.fullmatch(key), problem)
+        match = require(_KEY.fullmatch(key), problem)
         return cls(int(match[1]), int(match[2]))
 
 

@@ -344,7 +344,7 @@ def _takes_blank(character: str) -> bool:
     return not unicodedata.name(character, "").startswith(_UNSPACED)
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """Cut a reply at the first of `stops`, without leading white space; return all of it if none is there.
 
     A reply is left as it is where there are no `stops`. See `find_stop` for which places count.

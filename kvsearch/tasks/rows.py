@@ -20,9 +20,9 @@ from typing import Any, Final, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
-from kvsearch.core.files import PARQUET, decoded, is_of_form, read_unpacked
+from kvsearch.core.files import PARQUET, decode_text, is_of_form, read_unpacked
 from kvsearch.core.limits import MOST_DATA
-from kvsearch.core.parsing import describe_fault, list_problems, parse_json, problems_of, short_key
+from kvsearch.core.parsing import describe_fault, list_problems, list_validation_problems, parse_json, shorten_key
 
 Row = dict[str, Any]
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -98,12 +98,12 @@ def check_rows(rows: Sequence[Row], model: type[Checked], where: object) -> list
     for number, row in enumerate(rows, 1):
         missing = ", ".join(repr(name) for name in needed if name not in row)
         if missing:
-            columns = ", ".join(map(short_key, [*row][:_SHOWN])) or "nothing"
+            columns = ", ".join(map(shorten_key, [*row][:_SHOWN])) or "nothing"
             raise UsageError(f"row {number} of {where} has no column {missing} (found: {columns})")
         try:
             checked.append(model.model_validate(row))
         except ValidationError as error:
-            problems += [f"row {number}: {problem}" for problem in problems_of(error)]
+            problems += [f"row {number}: {problem}" for problem in list_validation_problems(error)]
     if problems:
         raise UsageError(list_problems(problems, str(where)))
     return checked
@@ -183,7 +183,7 @@ def read_located(path: str | Path) -> list[Located]:
     data = read_unpacked(path)
     if is_of_form(data, PARQUET):
         return _number_rows(_read_parquet(data, str(path)))
-    return parse_rows(decoded(data, str(path)), str(path))
+    return parse_rows(decode_text(data, str(path)), str(path))
 
 
 def read_rows_or_text(path: str | Path) -> list[Row] | str:
@@ -191,7 +191,7 @@ def read_rows_or_text(path: str | Path) -> list[Row] | str:
     data = read_unpacked(path)
     if is_of_form(data, PARQUET):
         return _read_parquet(data, str(path))
-    text = decoded(data, str(path))
+    text = decode_text(data, str(path))
     return text if is_plain(text, str(path)) else _require_good_rows(parse_rows(text, str(path)), str(path))
 
 
@@ -359,7 +359,7 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
                     if archive.getinfo(member).file_size > MOST_DATA:
                         raise ValueError(f"{member} is too large")
                     place = f"{path}/{member}"
-                    return _require_good_rows(parse_rows(decoded(archive.read(member), place), place), place)
+                    return _require_good_rows(parse_rows(decode_text(archive.read(member), place), place), place)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:  # also: encrypted
         raise UsageError(f"{path} is no readable zip archive: fetch it again ({describe_fault(error)})") from error
     raise UsageError(f"{path} has none of {', '.join(members)}: is it the archive of another dataset?")

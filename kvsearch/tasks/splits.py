@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TypeVar
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.core.naming import require_known
 
 Item = TypeVar("Item")
@@ -34,7 +34,7 @@ def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
     judged on another question about it.
     """
     known = list(texts)
-    return list(grouped(range(len(known)), lambda place: known[place]).values())
+    return list(group_by_key(range(len(known)), lambda place: known[place]).values())
 
 
 def select_split(

@@ -60,7 +60,7 @@ def test_ratios_are_medians_within_rounds_after_the_first(monkeypatch: pytest.Mo
     monkeypatch.setattr(speed, "prefill_seconds", lambda *_: float(next(ticks)))
     monkeypatch.setattr(speed, "decode_seconds", lambda *_: float(next(ticks)))
     monkeypatch.setattr(speed, "_peak", lambda *_: 0)
-    monkeypatch.setattr(speed, "_held", lambda *_: (0.0, 0))
+    monkeypatch.setattr(speed, "_list_held", lambda *_: (0.0, 0))
     dynamic, static = measure(model, kinds, Workload(1, 20, 1, 3), MACHINE)
     # prompts: the warm-up takes 1 and 2; then static 3, dynamic 4; dynamic 5, static 6; static 7, dynamic 8
     assert (dynamic.prefill_seconds, static.prefill_seconds) == (5, 6)

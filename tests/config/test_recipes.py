@@ -8,7 +8,7 @@ import pytest
 
 from kvsearch.config.recipes import JOBS, about, find_recipe, shipped_recipe, shipped_recipes
 from kvsearch.core.errors import UsageError
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.jobs.calibrate import CalibrateOptions
 from kvsearch.jobs.evaluate import EvaluateOptions
 from kvsearch.jobs.evolve import EvolveOptions
@@ -21,7 +21,7 @@ MODELS = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-32b")
 def test_all_that_is_shipped_is_listed() -> None:
     assert [*OPTIONS] == [*JOBS]
     assert {path.resolve() for path in shipped_recipes().values()} == {
-        path.resolve() for path in resource("recipes").rglob("*.yaml")
+        path.resolve() for path in find_resource("recipes").rglob("*.yaml")
     }
 
 

@@ -18,7 +18,7 @@ from kvsearch.core.errors import EnvironmentFault, KvsearchWarning
 from kvsearch.evaluation.answer import CompressedContext
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.models.memory import default_memory, free_bytes
+from kvsearch.models.memory import find_default_memory, measure_free_bytes
 from kvsearch.plan import Phase, Size
 from kvsearch.policies import create_policy, scoring
 from kvsearch.runtime import PlanCache, Program, attach
@@ -129,9 +129,9 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
 
 def test_what_a_device_has_free() -> None:
     with room(10**6, HERE):
-        assert free_bytes(device(HERE)) == 10**6
-        assert default_memory(device(HERE)) == 5 * 10**5
-    assert free_bytes(device(HERE)) > 10**9
+        assert measure_free_bytes(device(HERE)) == 10**6
+        assert find_default_memory(device(HERE)) == 5 * 10**5
+    assert measure_free_bytes(device(HERE)) > 10**9
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_it_starts(model: Any) -> None:

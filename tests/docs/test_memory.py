@@ -10,7 +10,7 @@ import torch
 
 from kvsearch.benchmark import capacity
 from kvsearch.benchmark.speed import Workload
-from kvsearch.models.shapes import bare_model
+from kvsearch.models.shapes import make_bare_model
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache, memory_needs
@@ -40,7 +40,7 @@ def prompts() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, shape in SHAPES.items():
-        model = bare_model(shape)
+        model = make_bare_model(shape)
         for tokens, length in LENGTHS.items():
             for batch in (1, 16):
                 for kept, program in (("all", full_cache(model)), ("10%", tenth(model))):
@@ -53,7 +53,7 @@ def prompts() -> list[str]:
 
 
 def verbs() -> list[str]:
-    model = bare_model(SHAPES["8B"])
+    model = make_bare_model(SHAPES["8B"])
     length = LENGTHS["32k"]
     full = full_cache(model)
     some = tenth(model)

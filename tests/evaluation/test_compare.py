@@ -16,7 +16,7 @@ from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.report.table import to_markdown
-from kvsearch.runs.estimates import Estimate, doubt_of
+from kvsearch.runs.estimates import Estimate, find_doubt
 from kvsearch.strategies.compared import check_plans, with_baselines
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
@@ -216,7 +216,7 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
 def test_few_contexts_do_not_tell_what_the_full_cache_can_do(
     mean: float, contexts: int | None, words: str | None
 ) -> None:
-    doubt = doubt_of(Estimate(mean, 0.0, 1.0, contexts=contexts))
+    doubt = find_doubt(Estimate(mean, 0.0, 1.0, contexts=contexts))
     assert doubt is None if words is None else words in str(doubt)
 
 

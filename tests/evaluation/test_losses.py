@@ -16,7 +16,7 @@ from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.evaluation.losses import QueryLosses, make_layer_rules, measure_losses, measure_query_losses
 from kvsearch.evaluation.samples import LayerLoss
-from kvsearch.models.architecture import attention_modules, describe
+from kvsearch.models.architecture import describe, find_attention_modules
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
 from kvsearch.policies.random import RandomEviction
@@ -97,7 +97,7 @@ def brute_force(model: Any, kept: dict[int, Tensor], context: Tensor, following:
     def note(module: Any, _: Any, given: dict[str, Any]) -> None:
         calls[module.layer_idx] = given
 
-    modules, found = attention_modules(model), {}
+    modules, found = find_attention_modules(model), {}
     with running(model, "eager"):
         cache = DynamicCache(config=model.config)
         model(context, past_key_values=cache)
@@ -145,7 +145,7 @@ def test_losses_are_those_of_masked_eager_attention(method: str, family: str) ->
 
 def test_a_bias_of_the_output_projection_cancels() -> None:
     model = build("llama", attention_bias=True)
-    for module in attention_modules(model).values():
+    for module in find_attention_modules(model).values():
         torch.nn.init.normal_(module.o_proj.bias)  # type: ignore[union-attr, arg-type]
     context, following = tokens()
     plan = random_eviction(model, torch.ones_like(context))
@@ -158,7 +158,7 @@ def test_a_bias_of_the_output_projection_cancels() -> None:
 def outputs_of(model: Any, cache: Any, context: Tensor, following: Tensor, layer: int) -> Tensor:
     """What one layer puts out for tokens that come one by one, [K, d_model]."""
     noted: list[Tensor] = []
-    projection: Any = attention_modules(model)[layer].o_proj
+    projection: Any = find_attention_modules(model)[layer].o_proj
     hook = projection.register_forward_hook(lambda _, __, output: noted.append(output[0]))
     with running(model, NAME):
         feed(model, cache, [(context, torch.ones_like(context)), *one_by_one(following)])

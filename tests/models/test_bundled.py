@@ -12,7 +12,7 @@ import torch
 from kvsearch.calibration.data import default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.prompts import prompts_of
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.loading import BUNDLED, LoadedModel, load
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
@@ -33,7 +33,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_it_is_shipped_with_its_card_and_its_training_and_small(name: str) -> None:
-    files = {path.name: path.stat().st_size for path in resource(f"data/{name}").iterdir()}
+    files = {path.name: path.stat().st_size for path in find_resource(f"data/{name}").iterdir()}
     assert set(files) == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "training.jsonl",
@@ -44,7 +44,7 @@ def test_it_is_shipped_with_its_card_and_its_training_and_small(name: str) -> No
 
 
 def test_both_have_one_vocabulary() -> None:
-    one, other = (resource(f"data/{name}") / "tokenizer.json" for name in BUNDLED)
+    one, other = (find_resource(f"data/{name}") / "tokenizer.json" for name in BUNDLED)
     assert one.read_bytes() == other.read_bytes()
 
 

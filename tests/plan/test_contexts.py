@@ -16,7 +16,7 @@ from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash, joined
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.runs.identity import CONTEXTS
-from kvsearch.runs.lock import locked
+from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import read_contexts, write_contexts
 from kvsearch.strategies.from_yaml import plan_from_yaml
 from tests.plan.builders import PROVENANCE, make_plan
@@ -84,7 +84,7 @@ def test_what_is_made_of_something_unknown_is_not_complete() -> None:
 
 
 def test_the_file_of_a_run_has_all_hashes(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with lock_directory(tmp_path):
         write_contexts(tmp_path, {"chosen": hashes(0, 3)})
     found = read_contexts(tmp_path)
     assert (found.fitted, found.chosen) == ((), tuple(sorted(hashes(0, 3))))

@@ -26,7 +26,7 @@ from transformers import (
 from kvsearch import attach
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.likelihood import score
-from kvsearch.models.architecture import rotary_switch
+from kvsearch.models.architecture import find_rotary_switch
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
@@ -181,7 +181,7 @@ def test_ways_of_generating_beyond_the_switch() -> None:
         assert generated(planned, more, 4, past_key_values=cache) == generated(planned, more, 4, past_key_values=again)
         with pytest.raises(IncompatibleError, match=r"prefill_chunk_size=16: .*planned.read\(ids, chunk=\.\.\.\)"):
             planned.generate(ids, prefill_chunk_size=16, max_new_tokens=2)
-    assert rotary_switch(model) is not None
+    assert find_rotary_switch(model) is not None
     assert not model.model.rotary_emb._forward_pre_hooks  # nothing stays behind
 
 

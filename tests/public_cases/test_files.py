@@ -115,7 +115,7 @@ def test_tables_without_rows_are_parquet(tmp_path: Path) -> None:
 def test_what_is_unpacked_has_a_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "zeros.gz", gzip.compress(b"0" * (3 << 20)))
     with pytest.raises(UsageError, match="is larger than the 2097152 bytes"):
-        read_text(path, most=2 << 20)
+        read_text(path, max_bytes=2 << 20)
 
 
 def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:

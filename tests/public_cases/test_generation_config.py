@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import kvsearch
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.runner import hash_tokenizer
-from kvsearch.models.loading import adopt
+from kvsearch.models.loading import from_loaded
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import full_cache
 from kvsearch.tasks.prompts import PromptFormat
@@ -194,7 +194,7 @@ def test_the_token_that_ends_a_turn(name: str) -> None:
 def test_stop_tokens_of_every_place() -> None:
     model, tokenizer = chatting()
     end = tokenizer.convert_tokens_to_ids(TURN)
-    loaded = adopt(model, tokenizer)
+    loaded = from_loaded(model, tokenizer)
     assert stop_tokens(loaded) == stop_tokens(loaded, PromptFormat(tokenizer, template=False)) == {2}
     with pytest.warns(KvsearchWarning, match="replies end there"):
         assert stop_tokens(loaded, PromptFormat(tokenizer)) == {2, end}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsearch
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile
 from kvsearch.tasks.base import Example
@@ -159,7 +159,7 @@ def test_replies_and_scores_of_an_evaluation(
 def test_what_is_lost_on_text(smollm2: LoadedModel, tmp_path: Path) -> None:
     """In nats per token more than the full cache, at a tenth kept: attention sinks are needed, and chance is worst."""
     methods = ("h2o", "streaming", "streaming:sinks=0", "random")
-    story = {"tasks": f"ppl:{resource(STORY)}", "length": 512}
+    story = {"tasks": f"ppl:{find_resource(STORY)}", "length": 512}
     kvsearch.evaluate(smollm2, **story, samples=4, methods=methods, ratios=("0.9",), output=tmp_path / "run")
     excess = {}
     for method, rows in replies_of(tmp_path / "run").items():

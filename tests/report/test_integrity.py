@@ -21,7 +21,7 @@ from kvsearch.plan import save_plan
 from kvsearch.report.integrity import CHANGED, Verification
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
-from kvsearch.runs.run import finish, unfinish, write_json
+from kvsearch.runs.run import finish_run, mark_unfinished, write_json
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.methods import Size, find_methods
 from tests import tiny
@@ -106,7 +106,7 @@ def test_any_damage_to_any_file_is_found(run: Path, name: str, damage: Callable[
 def test_no_run_goes_on_from_a_finished_file_that_was_changed(run: Path) -> None:
     """Its own checksums would hide that."""
     (run / LOSSES).write_text("[]")
-    finish(run, (CONFIG, LEDGER, *FILES))
+    finish_run(run, (CONFIG, LEDGER, *FILES))
     config = read_config(run)
     assert config is not None
     (run / LOSSES).write_text("[1]")
@@ -117,7 +117,7 @@ def test_no_run_goes_on_from_a_finished_file_that_was_changed(run: Path) -> None
 
 
 def test_what_is_not_finished_is_not_damaged(run: Path) -> None:
-    unfinish(run)
+    mark_unfinished(run)
     os.truncate(run / LEDGER, (run / LEDGER).stat().st_size - 5)
     (run / ".kvsearch-12.tmp").write_text("{")
     (run / "samples.csv").unlink()

@@ -22,15 +22,15 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import (
     FORGETFUL,
-    FULL,
+    FULL_ATTENTION,
     LEFT_ALONE,
     UNROTATED,
     RotaryTables,
-    attention_modules,
     describe,
-    output_projection,
+    find_attention_modules,
+    find_output_projection,
+    find_unsupported,
     unrotate,
-    unsupported,
 )
 from kvsearch.policies.base import Policy
 from kvsearch.policies.full import FullKV
@@ -64,7 +64,7 @@ def check_family(name: str) -> FamilyReport:
     planned = "-"
     try:
         model = _uneven(build(name))
-        if name in REFUSED and (problem := unsupported(model)):
+        if name in REFUSED and (problem := find_unsupported(model)):
             return FamilyReport(name, "refused", problem, planned)
         shape = describe(model)
         planned = f"{len(shape.full_layers)} of {shape.layers}"
@@ -144,10 +144,12 @@ def _fed(model: Any, ids: Tensor, mask: Tensor, more: Tensor, cache: Any) -> Ten
 def _limits(model: Any, family: str) -> Iterator[str]:
     """Yield what is left out on this model, in words."""
     shape = describe(model)
-    kinds = [LEFT_ALONE[kind] for kind in dict.fromkeys(shape.kinds) if kind != FULL]
+    kinds = [LEFT_ALONE[kind] for kind in dict.fromkeys(shape.kinds) if kind != FULL_ATTENTION]
     if kinds:
         yield f"its layers of {' and '.join(kinds)} are left alone"
-    calls = {index: _Call(module) for index, module in attention_modules(model).items() if index in shape.full_layers}
+    calls = {
+        index: _Call(module) for index, module in find_attention_modules(model).items() if index in shape.full_layers
+    }
     with using(model, WATCHED), _watching(calls):
         model(prompts(1, PROMPT)[0], use_cache=False)
         same = all(torch.equal(call.output, call.projected) for call in calls.values())
@@ -215,7 +217,9 @@ def _watched(
 @contextmanager
 def _watching(calls: dict[int, _Call]) -> Iterator[None]:
     hooks = [call.module.register_forward_pre_hook(call.note_arguments, with_kwargs=True) for call in calls.values()]
-    hooks += [output_projection(call.module).register_forward_pre_hook(call.note_projected) for call in calls.values()]
+    hooks += [
+        find_output_projection(call.module).register_forward_pre_hook(call.note_projected) for call in calls.values()
+    ]
     _calls.update({call.module: call for call in calls.values()})
     try:
         yield

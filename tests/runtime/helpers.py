@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import eager_mask
 
 from kvsearch.models.architecture import describe
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import PhasePlan, Plan, PolicySpec
 from kvsearch.plan.origin import ContextRecord, Provenance
 from kvsearch.plan.schema import LayerPlan
@@ -84,7 +84,7 @@ def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Pla
     layers = [None if budget is None else LayerPlan(policy=policy, budget=tuple(budget)) for budget in budgets]
     total = sum(sum(budget) for budget in budgets if budget)
     content = {
-        "model": fingerprint(model),
+        "model": compute_fingerprint(model),
         "scaling": "fixed",
         "floor": 1,
         "prefill": PhasePlan(layers=tuple(layers)),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.models.architecture import attention_modules, decoder
+from kvsearch.models.architecture import find_attention_modules, find_decoder
 from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
 from kvsearch.runtime.attention import NAME, flash_attention
@@ -50,7 +50,7 @@ def plain_queries(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     hidden = model(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True).hidden_states
     queries = []
-    for layer, state in zip(decoder(model).layers, hidden, strict=False):
+    for layer, state in zip(find_decoder(model).layers, hidden, strict=False):
         attention, state = layer.self_attn, layer.input_layernorm(state)
         if hasattr(attention, "qkv_proj"):
             query = attention.qkv_proj(state)[..., : 8 * attention.head_dim]
@@ -102,7 +102,7 @@ def test_statistics_are_those_of_the_models_queries(family: str, device: str) ->
             covariance = centred.transpose(-1, -2) @ centred / chosen.shape[1]
             torch.testing.assert_close(statistics.mean[row].double(), mean, atol=2e-5, rtol=2e-5)
             torch.testing.assert_close(statistics.covariance[row].double(), covariance, atol=2e-4, rtol=2e-4)
-        module: Any = attention_modules(model)[layer]
+        module: Any = find_attention_modules(model)[layer]
         assert observation.scaling == pytest.approx(module.scaling)
         assert observation.next_position.tolist() == [31, 3, 40]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import attention_modules, output_weight
+from kvsearch.models.architecture import find_attention_modules, read_output_weight
 from kvsearch.policies import create_policy
 from kvsearch.policies.base import Needs, Rereading
 from kvsearch.runtime import PlanCache, Program, attach
@@ -34,7 +34,7 @@ def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> No
     with running(model, NAME):
         found = reread(model, [Needs(reread=Rereading(CHUNK, plus))], ids)
     values: dict[int, Tensor] = {}
-    for index, module in attention_modules(model).items():
+    for index, module in find_attention_modules(model).items():
         module.v_proj.register_forward_hook(lambda _, __, out, index=index: values.__setitem__(index, out[0].detach()))
     wanted = [torch.zeros(2, LENGTH) for _ in found]
     for first in range(0, LENGTH, CHUNK):
@@ -43,7 +43,7 @@ def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> No
         for layer, weights in enumerate(attentions):
             taken = weights[0, :, LENGTH:, :LENGTH]
             if plus:
-                weight = output_weight(attention_modules(model)[layer], len(taken))
+                weight = read_output_weight(find_attention_modules(model)[layer], len(taken))
                 value = (
                     values[layer][:LENGTH].unflatten(-1, (2, -1)).transpose(0, 1).repeat_interleave(len(taken) // 2, 0)
                 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import BUNDLED
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import FORMS, SPLITS, SyntheticTask
@@ -75,7 +75,7 @@ def replayed(row: dict[str, Any], rng: random.Random) -> tuple[list[Document], l
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_bundled_models_never_read_a_document_of_the_suites(name: str) -> None:
     """Their whole training is drawn again; the tasks scored in each row of the log tell that it is the same stream."""
-    rows = [json.loads(line) for line in (resource(f"data/{name}") / "training.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (find_resource(f"data/{name}") / "training.jsonl").read_text().splitlines()]
     rng, known = random.Random(TRAINING_SEED), set[bytes]()
     for row in rows:
         if row["stage"] != "recall":

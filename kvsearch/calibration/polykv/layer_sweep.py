@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvsearch.calibration.polykv.tree import Tree
 from kvsearch.calibration.prompts import CalibrationPrompt
-from kvsearch.models.architecture import output_projection, text_config
+from kvsearch.models.architecture import find_output_projection, find_text_config
 from kvsearch.plan import Phase
 from kvsearch.policies import Policy
 from kvsearch.policies.base import Needs
@@ -271,7 +271,7 @@ class LayerSweep:
 
     def _losses(self, hidden: Tensor, after: ContinuationBatch) -> Tensor:
         """Return the losses [groups, M] of what enters the final norm, [groups, M, K, d_model]."""
-        vocabulary = text_config(self.model).vocab_size
+        vocabulary = find_text_config(self.model).vocab_size
         step = max(1, HEAD_BYTES // (4 * vocabulary * hidden[0, ..., 0].numel()))
         return torch.cat([after.losses(self.tree.logits(part)) for part in torch.split(hidden, step)])
 
@@ -364,5 +364,5 @@ class _Replays:
 
 def block_output(layer: FollowedLayer, outputs: Tensor) -> Tensor:
     """Return what an attention block adds to the residual stream, [..., K, d_model], of its heads' [..., Hq, K, Dv]."""
-    projected: Tensor = output_projection(layer.module)(outputs.transpose(-2, -3).flatten(-2))
+    projected: Tensor = find_output_projection(layer.module)(outputs.transpose(-2, -3).flatten(-2))
     return projected

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.items import grouped
-from kvsearch.models.architecture import decoder, describe, text_config
+from kvsearch.core.items import group_by_key
+from kvsearch.models.architecture import describe, find_decoder, find_text_config
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import Output, additive_mask, causal_mask
@@ -93,8 +93,8 @@ def equally_followed(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
 
     Returns, for every number n, the prompts that are followed by so many rows, [P], and these rows, [n, P].
     """
-    followers = grouped(range(len(rows)), lambda place: rows[place])
-    alike = grouped(followers, lambda prompt: len(followers[prompt]))
+    followers = group_by_key(range(len(rows)), lambda place: rows[place])
+    alike = group_by_key(followers, lambda prompt: len(followers[prompt]))
     return [
         (torch.tensor(prompts), torch.tensor([followers[prompt] for prompt in prompts]).T) for prompts in alike.values()
     ]
@@ -193,12 +193,12 @@ class Tree(DensePass[Observation]):
     @cached_property
     def modules(self) -> Any:
         """The decoder's layers."""
-        return decoder(self.model).layers
+        return find_decoder(self.model).layers
 
     @cached_property
     def top(self) -> nn.Module:
         """The decoder's final norm; IncompatibleError where it is not known."""
-        norm: nn.Module | None = getattr(decoder(self.model), "norm", None)
+        norm: nn.Module | None = getattr(find_decoder(self.model), "norm", None)
         if norm is None:
             raise IncompatibleError(
                 f"{type(self.model).__name__} has its final norm in a place that is not known here: use --signals "
@@ -266,7 +266,7 @@ class Tree(DensePass[Observation]):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return next-token logits [..., V] fp32 of what enters the final norm [..., d_model]."""
         made: Tensor = self.model.get_output_embeddings()(self.top(hidden)).float()
-        cap = getattr(text_config(self.model), "final_logit_softcapping", None)
+        cap = getattr(find_text_config(self.model), "final_logit_softcapping", None)
         return made if cap is None else cap * torch.tanh(made / cap)
 
     def _check_head(self, expected: Tensor) -> None:

@@ -20,9 +20,9 @@ from kvsearch.calibration.importance import ImportancePass, RankedContext
 from kvsearch.calibration.options import COMPARED, Compare, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import IncompatibleError, UsageError, present
+from kvsearch.core.errors import IncompatibleError, UsageError, assert_present
 from kvsearch.core.sign_flips import compute_chances
-from kvsearch.models.architecture import RotaryTables, same_rotary_until
+from kvsearch.models.architecture import RotaryTables, find_rotary_limit
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
@@ -67,7 +67,7 @@ class QuestionBuilder:
             )
         self.targets = ("reconstruction",) if silent == len(prompts) else targets
         self.repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT)
-        limits = {prompt.length: same_rotary_until(loaded.model, prompt.length) for prompt in prompts}
+        limits = {prompt.length: find_rotary_limit(loaded.model, prompt.length) for prompt in prompts}
         longest = max(limits, key=lambda length: length - limits[length])  # the one with the least room
         limit = limits[longest]
         room = limit - longest - self.repeat.shape[1] if limit else CHUNK
@@ -191,12 +191,12 @@ class ContextPass:
     @property
     def largest(self) -> Tensor:
         """The largest importance over all that is asked, [L, Hkv, T] on the CPU."""
-        return present(self._reading.largest, "the importance of entries was not asked for")
+        return assert_present(self._reading.largest, "the importance of entries was not asked for")
 
     @property
     def queries(self) -> Tensor:
         """Un-rotated queries of the tokens that were to be noted, [L, Hkv, G, n, D] on the CPU."""
-        return present(self._reading.queries, "queries were not asked for")
+        return assert_present(self._reading.queries, "queries were not asked for")
 
     @cached_property
     def _reading(self) -> AskedReading:

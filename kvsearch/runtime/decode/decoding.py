@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Bools, Ints
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.kernels.dispatch import needs_gradients, serves
 from kvsearch.kernels.step import Slots, step
 from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, slots_of
@@ -291,7 +291,7 @@ def cached_bias(cached: Cached, dtype: torch.dtype) -> Tensor:
 
 
 def _planned_step(block: SlotBlock) -> StepPlan:
-    return present(block.step_plan, "a step was run that was not foreseen")
+    return assert_present(block.step_plan, "a step was run that was not foreseen")
 
 
 def fused_step(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, warn_once
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.core.parsing import describe_fault
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.tasks.base import Sampling
@@ -148,7 +148,7 @@ class NextTokens:
         if draws is None and not generation_settings(model):
             return
         sampling = None if draws is None else draws.sampling
-        for rows in grouped(range(len(prompts)), lambda row: (len(prompts[row]), limits[row])).values():
+        for rows in group_by_key(range(len(prompts)), lambda row: (len(prompts[row]), limits[row])).values():
             ids = torch.stack([prompts[row] for row in rows]).to(model.device)
             processors = logits_processors(model, ids, limits[rows[0]], sampling)
             if processors:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import NonFiniteError, UsageError, present, warn_once
+from kvsearch.core.errors import NonFiniteError, UsageError, assert_present, warn_once
 from kvsearch.models.architecture import describe, require_same_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
@@ -161,7 +161,7 @@ class Replies:
 
     def _prompt_logits(self) -> Tensor:
         """Return the logits [B, 1, V] of the end of each row's prompt."""
-        logits = present(self.logits, "a cache whose last logits are not known was to go on by itself")
+        logits = assert_present(self.logits, "a cache whose last logits are not known was to go on by itself")
         return logits.repeat(len(self.mask) // len(logits), 1, 1)
 
     @property

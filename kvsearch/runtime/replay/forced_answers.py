@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
-from kvsearch.core.items import Progress, counted
-from kvsearch.models.architecture import beyond_switch
+from kvsearch.core.items import Progress, with_progress
+from kvsearch.models.architecture import is_beyond_switch
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
 from kvsearch.plan.schema import Protocol
@@ -31,7 +31,7 @@ from kvsearch.runtime.shared_prefill import batches, compressed, replies_after
 from kvsearch.tasks.base import Answers, Query
 from kvsearch.tasks.encode import Reading, TaskPrompts, make_readings
 from kvsearch.tasks.metrics import is_forced, is_right, score
-from kvsearch.tasks.prompts import cut, find_stop
+from kvsearch.tasks.prompts import cut_at_stop, find_stop
 
 TOGETHER = 8  # sequences that are decoded in one batch
 
@@ -57,7 +57,7 @@ class ForcedQuestions:
         """Return what prompts have in common that reply in one batch."""
         lengths = tuple(map(len, self.questions))
         questions = lengths if has_windows(model) else lengths[0] > 0
-        return self.ended, self.stop, questions, beyond_switch(model, len(self.prompt))
+        return self.ended, self.stop, questions, is_beyond_switch(model, len(self.prompt))
 
 
 def reply_end(task: TaskPrompts) -> Finished | None:
@@ -84,7 +84,7 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
     end = find_stop(decode(reply), stops)
     while end is not None and said and len(decode(said)) > end:
         said.pop()
-    if said and is_right(score(task.task, key, number, query, cut(decode(said), stops))):
+    if said and is_right(score(task.task, key, number, query, cut_at_stop(decode(said), stops))):
         return said
     return []
 
@@ -153,7 +153,7 @@ def parted_replies(
         for part in together
         for batch in part
     ]
-    replies = counted(loaded.map(partial(_replies, ends=ends, apart=apart), items), len(items), progress)
+    replies = with_progress(loaded.map(partial(_replies, ends=ends, apart=apart), items), len(items), progress)
     for part in together:
         found = {number: said for batch in part for (number, _), said in zip(batch, next(replies), strict=True)}
         yield [found[number] for number in range(len(found))]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchError
-from kvsearch.core.items import grouped
-from kvsearch.models.architecture import output_weight
+from kvsearch.core.items import group_by_key
+from kvsearch.models.architecture import read_output_weight
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import Cached, State, widened
 from kvsearch.runtime.decode.rule import StepRule, same_in_layers
@@ -60,7 +60,7 @@ class Replays:
 
     def __init__(self, layers: Sequence[FollowedLayer]) -> None:
         self.layers = layers
-        alike = grouped(range(len(layers)), lambda place: layers[place].kind)
+        alike = group_by_key(range(len(layers)), lambda place: layers[place].kind)
         self.stacks = [(places, _Stack([layers[place] for place in places])) for places in alike.values()]
 
     def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
@@ -215,7 +215,7 @@ class LayerContinuation(Generic[Noted]):
     @cached_property
     def output_weight(self) -> Tensor:
         """W_O per query head, [Hq, Dv, d_model] fp32."""
-        return output_weight(self.module, self.query.shape[1], self.query.dtype)
+        return read_output_weight(self.module, self.query.shape[1], self.query.dtype)
 
     def of_rows(self, prompts: Tensor) -> Tensor:
         """Return something of the prompts [B, ...] for every row of tokens, [M, ...]."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import InternalError
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.kernels.attention import Entries
 
 WASTE = 1 / 64  # on a CPU, padding allowed inside blocks, as a share of the entries of the layer
@@ -346,7 +346,7 @@ def bucket(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
     Starts from one group per distinct length and merges neighbours, cheapest first, while the allowance lasts: on a CPU
     `WASTE` of all entries, elsewhere `SHARE` of them or `SMALL`, and no more than `LAUNCHES` for any merger.
     """
-    by_length = grouped(range(len(lengths)), lambda index: lengths[index])
+    by_length = group_by_key(range(len(lengths)), lambda index: lengths[index])
     groups = [(length, by_length[length]) for length in sorted(by_length)]
     host = device.type == "cpu"
     allowance = int(sum(lengths) * WASTE) if host else max(SMALL, int(sum(lengths) * SHARE))

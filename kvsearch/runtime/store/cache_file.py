@@ -19,15 +19,15 @@ from pydantic import Field
 from torch import Tensor
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.core.canonical import canonical_json, sha256_of
+from kvsearch.core.canonical import canonical_json, hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Count, Record, Text, is_none
 from kvsearch.core.files import check_target
-from kvsearch.core.parsing import parse_json, require_header, validated
-from kvsearch.core.resources import version
+from kvsearch.core.parsing import parse_json, require_header, validate_content
+from kvsearch.core.resources import read_version
 from kvsearch.kernels.dispatch import serves
-from kvsearch.models.architecture import decoder, describe
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.architecture import describe, find_decoder
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import find_weights, put_weights
 from kvsearch.policies import Policy
@@ -58,7 +58,7 @@ class CacheHeader(Record):
     """
 
     format: Literal["kvsearch.cache"] = "kvsearch.cache"
-    version: Literal[1] = 1
+    read_version: Literal[1] = 1
     plan: Plan
     dtype: Text
     sequences: Count
@@ -70,12 +70,12 @@ class CacheHeader(Record):
 
     def require(self, path: str | Path, model: Any, plan: Plan | None) -> None:
         """Raise an IncompatibleError unless a file with this header is of `plan` (None: of any) and fits `model`."""
-        if plan is not None and (own := sha256_of(self.plan)) != (other := sha256_of(plan)):
+        if plan is not None and (own := hash_json(self.plan)) != (other := hash_json(plan)):
             raise IncompatibleError(
                 f"{path} was compressed under another plan ({own[:12]}, not {other[:12]}): compress the context under "
                 "this one, or leave the plan out"
             )
-        self.plan.model.require(fingerprint(model), str(path))
+        self.plan.model.require(compute_fingerprint(model), str(path))
         if self.dtype != (runs := _dtype_name(model.dtype)):
             raise IncompatibleError(
                 f"{path} holds {self.dtype} and the model runs in {runs}: load it with --dtype {self.dtype}, or "
@@ -126,9 +126,9 @@ def write_cache(
         sequences=batch,
         length=length,
         rest=rest or None,
-        kvsearch=version("kvsearch"),
-        torch=version("torch"),
-        transformers=version("transformers"),
+        kvsearch=read_version("kvsearch"),
+        torch=read_version("torch"),
+        transformers=read_version("transformers"),
     )
     check_target(path)
     put_weights(plan.policies, path)
@@ -155,7 +155,7 @@ def read_header(path: str | Path) -> CacheHeader:
 
 def _header(about: str, path: str | Path) -> CacheHeader:
     data = require_header(parse_json(about.encode(), f"the metadata of {path}"), CACHE_FORMAT, CACHE_VERSION, str(path))
-    header = validated(CacheHeader.model_validate, data, str(path))
+    header = validate_content(CacheHeader.model_validate, data, str(path))
     check_plan(header.plan, f"the plan in {path}")
     return header
 
@@ -276,7 +276,7 @@ def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: 
         for name in READ:
             if name in tensors and tuple(tensors[name].shape) != (header.sequences, header.length):
                 raise ValueError(f"{name} is not {[header.sequences, header.length]}")
-        modules: Any = decoder(model).layers
+        modules: Any = find_decoder(model).layers
         for index, layer in enumerate(layers):
             device: torch.device = next(modules[index].parameters()).device  # where the layer computes
             reader = TensorReader(rest, f"layers.{index}.", model.device if device.type == "meta" else device)

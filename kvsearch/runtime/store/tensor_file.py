@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, opened
+from kvsearch.core.files import open_file, write_atomically
 from kvsearch.core.limits import MOST_HEADER
 from kvsearch.core.parsing import parse_json
 
@@ -37,7 +37,7 @@ AGAIN = "copy it again from where it was written, or write it again"
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: str, overwrite: bool = False) -> int:
-    """Write tensors and a text about them; return the size of the file in bytes. Errors as `atomic_write`."""
+    """Write tensors and a text about them; return the size of the file in bytes. Errors as `write_atomically`."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each begins at a multiple of its items
     held = {name: tensors[name].detach().cpu().contiguous() for name in order}
     ends = [0, *accumulate(tensor.nbytes for tensor in held.values())]
@@ -56,7 +56,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: str, o
         yield size + signed
         yield from map(_bytes, held.values())
 
-    atomic_write(path, pieces(), overwrite)
+    write_atomically(path, pieces(), overwrite)
     return 8 + len(signed) + ends[-1]
 
 
@@ -67,7 +67,7 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
         UsageError: there is no such file, or it is damaged or none of ours.
         EnvironmentFault: it cannot be read.
     """
-    with opened(path) as file:
+    with open_file(path) as file:
         written, about, signature, entries = _header(file, path)
         if signature is None:  # of another kind, which whoever asked for it will say
             return about, {}
@@ -97,7 +97,7 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
 
 def read_about(path: str | Path) -> str:
     """Read the text alone, which costs little; whether the rest is whole is not looked at. Errors as `read_tensors`."""
-    with opened(path) as file:
+    with open_file(path) as file:
         return _header(file, path)[1]
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, InternalError
-from kvsearch.core.items import Progress, counted, grouped
+from kvsearch.core.items import Progress, group_by_key, with_progress
 from kvsearch.core.resources import Closing
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.memory import default_memory
+from kvsearch.models.memory import find_default_memory
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
@@ -85,7 +85,7 @@ class CandidateBank(Closing):
         sizes = Sizes(loaded.model, tuple(self._windows.values()), self._choices)
         self._forcing = [sizes.forcing(sample, cap) for sample in self.samples]
         self._replying = [sizes.replying(sample, cap) for sample in self.samples]
-        self._memory = default_memory(loaded.device) if max_memory is None else max_memory
+        self._memory = find_default_memory(loaded.device) if max_memory is None else max_memory
         # prompts may take so much for good that enough is left for a pass
         most = check_fits([*self._forcing, *self._replying], self._memory)
         (policy, *_), *_ = self._policies.values()
@@ -105,8 +105,8 @@ class CandidateBank(Closing):
 
     def _read(self, progress: Progress | None) -> None:
         """Read all prompts, each different one once, and keep the best `cap` entries of every head."""
-        users = grouped(range(len(self.samples)), lambda index: self.samples[index].prompt_sha256)
-        for name, indices in counted(users.items(), len(users), progress):
+        users = group_by_key(range(len(self.samples)), lambda index: self.samples[index].prompt_sha256)
+        for name, indices in with_progress(users.items(), len(users), progress):
             sample = self.samples[indices[0]]
             layers, logits = prefill(self.loaded.model, self._policies, sample.prompt, self.cap)
             self.tokens_spent += len(sample.prompt)

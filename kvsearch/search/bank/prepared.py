@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.parsing import describe_fault
-from kvsearch.models.architecture import FULL, RotaryTables, describe
+from kvsearch.models.architecture import FULL_ATTENTION, RotaryTables, describe
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.checks import DeferredCheck, require_finite
 from kvsearch.runtime.attention import require_attention
@@ -76,7 +76,7 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
     """
     shape = describe(model)
     layers = shape.full_layers
-    if odd := sorted(set(shape.kinds) - {FULL, "sliding_attention"}):
+    if odd := sorted(set(shape.kinds) - {FULL_ATTENTION, "sliding_attention"}):
         raise IncompatibleError(
             f"{type(model).__name__} has layers of kind {', '.join(odd)}, for which prompts cannot be stored and "
             "shared by candidates: a search needs a model of full and sliding-window attention"

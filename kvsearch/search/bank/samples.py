@@ -17,7 +17,7 @@ from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, make_readings
 from kvsearch.tasks.metrics import score
-from kvsearch.tasks.prompts import cut
+from kvsearch.tasks.prompts import cut_at_stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class BankSample:
 
     def score(self, reply: list[int]) -> float:
         """Return the task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""
-        text = cut(self.task.format.decode(reply), self.task.task.stops)
+        text = cut_at_stop(self.task.format.decode(reply), self.task.task.stops)
         return score(self.task.task, self.reading.prompt.key, self.question.number, self.question.query, text)
 
 

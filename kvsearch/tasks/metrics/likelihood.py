@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 
 # Nats per token of a text that is no longer predicted: what one look-up of three tokens that fails costs 64 tokens.
 # Were it more, leads of useful plans would be too small a part of the scale for bets and intervals.
@@ -26,7 +26,7 @@ def read_losses(text: str) -> tuple[float, float] | None:
 
 def read_loss(text: str) -> float:
     """Read the loss back that `format_losses` wrote, in nats per token."""
-    return present(read_losses(text), "what stands in place of a reply says no loss")[0]
+    return assert_present(read_losses(text), "what stands in place of a reply says no loss")[0]
 
 
 def likelihood(reply: str, answers: Sequence[str]) -> float:  # noqa: ARG001 - they were predicted already

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from kvsearch.core.errors import given
+from kvsearch.core.errors import require
 
 # a minus is a sign where it follows no operand; digits in a word (m2), an exponent or a version are no number
 _NUMBER = (
@@ -48,7 +48,7 @@ def gsm8k(reply: str, answers: Sequence[str]) -> float:
     number are understood; fractions and scientific notation are not. Answers are numbers or whole solutions.
     No paper's table uses it. UsageError if an answer has no number.
     """
-    golds = [given(_final(answer), f"the answer {answer!r} has no number") for answer in answers]
+    golds = [require(_final(answer), f"the answer {answer!r} has no number") for answer in answers]
     number = _final(reply)
     return float(number is not None and number in golds)
 
@@ -85,7 +85,7 @@ def integer_boxed(reply: str, answers: Sequence[str]) -> float:
 
     Source: AIME's answers, which are integers from 0 to 999. UsageError if an answer is none.
     """
-    golds = [given(_integer(answer), f"the answer {answer!r} is no integer") for answer in answers]
+    golds = [require(_integer(answer), f"the answer {answer!r} is no integer") for answer in answers]
     return float(_integer(extract_boxed(reply) or "") in golds)
 
 
@@ -128,7 +128,7 @@ def _official_gold(answer: str) -> float:
     plain = _OFFICIAL_PLAIN.fullmatch(answer)
     text = match[1] if match else plain[0] if plain else ""
     value = _literal(text.replace(",", ""))
-    return given(value, f"the answer {answer!r} is no number, nor a solution that ends in one after '#### '")
+    return require(value, f"the answer {answer!r} is no number, nor a solution that ends in one after '#### '")
 
 
 def _literal(text: str) -> float | None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.dataset_task import read_shipped
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, join_names
@@ -32,7 +32,7 @@ _LONGEST_SENTENCE = 60  # words, for texts without punctuation
 
 def read_haystack(path: Path | None) -> str:
     """Read the user's text file, or the shipped story; UsageError if it is no text, or empty."""
-    file = resource(STORY) if path is None else path
+    file = find_resource(STORY) if path is None else path
     text = read_text(file, f"the haystack {file}")
     if not text.strip():
         raise UsageError(f"the haystack {file} is empty: name a text file with a story or essays")

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, TypeAdapter
 
 from kvsearch.core.limits import MOST_DATA
-from kvsearch.core.parsing import read_json, validated
+from kvsearch.core.parsing import read_json, validate_content
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.fields import Filled, Name, NotEmpty
 from kvsearch.tasks.ruler.draft import Draft, Stream
@@ -64,7 +64,7 @@ def read_squad(path: Path) -> QaDocuments:
     Raises:
         UsageError: there is no such file, or it is not of this format; the message lists what is wrong.
     """
-    file = validated(_Squad.model_validate, read_json(path, MOST_DATA), str(path))
+    file = validate_content(_Squad.model_validate, read_json(path, MOST_DATA), str(path))
     documents: dict[str, int] = {}
     questions = []
     for article in file.data:
@@ -87,7 +87,7 @@ def read_hotpot(path: Path) -> QaDocuments:
     """
     documents: dict[str, int] = {}
     questions = []
-    for item in validated(_HOTPOT.validate_python, read_json(path, MOST_DATA), str(path)):
+    for item in validate_content(_HOTPOT.validate_python, read_json(path, MOST_DATA), str(path)):
         texts = [f"{title}\n{''.join(sentences)}" for title, sentences in item.context]
         documents_of_item = tuple(dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts))
         questions.append(QaQuestion(item.question, (item.answer,), documents_of_item))

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 from pydantic import BaseModel, Field
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import forwarded, require_known
+from kvsearch.core.naming import delegate, require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.prompts import PLACE
@@ -65,8 +65,8 @@ class RulerTask(Task):
     def spec(self) -> DatasetSpec:
         return RULER_SPECS[self.name]
 
-    category = forwarded("spec.category")
-    metric = forwarded("spec.metric")
+    category = delegate("spec.category")
+    metric = delegate("spec.metric")
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return the first `samples` examples of a seed; qa has no more than its file has questions for the split.

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 
 Maker = Callable[[random.Random], str]
 
@@ -60,7 +60,7 @@ def draw_coded_word(rng: random.Random) -> str:
 @cache
 def read_words(kind: str) -> tuple[str, ...]:
     """Return the nouns, adjectives or verbs shipped with kvsearch, in alphabetical order."""
-    return tuple(resource(f"data/ruler/{kind}.txt").read_text(encoding="ascii").split())
+    return tuple(find_resource(f"data/ruler/{kind}.txt").read_text(encoding="ascii").split())
 
 
 @cache

@@ -18,7 +18,7 @@ from kvsearch.calibration.probe.contexts import fit_rankings
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import attention_modules
+from kvsearch.models.architecture import find_attention_modules
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, save_profile
 from kvsearch.policies import create_policy
@@ -61,7 +61,7 @@ def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> No
     with torch.no_grad(), running(model.model):
         drawn = {prompt.context: places_asked(prompt, builder, 999, torch.Generator())}
         found = ContextPass(model, prompt, prompt, SMALL, builder, Noting(queries=drawn)).queries[0]
-    module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
+    module, heads = find_attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():
         states = layer.input_layernorm(model.model.model.embed_tokens(ids))

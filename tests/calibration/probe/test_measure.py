@@ -71,7 +71,7 @@ def test_contexts_that_fit_in_memory_are_read_once_and_say_the_same(
     calibrate_probe(model, data, SMALL)
     assert sorted(read) == list(range(6))
     read.clear()
-    monkeypatch.setattr("kvsearch.calibration.probe.contexts.default_memory", lambda _: 0)
+    monkeypatch.setattr("kvsearch.calibration.probe.contexts.find_default_memory", lambda _: 0)
     again = calibrate_probe(model, data, SMALL)
     assert sorted(map(read.count, range(6))) == [1, 1, 1, 1, 2, 3]
     for name, array in profile.arrays.items():

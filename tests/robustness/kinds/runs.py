@@ -18,7 +18,7 @@ from kvsearch.plan import canonical_json
 from kvsearch.results.search import read_trace
 from kvsearch.results.validation import harmful, load_validation
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
-from kvsearch.runs.lock import locked
+from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import read_contexts, write_contexts
 from kvsearch.search.trials import TrialLog
 from kvsearch.strategies.from_signals import Strategy
@@ -69,7 +69,7 @@ def _config(job: str, path: Path) -> None:
 def _contexts(path: Path) -> None:
     show(path)
     found = read_contexts(path.parent)
-    with taken("what was written"), locked(path.parent):
+    with taken("what was written"), lock_directory(path.parent):
         write_contexts(path.parent, {use: getattr(found, use) for use in ("fitted", "chosen", "reported")})
         again = read_contexts(path.parent)
     for use in ("fitted", "chosen", "reported"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.ruler import words as made_up
 from kvsearch.tasks.ruler.draft import FILL_FRACTION, Stream, find_largest_fit
 from kvsearch.tasks.ruler.needles import Essay
@@ -77,7 +77,7 @@ def test_sentences(tmp_path: Path) -> None:
 @given(st.integers(0, 20_000))
 def test_the_story_is_read_from_its_beginning_and_again(units: int) -> None:
     made = Essay.load(None)
-    story = resource(STORY).read_text(encoding="utf-8").split()
+    story = find_resource(STORY).read_text(encoding="utf-8").split()
     told = " ".join(made.sentences(units)).split()
     assert told == list(islice(chain.from_iterable(repeat(story)), units))
 
