@@ -27,7 +27,7 @@ import torch
 from fitted_policies import create
 from torch import Tensor
 
-from kvsearch.policies import Policy, policy_names
+from kvsearch.policies import Policy, list_policy_names
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME, using
 from tests.device import counting
@@ -79,7 +79,7 @@ def lines_of(action: Callable[[], object]) -> Counter[tuple[str, str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default=",".join(policy_names()))
+    parser.add_argument("--policies", default=",".join(list_policy_names()))
     parser.add_argument("--phases", default="prefill,both", help="prefill, both, or both of these")
     parser.add_argument("--budgets", default="even,ragged,flat")
     parser.add_argument("--batch", type=int, default=2)

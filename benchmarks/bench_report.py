@@ -24,7 +24,7 @@ import numpy as np
 
 from kvsearch.core.canonical import hash_json
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata, save_plan, save_profile
-from kvsearch.plan.origin import provenance
+from kvsearch.plan.origin import make_provenance
 from kvsearch.plan.profile_arrays import GRID
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.runs.identity import LEDGER, RunConfig
@@ -103,7 +103,7 @@ def make_profile(rng: np.random.Generator, model: ModelFingerprint) -> Profile:
         {
             "format": "kvsearch.profile", "version": 1, "model": model, "method": "lukv", "policy": POLICY,
             "length": LENGTH, "questions": 6, "layers": list(range(model.layers)), "floor": 1,
-            "provenance": provenance("lukv", 0, None, {"data": "made up"}, None),
+            "provenance": make_provenance("lukv", 0, None, {"data": "made up"}, None),
         }
     )  # fmt: skip
     found: dict[str, Any] = {name: array.astype(np.float32) for name, array in arrays.items()}
@@ -141,7 +141,7 @@ def make_search(rng: np.random.Generator, model: ModelFingerprint, directory: Pa
     plan = Plan.model_validate(
         {
             "model": model, "length": LENGTH, "scaling": "proportional", "floor": 1, "prefill": {"layers": layers},
-            "total": total, "provenance": provenance("evolve", 0, None, {}, None),
+            "total": total, "provenance": make_provenance("evolve", 0, None, {}, None),
         }
     )  # fmt: skip
     save_plan(plan, directory / "plan.json", overwrite=True)

@@ -21,7 +21,7 @@ import time
 import numpy as np
 
 from kvsearch.budgets.joint import JointSolver
-from kvsearch.budgets.lukv import MarginalSolver, profile_grid
+from kvsearch.budgets.lukv import MarginalSolver, solve_grid
 from kvsearch.core.arrays import Floats
 from kvsearch.plan.profile_arrays import GRID
 
@@ -97,7 +97,7 @@ def main() -> None:
         clock.append(time.perf_counter())
         solver = MarginalSolver(importance, floors=max(-(-args.length // 100), 36))
         clock.append(time.perf_counter())
-        local = profile_grid(solver)
+        local = solve_grid(solver)
         clock.append(time.perf_counter())
         profile += local / args.questions
         evicted = np.arange(importance.shape[-1]) >= solver.solve(importance.size // 5)[..., None]

@@ -16,7 +16,7 @@ from steps import Settings, Step, benched, main
 
 from kvsearch.benchmark.speed import Workload, cache_kinds, measure, measure_roofline, program_at
 from kvsearch.models.shapes import make_random_model
-from kvsearch.plan import phases_of
+from kvsearch.plan import parse_phases
 from kvsearch.plan.size import Size
 from kvsearch.policies import create_policy
 
@@ -38,7 +38,7 @@ def long_reply(where: Settings, policy: str) -> dict[str, Any]:
     """Our cache alone, over a reply that is longer than the room that is made at a time."""
     model = make_random_model(where.shape, device=where.device).model
     tokens = 20 if where.small else 600
-    program = program_at(model, create_policy(policy), Size(None, RATIO), phases_of(PHASES[policy]), skewed=True)
+    program = program_at(model, create_policy(policy), Size(None, RATIO), parse_phases(PHASES[policy]), skewed=True)
     [*_, kind] = cache_kinds(model, {policy: program}, 0)
     work = Workload(1, length_of(where), tokens, 1)
     [costs] = measure(model, [kind], work, measure_roofline(model.device, model.dtype))

@@ -22,7 +22,7 @@ from kvsearch.core.limits import MOST_PATH
 from kvsearch.core.parsing import describe_validation_error, parse_json
 from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import BUNDLED
-from kvsearch.plan.origin import ContextSet, context_hash
+from kvsearch.plan.origin import ContextSet, hash_context
 from kvsearch.tasks.fields import Filled, NotEmpty, is_blank, trim
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.rows import is_plain, parse_rows
@@ -127,7 +127,7 @@ class Context:
 
         Worked examples, which all contexts of a task share, say nothing about its questions: then it is these.
         """
-        return self.recorded or (context_hash(self.text),)
+        return self.recorded or (hash_context(self.text),)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.budgets.allocator import Uniform
-from kvsearch.budgets.dynamic import Allocation, LayerDemand, shared_budgets
-from kvsearch.budgets.lukv import grid_totals
+from kvsearch.budgets.dynamic import Allocation, LayerDemand, share_budgets
+from kvsearch.budgets.lukv import compute_grid_totals
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
@@ -116,7 +116,7 @@ def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: i
 
     return np.stack(
         [
-            shared_budgets(allocation, Uniform().allocate(np.zeros(shape), total, floors, caps), floors, caps, demand)
-            for total in np.maximum(grid_totals(length * floors.size), floor * floors.size).tolist()
+            share_budgets(allocation, Uniform().allocate(np.zeros(shape), total, floors, caps), floors, caps, demand)
+            for total in np.maximum(compute_grid_totals(length * floors.size), floor * floors.size).tolist()
         ]
     )

@@ -49,7 +49,7 @@ def decode_entries(phase: PhaseProgram, length: int) -> int:
     table = np.array(phase.table(length))
     grown = max(length, int(table.max())) + 1
     for row, (_, policy) in enumerate(sorted(phase.policies.items())):
-        table[row] = [grown if policy.exempt(budget, grown) else budget for budget in table[row].tolist()]
+        table[row] = [grown if policy.keeps_all(budget, grown) else budget for budget in table[row].tolist()]
     return int(table.sum())
 
 
@@ -145,4 +145,4 @@ def _drops_entries(program: Program, length: int, end: int) -> bool:
     if prefill is not None and prefill.entries(length) < prefill.table(length).size * length:
         return True
     rows = () if decode is None else zip(decode.table(length).tolist(), sorted(decode.policies.items()), strict=True)
-    return any(budget < end and not policy.exempt(budget, end) for row, (_, policy) in rows for budget in row)
+    return any(budget < end and not policy.keeps_all(budget, end) for row, (_, policy) in rows for budget in row)

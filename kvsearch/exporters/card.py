@@ -19,7 +19,7 @@ from kvsearch.models.loading import BUNDLED, HUB_ID
 from kvsearch.models.real import REAL_MODELS
 from kvsearch.plan import ModelFingerprint, Plan
 from kvsearch.plan.origin import USES
-from kvsearch.plan.saved import size_of
+from kvsearch.plan.saved import find_size
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard, ModelCardData
@@ -64,7 +64,7 @@ def model_card(plan: Plan, path: str, inputs: Inputs) -> bytes:
         card, data = _parse_card(inputs.card)
     data.tags = _joined(data.tags, TAGS)
     _add_scores(data, plan, inputs.scores)
-    size = size_of(plan)
+    size = find_size(plan)
     command = _command("generate", "FOLDER", "--plan", f"FOLDER/{path}", "--context", "@FILE", "--prompt", "...")
     section = fill_template("plan.md", **_facts(plan, inputs.scores), size=size, command=command).decode()
     begin, *_, end = section.splitlines()
@@ -119,7 +119,7 @@ def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> N
 
     if scores is None:
         return
-    size = size_of(plan)
+    size = find_size(plan)
     results = [one for one in data.eval_results or () if one.metric_args is None or one.metric_args.get(PLAN) != size]
     for name, found in scores.metrics.items():
         arguments: dict[str, Any] = {PLAN: size, "questions": scores.questions, "contexts": found.contexts}

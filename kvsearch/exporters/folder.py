@@ -16,9 +16,9 @@ from kvsearch.plan.saved import (
     MODEL_KEY,
     WEIGHTS,
     check_listing,
-    known_weights,
-    size_of,
-    with_weights,
+    find_size,
+    list_weights,
+    read_known_weights,
 )
 
 
@@ -27,8 +27,8 @@ class Folder(PlanExporter):
 
     def export(self, plan: Plan, inputs: Inputs) -> Exported:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
-        places = with_weights(plan.policies, FOLDER_PLAN)
-        weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        places = list_weights(plan.policies, FOLDER_PLAN)
+        weights = {place.name: read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
         files = {
             FOLDER_PLAN: canonical_json(plan),
             **weights,
@@ -49,11 +49,11 @@ class ModelFolder(Folder):
             UsageError: the weights of a fitted ranking are not here, or the folder's card cannot be read.
         """
         listed = dict(check_listing(inputs.config.get(MODEL_KEY), "the model"))
-        size = size_of(plan)
+        size = find_size(plan)
         path = f"{BESIDE}/plan-{size}.json" if listed else f"{BESIDE}/{FOLDER_PLAN}"
         path = f"{BESIDE}/{Path(listed[size]['file']).name}" if size in listed else path
-        places = with_weights(plan.policies, path)
-        weights = {f"{BESIDE}/{place.name}": known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        places = list_weights(plan.policies, path)
+        weights = {f"{BESIDE}/{place.name}": read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
         content = canonical_json(plan)
         listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"

@@ -16,7 +16,7 @@ from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.expected_attention import ExpectedAttention
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 
 STATISTICS = "statistics.safetensors"
 
@@ -51,7 +51,7 @@ class KvpressEA(ProfileExporter):
         """Make the folder."""
         arrays = statistics_of(profile, self.name)
         metadata = profile.metadata
-        policy = policy_of(metadata.policy)
+        policy = build_policy(metadata.policy)
         if not isinstance(policy, ExpectedAttention):
             raise UsageError(f"target {self.name} is for policy expected_attention, not {policy.name}")
         layers, heads, size = arrays[QUERY_MEAN].shape

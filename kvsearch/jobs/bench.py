@@ -18,7 +18,7 @@ from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.shapes import find_device, make_random_model
 from kvsearch.models.speed import StageCost, Work
-from kvsearch.plan import Size, phases_of
+from kvsearch.plan import Size, parse_phases
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.costs import Forecast, SpeedView
@@ -179,7 +179,7 @@ def _load(
         if options.phases != "prefill":
             words.append(options.phases)
         policy = create_policy(*parse_policy(options.policy))
-        program = program_at(loaded.model, policy, size, phases_of(options.phases), options.skewed)
+        program = program_at(loaded.model, policy, size, parse_phases(options.phases), options.skewed)
         programs[", ".join(words)] = program
     tokens = max(options.length) + options.new_tokens
     limit = describe(loaded.model).max_positions

@@ -30,7 +30,7 @@ from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES, QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.report.costs import Forecast
 from kvsearch.report.search import describe_decisions, make_search_result
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
@@ -73,7 +73,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
         "Eviction policy of all layers; joint: more that a layer may have, joined by commas.",
         RULE,
         shown="snapkv, or those of the first --start",
-        completes="kvsearch.policies.registry:policy_names",
+        completes="kvsearch.policies.registry:list_policy_names",
     )
     params: Params = option({}, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
     max_evals: int | None = option(None, "Different candidates.", RULE, panel=LIMITS, ge=1)
@@ -220,7 +220,7 @@ def _find_policies(space: str, names: str | None, params: Mapping[str, Any], pla
     if space == "joint":
         if not plans:
             raise UsageError("space joint begins with the policies of a plan: give one with --start")
-        known = [policy_of(spec) for plan in plans.values() for spec in plan.policies]
+        known = [build_policy(spec) for plan in plans.values() for spec in plan.policies]
         named = [parse_policy(name) for name in (names or "").split(",") if name]
         return [*known, *(create_policy(name, {**fitted, **params}) for name, fitted in named)]
     if names is None and plans:
@@ -229,6 +229,6 @@ def _find_policies(space: str, names: str | None, params: Mapping[str, Any], pla
         return []
     name, fitted = parse_policy(names or DEFAULT_POLICY)
     policy = create_policy(name, {**fitted, **params})
-    if policy.exempt(1, 2):  # even a head whose budget is below the length
+    if policy.keeps_all(1, 2):  # even a head whose budget is below the length
         raise UsageError(f"--policy {name} never evicts, so that no budget matters: search another policy")
     return [policy]

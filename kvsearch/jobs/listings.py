@@ -16,7 +16,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
 from kvsearch.models.real import REAL_MODELS
-from kvsearch.policies.registry import PolicyFacts, catalog, describe_policy
+from kvsearch.policies.registry import PolicyFacts, describe_policy, load_catalog
 from kvsearch.report.table import Table
 from kvsearch.tasks.catalog import SETS, describe_tasks
 from kvsearch.tasks.given import resolve_example
@@ -54,7 +54,7 @@ def policies(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: A
     if options.name is not None:
         policy = describe_policy(options.name)
         return asdict(policy), _policy_parts(policy)
-    known, faults = catalog()
+    known, faults = load_catalog()
     rows = [(one.name, " ".join(one.phases) or "-", one.decode or OPEN, one.source, one.package) for one in known]
     columns = ["name", "phases", "while decoding", "source", "package"]
     table = Table.plain("eviction policies", columns, rows, words=columns, tight=True)

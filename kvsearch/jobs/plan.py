@@ -16,7 +16,7 @@ from kvsearch.core.limits import MOST_YAML
 from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
-from kvsearch.plan import Plan, Size, arithmetic, load_plan, phases_of, save_plan
+from kvsearch.plan import Plan, Size, arithmetic, load_plan, parse_phases, save_plan
 from kvsearch.plan.size import LAID_OUT
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.policies import Policy, create_policy
@@ -90,7 +90,7 @@ class UniformOptions(PlanOptions, Sized, WithModel):
     """One policy, how much it keeps, and when."""
 
     policy: str = option(
-        ..., "Eviction policy; see `kvsearch policies`.", SIZE, completes="kvsearch.policies.registry:policy_names"
+        ..., "Eviction policy; see `kvsearch policies`.", SIZE, completes="kvsearch.policies.registry:list_policy_names"
     )
     settings: Params | None = option(
         None, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True
@@ -113,7 +113,7 @@ class UniformOptions(PlanOptions, Sized, WithModel):
         from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
 
         allocation = parse_allocation(self.allocation)
-        phases = phases_of(self.phases)
+        phases = parse_phases(self.phases)
         allocator = self.allocator(policy)
         size = self.size
         check_request(policy, size, allocation)

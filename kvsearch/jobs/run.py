@@ -50,10 +50,10 @@ from kvsearch.jobs.reporter import (
 )
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
-from kvsearch.plan.origin import ContextSet, joined
+from kvsearch.plan.origin import ContextSet, join_records
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import Fitted, is_last, profile_of
+from kvsearch.policies.fitted import Fitted, is_last, load_fitted_profile
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
@@ -135,7 +135,7 @@ class Curves(LukvOptions, CalibrateOptions):
         used = ContextSet()
         for policy in self.policies():
             if isinstance(policy, Fitted):
-                contexts = profile_of(policy.weights, policy.name).metadata.provenance.contexts
+                contexts = load_fitted_profile(policy.weights, policy.name).metadata.provenance.contexts
                 used = used if contexts is None else used.union(contexts.used)
         return used
 
@@ -177,7 +177,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         "Built-in policies to measure budgets for.",
         RULE,
         metavar="NAME,...",
-        completes="kvsearch.policies.registry:policy_names",
+        completes="kvsearch.policies.registry:list_policy_names",
     )
     rankings: Names = option(tuple(RANKINGS), "Rankings to fit, and to measure budgets for, too.", metavar="NAME,...")
     form: Literal["network", "linear"] = option("network", "probe: the largest fit that is tried.")
@@ -692,7 +692,7 @@ class RunStages:
         planned = planned_size(size, calibrated.profile.metadata.length, self.longest)
         if refined is not None:
             found, searched = refined
-            known = joined([known, searched])
+            known = join_records([known, searched])
             more = found[planned]
         used = None if known is None else known.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)

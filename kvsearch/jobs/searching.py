@@ -24,7 +24,7 @@ from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan, Size, load_plan, save_plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import (
     Run,
@@ -255,7 +255,7 @@ class Refinement:
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]]
     ) -> tuple[PreparedSearch, ...]:
         """Prepare a search for every size from its `starts`, among the policies that were measured."""
-        base = Base.choosing(self.loaded, [policy_of(spec) for spec in calibrated.policies])
+        base = Base.choosing(self.loaded, [build_policy(spec) for spec in calibrated.policies])
         ranking_policies(self.loaded.model, base.by_layer)  # told before prompts are read
         named = {
             _budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED}

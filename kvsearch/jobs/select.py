@@ -15,7 +15,7 @@ from kvsearch.jobs.plan import size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
 from kvsearch.jobs.validate import OnSignals
-from kvsearch.plan import Size, canonical_json, phases_of, save_plan
+from kvsearch.plan import Size, canonical_json, parse_phases, save_plan
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import make_selection_result, report_ahead_words
 from kvsearch.results.selection import SelectionsResult
@@ -148,7 +148,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     profile = options.table.profile
     rule = options.rule
     sizes = options.sizes
-    phases_of(options.phases)
+    parse_phases(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
     from kvsearch.selection.signal_candidates import explore

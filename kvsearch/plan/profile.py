@@ -21,8 +21,16 @@ from kvsearch.core.files import read_bytes, write_atomically
 from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
 from kvsearch.core.parsing import format_value, list_problems, list_validation_problems, parse_json, require_header
 from kvsearch.plan.origin import Provenance
-from kvsearch.plan.profile_arrays import DTYPES, EVICTED_RATIO, GRID, TABLED, SignalAxes, array_problems, value_problems
-from kvsearch.plan.saved import find_weights, put_weights
+from kvsearch.plan.profile_arrays import (
+    DTYPES,
+    EVICTED_RATIO,
+    GRID,
+    TABLED,
+    SignalAxes,
+    find_array_problems,
+    find_value_problems,
+)
+from kvsearch.plan.saved import find_weights, write_weights
 from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 
 Array = NDArray[Any]
@@ -135,7 +143,7 @@ class Profile:
     arrays: dict[str, Array]
 
     def __post_init__(self) -> None:
-        problems = list(value_problems(self.arrays)) or list(array_problems(self.arrays, self.metadata))
+        problems = list(find_value_problems(self.arrays)) or list(find_array_problems(self.arrays, self.metadata))
         if problems:
             raise UsageError(list_problems(problems, "the profile"))
         frozen = {}
@@ -181,7 +189,7 @@ def save_profile(profile: Profile, path: str | Path, overwrite: bool = False) ->
         UsageError: `path` exists and `overwrite` is off, or is no regular file.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
-    put_weights(profile.metadata.measured_policies, path)
+    write_weights(profile.metadata.measured_policies, path)
     write_atomically(path, profile.to_bytes(), overwrite)
 
 
@@ -192,20 +200,20 @@ def load_profile(path: str | Path) -> Profile:
         UsageError: there is no such file, or it is not a valid profile; the message lists all that is wrong with it.
         EnvironmentFault: the file cannot be read.
     """
-    found = read_profile(read_bytes(path, MOST_ARRAYS), str(path))
-    find_weights(found.metadata.measured_policies, path)
-    return found
+    profile = read_profile(read_bytes(path, MOST_ARRAYS), str(path))
+    find_weights(profile.metadata.measured_policies, path)
+    return profile
 
 
 def read_profile(data: bytes, name: str) -> Profile:
     """Read and check the bytes of a profile file, called `name`; UsageError as `load_profile`."""
     header, arrays, problems = _read(data, name)
-    problems += value_problems(arrays)
+    problems += find_value_problems(arrays)
     try:
         metadata = ProfileMetadata.model_validate(header)
     except ValidationError as error:
         raise UsageError(list_problems([*list_validation_problems(error), *problems], name)) from error
-    problems = problems or list(array_problems(arrays, metadata))
+    problems = problems or list(find_array_problems(arrays, metadata))
     if problems:
         raise UsageError(list_problems(problems, name))
     return Profile(metadata, arrays)

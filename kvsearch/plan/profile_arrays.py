@@ -103,7 +103,7 @@ SIGNALS = {
 TOGETHER = (("nll", FULL_NLL),)
 
 
-def value_problems(arrays: Arrays) -> Iterator[str]:
+def find_value_problems(arrays: Arrays) -> Iterator[str]:
     """Find arrays of another type than profiles have, or with values that nothing measures, a line each."""
     for name, array in sorted(arrays.items()):
         if array.dtype.newbyteorder("=") not in list(DTYPES.values()):
@@ -114,7 +114,7 @@ def value_problems(arrays: Arrays) -> Iterator[str]:
             yield f"arrays.{name}: has values beyond {MOST_MEASURED:g}, which nothing measures"
 
 
-def array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
+def find_array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
     """Find what is wrong with the arrays of a profile, a line each; its values have been looked at."""
     method = metadata.method
     axes = metadata.signals
@@ -135,11 +135,11 @@ def array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
         measured |= SIGNALS
     elif axes is not None:
         yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {format_value(method)}"
-    problems = list(_misfits(arrays, measured, sizes, method))
-    yield from problems or _contradictions(arrays, metadata)
+    problems = list(_find_misfits(arrays, measured, sizes, method))
+    yield from problems or _find_contradictions(arrays, metadata)
 
 
-def _misfits(
+def _find_misfits(
     arrays: Arrays, measured: Mapping[str, Measured], sizes: dict[int | str, int], method: str
 ) -> Iterator[str]:
     """Find arrays that are missing, or have another shape or range than what was measured."""
@@ -165,10 +165,10 @@ def _misfits(
             yield f"arrays: {' and '.join(pair)} go together"
 
 
-def _contradictions(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
+def _find_contradictions(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
     """Find arrays of the right shapes whose values cannot have been measured."""
     if EVICTED_RATIO in arrays:
-        yield from _mean_problems(arrays[EVICTED_RATIO], metadata.length, metadata.floor)
+        yield from _find_mean_problems(arrays[EVICTED_RATIO], metadata.length, metadata.floor)
     if KEPT in arrays and (arrays[KEPT] > 1.01 * arrays[KEPT][..., -1:]).any():
         yield f"arrays.{KEPT}: a part of the context has more importance than the whole"
     if metadata.method == QUERIES:
@@ -180,7 +180,7 @@ def _contradictions(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
         yield f"arrays.{TOKENS}: no sample has a token whose loss counts"
 
 
-def _mean_problems(table: NDArray[Any], length: int, floor: int) -> Iterator[str]:
+def _find_mean_problems(table: NDArray[Any], length: int, floor: int) -> Iterator[str]:
     """Check that the mean of each row is its global ratio, up to one entry per head and rounding.
 
     Ratios that would leave heads less than the floor stay at what the floor allows.

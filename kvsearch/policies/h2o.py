@@ -52,7 +52,7 @@ class H2O(Policy):
             return None
         return observation.index.float()[:, None].expand(observation.keys.shape[:3])
 
-    def quota(self, budget: int) -> int:
+    def first_stage_budget(self, budget: int) -> int:
         """Return how many sinks and recent entries there are, where a share of the budget is for recent ones."""
         return 0 if self.recent else self.sinks + self._share_of(budget)
 

@@ -13,14 +13,14 @@ from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.fitted import (
     CalibratedRanking,
-    even_places,
-    heads_of,
-    plain_keys,
-    profile_of,
+    find_row,
+    load_fitted_profile,
     require_arrays,
-    row_of,
+    select_heads,
+    spread_places,
+    unrotate_keys,
 )
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.scoring import choose_chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
 
 METHOD = "query_bank"  # of the profile that has the queries
@@ -42,7 +42,7 @@ class QueryBank(CalibratedRanking):
     sinks where the model has them.
 
     Heads that the calibration marks as even are ranked by an even spread: their scores are what the same mean, m, makes
-    of places in [0, 1), 2 m even_places(i), see `even_places`.
+    of places in [0, 1), 2 m even_places(i), see `spread_places`.
 
     While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
     its attention among the prompt's entries and itself. With a `refresh` all entries are scored anew every so many
@@ -90,13 +90,13 @@ class QueryBank(CalibratedRanking):
     def _evened(self, scores: Tensor, mean: Tensor, observation: Observation) -> Tensor:
         """Return scores [B, Hkv, T], in heads that are even those that places make of a `mean` [B, Hkv, 1]."""
         _, of_layer = self._stored(observation)
-        even = heads_of(of_layer, observation)[..., None]
-        return torch.where(even, 2 * mean * even_places(observation.index)[:, None], scores)
+        even = select_heads(of_layer, observation)[..., None]
+        return torch.where(even, 2 * mean * spread_places(observation.index)[:, None], scores)
 
     def _stored(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Return the queries of a layer [Hkv, G, N, D], and heads that are ranked evenly [Hkv] bool, as views."""
         queries, even, layers = _bank(self.weights, observation.keys.device)
-        row = row_of(observation.layer, layers, METHOD)
+        row = find_row(observation.layer, layers, METHOD)
         return queries[row], even[row]
 
     def _attended(self, observation: Observation) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class QueryBank(CalibratedRanking):
     def _logits(self, observation: Observation) -> Iterator[Tensor]:
         """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""
         of_layer, _ = self._stored(observation)
-        queries = heads_of(of_layer, observation)  # [B or 1, Hkv, G, N, D]
+        queries = select_heads(of_layer, observation)  # [B or 1, Hkv, G, N, D]
         stored = queries.shape[2]
         group = observation.projected_norms("l2").shape[2]
         if stored not in (1, group):
@@ -128,12 +128,12 @@ class QueryBank(CalibratedRanking):
                 f"policy query_bank: its weights are for {stored} query heads of every kv head, and this model has "
                 f"{group}"
             )
-        keys = (plain_keys(observation) * _amplitude(observation))[:, :, None].transpose(-1, -2)
+        keys = (unrotate_keys(observation) * _amplitude(observation))[:, :, None].transpose(-1, -2)
         hidden = ~observation.valid[:, None, None, None]
         size = keys.shape[0] * keys[0, 0, 0, 0].numel()
-        step = max(1, chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))
-        for some in torch.split(queries, step, 3):
-            logits = (some @ keys) * observation.scaling
+        step = max(1, choose_chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))
+        for part in torch.split(queries, step, 3):
+            logits = (part @ keys) * observation.scaling
             if observation.softcap is not None:
                 logits = observation.softcap * torch.tanh(logits / observation.softcap)
             yield logits.masked_fill(hidden, float("-inf"))
@@ -155,7 +155,7 @@ def _bank(digest: str, device: Any = "cpu") -> tuple[Tensor, Tensor, tuple[int, 
 
     Older files have no even heads. UsageError if the file is not here, or its arrays have other shapes.
     """
-    profile = profile_of(digest, METHOD)
+    profile = load_fitted_profile(digest, METHOD)
     tails = {QUERIES: ("G", "N", "D"), **({EVEN: ()} if EVEN in profile.arrays else {})}
     require_arrays(profile, tails, {"D": profile.metadata.model.head_dim})
     queries = torch.from_numpy(profile.arrays[QUERIES].copy()).float()

@@ -22,12 +22,12 @@ from kvsearch.plan.saved import (
     PROFILE,
     WEIGHTS,
     check_listing,
-    checked_weights,
     find_listed,
-    weights_file,
+    locate_weights,
+    read_weights,
 )
 from kvsearch.plan.schema import PolicySpec
-from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
+from kvsearch.policies.registry import BUILT_IN, FITTED, build_policy
 from kvsearch.report.artifacts import is_cache, open_path
 from kvsearch.report.figures import Part
 from kvsearch.report.numbers import pluralize
@@ -218,8 +218,8 @@ def _describe_artefact(path: Path) -> str:
 def _check_policies(specs: Iterable[PolicySpec], path: Path) -> None:
     """Check parameters, and the weights beside the file, which may be known to this process from elsewhere."""
     for spec in specs:
-        beside = weights_file(spec, path)
+        beside = locate_weights(spec, path)
         if beside is not None:
-            checked_weights(beside, path, str(spec.params[WEIGHTS]))
+            read_weights(beside, path, str(spec.params[WEIGHTS]))
         if spec.name in BUILT_IN and spec.name not in FITTED:  # others may be of a package that is not here
-            policy_of(spec)
+            build_policy(spec)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
 
-from kvsearch.budgets.lukv import MarginalSolver, exact_budgets
+from kvsearch.budgets.lukv import MarginalSolver, solve_exactly
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import lost_mass, stability
 from kvsearch.core.arrays import Floats
@@ -476,7 +476,7 @@ def compare_solvers(curves: ArrayLike) -> Iterator[tuple[str, int, float]]:
     greedy = MarginalSolver(steps)
     ratios = range(5, 100, 5)
     totals = [(100 - evicted) * steps[..., 0].size for evicted in ratios]
-    for name, solved in (("greedy", greedy.solve_many(totals)), ("exact", exact_budgets(steps, totals))):
+    for name, solved in (("greedy", greedy.solve_many(totals)), ("exact", solve_exactly(steps, totals))):
         for evicted, budgets in zip(ratios, solved, strict=True):
             yield name, evicted, greedy.kept(budgets) / float(steps.sum())
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsearch.plan import PHASES, Phase, Plan
-from kvsearch.plan.arithmetic import diff
+from kvsearch.plan.arithmetic import compare_plans
 from kvsearch.plan.schema import NO_CARRY, STATIC
-from kvsearch.plan.yaml import layer_ranges
+from kvsearch.plan.yaml import format_layer_ranges
 from kvsearch.report.figures import Figure, Part, make_layer_map
 from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Cell, Table
@@ -37,7 +37,7 @@ def list_plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
         phase_settings = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
         if carrying := [index for index, carry in enumerate(part.carries) if carry != NO_CARRY]:
             kinds = sorted(set(part.carries) - {NO_CARRY})
-            phase_settings["carry"] = f"{', '.join(kinds)} in layers {', '.join(layer_ranges(carrying))}"
+            phase_settings["carry"] = f"{', '.join(kinds)} in layers {', '.join(format_layer_ranges(carrying))}"
         alone = [index for index, layer in enumerate(part.layers) if layer is None]
         yield {**settings, **phase_settings, **({"layers left alone": alone} if alone else {})}
         if len(set(names)) < len(policies):
@@ -70,12 +70,12 @@ def list_cache_parts(header: CacheHeader) -> Iterator[Part]:
 
 
 class DifferenceView:
-    """The difference between two plans: settings, and budgets layer by layer; errors as `diff`."""
+    """The difference between two plans: settings, and budgets layer by layer; errors as `compare_plans`."""
 
     def __init__(self, plans: tuple[Plan, Plan], names: tuple[str, str]) -> None:
         self.plans = plans
         self.names = names
-        self.settings, self.budgets = diff(*plans)
+        self.settings, self.budgets = compare_plans(*plans)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
@@ -100,7 +100,7 @@ class DifferenceView:
             rows = []
             for change in settings:
                 values = ("-" if value is None else str(value) for value in (change.before, change.after))
-                rows.append([change.phase or "", ", ".join(layer_ranges(change.layers)), change.name, *values])
+                rows.append([change.phase or "", ", ".join(format_layer_ranges(change.layers)), change.name, *values])
             yield Table.plain("settings", columns, rows, words=columns)
         for phase in PHASES["both"]:
             layers = sorted({change.layer for change in self.budgets if change.phase == phase})

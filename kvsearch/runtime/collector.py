@@ -14,8 +14,8 @@ from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import find_attention_modules, require_continuation, unrotate
 from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics, References
 from kvsearch.policies.checks import DeferredCheck, require_finite
-from kvsearch.policies.fitted import even_places
-from kvsearch.policies.scoring import column_sums
+from kvsearch.policies.fitted import spread_places
+from kvsearch.policies.scoring import sum_columns
 from kvsearch.runtime.attention import (
     Output,
     dense_attention,
@@ -116,7 +116,7 @@ class DensePrompt:
             # a copy, so that the rest of the prompt's queries can be freed
             self.rows = self.rows[:, :, -self._rows_wanted :].clone()
         if self._wants_sums:
-            sums = column_sums(query, states[0], valid, logits.scaling, logits.softcap, logits.sinks)
+            sums = sum_columns(query, states[0], valid, logits.scaling, logits.softcap, logits.sinks)
             if self._sums is not None:
                 sums[..., :-count] += self._sums
             self._sums = sums
@@ -186,7 +186,7 @@ class QuerySample(NamedTuple):
     @classmethod
     def of(cls, query: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> QuerySample:
         """Take all queries [B, Hq, n, D] of tokens with this `index` [B, n] in their sequence."""
-        order = even_places(index)
+        order = spread_places(index)
         order = order + (index < LEADING)  # after all others: what they look at is like nothing that comes later
         return cls(order.masked_fill(~valid, float("inf")), positions, query)
 

@@ -17,9 +17,9 @@ from kvsearch.plan.schema import NO_CARRY, Carry
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
 from kvsearch.policies.carry import REFERENCES, match_attention
-from kvsearch.policies.checks import DeferredCheck, lengths_after, lengths_of, require_finite, start_state
-from kvsearch.policies.decoding import LOG_WEIGHTS, State, slots_of
-from kvsearch.policies.ranking import at_each, first_staged, keep_at, limits_under, scored
+from kvsearch.policies.checks import DeferredCheck, read_checked_lengths, read_lengths, require_finite, start_state
+from kvsearch.policies.decoding import LOG_WEIGHTS, State, list_slots
+from kvsearch.policies.ranking import apply_to_each, find_limits, first_stage_scores, keep_at, score_entries
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import UNBOUNDED, Limits, StepRule, decode_needs
 from kvsearch.runtime.store.slots import pack, segments_of, source_of
@@ -62,11 +62,11 @@ class Kept(NamedTuple):
 def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> Kept:
     """Decide what is kept of a dense prompt, everything without a prefill phase; its tensors stay as they are."""
     if prefill is not None:  # first, so that the host reads lengths and whether scores are finite in one go
-        scored(prefill.policy, observation)
-        first_staged(prefill.policy, observation)
-    lengths = lengths_after(observation)
+        score_entries(prefill.policy, observation)
+        first_stage_scores(prefill.policy, observation)
+    lengths = read_checked_lengths(observation)
     rule = None if decode is None else StepRule.after(decode.policy, limits_of(decode, lengths), observation)
-    limits = None if prefill is None else limits_under(prefill.policy, prefill.budgets(lengths), lengths)
+    limits = None if prefill is None else find_limits(prefill.policy, prefill.budgets(lengths), lengths)
     tables = ([] if limits is None else [limits]) + ([] if rule is None else [Limits.table(rule.policy, rule.budgets)])
     placed = _placed(tables, observation.keys.device)
     keep = observation.valid[:, None].expand(observation.keys.shape[:3])
@@ -115,7 +115,7 @@ def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule
         return Decoding(pack([source], left.rule), left.rule, left.keep.shape[2])
     states = (left.observation.keys, left.observation.values)
     log_weights = left.state.entries.get(LOG_WEIGHTS)
-    return RaggedStore.pack(*states, left.keep, observation.index, left.counts, lengths_of(observation), log_weights)
+    return RaggedStore.pack(*states, left.keep, observation.index, left.counts, read_lengths(observation), log_weights)
 
 
 def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
@@ -123,9 +123,9 @@ def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
     budgets = decode.budgets(lengths)
 
     def limit(budget: int, length: int) -> int:
-        return UNBOUNDED if decode.policy.exempt(budget, length) else budget
+        return UNBOUNDED if decode.policy.keeps_all(budget, length) else budget
 
-    return at_each(limit, budgets, torch.tensor(lengths)[:, None].expand_as(budgets))
+    return apply_to_each(limit, budgets, torch.tensor(lengths)[:, None].expand_as(budgets))
 
 
 def merged(policy: Policy, observation: Observation, keep: Tensor, most: int, stay: int) -> tuple[Observation, State]:
@@ -141,7 +141,7 @@ def merged(policy: Policy, observation: Observation, keep: Tensor, most: int, st
     leaving = cached.held & ~keep.flatten(0, 1)
     if most:
         with torch.no_grad():  # how much is merged is not learned
-            policy.merge(cached, slots_of(leaving, cached.positions, most))
+            policy.merge(cached, list_slots(leaving, cached.positions, most))
 
     def whole(tensor: Tensor) -> Tensor:
         return tensor.view(*keep.shape[:2], *tensor.shape[1:])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.scoring import choose_chunk_bytes
 from kvsearch.runtime.attention import causal_mask
 from kvsearch.runtime.logits import Logits
 from kvsearch.signals.attention_rows import SHIFT
@@ -30,7 +30,7 @@ def gated_attention(
     query, key, value = tokens
     count, heads = key.shape[:2]
     grouped = query.view(count, heads, -1, *query.shape[2:]).flatten(2, 3)  # [M, Hkv, G * K, D]
-    piece = max(1, chunk_bytes(query.device) // (4 * grouped.shape[2] * keep.shape[1]))
+    piece = max(1, choose_chunk_bytes(query.device) // (4 * grouped.shape[2] * keep.shape[1]))
     outputs = []
     for head, kept in enumerate(keep):
         sinks = None if how.sinks is None else how.sinks[head].repeat_interleave(query.shape[2])[:, None]

@@ -14,8 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import RotarySwitch, require_continuation
-from kvsearch.policies.base import Needs, Observation, Rereading
-from kvsearch.policies.checks import DeferredCheck, lengths_of
+from kvsearch.policies.base import Needs, Observation, SecondPass
+from kvsearch.policies.checks import DeferredCheck, read_lengths
 from kvsearch.runtime.attention import (
     NO_SHARED_DRAFTS,
     Output,
@@ -82,7 +82,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.seen = 0
         self.ahead: Tensor | None = None  # rotary positions [B or 1, 1] of a token that was foreseen
         self.asked = False  # whether something asked for lengths while it came
-        self.rereads: Mapping[Rereading, Tensor] = {}  # what the prompt's entries got when it was read again
+        self.rereads: Mapping[SecondPass, Tensor] = {}  # what the prompt's entries got when it was read again
         self._holder: RaggedStore | Decoding | None = None
         self._prompt = self._new_prompt()
         if self.sharing is not None:
@@ -410,7 +410,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             self.sharing.end(self.index, observation)
         if not self.read_mask.begun:
-            self.read_mask.begin(observation.valid, lengths_of(observation))
+            self.read_mask.begin(observation.valid, read_lengths(observation))
 
     def nbytes(self) -> int:
         """Return the bytes held for this layer."""

@@ -16,7 +16,7 @@ from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import find_output_projection, read_output_weight
 from kvsearch.models.weights import is_plain, state_of
 from kvsearch.policies.base import Norm
-from kvsearch.policies.scoring import chunk_bytes, projected_norms, softmax
+from kvsearch.policies.scoring import choose_chunk_bytes, projected_norms, softmax
 
 FEW = 32  # entries whose norms are two small products
 
@@ -180,7 +180,7 @@ def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     if not single and query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
         scores = torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scaling)  # baddbmm's takes no `added` in 2.8
         return (scores if bias is None else scores.add_(added)).view(shape)
-    step = max(1, chunk_bytes(keys.device) // (8 * max(1, columns[0].numel())))
+    step = max(1, choose_chunk_bytes(keys.device) // (8 * max(1, columns[0].numel())))
     if single or step >= len(rows):  # as in most decode steps: what is beside the product would cost as much
         return torch.baddbmm(added, rows.float(), columns.float(), beta=beta, alpha=scaling).view(shape)
     added = added.expand(len(rows), -1, -1)

@@ -24,7 +24,7 @@ from kvsearch.models.architecture import (
     require_same_rotary,
 )
 from kvsearch.policies import Observation
-from kvsearch.policies.base import Needs, Rereading
+from kvsearch.policies.base import Needs, SecondPass
 from kvsearch.runtime.attention import Output, causal_mask, dense_attention, require_attention, tag
 from kvsearch.runtime.collector import DensePrompt, Rotary, entering, watch
 from kvsearch.runtime.gates import gated_attention
@@ -35,7 +35,7 @@ from kvsearch.runtime.stock import CACHE, cache_class, layer_state, stock_layers
 from kvsearch.runtime.store.blocks import right_aligned
 from kvsearch.signals.attention_rows import residual_weights
 
-Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
+Rereads = Mapping[int, Mapping[SecondPass, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
 States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 LED_BY = 8  # tokens before a chunk that is read again
 LEAST_CHUNK = 16
@@ -327,13 +327,13 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
         return {}
     length = prompts.shape[1]
     full = describe(model).full_layers
-    rows: list[dict[int, dict[Rereading, Tensor]]] = []
+    rows: list[dict[int, dict[SecondPass, Tensor]]] = []
     counts = [length] * len(prompts) if mask is None else (mask > 0).sum(-1).tolist()
     for ids, count in zip(prompts, counts, strict=True):
         real = ids[None, length - count :]
         needed = [Needs(projection=any(how.plus for how in wanted))]
         passed = DensePass(model, dict.fromkeys(full, needed), norms, real)
-        again: dict[int, dict[Rereading, Tensor]] = {layer: {} for layer in full}
+        again: dict[int, dict[SecondPass, Tensor]] = {layer: {} for layer in full}
         for how in wanted:
             for layer, scores in _reread(passed, real, how).items():
                 again[layer][how] = nn.functional.pad(scores, (length - count, 0))
@@ -341,7 +341,7 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
     return {layer: {how: torch.cat([row[layer][how] for row in rows]) for how in wanted} for layer in full}
 
 
-def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading) -> dict[int, Tensor]:
+def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: SecondPass) -> dict[int, Tensor]:
     """Return what the entries of a prompt [1, T] get when it is read again, by layer [1, Hkv, T]."""
     length = ids.shape[1]
     limit = find_rotary_limit(passed.model, length)

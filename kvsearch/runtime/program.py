@@ -16,12 +16,12 @@ from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, warn_once
 from kvsearch.models.architecture import FULL_ATTENTION, describe, find_attention_modules, find_class_name
 from kvsearch.models.memory import FP32, MemoryNeeds, estimate_reading_memory, measure_free_bytes, release_memory
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.plan.schema import NO_CARRY, Carry
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.carry import REFERENCES
-from kvsearch.policies.registry import policy_of
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.registry import build_policy
+from kvsearch.policies.scoring import choose_chunk_bytes
 from kvsearch.runtime.decode.rule import decode_needs
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PhaseProgram:
             return int(np.minimum(table.sum(axis), room.sum(axis)).sum())
         table = np.minimum(table, length)
         for row, (_, policy) in enumerate(sorted(self.policies.items())):
-            table[row] = [length if policy.exempt(budget, length) else budget for budget in table[row].tolist()]
+            table[row] = [length if policy.keeps_all(budget, length) else budget for budget in table[row].tolist()]
         return int(table.sum())
 
     def budgets(self, layer: int, lengths: Sequence[int]) -> Tensor:
@@ -176,9 +176,9 @@ def _phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhasePr
             f"the plan budgets layers {foreign}, which are of kind {what} and belong to the model: only layers of kind "
             f"{FULL_ATTENTION} can be planned"
         )
-    policies = {index: policy_of(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
+    policies = {index: build_policy(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
     carries = {index: carry for index, carry in enumerate(phase.carries) if carry != NO_CARRY}
-    return PhaseProgram(policies, partial(budgets_at, plan, name, clip=clip), max(plan.floor, 1), carries)
+    return PhaseProgram(policies, partial(compute_budgets, plan, name, clip=clip), max(plan.floor, 1), carries)
 
 
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers calls the normalisation of keys
@@ -235,13 +235,13 @@ def memory_needs(
     scoring = [policy.needs() for policy in program.policies if policy.name != "full"]
     entries = len(lengths) * max(lengths) * shape.kv_heads
     rows = max((max(lengths) if need.column_sums else need.query_rows for need in scoring), default=0)
-    logits = min(chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
+    logits = min(choose_chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
     scratch = logits + entries * (RANKING + FP32 * shape.head_dim) if scoring else 0
     queries = max((need.query_rows for need in scoring), default=0) * shape.head_dim * model.dtype.itemsize
     if program.prefill is not None and program.prefill.carries:
         queries += REFERENCES * shape.head_dim * model.dtype.itemsize
         # of one layer: values once more, and reference logits of a few heads at a time
-        scratch += entries * shape.head_dim * model.dtype.itemsize + 2 * chunk_bytes(model.device)
+        scratch += entries * shape.head_dim * model.dtype.itemsize + 2 * choose_chunk_bytes(model.device)
     sums = FP32 * max(lengths) if any(need.column_sums for need in scoring) else 0
     gathered = len(lengths) * len(shape.full_layers) * shape.query_heads * (queries + sums)
     return estimate_reading_memory(

@@ -23,9 +23,9 @@ from kvsearch.kernels.dispatch import serves
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
-from kvsearch.policies.checks import lengths_after, lengths_of
+from kvsearch.policies.checks import read_checked_lengths, read_lengths
 from kvsearch.policies.decoding import Cached, State
-from kvsearch.policies.ranking import rank_scored, scored
+from kvsearch.policies.ranking import rank_scored, score_entries
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.eviction import PhaseRule, evict
@@ -103,7 +103,7 @@ class Sharing:
         layers = self.program.layers
         if index == layers[0]:
             self.waiting.clear()
-            lengths = lengths_of(observation)
+            lengths = read_lengths(observation)
             phases: dict[Phase, PhaseProgram | None] = {"prefill": self.program.prefill, "decode": self.program.decode}
             self._phases = {
                 name: PhaseShares(self.allocation, phase, lengths, lasting=name == "decode")
@@ -162,7 +162,7 @@ class Sharing:
             unknown = torch.full(observation.keys.shape[:2], NO_CAP)  # binds nothing
             rule = StepRule.after(decode.policies[index], unknown, observation)
             state = rule.start(observation)
-        lengths = np.array(lengths_of(observation))[:, None]
+        lengths = np.array(read_lengths(observation))[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
         most = prefill.most(index) if prefill is not None and index in prefill.rows else whole
         ranks = rank_under(self._policy(index), observation)
@@ -190,10 +190,10 @@ class LayerDemands:
     def __init__(self, allocation: Allocation, policy: Policy, observation: Observation) -> None:
         self.allocation = allocation
         self.policy = policy
-        scores = scored(policy, observation)
+        scores = score_entries(policy, observation)
         # [B, Hkv, T], protected entries first, then the candidates from the highest score on, then padding
         self.ordered = torch.empty_like(scores).scatter_(-1, rank_scored(policy, observation).long(), scores)
-        self.lengths = lengths_after(observation)
+        self.lengths = read_checked_lengths(observation)
         self._demands: dict[tuple[int, int, int], LayerDemand] = {}
         self.weights = [1.0] * len(self.lengths)
         if allocation.shares_layers:

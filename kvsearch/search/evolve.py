@@ -27,7 +27,7 @@ from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
-from kvsearch.plan.origin import ContextRecord, Use, joined
+from kvsearch.plan.origin import ContextRecord, Use, join_records
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
@@ -309,7 +309,7 @@ def prepare_searches(
     tables = {budget: start_tables(base, budget, plans) for budget, plans in starts.items()}
     plans = next(iter(starts.values()))
     if before is None and plans:
-        before = joined(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
+        before = join_records(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
     before = before or ContextRecord()
     splits = {name: split.without(before.used) for name, split in splits.items()}
     encoded = {name: split.encode(base.loaded) for name, split in splits.items()}

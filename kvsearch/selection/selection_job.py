@@ -21,7 +21,7 @@ from kvsearch.evaluation.runner import hash_rows
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
+from kvsearch.plan.origin import ContextRecord, Use, join_records, make_provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.candidates import content_hash
@@ -166,7 +166,7 @@ class SelectionJob:
         asked = ContextRecord(
             chosen=collect_contexts(self.race.encoded), reported=collect_contexts(self.report_prompts)
         )
-        origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, asked]))
+        origin = make_provenance(method, fitted.seed, fitted.data_sha256, settings, join_records([contexts, asked]))
         return plan.model_copy(update={"provenance": origin})
 
 

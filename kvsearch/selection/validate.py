@@ -22,7 +22,7 @@ from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_p
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, Profile, Size
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.verdicts import (
     KINDS,
@@ -202,7 +202,7 @@ def _make_strategies(
     if kind == "route":
         mean = size.pool(table.profile.metadata).mean
         for pattern in table.evicting:  # without one of them the choice would be another
-            check_kept(mean, policy_of(pattern), instead=f"calibrate without {pattern.name}")
+            check_kept(mean, build_policy(pattern), instead=f"calibrate without {pattern.name}")
         forward = Strategy(signal, phases=phases)
     else:
         forward = Strategy(None, signal, phases)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.policies.base import Observation
-from kvsearch.policies.cake import row_moments
-from kvsearch.policies.scoring import chunk_bytes, column_sums, softmax, window_rows, window_size
+from kvsearch.policies.cake import compute_row_moments
+from kvsearch.policies.scoring import choose_chunk_bytes, count_window_rows, iterate_window_rows, softmax, sum_columns
 
 LEAST_NORM = 1e-6
 TINY = 1e-10  # added inside CAKE's logarithm, as in the official code
@@ -40,7 +40,7 @@ def score_rows(
     first_later = length - rows if places is None else 0  # no row is before it
     columns = torch.arange(first_later, length, device=keys.device)
     later = columns > (columns if places is None else places)[:, None]
-    step = max(1, chunk_bytes(keys.device) // (4 * tables * batch * group * rows * length))
+    step = max(1, choose_chunk_bytes(keys.device) // (4 * tables * batch * group * rows * length))
     for first in range(0, heads, step):
         part = slice(first, first + step)
         scores = (queries[:, part].float() * scaling) @ keys[:, part].float().transpose(-1, -2)
@@ -302,7 +302,7 @@ def mean_row(
     It adds up to 1, less what `sinks` take. Rows of padding are left out; 0 everywhere if no row is left.
     """
     rows = valid[:, keys.shape[2] - query.shape[2] :].sum(-1, keepdim=True)
-    return column_sums(query, keys, valid, scaling, softcap, sinks).mean(1) / rows.clamp(min=1)
+    return sum_columns(query, keys, valid, scaling, softcap, sinks).mean(1) / rows.clamp(min=1)
 
 
 def mean_entropy(mean: Tensor) -> float:
@@ -324,13 +324,13 @@ def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     inside = observation.candidates(0, window)
     outside = ~inside[:, None, None, None]
     entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
-    for (some, _), probability in window_rows(observation, window):
+    for (rows_taken, _), probability in iterate_window_rows(observation, window):
         terms = (
             probability.add(TINY)
             .log_()
             .mul_(probability)
-            .masked_fill_(outside[some, ..., : probability.shape[-1]], 0.0)
+            .masked_fill_(outside[rows_taken, ..., : probability.shape[-1]], 0.0)
         )
-        entropy[some] -= terms.sum((1, 2, 3, 4))
-    variance = row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
-    return entropy.clamp(min=0.0) / window_size(observation, window), variance
+        entropy[rows_taken] -= terms.sum((1, 2, 3, 4))
+    variance = compute_row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
+    return entropy.clamp(min=0.0) / count_window_rows(observation, window), variance

@@ -19,7 +19,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, phases_of
+from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, parse_phases
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.plan.saved import WEIGHTS
@@ -125,7 +125,7 @@ def read_request(
     if baselines is not None:
         raise UsageError("--baselines go with --plan alone: beside --methods, name them as methods")
     phases = phases or "prefill"
-    phases_of(phases)
+    parse_phases(phases)
     chosen = find_methods(methods, settings)
     sizes = find_sizes(budgets, ratios)
     for method in chosen:

@@ -18,7 +18,7 @@ from kvsearch.core.yaml_document import Place, YamlDocument
 from kvsearch.plan import PHASES, ModelFingerprint, Plan, PolicySpec
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.schema import WHOLE
-from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, layer_ranges
+from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, format_layer_ranges
 
 EXAMPLE = "{policy: snapkv, budget: 640}"
 _KEYS = (
@@ -122,7 +122,7 @@ class _Reader:
                 rows.setdefault(layer, (key, entry))
         missing = sorted(set(range(count or 0)) - rows.keys())
         if missing:
-            listed = ", ".join(layer_ranges(missing))
+            listed = ", ".join(format_layer_ranges(missing))
             self.tell(place, f"says nothing of layer {listed}: add {EXAMPLE}, or {WHOLE} for the whole cache")
         if len(self.document.problems) > before:
             self.told.add(place)  # what a plan would say of its layers follows from these problems

@@ -16,7 +16,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.foreign import name_text_on_error
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.origin import ContextSet, context_hash
+from kvsearch.plan.origin import ContextSet, hash_context
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.base import Coverage, Example, Query, Sampling, Task, TokenCount
 from kvsearch.tasks.metrics import is_forced, score
@@ -256,12 +256,12 @@ def count_coverage(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def hash_example(example: Example) -> tuple[str, ...]:
-    """Return the hashes of an example's context, alone and with each of its questions; see `context_hash`.
+    """Return the hashes of an example's context, alone and with each of its questions; see `hash_context`.
 
     One of them stands in a record of what was asked: where all contexts of a task are equal, those with questions.
     """
-    question_hashes = (context_hash(example.context, query.question) for query in example.queries)
-    return context_hash(example.context), *question_hashes
+    question_hashes = (hash_context(example.context, query.question) for query in example.queries)
+    return hash_context(example.context), *question_hashes
 
 
 def draw_unseen_examples(

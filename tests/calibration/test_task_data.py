@@ -11,7 +11,7 @@ import pytest
 from kvsearch.calibration.prompts import data_of_tasks, prompts_of, with_own_replies
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.origin import context_hash
+from kvsearch.plan.origin import hash_context
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
@@ -138,4 +138,4 @@ def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> No
     )
     assert [prompt.key for prompt in fresh[0].prompts] == ["3"]
     several = tiny.listed((60, 2), (90, 1))
-    assert data_of_tasks(model, [several], 2, 0).hashes == [context_hash(row.context) for row in several.rows]
+    assert data_of_tasks(model, [several], 2, 0).hashes == [hash_context(row.context) for row in several.rows]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.policies import Policy, policy_names
+from kvsearch.policies import Policy, list_policy_names
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.observe import reread
@@ -70,7 +70,7 @@ def fitting(name: str) -> Policy:
 
 
 @pytest.mark.parametrize("budgets", BUDGETS)
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", list_policy_names())
 def test_a_prompt_is_waited_for_once_per_layer(name: str, budgets: str) -> None:
     """And once for the lengths of prompts that are read again, however many there are; transformers' own apart."""
     policy = fitting(name)

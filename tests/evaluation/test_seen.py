@@ -7,15 +7,15 @@ from typing import Any
 from kvsearch.evaluation.compare import ContextOverlap, Split, prepare
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.strategies.compared import with_baselines
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.results import json_of, rendered, tables_of
 
 TASK = tiny.listed((60, 2), (48, 1), (70, 2), name="one")
-HASHES = [context_hash(row.context) for row in TASK.rows]
-OTHERS = [context_hash(f"other {number}") for number in range(2000)]
+HASHES = [hash_context(row.context) for row in TASK.rows]
+OTHERS = [hash_context(f"other {number}") for number in range(2000)]
 
 
 def plan_with(model: LoadedModel, contexts: ContextRecord | None) -> Plan:

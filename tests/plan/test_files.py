@@ -172,8 +172,8 @@ def test_links_are_followed_and_the_mode_is_kept(path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from kvsearch.core.files import temporary_for
-with temporary_for(Path(sys.argv[1])) as (_, file):
+from kvsearch.core.files import open_temporary
+with open_temporary(Path(sys.argv[1])) as (_, file):
     file.write(b"half")
     file.flush()
     print("begun", flush=True)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from kvsearch.plan import ModelFingerprint, PolicySpec, Profile, ProfileMetadata
-from kvsearch.plan.saved import know
+from kvsearch.plan.saved import register_weights
 from kvsearch.policies import Policy, create_policy, query_bank
 from kvsearch.policies.probe import METHOD
 from tests.plan.builders import metadata_dict, model_dict
@@ -51,7 +51,7 @@ def ranking(
 def fitted(profile: Profile | None = None, **params: Any) -> Policy:
     """The policy with these weights."""
     data = (ranking(layers=range(8)) if profile is None else profile).to_bytes()
-    return create_policy(METHOD, {"weights": know(data, Path("tests")), **params})
+    return create_policy(METHOD, {"weights": register_weights(data, Path("tests")), **params})
 
 
 def bank(
@@ -68,7 +68,7 @@ def bank(
     metadata = ProfileMetadata.model_validate(told).model_copy(update={"policy": PolicySpec(name=query_bank.METHOD)})
     arrays = {"queries": queries} | ({} if even is None else {"even": even})
     profile = Profile(metadata, {name: np.asarray(array, np.float32) for name, array in arrays.items()})
-    return create_policy(query_bank.METHOD, {"weights": know(profile.to_bytes(), Path("tests")), **params})
+    return create_policy(query_bank.METHOD, {"weights": register_weights(profile.to_bytes(), Path("tests")), **params})
 
 
 def zap_weights(layers: int, heads: int, width: int, hidden: int | None = 3) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ def zap_weights(layers: int, heads: int, width: int, hidden: int | None = 3) -> 
 def zap(layers: int = 8, heads: int = 2, width: int = 6, **params: Any) -> Policy:
     """KVzap with small random networks."""
     data = save(zap_weights(layers, heads, width))
-    return create_policy("kvzap", {"weights": know(data, Path("tests") / "model.safetensors"), **params})
+    return create_policy("kvzap", {"weights": register_weights(data, Path("tests") / "model.safetensors"), **params})
 
 
 def example(name: str) -> Policy:

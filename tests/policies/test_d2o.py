@@ -22,7 +22,9 @@ from tests.policies.test_h2o import SUMS, received
 def test_the_score_is_that_of_h2o_with_sinks() -> None:
     assert kept(D2O(sinks=0), received(SUMS), 4) == {0, 2, 3, 4}
     assert kept(D2O(sinks=2), received(SUMS), 4) == {0, 1, 3, 4}
-    assert [D2O().quota(budget) for budget in range(1, 12)] == [H2O(sinks=4).quota(budget) for budget in range(1, 12)]
+    assert [D2O().first_stage_budget(budget) for budget in range(1, 12)] == [
+        H2O(sinks=4).first_stage_budget(budget) for budget in range(1, 12)
+    ]
     assert D2O(recent_share=0.25).recent_at(8) == 2  # three heavy ones for each recent one
 
 

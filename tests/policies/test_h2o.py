@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O, MASS
-from kvsearch.policies.scoring import column_sums
+from kvsearch.policies.scoring import sum_columns
 from kvsearch.policies.tova import TOVA
 from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.examples import attending, kept, leaves, step_at
@@ -35,7 +35,7 @@ def received(sums: list[float]) -> Observation:
 
 def test_column_sums_of_the_prompt() -> None:
     seen = attending(ROWS)
-    sums = column_sums(seen.queries, seen.keys, seen.valid, seen.scaling)
+    sums = sum_columns(seen.queries, seen.keys, seen.valid, seen.scaling)
     torch.testing.assert_close(sums, torch.tensor([[SUMS]]))
     torch.testing.assert_close(H2O().score(dataclasses.replace(seen, column_sums=sums)), sums)
 
@@ -126,4 +126,4 @@ def test_a_decode_step_drops_the_lowest_of_its_own_row() -> None:
     assert leaves(TOVA(), step, budget=3) == [0]
     assert leaves(TOVA(sinks=1), step, budget=3) == [5]
     assert leaves(TOVA(sinks=1, protect_last=True), step, budget=3) == [4]
-    assert (TOVA().row, TOVA().online) == ("layer", True)
+    assert (TOVA().row, TOVA().has_decode_rule) == ("layer", True)

@@ -155,7 +155,7 @@ def test_the_package_is_that_of_the_entry_point(monkeypatch: pytest.MonkeyPatch)
     point = EntryPoint("foreign", f"{__name__}:Foreign", registry.GROUP)
     object.__setattr__(point, "dist", Distribution)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    assert str(registry.fault(Foreign, "is odd")).startswith("policy foreign of kvsearch-foreign 1.2 is odd: ")
+    assert str(registry.policy_error(Foreign, "is odd")).startswith("policy foreign of kvsearch-foreign 1.2 is odd: ")
 
 
 def test_a_module_that_exits_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ from tests.runs.guard import locked_elsewhere
 HOLDER = """
 import sys, time
 from pathlib import Path
-from kvsearch.runs.lock import locked
+from kvsearch.runs.lock import lock_directory
 sys.argv = ["kvsearch", "calibrate", "a model", "-o", "run"]
-with locked(Path(sys.orig_argv[-1])):
+with lock_directory(Path(sys.orig_argv[-1])):
     print("locked", flush=True)
     time.sleep(600)
 """

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import find_attention_modules, read_output_weight
 from kvsearch.policies import create_policy
-from kvsearch.policies.base import Needs, Rereading
+from kvsearch.policies.base import Needs, SecondPass
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.observe import LED_BY, reread
@@ -32,7 +32,7 @@ def entries(model: object, ids: Tensor) -> tuple[Tensor, ...]:
 def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> None:
     model, (ids, _) = build("llama"), prompts(1, LENGTH)
     with running(model, NAME):
-        found = reread(model, [Needs(reread=Rereading(CHUNK, plus))], ids)
+        found = reread(model, [Needs(reread=SecondPass(CHUNK, plus))], ids)
     values: dict[int, Tensor] = {}
     for index, module in find_attention_modules(model).items():
         module.v_proj.register_forward_hook(lambda _, __, out, index=index: values.__setitem__(index, out[0].detach()))
@@ -52,7 +52,7 @@ def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> No
             best = taken.amax(1).view(2, -1, LENGTH).amax(1)
             wanted[layer] = torch.maximum(wanted[layer], best)
     for layer, scores in found.items():
-        torch.testing.assert_close(scores[Rereading(CHUNK, plus)][0], wanted[layer], atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(scores[SecondPass(CHUNK, plus)][0], wanted[layer], atol=1e-5, rtol=1e-3)
 
 
 def test_no_sequence_depends_on_its_neighbours_and_all_ways_agree() -> None:

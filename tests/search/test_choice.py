@@ -16,7 +16,7 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.report.search import describe_decision, make_search_result
 from kvsearch.runtime import Program
 from kvsearch.search import evolve
@@ -142,7 +142,7 @@ def rows_of(part: Sequence[Any]) -> list[Any]:
 
 
 def test_a_result_records_its_splits_and_its_starts(loaded: LoadedModel) -> None:
-    fitted, chosen = ContextSet.of([context_hash("a")]), ContextSet.of([context_hash("b")])
+    fitted, chosen = ContextSet.of([hash_context("a")]), ContextSet.of([hash_context("b")])
     prepared = prepare(loaded, {"mine": start_of(loaded, ContextRecord(fitted=fitted, chosen=chosen))})
     asked = {name: asked_set(encoded) for name, encoded in prepared.encoded.items()}
     assert len(asked["search"].ids) == CONTEXTS
@@ -167,12 +167,12 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
     """Of the six contexts of each split, two were used: the other four are asked."""
     whole = splits(contexts=6)
     whole = {name: replace(split, samples=4) for name, split in whole.items()}
-    used = [context_hash(row.context) for split in whole.values() for row in rows_of(split.tasks)[:2]]
+    used = [hash_context(row.context) for split in whole.values() for row in rows_of(split.tasks)[:2]]
     plan = start_of(loaded, ContextRecord.model_validate({use: ContextSet.of(used)}))
     base, how = Base.of(loaded, POLICY), settings_of()
     (prepared,) = prepare_searches(base, {BUDGET: {"mine": plan}}, how, whole)
     for name, split in whole.items():
-        fresh = [context_hash(row.context) for row in rows_of(split.tasks)[2:]]
+        fresh = [hash_context(row.context) for row in rows_of(split.tasks)[2:]]
         assert asked_hashes(prepared.encoded[name]) == fresh
     again = prepare_plans(loaded, {"start": plan}, prepared.splits["choice"]).run()
     assert {sample.key for sample in again.samples} == {row.key for row in rows_of(whole["choice"].tasks)[2:]}

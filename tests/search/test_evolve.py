@@ -13,7 +13,7 @@ import pytest
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.policies import create_policy
 from kvsearch.report.search import describe_decision, make_search_result, make_tables
 from kvsearch.runtime import Program
@@ -77,7 +77,7 @@ def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], 
     phases = prepared.base.phases
     assert plan.total == prepared.frame.total == evolved.choice.table.sum() / len(phases)
     for phase, table in zip(phases, np.split(evolved.choice.table, len(phases)), strict=True):
-        np.testing.assert_equal(budgets_at(plan, phase, 1000), table)
+        np.testing.assert_equal(compute_budgets(plan, phase, 1000), table)
         assert plan.phase(phase).total == prepared.budget * table.size
     assert (plan.decode is None) == prepared.base.in_prefill
     Program.from_plan(loaded.model, plan)
@@ -124,7 +124,7 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
     choice = evolved.choice
     assert choice.race.method("#1").score.mean < choice.race.method("uniform").score.mean
     assert (choice.name, choice.table.tolist()) == ("#1", table.tolist())
-    np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
+    np.testing.assert_equal(compute_budgets(choice.plan, "prefill", 1000), table)
     assert choice.best != "#1"
     assert choice.best in evolved.report.names
     (found,) = make_search_result([evolved], 3, 5).found.values()

@@ -166,7 +166,7 @@ def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None
 class Generous(RandomEviction):
     """Never evicts heads with even budgets."""
 
-    def exempt(self, budget: int, length: int) -> bool:
+    def keeps_all(self, budget: int, length: int) -> bool:
         return budget % 2 == 0
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.plan.origin import context_hash
+from kvsearch.plan.origin import hash_context
 from kvsearch.tasks.base import Coverage, Example, Query, Task
 from kvsearch.tasks.encode import (
     NO_ANSWER,
@@ -144,7 +144,7 @@ def test_exclusions_are_counted() -> None:
 def test_keys_of_one_text_have_one_context() -> None:
     other = TEXT + " " + TEXT
     made = encode(tiny.tokenizer(), task(), [example(TEXT, key="a"), example(other, key="b"), example(TEXT, key="c")])
-    assert made.contexts["a"] == made.contexts["c"] == context_hash(TEXT) != made.contexts["b"]
+    assert made.contexts["a"] == made.contexts["c"] == hash_context(TEXT) != made.contexts["b"]
     assert (made.distinct, made.coverage.contexts) == (2, 3)
     assert name_contexts([made]) == {("t", key): name for key, name in made.contexts.items()}
 

@@ -11,7 +11,7 @@ import torch
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
@@ -115,7 +115,7 @@ def test_budgets_are_for_what_is_compressed(protocol: Protocol) -> None:
     samples = run(model, {"plan": Program.from_plan(model.model, plan)}, [PREFIX], 4, protocol=protocol)
     for sample in samples:
         read = sample.context_tokens if protocol == QUESTION_AGNOSTIC else sample.prompt_tokens
-        assert sample.entries == int(budgets_at(plan, "prefill", read).sum())
+        assert sample.entries == int(compute_budgets(plan, "prefill", read).sum())
         asked = sample.prompt_tokens - sample.context_tokens if protocol == QUESTION_AGNOSTIC else 0
         allowed = PREFIX.rows[int(sample.key)].queries[sample.question].max_new_tokens
         fed = min(sample.reply_tokens, allowed - 1)  # what ends a reply is never fed

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.origin import ContextSet, context_hash
+from kvsearch.plan.origin import ContextSet, hash_context
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, encode_tasks, list_context_hashes
 from kvsearch.tasks.jsonl import JsonlTask
@@ -114,7 +114,7 @@ def test_a_task_that_makes_its_examples_makes_others(loaded: LoadedModel, task: 
 def test_a_task_with_a_number_of_contexts_gives_what_is_left(
     loaded: LoadedModel, own: JsonlTask, data: st.DataObject
 ) -> None:
-    known = [context_hash(row.context) for row in own.rows]
+    known = [hash_context(row.context) for row in own.rows]
     out = data.draw(st.sets(st.sampled_from(known), max_size=ROWS - 1))
     samples, seed = data.draw(st.integers(1, ROWS)), data.draw(st.integers(0, 3))
     found = drawn(loaded, own, samples, ContextSet.of(out), seed)

@@ -24,7 +24,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
 from kvsearch.models.architecture import require_plain_rotary
 from kvsearch.plan.profile_arrays import Arrays
-from kvsearch.plan.saved import WEIGHTS, know
+from kvsearch.plan.saved import WEIGHTS, register_weights
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
 from kvsearch.policies.query_bank import EVEN, METHOD, QUERIES
 
@@ -43,7 +43,9 @@ class Bank(NamedTuple):
         made = contexts.profile(
             calibration, self.arrays, {"chosen_by": self.how}, self.even, torch.zeros_like(self.even)
         )
-        return create_policy(METHOD, {**made.metadata.policy.params, WEIGHTS: know(made.to_bytes(), Path(METHOD))})
+        return create_policy(
+            METHOD, {**made.metadata.policy.params, WEIGHTS: register_weights(made.to_bytes(), Path(METHOD))}
+        )
 
     @property
     def arrays(self) -> dict[str, Floats]:

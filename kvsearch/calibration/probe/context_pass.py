@@ -27,7 +27,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.policies.fitted import GOLDEN, even_places
+from kvsearch.policies.fitted import GOLDEN, spread_places
 from kvsearch.policies.probe import SINKS
 from kvsearch.runtime.collector import plain_queries
 from kvsearch.runtime.observe import is_finite
@@ -185,7 +185,7 @@ class ContextPass:
     @property
     def spread(self) -> Tensor:
         """Scores whose best entries lie evenly, [L, Hkv, T]."""
-        places = even_places(torch.arange(self.prompt.length, device=self.passed.model.device)[self.free])
+        places = spread_places(torch.arange(self.prompt.length, device=self.passed.model.device)[self.free])
         return places.expand(len(self.passed.noted), self.passed.observed[0].keys.shape[1], -1)
 
     @property

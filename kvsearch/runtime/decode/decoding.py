@@ -18,7 +18,7 @@ from kvsearch.core.arrays import Bools, Ints
 from kvsearch.core.errors import assert_present
 from kvsearch.kernels.dispatch import needs_gradients, serves
 from kvsearch.kernels.step import Slots, step
-from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, slots_of
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, list_slots
 from kvsearch.runtime.attention import slot_attention
 from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.logits import Logits
@@ -154,7 +154,7 @@ class Decoding(Segmented):
         sources = []
         for block in self.blocks:
             cached = block.first(block.width)
-            slots = slots_of(cached.held, cached.positions, int(block.used.max()))
+            slots = list_slots(cached.held, cached.positions, int(block.used.max()))
             sources.append(SlotSource(block.names, cached, slots, block.used, block.seen))
         return sources
 

@@ -21,7 +21,7 @@ from kvsearch.core.errors import KvsearchError
 from kvsearch.core.items import group_by_key
 from kvsearch.models.architecture import read_output_weight
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.decoding import Cached, State, widened
+from kvsearch.policies.decoding import Cached, State, widen_marks
 from kvsearch.runtime.decode.rule import StepRule, same_in_layers
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
@@ -354,6 +354,6 @@ class _Prompts:
     def _with(self, prompt: Tensor, own: Tensor) -> Tensor:
         """Return something of every slot, [S, C, ...], of columns of the prompt [B, Hkv, T, ...] and of the tokens."""
         if self.chosen is not None:
-            index = widened(self.chosen[0], prompt).expand(-1, -1, -1, *prompt.shape[3:])
+            index = widen_marks(self.chosen[0], prompt).expand(-1, -1, -1, *prompt.shape[3:])
             prompt = prompt.gather(2, index)
         return torch.cat([self.layer.of_rows(prompt), own], 2).flatten(0, 1)

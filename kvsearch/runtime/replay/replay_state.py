@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.policies.checks import require_finite
-from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, by_position, entries_at, widened
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, gather_entries, sort_by_position, widen_marks
+from kvsearch.policies.scoring import choose_chunk_bytes
 from kvsearch.runtime.attention import causal_mask
 from kvsearch.runtime.decode.decoding import AttentionAverages
 from kvsearch.runtime.decode.rule import Limits, StepRule
@@ -109,7 +109,7 @@ class ReplayState:
         cached = self.cached
         query = self.by_segment[:, :, first : first + held.shape[1]]
         outputs = cached.values.new_empty(*query.shape[:3], cached.values.shape[-1])
-        step = max(1, chunk_bytes(held.device) // (4 * TABLES * query.shape[1] * held[0].numel()))
+        step = max(1, choose_chunk_bytes(held.device) // (4 * TABLES * query.shape[1] * held[0].numel()))
         for start in range(0, len(held), step):
             part = slice(start, start + step)
             bias = None if cached.log_weights is None else cached.log_weights[part, None].float()
@@ -149,10 +149,10 @@ class ReplayState:
             return
         self._close()
         coming = torch.arange(width - ahead, width, device=self.rows.device).expand(len(self.rows), -1)
-        slots = torch.cat([by_position(cached.positions, cached.held)[:, :used], coming], 1)
+        slots = torch.cat([sort_by_position(cached.positions, cached.held)[:, :used], coming], 1)
         self.columns = slots if self.columns is None else self.columns.gather(1, slots)
         self.own = used - token - 1
-        self.cached = cached.at_slots(lambda tensor: entries_at(tensor, slots))
+        self.cached = cached.at_slots(lambda tensor: gather_entries(tensor, slots))
 
 
 def _clear(cached: Cached) -> None:
@@ -161,7 +161,7 @@ def _clear(cached: Cached) -> None:
     for name, tensor in cached.state.entries.items():
         if name == LOG_WEIGHTS:
             continue
-        tensor.masked_fill_(widened(empty, tensor), 0)
+        tensor.masked_fill_(widen_marks(empty, tensor), 0)
 
 
 def spread(slots: Tensor, columns: Tensor | None, width: int) -> Tensor:

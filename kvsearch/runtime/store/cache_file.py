@@ -29,9 +29,9 @@ from kvsearch.kernels.dispatch import serves
 from kvsearch.models.architecture import describe, find_decoder
 from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import Plan
-from kvsearch.plan.saved import find_weights, put_weights
+from kvsearch.plan.saved import find_weights, write_weights
 from kvsearch.policies import Policy
-from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, State, widened
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, State, widen_marks
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule, decode_needs
@@ -58,7 +58,7 @@ class CacheHeader(Record):
     """
 
     format: Literal["kvsearch.cache"] = "kvsearch.cache"
-    read_version: Literal[1] = 1
+    version: Literal[1] = 1
     plan: Plan
     dtype: Text
     sequences: Count
@@ -131,7 +131,7 @@ def write_cache(
         transformers=read_version("transformers"),
     )
     check_target(path)
-    put_weights(plan.policies, path)
+    write_weights(plan.policies, path)
     return write_tensors(path, tensors, canonical_json(header).decode(), overwrite)
 
 
@@ -420,7 +420,7 @@ def _require_all(names: Iterable[Tensor], count: int) -> None:
 
 
 def _blank(states: Tensor, positions: Tensor) -> Tensor:
-    return states.masked_fill(widened(positions < 0, states), 0)
+    return states.masked_fill(widen_marks(positions < 0, states), 0)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:

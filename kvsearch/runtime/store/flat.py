@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.kernels.attention import Entries
-from kvsearch.policies.decoding import widened
+from kvsearch.policies.decoding import widen_marks
 from kvsearch.runtime.store.blocks import (
     GROWTH,
     MIN_SPARE,
@@ -255,7 +255,7 @@ class FlatBlock:
         entries = {name: states[where] for name, states in entry_tensors(self).items()}
         padded = bool((self.counts[rows] + self.appended < width).any())
         for name, states in entries.items() if padded else ():
-            states.masked_fill_(widened(~held, states), -1 if name == "positions" else 0)
+            states.masked_fill_(widen_marks(~held, states), -1 if name == "positions" else 0)
         return Block(self.segments[index], end=width, padded=padded or self.padded, **entries)
 
     def whole(self, seen: int) -> tuple[Tensor, Tensor] | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Bools, Ints
 from kvsearch.policies import Observation
-from kvsearch.policies.decoding import Cached, State, slots_of, widened
+from kvsearch.policies.decoding import Cached, State, list_slots, widen_marks
 from kvsearch.runtime.decode.rule import Leaving, Limits, StepRule
 from kvsearch.runtime.logits import head_rows
 from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, bucket, index_of, shown_positions
@@ -182,7 +182,7 @@ def _blank(tensor: Tensor, leaving: Tensor, empty: int) -> None:
         return
     gone = leaving.new_zeros(len(leaving), tensor.shape[1] + 1, dtype=torch.bool)
     gone = gone.scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the column in front
-    tensor.masked_fill_(widened(gone, tensor), empty)
+    tensor.masked_fill_(widen_marks(gone, tensor), empty)
 
 
 def _beside(slots: Tensor, tensor: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def source_of(observation: Observation, keep: Tensor, counts: Ints, state: State
     batch, heads, length = keep.shape
     flat = keep.flatten(0, 1)
     used = counts.flatten()
-    order = slots_of(flat, torch.arange(length, device=keep.device).expand_as(flat), int(used.max()))
+    order = list_slots(flat, torch.arange(length, device=keep.device).expand_as(flat), int(used.max()))
     seen = observation.seen.repeat_interleave(heads)
     return SlotSource(np.arange(batch * heads), segments_of(observation, state), order, used, seen)
 
@@ -276,7 +276,7 @@ def _gathered(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Te
 
     def entry(tensor: Tensor) -> Tensor:
         taken = tensor[where]
-        return taken.masked_fill(widened(empty, taken), 0)
+        return taken.masked_fill(widen_marks(empty, taken), 0)
 
     cached = source.cached
     return replace(

@@ -92,7 +92,7 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
                     f"layer {layer}: policy {policy.name} merges what it evicts into what it keeps, so every budget "
                     "has other keys and values and nothing can be shared: search with another policy"
                 )
-            if any(policy.exempt(2**power, 2**31) for power in range(31)):
+            if any(policy.keeps_all(2**power, 2**31) for power in range(31)):
                 raise UsageError(
                     f"layer {layer}: policy {policy.name} never evicts some heads, whatever their budget, so there is "
                     "nothing to search: use another policy"

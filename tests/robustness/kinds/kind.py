@@ -43,7 +43,7 @@ class Kind:
     def forget(self) -> None:
         """Forget the weights that this process has read: one file does not help another."""
         weights._known.clear()
-        fitted.profile_of.cache_clear()
+        fitted.load_fitted_profile.cache_clear()
         for read in (probe._weights, query_bank._bank, kvzap._layers):
             read.__wrapped__.cache_clear()
 

@@ -72,7 +72,7 @@ class SomeHeads(Policy):
     def score(self, observation: Observation) -> Tensor:
         return observation.keys[..., 0].float()
 
-    def exempt(self, budget: int, length: int) -> bool:
+    def keeps_all(self, budget: int, length: int) -> bool:
         return budget >= 1000
 
 
