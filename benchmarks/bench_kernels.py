@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvsearch.policies import Policy, list_policy_names
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import NAME, using
+from kvsearch.runtime.attention import NAME, use_attention
 from tests.device import counting
 from tests.device.accelerator import device
 from tests.families import build
@@ -57,7 +57,7 @@ def maker(model: Any, policy: Policy, phases: str, budgets: str) -> Callable[[],
 def print_lines(model: Any, make: Callable[[], Any], ids: Tensor, shown: int) -> None:
     """Print where what happens in a prompt, and in the last of the steps after it, comes from."""
     cache = make()
-    with using(model, NAME if isinstance(cache, PlanCache) else "sdpa"):
+    with use_attention(model, NAME if isinstance(cache, PlanCache) else "sdpa"):
         prompt = lines_of(lambda: counting.read_prompt(model, cache, ids))
         for _ in range(counting.STEPS - 1):
             model(input_ids=ids[:, :1], past_key_values=cache)

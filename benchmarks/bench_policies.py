@@ -24,7 +24,7 @@ from fitted_policies import create, share_of_prefill
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvsearch.benchmark.speed import decode_seconds, peak_bytes, prefill_seconds
+from kvsearch.benchmark.speed import decode_seconds, measure_peak_bytes, time_prefill
 from kvsearch.models.architecture import RotaryTables, describe
 from kvsearch.policies import Policy, list_policy_names
 from kvsearch.policies.ranking import find_limits, keep_at
@@ -65,7 +65,7 @@ def phase(model: Any, policy: Policy, budget: int) -> PhaseProgram:
 def prefill(model: Any, ids: Tensor, cache: Any) -> float:
     """Seconds for the forward pass over a prompt."""
     model.set_attn_implementation(NAME if isinstance(cache, PlanCache) else "sdpa")
-    return prefill_seconds(model, cache, ids)
+    return time_prefill(model, cache, ids)
 
 
 def decode(model: Any, cache: Any, steps: int) -> float:
@@ -117,7 +117,7 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
         keep_at(policy, observation, find_limits(policy, budgets, [length]))
         policy.start(observation)
 
-    return peak_bytes(model.device, work) / 2**20
+    return measure_peak_bytes(model.device, work) / 2**20
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from kvsearch.core.canonical import hash_json
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata, save_plan, save_profile
 from kvsearch.plan.origin import make_provenance
-from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.profile_arrays import GRID_SIZE
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.runs.identity import LEDGER, RunConfig
 from kvsearch.runs.lock import lock_directory
@@ -88,7 +88,7 @@ def making(paths: Sequence[Path | str]) -> float:
 def make_profile(rng: np.random.Generator, model: ModelFingerprint) -> Profile:
     """Return a LU-KV profile of six questions about three texts."""
     shape = model.layers, model.kv_heads
-    grid = np.arange(1, GRID + 1)[:, None, None] / 100
+    grid = np.arange(1, GRID_SIZE + 1)[:, None, None] / 100
     spread = rng.uniform(-1, 1, shape)
     table = grid + np.minimum(grid, 1 - grid) * (spread - spread.mean()) / 2
     kept = np.arange(101) / 100

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvsearch.core.arrays import Floats
-from kvsearch.evaluation.statistics import DIFFERENCE_ENDS, LEVEL, SCORE_ENDS, ContextSums, compute_interval
+from kvsearch.evaluation.statistics import CONFIDENCE, DIFFERENCE_ENDS, SCORE_ENDS, ContextSums, compute_interval
 
 CONTEXTS = (5, 10, 20, 50, 100)
 QUESTIONS = (1, 3, 10)
@@ -63,7 +63,7 @@ def bootstrap(tasks: list[ContextSums], rng: np.random.Generator) -> tuple[Float
         count = len(sizes)
         drawn = rng.multinomial(count, np.full(count, 1 / count), RESAMPLES)  # how often each context is drawn
         means.append((drawn @ sums.T) / (drawn @ sizes)[:, None])
-    low, high = np.quantile(np.mean(means, axis=0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    low, high = np.quantile(np.mean(means, axis=0), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     return low, high
 
 

@@ -23,7 +23,7 @@ from real_results import RIVALS, Comparison, find_kind, label_of
 
 from kvsearch.core.errors import KvsearchError, assert_present
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.charts import SCORE, make_level, make_series
+from kvsearch.report.charts import SCORE_AXIS, make_level, make_series
 from kvsearch.report.figures import Figure, LineChart, Role
 from kvsearch.report.page import draw_svg
 from kvsearch.results.evaluation import MethodScores
@@ -75,7 +75,7 @@ def draw_scores(comparison: Comparison) -> Figure:
         draw_line(label_of(name), methods, role)
     series += [make_series(PLAN, [(plan.held.entries, comparison.value(plan))], "written") for plan in plans]
     body = LineChart(
-        "entries kept, and their share of the full cache", SCORE, tuple(series), log_x=True, full=full.held.entries
+        "entries kept, and their share of the full cache", SCORE_AXIS, tuple(series), log_x=True, full=full.held.entries
     )
     return Figure("scores", "Score against entries kept", "", body, leads=True)
 

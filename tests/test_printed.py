@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.printed import (
     FORMULA,
-    LONGEST,
+    MAX_LINE_LENGTH,
     PLAIN,
     escape_invisible,
     escape_line,
@@ -112,5 +112,5 @@ def test_commands_can_be_pasted() -> None:
 def test_lines_without_end_are_cut_where_something_went_wrong() -> None:
     assert truncate_lines("plan.json is not valid:\n  a: is missing") == "plan.json is not valid:\n  a: is missing"
     first, second = truncate_lines(f"{'a' * 9000}\n  {'b' * 9000}").split("\n")
-    assert first == f"{'a' * LONGEST}..."
-    assert second == f"  {'b' * (LONGEST - 2)}..."
+    assert first == f"{'a' * MAX_LINE_LENGTH}..."
+    assert second == f"  {'b' * (MAX_LINE_LENGTH - 2)}..."

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvsearch.policies.base import Needs, Observation, Policy
 
-BUILT_IN = {
+BUILT_IN_ALLOCATIONS = {
     "adakv": "kvsearch.budgets.adakv:AdaKVAllocation",
     "cake": "kvsearch.budgets.cake:CAKEAllocation",
     "lava": "kvsearch.budgets.lava:LAVaAllocation",
@@ -253,8 +253,8 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
 
 def find_allocation_class(name: str) -> Any:
     """Return the class of an allocation other than "static"; UsageError for an unknown name."""
-    require_known("allocation", name, sorted([STATIC, *BUILT_IN]))
-    return resolve_name(BUILT_IN[name])
+    require_known("allocation", name, sorted([STATIC, *BUILT_IN_ALLOCATIONS]))
+    return resolve_name(BUILT_IN_ALLOCATIONS[name])
 
 
 def _find_room(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:

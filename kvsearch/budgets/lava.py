@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvsearch.policies.base import Observation, Policy
 
 
-Layers = Literal["dynamic", "planned", "scores"]
-Heads = Literal["dynamic", "equal"]
+LayerWeights = Literal["dynamic", "planned", "scores"]
+HeadWeights = Literal["dynamic", "equal"]
 
 
 def compute_layer_entropy(scores: Tensor) -> Tensor:
@@ -62,13 +62,13 @@ class LAVaAllocation(Allocation):
 
     name: ClassVar[str] = "lava"
     floor_share: float = 0.2
-    heads: Heads = "dynamic"
-    layers: Layers = "dynamic"
+    heads: HeadWeights = "dynamic"
+    layers: LayerWeights = "dynamic"
 
     def __post_init__(self) -> None:
         check_floor_share(self.floor_share)
-        require_known("layers", self.layers, get_args(Layers))
-        require_known("heads", self.heads, get_args(Heads))
+        require_known("layers", self.layers, get_args(LayerWeights))
+        require_known("heads", self.heads, get_args(HeadWeights))
         if not (self.shares_layers or self.shares_heads):
             raise UsageError("allocation lava with planned layers and equal heads shares nothing: use static")
 

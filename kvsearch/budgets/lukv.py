@@ -12,7 +12,7 @@ from kvsearch.budgets.allocator import check_signals
 from kvsearch.budgets.convex import merge_blocks, sort_blocks, spend_leftover, sum_prefixes
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.profile_arrays import GRID_SIZE
 
 
 class MarginalSolver:
@@ -180,4 +180,4 @@ def solve_grid(solver: MarginalSolver) -> NDArray[np.float32]:
 
 def compute_grid_totals(entries: int) -> Ints:
     """Return what is kept of so many entries at the global eviction ratios 0.01 ... 0.99, halves upward, int64 [99]."""
-    return (2 * (100 - np.arange(1, GRID + 1, dtype=np.int64)) * entries + 100) // 200
+    return (2 * (100 - np.arange(1, GRID_SIZE + 1, dtype=np.int64)) * entries + 100) // 200

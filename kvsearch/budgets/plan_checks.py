@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
     from kvsearch.plan.schema import LayerPlan
 
-MOST_HEADS = 8  # that a message names
+MAX_NAMED_HEADS = 8  # that a message names
 
 
 def check_plan(plan: Plan, name: str) -> None:
@@ -88,8 +88,8 @@ def _find_budget_problem(policy: Policy, budget: tuple[int, ...], length: int | 
     low = [head for head, few in enumerate(budget) if few < enough and not policy.keeps_all(few, longest)]
     if not low:
         return None
-    more = f" and {len(low) - MOST_HEADS} more" if len(low) > MOST_HEADS else ""
-    shown = ", ".join(f"{budget[head]} at head {head}" for head in low[:MOST_HEADS]) + more
+    more = f" and {len(low) - MAX_NAMED_HEADS} more" if len(low) > MAX_NAMED_HEADS else ""
+    shown = ", ".join(f"{budget[head]} at head {head}" for head in low[:MAX_NAMED_HEADS]) + more
     lower = " or ".join(policy.protecting)
     return (
         f"is {shown}, below the {policy.least} entries that {policy.name} always keeps ({policy.sink_count} sinks and "

@@ -25,7 +25,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.sharing import LayerDemands
@@ -80,7 +80,7 @@ def ratio_table(
     floor: Callable[[int], int],
 ) -> NDArray[np.float32]:
     """Return the local eviction ratios that are decided for one prompt, [99, L, Hkv]."""
-    with running(loaded.model):
+    with run_attention(loaded.model):
         demands = observe_demands(loaded, prompt, policy, allocation)
     budgets = decisions(allocation, demands, prompt.length, floor(prompt.length))
     return (1.0 - budgets / prompt.length).astype(np.float32)

@@ -47,7 +47,7 @@ from kvsearch.models.speed import Speed, Work, time_action
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT, Arrays
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 
 CURVE_POINTS = 101
 # fp32 tables of tokens and entries, in times that one is made whose attention is looked at:
@@ -115,7 +115,7 @@ class LukvCalibration(Calibration[LukvOptions]):
         """Read a prompt, and return how much longer that takes under the policies, in seconds."""
 
         def read() -> None:
-            with running(self.loaded.model):
+            with run_attention(self.loaded.model):
                 _read(self.loaded, prompt, self.policies, self.options)
 
         [seconds] = time_action(read, 0)
@@ -217,7 +217,7 @@ def _measure_prompt(
     The prompt is read, unless there is a pass over it.
     """
     arrays: dict[str, NDArray[Any]] = {}
-    with running(loaded.model):
+    with run_attention(loaded.model):
         context_pass = context_pass or _read(loaded, prompt, policies, options)
         ranks = [context_pass.ranks(number) for number in range(len(policies))]
         orders = [of_policy.to(loaded.device).argsort(-1).cpu() for of_policy in ranks]

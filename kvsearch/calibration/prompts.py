@@ -23,10 +23,10 @@ from kvsearch.plan.origin import ContextSet
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Finished, stop_tokens
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import Finished, find_stop_tokens
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.program import full_cache, prompt_bytes
+from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
 from kvsearch.runtime.replay.forced_answers import (
     TOGETHER,
     ForcedQuestions,
@@ -216,7 +216,9 @@ def reply_parts(model: Any, prompts: Sequence[CalibrationPrompt]) -> Iterator[li
     part: list[CalibrationPrompt] = []
     taken = 0
     for prompt in prompts:
-        size = 3 * prompt_bytes(model, full_cache(model), [prompt.length])  # the pass's, that for replies, the batch's
+        size = 3 * estimate_prompt_bytes(
+            model, make_full_program(model), [prompt.length]
+        )  # the pass's, that for replies, the batch's
         if part and (taken + size > CPU_BYTES or len(part) == TOGETHER):
             yield part
             part = []
@@ -247,7 +249,7 @@ def with_own_replies(
 
     def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
         stops = {
-            chat: frozenset(stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
+            chat: frozenset(find_stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
             for chat in {prompt.chat for part in some for prompt in part}
         }
         replying = [[prompt for prompt in part if prompt.continuations] for part in some]
@@ -273,7 +275,7 @@ def _go_on(
     asked: Sequence[ForcedQuestions],
 ) -> list[list[list[int]]]:
     """Return replies to all questions of prompts, which `read` reads, by prompt and question."""
-    with torch.no_grad(), running(loaded.model):
+    with torch.no_grad(), run_attention(loaded.model):
         passes = [read(prompt) for prompt in part]
         return replies_of_passes(loaded.model, passes, asked)
 

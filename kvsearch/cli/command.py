@@ -102,7 +102,7 @@ RECIPE = Flag(
     "is typed wins over it.",
     ["--recipe"],
     "FILE",
-    names="kvsearch.config.recipes:shipped_recipes",
+    names="kvsearch.config.recipes:list_shipped_recipes",
 )
 
 

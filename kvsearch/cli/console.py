@@ -35,11 +35,11 @@ from kvsearch.core.items import Progress, Title
 from kvsearch.core.printed import escape_invisible, escape_line, escape_reply, truncate_lines
 from kvsearch.core.resources import read_package_version
 from kvsearch.models.memory import is_out_of_memory
-from kvsearch.report.screen import WIDEST
+from kvsearch.report.screen import WIDEST_PAGE
 from kvsearch.runs.lock import find_own_command
 
 if TYPE_CHECKING:
-    from kvsearch.report.figures import Part
+    from kvsearch.report.figures import ReportPart
 
 BUG = 1
 LOGGER = logging.getLogger("kvsearch")
@@ -65,7 +65,7 @@ class Screen(RichConsole):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escape_invisible(segment.text))
 
-    def print_parts(self, parts: Iterable[Part]) -> None:
+    def print_parts(self, parts: Iterable[ReportPart]) -> None:
         """Print lines and facts, which are never broken, tables and maps."""
         from kvsearch.report.screen import align_facts, to_printable
 
@@ -101,7 +101,7 @@ class Console:
     @functools.cached_property
     def out(self) -> Screen:
         """The console for results, on standard output; as wide as any table where it is not a terminal."""
-        return Screen(width=None if sys.stdout.isatty() else WIDEST)
+        return Screen(width=None if sys.stdout.isatty() else WIDEST_PAGE)
 
     def say(self, text: str) -> None:
         """Tell the user something that is not a result."""

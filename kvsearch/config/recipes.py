@@ -16,12 +16,12 @@ JOBS = ("calibrate", "evaluate", "evolve", "run")  # that recipes are shipped fo
 
 
 def find_recipe(name: str, job: str) -> Path:
-    """Return the file of that name, or the recipe that is shipped for a job; errors as `shipped_recipe`."""
+    """Return the file of that name, or the recipe that is shipped for a job; errors as `find_shipped_recipe`."""
     path = Path(name)
-    return path if path.exists() or path.suffix in (".yaml", ".yml", ".json") else shipped_recipe(name, job)[1]
+    return path if path.exists() or path.suffix in (".yaml", ".yml", ".json") else find_shipped_recipe(name, job)[1]
 
 
-def shipped_recipes(job: str = "") -> dict[str, Path]:
+def list_shipped_recipes(job: str = "") -> dict[str, Path]:
     """Return the recipes that are shipped, of one job or of all, by job and name, as in run/bundled."""
     jobs = [known for known in JOBS if job in ("", known)]
     return {
@@ -29,13 +29,13 @@ def shipped_recipes(job: str = "") -> dict[str, Path]:
     }
 
 
-def shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
+def find_shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
     """Return job/name and file of a shipped recipe; its name alone will do where one job has it.
 
     Raises:
         UsageError: there is no such recipe, or several jobs have one of that name.
     """
-    known = shipped_recipes(job)
+    known = list_shipped_recipes(job)
     found = [full for full in known if name in (full, full.partition("/")[2])]
     if len(found) > 1:
         raise UsageError(f"several recipes are called {name!r}: give {' or '.join(found)}")
@@ -44,7 +44,7 @@ def shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
     return found[0], known[found[0]]
 
 
-def about(path: Path) -> str:
+def read_description(path: Path) -> str:
     """Return what a recipe says of itself: the comment that it begins with, as one line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = list(takewhile(lambda line: line.startswith("#"), lines))

@@ -313,7 +313,7 @@ def _format_reason(error: OSError) -> str:
 
 
 TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
-SUFFIX = ".tmp"
+TEMPORARY_SUFFIX = ".tmp"
 
 
 @contextmanager
@@ -328,7 +328,7 @@ def open_temporary(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """
     beginning = f"{TEMPORARY}{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:8]}-"
     for left in target.parent.iterdir():
-        if left.name.startswith(beginning) and left.suffix == SUFFIX:
+        if left.name.startswith(beginning) and left.suffix == TEMPORARY_SUFFIX:
             with suppress(OSError), left.open("rb") as abandoned:
                 fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()
@@ -344,7 +344,7 @@ def open_temporary(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
 def _make_folder(folder: Path, beginning: str) -> tuple[Path, BinaryIO]:
     while True:
-        path = folder / f"{beginning}{secrets.token_hex(8)}{SUFFIX}"
+        path = folder / f"{beginning}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
         file = path.open("xb")
         try:
             with suppress(OSError):  # a file system without locks

@@ -9,14 +9,14 @@ from typing import Any
 from kvsearch.core.errors import UsageError
 from kvsearch.core.printed import truncate
 
-LONGEST = 100  # letters of a name that somebody may have meant: to compare takes the product of the lengths
+MAX_NAME_LENGTH = 100  # letters of a name that somebody may have meant: to compare takes the product of the lengths
 _SHOWN = 60  # letters of a known name
 _LISTED = 100  # known names
 
 
 def describe_unknown(what: str, name: object, known: Sequence[str]) -> str:
     """Return the message for an unknown name of a `what`: the nearest known name, and all known names."""
-    return f"unknown {what} {truncate(repr(name), LONGEST)}{suggest(name, known)}"
+    return f"unknown {what} {truncate(repr(name), MAX_NAME_LENGTH)}{suggest(name, known)}"
 
 
 def require_known(what: str, name: object, known: Collection[str]) -> None:
@@ -43,10 +43,10 @@ def suggest(name: object, known: Sequence[str]) -> str:
 
 def suggest_nearest(name: object, known: Sequence[str], cutoff: float = 0.5) -> str:
     """Return "; did you mean 'NAME'?" with the nearest known name, or "" if no name is near."""
-    if not isinstance(name, str) or len(name) > LONGEST:
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
         return ""
     near = difflib.get_close_matches(
-        name, [candidate for candidate in known if len(candidate) <= LONGEST], n=1, cutoff=cutoff
+        name, [candidate for candidate in known if len(candidate) <= MAX_NAME_LENGTH], n=1, cutoff=cutoff
     )
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -22,7 +22,7 @@ _NUMBER = r"[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+|inf|nan)(?:[eE][+-]?\d+)?%?"
 # what begins with a sign and is none: "-", a number, or one with its interval and how often it won
 _BOUNDS = rf"\[(?:{_NUMBER}, {_NUMBER}|\d+ contexts?: no interval)\]"
 PLAIN = re.compile(rf"-|{_NUMBER}(?: points)?(?: {_BOUNDS})?(?: \d+ / \d+ / \d+)?")
-LONGEST = 2000  # letters of a line that says what went wrong
+MAX_LINE_LENGTH = 2000  # letters of a line that says what went wrong
 _BARE = re.compile(r"[A-Za-z0-9][\w .:%/-]*|[-+][\d.eE+-]*|", re.ASCII)  # needs no quotes in CSV
 # of Markdown; a bracket around numbers is an interval, and an underscore within a word is part of it
 _MARKS = re.compile(r"[\\`*<|~$]|\[(?!(?:[-+\d.,% ]*|\d+ contexts?: no interval)\])|&(?=[#\w]+;)|(?<!\w)_|_(?!\w)")
@@ -46,7 +46,7 @@ def escape_line(text: str) -> str:
 
 def truncate_lines(text: str) -> str:
     """Return `escape_line` of what went wrong, which names what is in files: lines without end are cut."""
-    return "\n".join(truncate(line, LONGEST) for line in escape_line(text).split("\n"))
+    return "\n".join(truncate(line, MAX_LINE_LENGTH) for line in escape_line(text).split("\n"))
 
 
 def truncate(text: str, max_length: int) -> str:

@@ -12,7 +12,7 @@ from kvsearch.core.files import decode_text, read_text
 from kvsearch.core.limits import MOST_BRACKETS, MOST_YAML
 from kvsearch.core.parsing import FAULTS, describe_fault, format_value, list_problems, require_plain
 
-Place = tuple[str | int, ...]
+YamlPlace = tuple[str | int, ...]
 
 _TAG = "tag:yaml.org,2002:"
 _TAGS = frozenset(f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
@@ -30,7 +30,7 @@ class YamlDocument:
     def __init__(self, text: bytes | str, name: str) -> None:
         self.name = name
         self.data: Any = None
-        self.lines: dict[Place, int] = {}
+        self.lines: dict[YamlPlace, int] = {}
         self.problems: list[tuple[int, str]] = []
         try:
             loader = _Loader(text if isinstance(text, str) else decode_text(text, name))
@@ -46,13 +46,13 @@ class YamlDocument:
         except (yaml.YAMLError, *FAULTS) as error:
             raise UsageError(f"{name} is not valid YAML: {describe_fault(error)}") from error
 
-    def tell(self, place: Place, what: str) -> None:
+    def tell(self, place: YamlPlace, what: str) -> None:
         """Note a problem; of a place that is not in the document, the line is that of what it would be in."""
         known = next((place[:end] for end in range(len(place), -1, -1) if place[:end] in self.lines), ())
         name = ".".join(map(str, place)) or "the whole"
         self.problems.append((self.lines.get(known, 1), f"{name}: {what}"))
 
-    def _note_lines(self, node: Any, place: Place = ()) -> None:
+    def _note_lines(self, node: Any, place: YamlPlace = ()) -> None:
         """Note the lines of a node and of all that is in it; yaml.MarkedYAMLError for a key that is given twice."""
         self.lines.setdefault(place, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):

@@ -29,8 +29,8 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss, find_doubt
 from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
-from kvsearch.runtime.decode.next_tokens import generation_words
-from kvsearch.runtime.shared_prefill import batches
+from kvsearch.runtime.decode.next_tokens import describe_generation_settings
+from kvsearch.runtime.shared_prefill import make_batches
 from kvsearch.strategies.compared import ReadyMethod, different_settings, full_method
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Sampling, Task
@@ -51,7 +51,7 @@ from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
 StageStore = Callable[[str, "Evaluation"], OpenStage]  # opens what keeps the replies of a stage, by its name
 
-ROUNDING = ("batch", "max_memory")  # settings that replies depend on by rounding alone
+ROUNDING_SETTINGS = ("batch", "max_memory")  # settings that replies depend on by rounding alone
 # times that reading a prompt takes, by benchmarks/said_and_taken.py on a CPU
 RANKING_PASSES = 0.1  # to rank its entries for a program
 SHARING_PASSES = 0.5  # to share out a program's budgets
@@ -163,7 +163,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
     together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
-        for batch in batches(make_readings(task.prompts, split.protocol), split.batch, lambda _: ()):
+        for batch in make_batches(make_readings(task.prompts, split.protocol), split.batch, lambda _: ()):
             pairs = list_questions(batch)
             questions += len(pairs)
             work += Work.over((len(reading.ids) for reading in batch), 1 + _estimate_compression(programs))
@@ -265,8 +265,8 @@ class Evaluation:
         replies by rounding alone.
         """
         whole = self.config()
-        left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING)}
-        rounding = {name: whole.content[name] for name in ROUNDING}
+        left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING_SETTINGS)}
+        rounding = {name: whole.content[name] for name in ROUNDING_SETTINGS}
         return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
 
     def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Evaluation:
@@ -401,7 +401,7 @@ class Evaluation:
     def following(self) -> str | None:
         """Which settings of the model's generation config apply to replies; None if no setting does."""
         drawn = any(task.sampling is not None for task in self.encoded)
-        return generation_words(self.loaded.model, drawn=drawn)
+        return describe_generation_settings(self.loaded.model, drawn=drawn)
 
     @property
     def different(self) -> str | None:

@@ -42,21 +42,21 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.plan.size import round_half_up
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import PhaseProgram, full_cache
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.program import PhaseProgram, make_full_program
 from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
-from kvsearch.runtime.shared_prefill import compressed
+from kvsearch.runtime.shared_prefill import compress_prompts
 from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, format_reasons, make_readings
 
 BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"
-KNOWN = "true importance"  # allocations are called "true importance, NAME"
-RECENT = (32, 8)  # recent entries that an allocation protects
-EVEN_ALLOCATION = f"{KNOWN}, even, {RECENT[0]} recent"
+TRUE_IMPORTANCE = "true importance"  # allocations are called "true importance, NAME"
+RECENT_ENTRIES = (32, 8)  # recent entries that an allocation protects
+EVEN_ALLOCATION = f"{TRUE_IMPORTANCE}, even, {RECENT_ENTRIES[0]} recent"
 WINDOWS: dict[str, dict[str, int]] = {"snapkv": {}, "keydiff": {"window": 1}, "kvzip": {}}  # of policies
 OTHERS = 24  # questions about other contexts: 24 keep 0.96 of the bundled model's score at a tenth, evenly, 3 keep 0.54
-TRIED = 4 * len(RECENT)  # allocations by true importance, of which two reply
+TRIED = 4 * len(RECENT_ENTRIES)  # allocations by true importance, of which two reply
 PROGRAMS = 10  # that reply on every context: the full cache, two of these, two by other importance, and policies
 
 Replied = tuple[Tensor, Tensor]  # token ids of a question [K] and of the reply that is teacher-forced after it [A]
@@ -141,7 +141,7 @@ def estimate_headroom(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio
     allocation, *others = _make_simple_policies(
         loaded.model, lambda length: int(round_half_up((1 - ratio) * length))
     ).values()
-    full = full_cache(loaded.model)
+    full = make_full_program(loaded.model)
     tasks = [task.task for task in encoded]
     programs = [full, *[allocation] * (PROGRAMS - 1 - len(others)), *others]
     cost = estimate_replies("true importance, replies", encoded, Split(tasks, batch=1), programs)
@@ -168,7 +168,7 @@ def _ask(
     The `item` is a context of the task of that number, what is asked about it, and some of what is asked about others.
     """
     number, reading, own, others = item
-    with running(loaded.model):
+    with run_attention(loaded.model):
         tried, programs = _make_programs(loaded, reading.ids, own, ratio, others)
         losses = measure_reply_losses(loaded.model, reading.ids, own, tried)
         programs |= {method: tried[method] for method in (EVEN_ALLOCATION, min(losses, key=losses.__getitem__))}
@@ -179,7 +179,7 @@ def _ask(
 
 def _compare_context(replies: Replies, elsewhere: Sequence[Replies]) -> Iterator[Sample]:
     """Yield the samples of all methods on one context, given the replies on contexts of other texts."""
-    policies = [method for method in replies if not method.startswith((KNOWN, AGNOSTIC))]
+    policies = [method for method in replies if not method.startswith((TRUE_IMPORTANCE, AGNOSTIC))]
     best = max([method for method in replies if method != FULL], key=lambda method: _score(replies[method]))
     chosen = {FULL: FULL, BEST: best, EVEN: EVEN_ALLOCATION}
     allocations = [method for method in replies if method.startswith(AGNOSTIC)]
@@ -220,11 +220,11 @@ def _make_programs(
     strange = importance[len(own) :]
     total = int(round_half_up((1 - ratio) * known[0].numel()))
     weighed = own if passes_gradients(model) else ()  # quantised models may pass none: importance alone shares out
-    allocations = _make_allocations(passed, known.amax(0), total, RECENT, weighed)
-    tried = {f"{KNOWN}, {name}": program for name, program in allocations}
-    programs = {FULL: full_cache(model)}
+    allocations = _make_allocations(passed, known.amax(0), total, RECENT_ENTRIES, weighed)
+    tried = {f"{TRUE_IMPORTANCE}, {name}": program for name, program in allocations}
+    programs = {FULL: make_full_program(model)}
     if others:
-        allocations = _make_allocations(passed, strange.amax(0), total, RECENT[:1])
+        allocations = _make_allocations(passed, strange.amax(0), total, RECENT_ENTRIES[:1])
         programs |= {f"{AGNOSTIC}, {name}": program for name, program in allocations}
     return tried, programs | _make_simple_policies(model, lambda _: total)
 
@@ -283,7 +283,7 @@ def measure_reply_losses(
     Losses are nats per token, means over the questions, of which each is one pass for all programs.
     """
     losses = dict.fromkeys(programs, 0.0)
-    for joint in compressed(model, programs, [context], set()):
+    for joint in compress_prompts(model, programs, [context], set()):
         for question, reply in questions:
             rows = len(joint.methods)
             predicted = joint.replies.predict([question] * rows, [reply.tolist()] * rows)

@@ -13,7 +13,7 @@ from kvsearch.models.architecture import require_same_rotary
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.decode.replies import NO_LOGITS, check_logits
 from kvsearch.runtime.program import require_room
-from kvsearch.runtime.shared_prefill import held_entries, read_prompts
+from kvsearch.runtime.shared_prefill import count_held_entries, read_prompts
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
 
@@ -54,7 +54,7 @@ def score(
     cache = PlanCache(model, program)
     first, mask = read_prompts(model, [cache], leads)
     check_logits(first)
-    held = held_entries(model, cache, lengths)
+    held = count_held_entries(model, cache, lengths)
     followers: list[dict[tuple[int, ...], list[int]]] = [{} for _ in contexts]  # continuations by what is fed
     for follower, context, lead, texts in zip(followers, contexts, leads, continuations, strict=True):
         for index, text in enumerate(texts):

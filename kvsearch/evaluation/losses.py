@@ -21,9 +21,9 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies.base import Needs
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.decoding import Decoding
-from kvsearch.runtime.eviction import PhaseRule, rules_need
+from kvsearch.runtime.eviction import PhaseRule, collect_needs
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.replay.replay import FollowedLayer
@@ -39,7 +39,7 @@ ForcedTokens = tuple[Tensor, str]  # ids [K] that are teacher-forced after what 
 
 
 QueryLosses = dict[str, Tensor]  # what a layer loses for each of K queries, [K] each, by the field of `LayerLoss`
-Measured = dict[tuple[int, str], list[QueryLosses]]  # by layer and method
+LayerLosses = dict[tuple[int, str], list[QueryLosses]]  # by layer and method
 
 
 def measure_losses(
@@ -74,7 +74,7 @@ def measure_losses(
         for task in encoded
         for reading in make_readings(task.prompts, protocol)
     ]
-    by_name: dict[str, Measured] = {}
+    by_name: dict[str, LayerLosses] = {}
     losses_of = loaded.map(partial(_measure, programs=programs), work)
     for (name, *_), layer_losses in zip(work, with_progress(losses_of, len(work), progress), strict=True):
         measured = by_name.setdefault(name, {})
@@ -110,11 +110,11 @@ def _measure(
     _, reading, following = item
     context = reading.ids[None].to(loaded.device)
     needs: dict[int, list[Needs]] = {}
-    with running(loaded.model):
+    with run_attention(loaded.model):
         rules = {method: make_layer_rules(loaded.model, program, context) for method, program in programs.items()}
         for by_layer in rules.values():
             for index, here in by_layer.items():
-                needs.setdefault(index, []).extend(rules_need(*here))
+                needs.setdefault(index, []).extend(collect_needs(*here))
         passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
         for ids, place in following:
             with passed.following(ids[None].to(loaded.device), logits_to_keep=1):

@@ -24,13 +24,13 @@ from typing import Any
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.limits import MOST_NUMBER
-from kvsearch.evaluation.samples import Place, Sample
+from kvsearch.evaluation.samples import ReplyPlace, Sample
 from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, RunConfig
 from kvsearch.runs.ledger import Ledger, LedgerFormatError, read_lines
 from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import Run, read_run, require_unchanged
 
-FILES = (REPORT, SAMPLES, TABLES, LOSSES)
+REPLY_FILES = (REPORT, SAMPLES, TABLES, LOSSES)
 _KEY = "id"  # in place of what the author calls the question, which is looked up again
 _FIELDS = {field.name: str(field.type) for field in fields(Sample)}
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
@@ -42,7 +42,7 @@ class ReplyStore(Ledger[Keyed]):
     """The finished replies of one run, by place and key."""
 
     def __init__(self, path: Path, identity: str = "") -> None:
-        self.samples: dict[tuple[Place, str], Sample] = {}
+        self.samples: dict[tuple[ReplyPlace, str], Sample] = {}
         super().__init__(path, identity)
 
     @property
@@ -97,7 +97,7 @@ def open_run(directory: Path, config: RunConfig, force: bool = False) -> Iterato
     """
     if not force:
         require_unchanged(directory, LOSSES, "delete it, and give --losses to measure them again")
-    with Run.open(directory, config, force=force, files=FILES) as run:
+    with Run.open(directory, config, force=force, files=REPLY_FILES) as run:
         _warn_of_metrics(run)
         with run.open_ledger(ReplyStore) as store:
             yield run, store

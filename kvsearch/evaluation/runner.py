@@ -20,17 +20,17 @@ from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteEr
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.core.resources import read_version
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.samples import Place, Sample
+from kvsearch.evaluation.samples import ReplyPlace, Sample
 from kvsearch.models.architecture import find_text_config, is_beyond_switch, require_same_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import is_out_of_memory, release_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.next_tokens import Draws, generation_record
-from kvsearch.runtime.decode.replies import has_windows, stop_tokens
-from kvsearch.runtime.program import full_cache, require_room
-from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.next_tokens import Draws, record_generation_settings
+from kvsearch.runtime.decode.replies import find_stop_tokens, has_windows
+from kvsearch.runtime.program import make_full_program, require_room
+from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
@@ -39,7 +39,7 @@ from kvsearch.tasks.metrics import is_forced, score
 from kvsearch.tasks.metrics.likelihood import format_losses
 from kvsearch.tasks.prompts import cut_at_stop
 
-PACKAGES = ("kvsearch", "torch", "transformers")
+RECORDED_PACKAGES = ("kvsearch", "torch", "transformers")
 UNSCORED = 0.0  # finite, as all that is kept; scores of recalled replies are computed anew
 
 
@@ -82,7 +82,7 @@ def run_encoded(
     work = [
         (number, part)
         for number, task in enumerate(tasks)
-        for part in batches(make_readings(task.prompts, protocol), batch, follows)
+        for part in make_batches(make_readings(task.prompts, protocol), batch, follows)
     ]
     known = [[] if kept is None else kept.recall(tasks[number], part, programs) for number, part in work]
     finished = [{sample.method for sample in samples} for samples in known]
@@ -139,7 +139,7 @@ class _Answering:
         The `item` is the number of a task, what is read together of it, and the methods that are finished.
         """
         number, batch, finished = item
-        with running(loaded.model):
+        with run_attention(loaded.model):
             yield from self._reply_in_halves(loaded, self.tasks[number], batch, self.programs, finished)
 
     def _reply_in_halves(
@@ -184,8 +184,8 @@ class KeptReplies:
     ) -> None:
         self.store = store
         self._loaded = loaded
-        self._drawing = generation_record(loaded.model, drawn=True)
-        shared = {**describe_environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
+        self._drawing = record_generation_settings(loaded.model, drawn=True)
+        shared = {**describe_environment(loaded), "protocol": protocol, "stop_tokens": sorted(find_stop_tokens(loaded))}
         for label in ("name", "revision"):  # of the model: they are for the reader
             shared["model"].pop(label)
         self._methods = {method.label: hash_json({**shared, "method": method.definition}) for method in methods}
@@ -201,15 +201,15 @@ class KeptReplies:
 
     def keep(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
         """Write samples that were finished together; errors as for `ReplyStore.add`."""
-        keys: dict[Place, str] = {}
+        keys: dict[ReplyPlace, str] = {}
         for method in dict.fromkeys(sample.method for sample in samples):
             keys |= self.keys(task, batch, method)
         self.store.add([(keys[sample.place], sample) for sample in samples])
 
-    def keys(self, task: TaskPrompts, batch: Sequence[Reading], method: str) -> dict[Place, str]:
+    def keys(self, task: TaskPrompts, batch: Sequence[Reading], method: str) -> dict[ReplyPlace, str]:
         """Return the key of each reply of a method to a batch."""
-        keys: dict[Place, str] = {}
-        turn = sorted(stop_tokens(self._loaded, task.format) - stop_tokens(self._loaded))
+        keys: dict[ReplyPlace, str] = {}
+        turn = sorted(find_stop_tokens(self._loaded, task.format) - find_stop_tokens(self._loaded))
         for reading, question in list_questions(batch):
             prompt = reading.prompt
             settings: dict[str, Any] = {
@@ -253,19 +253,19 @@ def reply_to_batch(
     """Yield replies to all questions of one batch, a list for methods that reply together and are not all `finished`.
 
     The model must run the attention "kvsearch". The prompts are read once for all programs, as far as `memory` bytes of
-    compressed caches permit; see `compressed`. The samples are not scored: see `UNSCORED`.
+    compressed caches permit; see `compress_prompts`. The samples are not scored: see `UNSCORED`.
     """
     where = f"task {prompts.task.name}"
     ended = prompts.format.ended(prompts.task.stops)
-    stop = stop_tokens(loaded, prompts.format)
+    stop = find_stop_tokens(loaded, prompts.format)
     unfinished = programs.keys() - set(finished)
     logits = 0
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
-        programs = {FULL: full_cache(loaded.model), **programs}
+        programs = {FULL: make_full_program(loaded.model), **programs}
         longest = max(len(question.right) for reading in batch for question in reading.questions)
         logits = len(batch) * longest * find_text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
     full_losses: dict[tuple[int, int], float] = {}
-    joints = compressed(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
+    joints = compress_prompts(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
         with _name_samples(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)
@@ -349,14 +349,14 @@ def _name_samples(where: str, batch: Sequence[Reading], questions: Sequence[Ques
 
 def describe_environment(loaded: LoadedModel) -> dict[str, Any]:
     """Describe the environment of a run: model, tokenizer, dtype, device, versions, generation config."""
-    generation = generation_record(loaded.model)
+    generation = record_generation_settings(loaded.model)
     return {
         **({"generation": generation} if generation else {}),
         "model": loaded.fingerprint.model_dump(mode="json", exclude={"dtype"}),
         "tokenizer_sha256": hash_tokenizer(loaded.tokenizer),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device.type),
-        "versions": {package: read_version(package) for package in PACKAGES},
+        "versions": {package: read_version(package) for package in RECORDED_PACKAGES},
     }
 
 

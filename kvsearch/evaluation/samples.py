@@ -12,7 +12,7 @@ from kvsearch.core.files import write_atomically
 from kvsearch.core.printed import format_csv
 
 Contexts = Mapping[tuple[str, str], str]  # by task and key: the context's name, see `name_contexts`
-Place = tuple[str, str, int, str]  # of a reply in its run: task, key, number of the question, method
+ReplyPlace = tuple[str, str, int, str]  # of a reply in its run: task, key, number of the question, method
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sample:
     reply_seconds: float = field(compare=False)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ReplyPlace:
         """Where the reply belongs in its run."""
         return self.task, self.key, self.question, self.method
 

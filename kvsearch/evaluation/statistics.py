@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvsearch.strategies.compared import ReadyMethod
     from kvsearch.tasks.encode import TaskPrompts
 
-LEVEL = 0.95
+CONFIDENCE = 0.95
 MIN_CONTEXTS_FOR_INTERVAL: Final = 5  # fewer make no interval
 SCORE_ENDS: Final = (0.0, 1.0)
 DIFFERENCE_ENDS: Final = (-1.0, 1.0)
@@ -102,7 +102,7 @@ def find_student_quantile(freedom: float) -> float:
     """Return how many standard errors a 95% interval reaches to either side, by Student's t with `freedom` degrees."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
 def compute_interval(tasks: Sequence[ContextSums], ends: tuple[float, float]) -> tuple[Floats, Floats]:

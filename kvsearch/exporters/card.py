@@ -14,7 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import describe_fault
 from kvsearch.core.printed import escape_markdown, format_command_line
 from kvsearch.exporters.base import CARD, Inputs, PlanScores
-from kvsearch.models.gguf import SUFFIX
+from kvsearch.models.gguf import GGUF_SUFFIX
 from kvsearch.models.loading import BUNDLED, HUB_ID
 from kvsearch.models.real import REAL_MODELS
 from kvsearch.plan import ModelFingerprint, Plan
@@ -54,7 +54,7 @@ def model_card(plan: Plan, path: str, inputs: Inputs) -> bytes:
         file = _short_name(source) if real is None else real.file
         about = fill_template(
             "model.md", name=_short_name(source), dtype=None if inputs.unsaved is None else source.dtype, weights=file,
-            is_gguf=file.lower().endswith(SUFFIX), licence=None if real is None else real.licence,
+            is_gguf=file.lower().endswith(GGUF_SUFFIX), licence=None if real is None else real.licence,
         )  # fmt: skip
         card, data = _parse_card(about.decode())
         data.library_name = "transformers"
@@ -79,7 +79,7 @@ def hub_id(model: ModelFingerprint) -> str | None:
     """Return the id of a model on the hub; None of one that is somebody's folder or file, or bundled."""
     if (real := REAL_MODELS.get(model.name)) is not None:
         return real.hub
-    is_ours = model.name in BUNDLED or model.name.lower().endswith(SUFFIX)
+    is_ours = model.name in BUNDLED or model.name.lower().endswith(GGUF_SUFFIX)
     is_id = HUB_ID.fullmatch(model.name) and (model.revision is not None or not Path(model.name).exists())
     return model.name if is_id and not is_ours else None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvsearch.exporters.base import CARD, Exported, Inputs, PlanExporter
 from kvsearch.exporters.card import fill_template, folder_card, model_card
-from kvsearch.models.loading import CONFIG
+from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.saved import (
     BESIDE,
@@ -57,6 +57,8 @@ class ModelFolder(Folder):
         content = canonical_json(plan)
         listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
-        files = {path: content, **weights, CARD: model_card(plan, path, inputs), CONFIG: config.encode()}
+        files = {path: content, **weights, CARD: model_card(plan, path, inputs), MODEL_CONFIG_FILE: config.encode()}
         usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
-        return Exported(files, usage, total=plan.total, updated=(*weights, CARD, CONFIG), model=inputs.unsaved)
+        return Exported(
+            files, usage, total=plan.total, updated=(*weights, CARD, MODEL_CONFIG_FILE), model=inputs.unsaved
+        )

@@ -11,7 +11,7 @@ import numpy as np
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import SINGLE, BudgetExporter, Budgets, Exported, Inputs, ProfileExporter, heads_lost
 from kvsearch.plan import Profile, canonical_json
-from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID_SIZE
 from kvsearch.policies import Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.keydiff import KeyDiff
@@ -36,7 +36,7 @@ class KvpressLukv(ProfileExporter):
         metadata = profile.metadata
         if EVICTED_RATIO not in profile.arrays:
             raise UsageError(f"target {self.name} needs a table of ratios, and a {metadata.method} profile has none")
-        curves = np.zeros((GRID, metadata.model.layers, metadata.model.kv_heads))
+        curves = np.zeros((GRID_SIZE, metadata.model.layers, metadata.model.kv_heads))
         curves[:, list(metadata.layers)] = profile.arrays[EVICTED_RATIO]
         policy = build_policy(metadata.policy)
         press = press_of(policy)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.exporters.base import WEIGHTS, Exported, Inputs, ProfileExporter
 from kvsearch.models.architecture import describe, find_attention_modules
-from kvsearch.models.loading import CONFIG
+from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.models.weights import read_effective_bias, read_effective_weight
 from kvsearch.plan import Profile, canonical_json
-from kvsearch.policies.probe import ARRAYS, METHOD, SPREAD
+from kvsearch.policies.probe import ARRAYS, PROBE_METHOD, SPREAD
 
 HeadMaps = tuple[Tensor, Tensor]  # z = weight h + bias of each head: [Hkv, F, d_model], [Hkv, F]
 LINEAR = ("key", "value")  # features that are linear in hidden states
@@ -76,13 +76,13 @@ class KvpressKvzap(ProfileExporter):
             "press.kvzap_model = KVzapModel.from_pretrained({path!r})",
             f"press.kvzap_model_name = 'nvidia/KVzap-{kind}-' + model.config.name_or_path.split('/')[-1]",
         )
-        files = {WEIGHTS: save(tensors, {"format": "pt"}), CONFIG: canonical_json(config)}
+        files = {WEIGHTS: save(tensors, {"format": "pt"}), MODEL_CONFIG_FILE: canonical_json(config)}
         return Exported(files, usage, dict.fromkeys(_losses(profile, features, fits)))
 
     def _features(self, profile: Profile) -> list[str]:
         """Return what a probe looks at; UsageError if it is none, or looks at what is not linear in hidden states."""
         metadata = profile.metadata
-        if metadata.method != METHOD:
+        if metadata.method != PROBE_METHOD:
             raise UsageError(f"target {self.name} is made of a probe, and this is a {metadata.method} profile")
         stated = metadata.provenance.settings["features"]
         features = list(map(str, stated)) if isinstance(stated, tuple) else [str(stated)]

@@ -12,7 +12,7 @@ from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.printed import escape_markdown
 from kvsearch.exporters.base import CARD, WEIGHTS, Exported, Inputs, ProfileExporter
-from kvsearch.models.loading import CONFIG
+from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.expected_attention import ExpectedAttention
@@ -62,7 +62,7 @@ class KvpressEA(ProfileExporter):
         }  # fmt: skip
         files = {
             WEIGHTS: save({name: arrays[name] for name in (QUERY_MEAN, QUERY_COVARIANCE)}),
-            CONFIG: canonical_json(config),
+            MODEL_CONFIG_FILE: canonical_json(config),
         }
         usage = (
             f"press = ExpectedAttentionStatsPress(compression_ratio=0.8, n_sink={policy.sinks}, "

@@ -17,12 +17,12 @@ from kvsearch.jobs.groups import BUDGET, Loading
 from kvsearch.jobs.plan import PlanOptions, Sized, size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
-from kvsearch.models.gguf import SUFFIX
-from kvsearch.models.loading import CONFIG as MODEL_CONFIG
+from kvsearch.models.gguf import GGUF_SUFFIX
+from kvsearch.models.loading import MODEL_CONFIG_FILE as MODEL_CONFIG
 from kvsearch.models.real import REAL_MODELS
 from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE
-from kvsearch.results.validation import harmful
+from kvsearch.results.validation import find_harmful
 from kvsearch.runs.identity import CONFIG
 from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import finish_run, mark_unfinished
@@ -140,7 +140,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
         Raises:
             UsageError: neither is given.
         """
-        of_file = model.name in REAL_MODELS or model.name.lower().endswith(SUFFIX)
+        of_file = model.name in REAL_MODELS or model.name.lower().endswith(GGUF_SUFFIX)
         return require(
             self.model or (model.name if of_file else None),
             f"{self.output} is no folder of a model ({MODEL_CONFIG} is not there): give that of the model, or a new "
@@ -191,7 +191,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
             strategy = self.strategy(profile)
             plan = strategy_plan(profile, strategy, size)
-            self._refuse_harmful(harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
+            self._refuse_harmful(find_harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
             return plan
         several = profile.metadata.policies is not None
         of_polykv = {

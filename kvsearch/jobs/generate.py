@@ -102,11 +102,11 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
     """
     plan, context, prompts, plain = options.inputs  # what is wrong with them is told before anything large is imported
     from kvsearch.evaluation.answer import answer
-    from kvsearch.runtime.decode.next_tokens import generation_words
+    from kvsearch.runtime.decode.next_tokens import describe_generation_settings
 
     loaded = options.load(options.model, reporter)
     plan = options.plan_for(loaded, plan)
-    if words := generation_words(loaded.model):
+    if words := describe_generation_settings(loaded.model):
         reporter.say(words)
     source = options.cache or context
     replies = answer(loaded, plan, source, prompts, plain, options.max_new_tokens, chunk=options.chunk)

@@ -47,7 +47,7 @@ DEFAULT_TASKS = "synthetic for the bundled models, ruler:no-qa for others"
 MODEL = Option(
     "A hub id, a local directory, a GGUF file, `smollm2`, `bundled` or `bundled-redundant`.",
     argument=True,
-    completes="kvsearch.models.loading:NAMES",
+    completes="kvsearch.models.loading:SHORT_NAMES",
 )
 BUDGET = Option("Entries to keep per kv head, on average.", SIZE)
 BUDGETS = Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...")

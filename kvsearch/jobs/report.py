@@ -15,7 +15,7 @@ from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification
-    from kvsearch.report.page import Group
+    from kvsearch.report.page import PageGroup
     from kvsearch.report.screen import View
 
 
@@ -130,7 +130,7 @@ def write_report(options: ReportOptions, reporter: Reporter) -> dict[str, Any]: 
     return {"report": str(options.output), "bytes": len(page), **counts, "files": list(map(str, files))}
 
 
-def _write_figures(groups: list[Group], directory: Path) -> list[Path]:
+def _write_figures(groups: list[PageGroup], directory: Path) -> list[Path]:
     """Write all figures; of several runs those of each in a folder of its own."""
     from kvsearch.report.draw import write_figures
 

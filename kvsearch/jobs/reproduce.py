@@ -27,7 +27,7 @@ from kvsearch.report.costs import Forecast
 from kvsearch.report.paper_table import ReproducedTable, make_reproduced_table
 from kvsearch.report.table import to_latex, to_markdown
 from kvsearch.results.search import read_trace
-from kvsearch.results.validation import FILE as VALIDATION
+from kvsearch.results.validation import VALIDATION_FILE as VALIDATION
 from kvsearch.runs.identity import LEDGER, PLAN, REPORT, SELECTION
 from kvsearch.runs.lock import require_lock
 from kvsearch.runs.run import finish_run, mark_unfinished

@@ -14,7 +14,7 @@ from pydantic import model_validator
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
 from kvsearch.config.options import MACHINE, RULE, SIZE, Names, one_of, option
-from kvsearch.config.recipes import read_recipe, shipped_recipe
+from kvsearch.config.recipes import find_shipped_recipe, read_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.fields import Entries, Samples, Time, parse_seconds, refuse
 from kvsearch.core.items import format_clock
@@ -224,7 +224,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         both = {**one_of(stated, given, (*SIZES, "within")), **given}
         if both.get("effort") != QUICK:
             return both
-        quick = read_recipe(shipped_recipe(QUICK, cls.job)[1], cls.job)
+        quick = read_recipe(find_shipped_recipe(QUICK, cls.job)[1], cls.job)
         spec = both.get("tasks") or default_tasks(both.get("model"))
         entries = describe_tasks(spec if isinstance(spec, str) else "+".join(spec))
         if len(entries) > QUICK_TASKS:
@@ -561,7 +561,7 @@ class RunStages:
         `asked` are the programs of the baselines of every size, which are about all that is screened.
         """
         from kvsearch.evaluation.compare import estimate_replies
-        from kvsearch.runtime.program import full_cache
+        from kvsearch.runtime.program import make_full_program
         from kvsearch.selection.comparison import choice_cost, screened_questions
         from kvsearch.selection.race import FINALISTS
 
@@ -585,7 +585,7 @@ class RunStages:
                 estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
             )
         if self.options.smallest:  # some six budgets on half of the questions, under a few methods
-            programs = [full_cache(self.loaded.model)] * METHODS_ASKED
+            programs = [make_full_program(self.loaded.model)] * METHODS_ASKED
             tried = estimate_replies(SMALLEST, self.encoded["select"], self.splits["select"], programs)
             costs.append(replace(tried, work=tried.work * 4))
         return costs

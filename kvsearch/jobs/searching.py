@@ -35,7 +35,7 @@ from kvsearch.runs.run import (
     write_contexts,
     write_json,
 )
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.search.bank.prepared import ranking_policies
 from kvsearch.search.evaluators import make_executor
@@ -220,7 +220,7 @@ class Refinement:
     def cost(self, name: str, sizes: int) -> StageCost:
         """Return what it costs at so many sizes, as a stage: own replies, prompts once, then candidates."""
         encoded = self.searched.encode(self.loaded)
-        replies = estimate_replies(name, encoded, self.searched, [full_cache(self.loaded.model)])
+        replies = estimate_replies(name, encoded, self.searched, [make_full_program(self.loaded.model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
         following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
         read = Work.over(len(prompt.context) for prompt in prompts)

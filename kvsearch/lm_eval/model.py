@@ -26,10 +26,10 @@ from kvsearch.models.architecture import is_beyond_switch, require_same_rotary
 from kvsearch.models.foreign import CheckpointError, name_text_on_error
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.next_tokens import Draws
-from kvsearch.runtime.decode.replies import stop_tokens
-from kvsearch.runtime.shared_prefill import batches, compressed
+from kvsearch.runtime.decode.replies import find_stop_tokens
+from kvsearch.runtime.shared_prefill import compress_prompts, make_batches
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import compute_token_limit
 from kvsearch.tasks.prompts import count_ending
@@ -283,7 +283,7 @@ class PlannedLM(LM):  # type: ignore[misc]
     @contextmanager
     def _serving(self) -> Iterator[None]:
         self.serving = True
-        with running(self.loaded.model):
+        with run_attention(self.loaded.model):
             yield
         self.serving = False
 
@@ -294,7 +294,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         def alike(number: int) -> Hashable:
             return kinds[number], is_beyond_switch(self.loaded.model, len(texts[number].ids))
 
-        together = list(batches(longest_first, self.batch, alike))
+        together = list(make_batches(longest_first, self.batch, alike))
         return with_progress(together, len(together), self.progress)
 
     def _replies(
@@ -309,10 +309,10 @@ class PlannedLM(LM):  # type: ignore[misc]
             return any(stop in text for stop in stops)
 
         ids = [torch.tensor(prompt.ids) for prompt, _ in batch]
-        stop = stop_tokens(self.loaded)
+        stop = find_stop_tokens(self.loaded)
         limits = [generation.max_new_tokens for _, generation in batch]
         require_same_rotary(self.loaded.model, [len(prompt) for prompt in ids], max(limits) - 1)  # before they are read
-        joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
+        joint = next(compress_prompts(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self._note_held(prompt, len(prompt.ids), entries)
         if asked.sampling is not None:

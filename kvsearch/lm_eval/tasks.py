@@ -26,7 +26,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.runtime import Program
-from kvsearch.runtime.decode.next_tokens import generation_record
+from kvsearch.runtime.decode.next_tokens import record_generation_settings
 
 
 def open_manager(folders: Sequence[Path]) -> TaskManager:
@@ -149,7 +149,7 @@ def _provenance(model: PlannedLM, plan: Plan) -> dict[str, Any]:
         "model": model.loaded.fingerprint.model_dump(),
         "protocol": QUESTION_AWARE,
         "max_length": model.max_length,
-        "generation": generation_record(model.loaded.model),
+        "generation": record_generation_settings(model.loaded.model),
         "held": held,
     }
 

@@ -26,7 +26,7 @@ VOLATILE = frozenset(
         "chunk_size_feed_forward", "quantization_config", "id2label", "label2id", MODEL_KEY,
     }
 )  # fmt: skip
-SAMPLES = 64
+WEIGHT_SAMPLES = 64
 
 
 def compute_fingerprint(
@@ -79,7 +79,7 @@ def hash_weights(model: Any) -> str:
         flat = tensor.reshape(-1)
         if flat.dtype.itemsize == 1:  # codes, and float8, which few devices can index
             flat = flat.view(torch.uint8)
-        count = min(SAMPLES, flat.numel())
+        count = min(WEIGHT_SAMPLES, flat.numel())
         index = torch.arange(count, device=flat.device) * flat.numel() // max(1, count)
         values = flat[index]
         values = values.to(torch.bfloat16).float() if flat.is_floating_point() else values

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -20,7 +20,7 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 def is_gguf(source: str | Path) -> bool:
     """Tell whether a model is a GGUF file here, by its name."""
     path = Path(source)
-    return path.suffix.lower() == SUFFIX and path.is_file()
+    return path.suffix.lower() == GGUF_SUFFIX and path.is_file()
 
 
 def check_gguf(path: Path) -> None:

@@ -23,7 +23,7 @@ from kvsearch.core.parsing import describe_fault, read_json
 from kvsearch.core.printed import truncate
 from kvsearch.core.resources import find_resource, read_version
 from kvsearch.models.foreign import CheckedTokenizer, count_embeddings, require_contract
-from kvsearch.models.gguf import SUFFIX as GGUF
+from kvsearch.models.gguf import GGUF_SUFFIX as GGUF
 from kvsearch.models.gguf import check_gguf, hide_progress, is_gguf, make_loading_arguments, make_ordinary
 from kvsearch.models.memory import (
     estimate_reading_memory,
@@ -44,15 +44,15 @@ Made = TypeVar("Made")
 Work = Callable[["LoadedModel", Given], Made]  # what is made of one of many items; workers must be able to import it
 
 BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
-NAMES = (*BUNDLED, *REAL_MODELS)
+SHORT_NAMES = (*BUNDLED, *REAL_MODELS)
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # that PyTorch may bring; there are others
 NO_FLOAT64 = ("mps",)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-CONFIG = "config.json"
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+MODEL_CONFIG_FILE = "config.json"
 ADAPTER = "adapter_config.json"  # of what PEFT saves: an adapter without its model
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
+MIN_PROMPT_ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
 
 
 class LoadOptions(JobOptions):
@@ -73,7 +73,7 @@ class LoadOptions(JobOptions):
             require_known("device map", self.device_map, DEVICE_MAPS)
             if self.device != "auto":
                 raise UsageError("give either --device or --device-map, not both")
-        require_known("dtype", self.dtype, DTYPES)
+        require_known("dtype", self.dtype, DTYPE_NAMES)
         return self
 
 
@@ -182,7 +182,7 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     def checkpoint(part: str) -> AbstractContextManager[None]:
         return _load_part(name, source, options, part if file is None else "its file (is it whole?)")
 
-    with checkpoint(f"its {CONFIG}"):
+    with checkpoint(f"its {MODEL_CONFIG_FILE}"):
         config = AutoConfig.from_pretrained(source, **common)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
         if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:  # they would be made one by one
@@ -268,7 +268,7 @@ def _require_all(name: str, info: Mapping[str, Any]) -> None:
     for weight, stored, wanted in sorted(info.get("mismatched_keys", ())):
         raise IncompatibleError(
             f"model {name!r} cannot be loaded: {weight} is {list(stored)} in its files, and {list(wanted)} by its "
-            f"{CONFIG}: one of them belongs to another model"
+            f"{MODEL_CONFIG_FILE}: one of them belongs to another model"
         )
 
 
@@ -299,7 +299,7 @@ def _choose_dtype(name: str, options: LoadOptions, config: Any, file: Path | Non
 def _choose_device(name: str, options: LoadOptions) -> str:
     """Return the GPU with the most free memory if a model fits there, "auto" if it must be spread, else "cpu".
 
-    It fits with what a prompt of `ROOM` tokens takes under the full cache.
+    It fits with what a prompt of `MIN_PROMPT_ROOM` tokens takes under the full cache.
     """
     import torch
 
@@ -309,8 +309,8 @@ def _choose_device(name: str, options: LoadOptions) -> str:
         return device
     model = load(name, options, weights=False).model
     shape = describe(model)
-    cache = ROOM * 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
-    needs = estimate_reading_memory(model, [ROOM], cache)
+    cache = MIN_PROMPT_ROOM * 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
+    needs = estimate_reading_memory(model, [MIN_PROMPT_ROOM], cache)
     if getattr(model.config, "quantization_config", None) is not None:  # to a byte each at most
         needs = replace(needs, weights=sum(parameter.numel() for parameter in model.parameters()))
     needed = needs.total
@@ -318,7 +318,8 @@ def _choose_device(name: str, options: LoadOptions) -> str:
         return device
     if torch.cuda.device_count() > 1:
         warn_once(
-            f"model {name!r} is spread over all GPUs: with the cache of {ROOM:,} tokens it takes {needed / 1e9:.1f} "
+            f"model {name!r} is spread over all GPUs: with the cache of {MIN_PROMPT_ROOM:,} tokens "
+            f"it takes {needed / 1e9:.1f} "
             f"GB, and {device} has {free / 1e9:.1f} GB free (--device {device} puts it there nevertheless)"
         )
     return "auto"
@@ -344,18 +345,20 @@ def find_source(name: str, options: LoadOptions) -> str:
         return name
     if path.exists():
         _refuse_adapter(name, path)
-        if not (path / CONFIG).is_file():
-            raise IncompatibleError(f"{name!r} has no {CONFIG}, so it is not the directory of a Hugging Face model")
+        if not (path / MODEL_CONFIG_FILE).is_file():
+            raise IncompatibleError(
+                f"{name!r} has no {MODEL_CONFIG_FILE}, so it is not the directory of a Hugging Face model"
+            )
         return name
     if path.suffix.lower() == GGUF:
         raise UsageError(f"there is no file {name}: check the path")
-    near = "" if "/" in name else suggest_nearest(name, NAMES, 0.8)
+    near = "" if "/" in name else suggest_nearest(name, SHORT_NAMES, 0.8)
     if near or not HUB_ID.fullmatch(name):
         raise UsageError(f"there is no model {name!r}{near or ': check the path of its directory'}")
     from huggingface_hub import constants, model_info, try_to_load_from_cache
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    if isinstance(try_to_load_from_cache(name, CONFIG, revision=options.revision), str):
+    if isinstance(try_to_load_from_cache(name, MODEL_CONFIG_FILE, revision=options.revision), str):
         return name
     nowhere = f"there is no directory {name}, and no downloaded model of that name"
     if options.offline or constants.HF_HUB_OFFLINE:
@@ -370,7 +373,7 @@ def find_source(name: str, options: LoadOptions) -> str:
     except Exception as error:  # of the hub, of its HTTP library, of the network
         reason = describe_fault(error)
         raise EnvironmentFault(f"{nowhere}, and the hub does not answer: check the network ({reason})") from error
-    if ADAPTER in files and CONFIG not in files:
+    if ADAPTER in files and MODEL_CONFIG_FILE not in files:
         raise IncompatibleError(f"{name!r} is {_MERGE.format(base='a model', path=name)}")
     return name
 
@@ -387,7 +390,7 @@ def _refuse_adapter(name: str, path: Path) -> None:
     """Refuse a folder that holds no more than an adapter, or one beside a model that would be left out unseen."""
     if not (path / ADAPTER).is_file():
         return
-    if not (path / CONFIG).is_file():
+    if not (path / MODEL_CONFIG_FILE).is_file():
         stated = read_json(path / ADAPTER)
         base = stated.get("base_model_name_or_path") if isinstance(stated, dict) else None
         of = f"the model {truncate(repr(base), _LONGEST_NAME)}" if base else "a model that it does not name"
@@ -438,7 +441,7 @@ def _read_revision(source: str, options: LoadOptions) -> str | None:
 
 
 # of huggingface_hub, transformers and datasets, which read them when they are imported
-VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 IMPORTED = ("huggingface_hub.constants", "datasets.config")
 
 
@@ -448,10 +451,10 @@ def stay_offline(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    before = {name: os.environ.get(name) for name in VARIABLES}
+    before = {name: os.environ.get(name) for name in OFFLINE_VARIABLES}
     modules = {name: sys.modules[name] for name in IMPORTED if name in sys.modules}
     states = {name: module.HF_HUB_OFFLINE for name, module in modules.items()}
-    os.environ.update(dict.fromkeys(VARIABLES, "1"))
+    os.environ.update(dict.fromkeys(OFFLINE_VARIABLES, "1"))
     for module in modules.values():
         module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     try:

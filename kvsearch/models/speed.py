@@ -10,14 +10,14 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-SHORT = 16  # tokens of the short pass
-LEAST = 256  # and of the long one, which is as long as what is going to be read, but for these limits
+SHORT_PASS = 16  # tokens of the short pass
+MIN_LONG_PASS = 256  # and of the long one, which is as long as what is going to be read, but for these limits
 MOST = 4096
 TIMES = 3  # that each is timed; the median counts
 PATIENCE = 10.0  # seconds, after which a long pass is not repeated
 TABLE_ROWS = 32  # of the attention table that is timed
 SURE = 1.5  # what is said and what is taken differ by at most so many times, where the machine has no other work
-ROWS = 12  # replies that are decoded in one batch, of several questions and methods
+ASSUMED_BATCH = 12  # replies that are decoded in one batch, of several questions and methods
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Work:
     @classmethod
     def replying(cls, tokens: float) -> Work:
         """Return replies of so many tokens, side by side, each step of them a pass."""
-        return cls(tokens / ROWS, tokens)
+        return cls(tokens / ASSUMED_BATCH, tokens)
 
     def __add__(self, other: Work) -> Work:
         sums = Work(*map(add, astuple(self), astuple(other)))
@@ -88,7 +88,7 @@ class Speed:
         from kvsearch.models.architecture import describe, find_text_config
 
         shape = describe(model)
-        long_pass = min(max(longest, LEAST), MOST, shape.max_positions or MOST)
+        long_pass = min(max(longest, MIN_LONG_PASS), MOST, shape.max_positions or MOST)
         ids = (torch.arange(long_pass, device=model.device) % find_text_config(model).vocab_size)[None]
         queries = torch.ones(shape.query_heads, TABLE_ROWS, shape.head_dim, device=model.device)
         keys = torch.ones(shape.query_heads, shape.head_dim, long_pass, device=model.device)
@@ -100,7 +100,7 @@ class Speed:
             (queries @ keys).softmax(-1).amax(1)[0, 0].item()
 
         with torch.inference_mode():
-            first = min(SHORT, long_pass)
+            first = min(SHORT_PASS, long_pass)
             times = [time_action(partial(read, length)) for length in (first, long_pass)]
             table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
         embedding = model.get_input_embeddings().weight.numel()

@@ -20,10 +20,10 @@ from torch.func import functional_call
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.parsing import describe_fault
 
-BLOCK = 1024  # unit vectors that a projection is applied to at a time
+UNIT_BLOCK = 1024  # unit vectors that a projection is applied to at a time
 PROBES = 4  # random vectors on which it must agree with the map that was read off unit vectors
 # of their outputs, in quadratic mean: activations of 8 bits are off by 3% (fp8 e4m3), of 4 bits by 15%
-TOLERANCE = 0.25
+WEIGHT_TOLERANCE = 0.25
 # of what wraps a module: PEFT's layers and whole models, torch.compile, and layers that hold a linear one
 WRAPPERS = frozenset({"base_layer", "original_module", "modules_to_save", "linear", "_orig_mod"})
 PEFT_MODEL = "base_model.model."
@@ -186,8 +186,8 @@ def _apply_to_units(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tenso
     biases = _zero_biases(module)
     rest = _apply(module, torch.zeros(1, inputs, dtype=dtype), biases)
     rows = []
-    for first in range(0, inputs, BLOCK):
-        units = torch.zeros(min(BLOCK, inputs - first), inputs, dtype=dtype)
+    for first in range(0, inputs, UNIT_BLOCK):
+        units = torch.zeros(min(UNIT_BLOCK, inputs - first), inputs, dtype=dtype)
         units[:, first:].fill_diagonal_(1.0)
         rows.append(_apply(module, units, biases) - rest)
     return torch.cat(rows).T
@@ -219,7 +219,7 @@ def _require_linear(module: nn.Module, weight: Tensor, inputs: int, dtype: torch
     biases = _zero_biases(module)
     applied = _apply(module, rows, biases) - _apply(module, torch.zeros_like(rows[:1]), biases)
     expected = rows.to(weight.device, torch.float32) @ weight.T
-    if not bool((applied - expected).norm() <= TOLERANCE * expected.norm() + 1e-6):
+    if not bool((applied - expected).norm() <= WEIGHT_TOLERANCE * expected.norm() + 1e-6):
         raise IncompatibleError("what it makes of other vectors does not follow from what it makes of unit vectors")
 
 

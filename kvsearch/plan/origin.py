@@ -13,10 +13,10 @@ from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_n
 from kvsearch.core.limits import MOST_SETTINGS
 from kvsearch.core.resources import read_version
 
-DIGITS = 16
+HASH_DIGITS = 16
 Use = Literal["fitted", "chosen", "reported"]
 USES: tuple[Use, ...] = get_args(Use)
-ContextId = Annotated[str, Field(strict=True, pattern=f"^[0-9a-f]{{{DIGITS}}}$")]
+ContextId = Annotated[str, Field(strict=True, pattern=f"^[0-9a-f]{{{HASH_DIGITS}}}$")]
 
 
 def hash_context(text: str, question: str | None = None) -> str:
@@ -46,12 +46,12 @@ class ContextSet(Record):
     @classmethod
     def of(cls, hashes: Iterable[str]) -> ContextSet:
         """Return the contexts of these hashes."""
-        return cls(ids=tuple(sorted({digest[:DIGITS] for digest in hashes})))
+        return cls(ids=tuple(sorted({digest[:HASH_DIGITS] for digest in hashes})))
 
     def has(self, digest: str) -> bool:
         """Return True if the context of a hash is in the set."""
-        place = bisect_left(self.ids, digest[:DIGITS])
-        return self.ids[place : place + 1] == (digest[:DIGITS],)
+        place = bisect_left(self.ids, digest[:HASH_DIGITS])
+        return self.ids[place : place + 1] == (digest[:HASH_DIGITS],)
 
     def union(self, other: ContextSet) -> ContextSet:
         """Return the contexts of both."""

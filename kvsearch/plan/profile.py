@@ -22,9 +22,9 @@ from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
 from kvsearch.core.parsing import format_value, list_problems, list_validation_problems, parse_json, require_header
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.profile_arrays import (
-    DTYPES,
+    ARRAY_DTYPES,
     EVICTED_RATIO,
-    GRID,
+    GRID_SIZE,
     TABLED,
     SignalAxes,
     find_array_problems,
@@ -173,7 +173,7 @@ class Profile:
             )
         measured = self.arrays[EVICTED_RATIO].astype(np.float64)
         table = np.concatenate([np.zeros_like(measured[:1]), measured])  # by percent: at zero nothing is evicted
-        position = min(ratio * (GRID + 1), float(GRID))
+        position = min(ratio * (GRID_SIZE + 1), float(GRID_SIZE))
         nearest = round(position)
         if abs(position - nearest) < 1e-9 and nearest > 0:  # 0.29 * 100 is not 29, but means that row
             return np.asarray(table[nearest])
@@ -240,8 +240,8 @@ def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], lis
     for key, tensor in sorted(tensors.items()):
         if len(tensor["shape"]) > MOST_DIMENSIONS:
             problems.append(f"arrays.{key}: has {len(tensor['shape'])} dimensions, {MOST_DIMENSIONS} are the most")
-        elif tensor["dtype"] in DTYPES:
-            arrays[key] = np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        elif tensor["dtype"] in ARRAY_DTYPES:
+            arrays[key] = np.frombuffer(tensor["data"], ARRAY_DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
         else:
-            problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(DTYPES)}")
+            problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(ARRAY_DTYPES)}")
     return require_header(metadata, PROFILE_FORMAT, PROFILE_VERSION, name), arrays, problems

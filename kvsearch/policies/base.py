@@ -217,7 +217,7 @@ class Policy(ABC):
     `window` says how many queries are looked at, `protect` says how many recent entries are protected; by default as
     many, and then it is not stated in plans.
 
-    While decoding, a policy that `has_decode_rule` reads one attention row per step (`row`) or none, and keeps its state
+    While decoding, a policy that `has_decode_rule` reads one attention row per step (`row`) or none, and has its state
     (`start`, `step`); every other policy is scored anew every `refresh` steps over the last query rows.
     """
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Cached, State, Step, sort_by_position
-from kvsearch.policies.h2o import H2O, MASS
+from kvsearch.policies.h2o import H2O, MASS_STATE
 from kvsearch.policies.random import uniform
 from kvsearch.policies.scoring import fold, split_segments
 from kvsearch.policies.streaming import StreamingLLM
@@ -64,14 +64,14 @@ class CaM(Wrapper):
         """Return the base's state, and the attention that every entry received in the prompt where that has none."""
         state = self.inner.start(observation)
         if self.base == "streaming":
-            state.entries[MASS] = observation.received().clone()
+            state.entries[MASS_STATE] = observation.received().clone()
         return state
 
     def step(self, step: Step) -> Tensor:
         """Return the base's priority, [S, C] fp32; adds to the attention received where the base does not."""
         priorities = self.inner.step(step)
         if self.base == "streaming":
-            step.cached.state.entries[MASS] += step.row
+            step.cached.state.entries[MASS_STATE] += step.row
         return priorities
 
     def merge(self, cached: Cached, leaving: Tensor) -> None:
@@ -103,7 +103,7 @@ class CaM(Wrapper):
 
     def _share(self, cached: Cached, position: Tensor, source: Tensor, following: Tensor, inside: Tensor) -> Tensor:
         """Return what part of the value is added, [S, 1] fp32: 0 or 1 as drawn, or the probability of 1."""
-        mass = cached.state.entries[MASS]
+        mass = cached.state.entries[MASS_STATE]
         ahead = mass.gather(1, following).masked_fill(~inside, 0.0)
         mean = ahead.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)  # NaN where nothing follows
         probability = (mass.gather(1, source) / mean).nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0)

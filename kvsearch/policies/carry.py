@@ -24,11 +24,11 @@ from kvsearch.policies.tensors import F, Tensor, torch
 
 REFERENCES = 64  # queries of every query head
 AHEAD = 128  # positions behind the prompt that they are asked at
-LEAST = math.exp(-4.0)  # weight of a kept entry; the most is as many as there are entries
+MIN_WEIGHT = math.exp(-4.0)  # weight of a kept entry; the most is as many as there are entries
 SHRINKAGE = 0.01  # of weights towards 1, as a share of their mean curvature
-RIDGE = 0.1  # of values towards what they were, likewise
+VALUE_RIDGE = 0.1  # of values towards what they were, likewise
 STEPS = 20  # of the projected gradient
-TINY = 1e-20
+MIN_MASS = 1e-20
 
 
 class Carried(NamedTuple):
@@ -116,7 +116,7 @@ def match_segments(
     log_weights = weights.log().to(dtype).masked_fill(empty, 0.0)
     shares = kept * log_weights.float().exp()[:, None]
     total = shares.sum(-1, keepdim=True)
-    shares = shares / (total if others is None else total + others[..., None]).clamp(min=TINY)
+    shares = shares / (total if others is None else total + others[..., None]).clamp(min=MIN_MASS)
     old_values = gather_entries(values, where)
     return old_values + _solve_ridge(shares, attention @ values - shares @ old_values, number), log_weights
 
@@ -133,14 +133,14 @@ def _solve_weights(attention: Tensor, mass: Tensor, number: Tensor, largest: int
     def product(x: Tensor) -> Tensor:
         return (gram @ x) if gram is not None else flipped @ (attention @ x)
 
-    ridge = (SHRINKAGE * attention.square().sum((1, 2)) / number + TINY)[:, None, None]
+    ridge = (SHRINKAGE * attention.square().sum((1, 2)) / number + MIN_MASS)[:, None, None]
     weights = ahead = torch.ones_like(attention[:, :1].transpose(-1, -2))
     rate = 1 / (product(weights) + ridge)
     target = flipped @ mass[..., None] + ridge
     momentum = 1.0
     for _ in range(STEPS):
         slope = product(ahead).add_(ahead * ridge).sub_(target)
-        later = (ahead - rate * slope).clamp_(LEAST, float(largest))
+        later = (ahead - rate * slope).clamp_(MIN_WEIGHT, float(largest))
         following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
         ahead = torch.lerp(weights, later, 1 + (momentum - 1) / following)
         weights = later
@@ -153,7 +153,7 @@ def _solve_ridge(shares: Tensor, residual: Tensor, number: Tensor) -> Tensor:
     flipped = shares.transpose(-1, -2)
     few = shares.shape[2] <= shares.shape[1]
     gram = flipped @ shares if few else shares @ flipped
-    gram.diagonal(dim1=-2, dim2=-1).add_((RIDGE * shares.square().sum((1, 2)) / number + TINY)[:, None])
+    gram.diagonal(dim1=-2, dim2=-1).add_((VALUE_RIDGE * shares.square().sum((1, 2)) / number + MIN_MASS)[:, None])
     factor = torch.linalg.cholesky_ex(gram).L  # which does not wait for the device to say whether it could
     if few:
         return torch.cholesky_solve(flipped @ residual, factor)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvsearch.policies.decoding import State
 
 
-LENGTHS = "lengths on the host"  # what they are shared by
+LENGTHS_KEY = "lengths on the host"  # what they are shared by
 
 
 class DeferredCheck(NamedTuple):
@@ -113,12 +113,12 @@ def read_checked_lengths(observation: Observation) -> list[int]:
     read: list[int] = torch.cat([lengths, wrong.to(lengths.dtype)]).tolist()
     _raise_first(checks, read[len(lengths) :])
     checks.clear()
-    return observation.shared(LENGTHS, lambda: read[: len(lengths)])
+    return observation.shared(LENGTHS_KEY, lambda: read[: len(lengths)])
 
 
 def read_lengths(observation: Observation) -> list[int]:
     """Return the real entries per sequence; the device is waited for once for each observation."""
-    return observation.shared(LENGTHS, lambda: list(map(int, observation.lengths.tolist())))
+    return observation.shared(LENGTHS_KEY, lambda: list(map(int, observation.lengths.tolist())))
 
 
 def _raise_first(checks: Sequence[DeferredCheck], wrong: Sequence[int | bool]) -> None:

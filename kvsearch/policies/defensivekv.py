@@ -9,7 +9,7 @@ from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy
 from kvsearch.policies.scoring import average_window_attention, count_window_rows, iterate_window_rows, pool_positions
 from kvsearch.policies.tensors import F, Tensor, torch
 
-FIRST = 2.0  # above all scores of entries that are not taken first
+FIRST_SCORE = 2.0  # above all scores of entries that are not taken first
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DefensiveKV(Policy):
         return Needs(query_rows=self.window, projection=True)
 
     def score(self, observation: Observation) -> Tensor:
-        """Return the defended attention times the value norms, [B, Hkv, T] fp32; `FIRST` and more for those first."""
+        """Return defended attention times value norms, [B, Hkv, T] fp32; `FIRST_SCORE` and more for those first."""
         candidates = observation.candidates(0, self.protect)
         attention = self._window_attention(observation, candidates)
         if self.floor == "mean":
@@ -62,7 +62,7 @@ class DefensiveKV(Policy):
         highest, order = mean.sort(dim=-1, descending=True, stable=True)
         is_first = (highest.cumsum(-1) < self.mass - beside) & (highest > 0)
         is_first = torch.zeros_like(is_first).scatter(-1, order, is_first)
-        return torch.where(is_first, FIRST + mean, attention * shares)
+        return torch.where(is_first, FIRST_SCORE + mean, attention * shares)
 
     def _window_attention(self, observation: Observation, candidates: Tensor) -> Tensor:
         """Return what the queries of the window and group attend to each candidate, aggregated, [B, Hkv, T] fp32."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 VERSION = 1  # of what weights mean to the policies that read them
 WRITTEN_FOR = "policy_version"  # the setting of a profile that has it; without it, 1
 _FILE = "file"  # of a policy that is sent to another process: where its weights were read, and what they are
-SCORE = "score"  # the running state: of every entry, as it was made
-GOLDEN = (5**0.5 - 1) / 2
+SCORE_STATE = "score"  # the running state: of every entry, as it was made
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Fitted(Policy):
 
     def start(self, observation: Observation) -> State:
         """Return the scores of the prompt's entries."""
-        return State({SCORE: score_entries(self, observation).clone()})
+        return State({SCORE_STATE: score_entries(self, observation).clone()})
 
     def step(self, step: Step) -> Tensor:
         """Return the scores [S, C] fp32 of all entries; those of the tokens that arrived are made, +inf till then."""
-        scores = step.cached.state.entries[SCORE]
+        scores = step.cached.state.entries[SCORE_STATE]
         newest = step.newest[:, None]
         if step.waits:
             return scores.scatter_(1, newest, torch.inf)
@@ -245,7 +245,7 @@ def require_arrays(profile: Profile, tails: Mapping[str, tuple[str, ...]], sizes
 
 def spread_places(index: Tensor) -> Tensor:
     """Return the fractional part of indices times the golden ratio, fp32: the largest lie evenly at every budget."""
-    return (index.clamp(min=0).double() * GOLDEN).frac().float()
+    return (index.clamp(min=0).double() * GOLDEN_RATIO).frac().float()
 
 
 def unrotate_keys(observation: Observation) -> Tensor:

@@ -10,7 +10,7 @@ from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.tensors import Tensor
 
-MASS = "mass"
+MASS_STATE = "mass"
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class H2O(Policy):
 
     def start(self, observation: Observation) -> State:
         """Return the attention that every entry received in the prompt."""
-        return State({MASS: observation.received().clone()})
+        return State({MASS_STATE: observation.received().clone()})
 
     def step(self, step: Step) -> Tensor:
         """Return the attention received, this step's included, [S, C] fp32."""
-        mass = step.cached.state.entries[MASS]
+        mass = step.cached.state.entries[MASS_STATE]
         mass += step.row
         return mass

@@ -23,10 +23,10 @@ from kvsearch.policies.fitted import (
 from kvsearch.policies.scoring import choose_chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
 
-METHOD = "query_bank"  # of the profile that has the queries
-QUERIES = "queries"  # its arrays
-EVEN = "even"
-LEAST = 1e-13  # the mean score of heads that are ranked evenly: where nothing is looked at, all are told apart
+QUERY_BANK_METHOD = "query_bank"  # of the profile that has the queries
+QUERIES_ARRAY = "queries"  # its arrays
+EVEN_ARRAY = "even"
+EVEN_SCORE = 1e-13  # the mean score of heads that are ranked evenly: where nothing is looked at, all are told apart
 MEAN = "mean"  # running state: of the scores of the prompt's entries that are ranked
 NORMALISER = "normaliser"  # running state: log of the sum of exponentials over the prompt, of every query
 
@@ -49,7 +49,7 @@ class QueryBank(CalibratedRanking):
     steps instead, over those that are held.
     """
 
-    name: ClassVar[str] = METHOD
+    name: ClassVar[str] = QUERY_BANK_METHOD
     source: ClassVar[str] = "kvsearch; importance as LU-KV, arXiv 2602.08585, Eq. 4, over stored queries"
     made_by: ClassVar[str] = "`calibrate --method query_bank`"
 
@@ -85,7 +85,7 @@ class QueryBank(CalibratedRanking):
         """Return the mean score of the entries that are ranked, [B, Hkv]."""
         ranked = observation.candidates(self.sink_count, self.recent_count)
         total = self._attended(observation)[0].masked_fill(~ranked[:, None], 0.0).sum(-1)
-        return (total / ranked.sum(-1).clamp(min=1)[:, None]).clamp(min=LEAST)
+        return (total / ranked.sum(-1).clamp(min=1)[:, None]).clamp(min=EVEN_SCORE)
 
     def _evened(self, scores: Tensor, mean: Tensor, observation: Observation) -> Tensor:
         """Return scores [B, Hkv, T], in heads that are even those that places make of a `mean` [B, Hkv, 1]."""
@@ -96,7 +96,7 @@ class QueryBank(CalibratedRanking):
     def _stored(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Return the queries of a layer [Hkv, G, N, D], and heads that are ranked evenly [Hkv] bool, as views."""
         queries, even, layers = _bank(self.weights, observation.keys.device)
-        row = find_row(observation.layer, layers, METHOD)
+        row = find_row(observation.layer, layers, QUERY_BANK_METHOD)
         return queries[row], even[row]
 
     def _attended(self, observation: Observation) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class QueryBank(CalibratedRanking):
                 sums.append(whole[..., 0])
             return scores.masked_fill(~observation.valid[:, None], 0.0), torch.cat(sums, 3)
 
-        return observation.shared((METHOD, self.weights), compute)
+        return observation.shared((QUERY_BANK_METHOD, self.weights), compute)
 
     def _logits(self, observation: Observation) -> Iterator[Tensor]:
         """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""
@@ -155,9 +155,13 @@ def _bank(digest: str, device: Any = "cpu") -> tuple[Tensor, Tensor, tuple[int, 
 
     Older files have no even heads. UsageError if the file is not here, or its arrays have other shapes.
     """
-    profile = load_fitted_profile(digest, METHOD)
-    tails = {QUERIES: ("G", "N", "D"), **({EVEN: ()} if EVEN in profile.arrays else {})}
+    profile = load_fitted_profile(digest, QUERY_BANK_METHOD)
+    tails = {QUERIES_ARRAY: ("G", "N", "D"), **({EVEN_ARRAY: ()} if EVEN_ARRAY in profile.arrays else {})}
     require_arrays(profile, tails, {"D": profile.metadata.model.head_dim})
-    queries = torch.from_numpy(profile.arrays[QUERIES].copy()).float()
-    even = torch.from_numpy(profile.arrays[EVEN] > 0) if EVEN in profile.arrays else torch.zeros(queries.shape[:2]) > 0
+    queries = torch.from_numpy(profile.arrays[QUERIES_ARRAY].copy()).float()
+    even = (
+        torch.from_numpy(profile.arrays[EVEN_ARRAY] > 0)
+        if EVEN_ARRAY in profile.arrays
+        else torch.zeros(queries.shape[:2]) > 0
+    )
     return queries.to(device), even.to(device), profile.metadata.layers

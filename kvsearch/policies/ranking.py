@@ -52,7 +52,7 @@ def invert_permutation(permutation: Tensor) -> Tensor:
 
 
 def apply_to_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -> Tensor:
-    """Return what a rule of whole numbers, such as `Policy.first_stage_budget`, gives for every element of int64 `counts`.
+    """Apply a rule of whole numbers, such as `Policy.first_stage_budget`, to every element of int64 `counts`.
 
     All are of one shape, as is the result, int64 on the CPU; a rule of several results adds a dimension for them.
     """

@@ -25,10 +25,10 @@ BUILT_IN = (
     "keydiff", "expected_attention", "criticalkv", "defensivekv", "knorm", "probe", "query_bank", "kvzap", "kvzip",
     "duo_attention",
 )  # fmt: skip  # each is the module of its class
-HOME = "kvsearch"
-ROWS = {"group": "mean over the query group", "layer": "mean over the layer's heads"}
-LONG = 2**20  # tokens, for what does not depend on the length
-BUDGET = 1000  # entries, for what depends on the budget
+OWN_PACKAGE = "kvsearch"
+ROW_NAMES = {"group": "mean over the query group", "layer": "mean over the layer's heads"}
+SAMPLE_LENGTH = 2**20  # tokens, for what does not depend on the length
+SAMPLE_BUDGET = 1000  # entries, for what depends on the budget
 
 
 def list_policy_names() -> list[str]:
@@ -199,7 +199,7 @@ def describe_policy(name: str) -> PolicyFacts:
         formula="" if described.startswith(f"{policy_type.__name__}(") else described,
         parameters={field.name: _read_default(field) for field in fields},
         phases=phases,
-        stages=None if policy is None else 1 + bool(policy.first_stage_budget(BUDGET)),
+        stages=None if policy is None else 1 + bool(policy.first_stage_budget(SAMPLE_BUDGET)),
         needs=None if policy is None else tuple(policy.needs().describe()),
         sinks=None if policy is None else policy.sink_count,
         window=None if policy is None else policy.recent_count,
@@ -213,23 +213,25 @@ def _decode_rule(policy: Policy) -> str:
     if _evicts_nothing(policy):
         return "keeps everything"
     if policy.has_decode_rule:
-        reads = f"reads one attention row, {ROWS.get(policy.row, policy.row)}" if policy.row else "reads no attention"
+        reads = (
+            f"reads one attention row, {ROW_NAMES.get(policy.row, policy.row)}" if policy.row else "reads no attention"
+        )
         rule = f"own rule every step, {reads}"
     else:
         every = policy.refresh_interval
         rule = "scored anew every step" if every == 1 else f"scored anew every {every} steps"
-    recent = policy.recent_at(BUDGET)
-    leaving = policy.drop_at(BUDGET)
+    recent = policy.recent_at(SAMPLE_BUDGET)
+    leaving = policy.drop_at(SAMPLE_BUDGET)
     if recent != policy.recent_count:
-        rule += f"; the most recent {recent} of {BUDGET} stay"
+        rule += f"; the most recent {recent} of {SAMPLE_BUDGET} stay"
     if leaving > 1:
-        rule += f"; {leaving} of {BUDGET} leave at once"
+        rule += f"; {leaving} of {SAMPLE_BUDGET} leave at once"
     return rule + ("; what leaves is merged" if policy.merges else "")
 
 
 def _evicts_nothing(policy: Policy) -> bool:
     """Return whether even a head with the smallest budget is exempt in the longest prompt."""
-    return policy.keeps_all(1, LONG)
+    return policy.keeps_all(1, SAMPLE_LENGTH)
 
 
 def _read_default(field: dataclasses.Field[object]) -> bool | int | float | str | None:
@@ -243,5 +245,5 @@ def _read_default(field: dataclasses.Field[object]) -> bool | int | float | str 
 
 def _find_package(name: str) -> str:
     if name in BUILT_IN:
-        return HOME
+        return OWN_PACKAGE
     return next(find_package(point) for point in find_third_party() if point.name == name)

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.scoring import Part, iterate_window_rows
+from kvsearch.policies.scoring import BatchPart, iterate_window_rows
 from kvsearch.policies.tensors import Tensor, torch
 
 LOW = "low"
 MASS = "mass"
 RING = "ring"
-LONGEST = 2**15 - 1  # rows of history: counts are int16
+MAX_HISTORY = 2**15 - 1  # rows of history: counts are int16
 SCALE_BITS = 31
 
 
@@ -41,7 +41,9 @@ class Scissorhands(Policy):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        self._require(1 <= self.history <= LONGEST, f"history must be between 1 and {LONGEST}, got {self.history}")
+        self._require(
+            1 <= self.history <= MAX_HISTORY, f"history must be between 1 and {MAX_HISTORY}, got {self.history}"
+        )
         self._at_least(0, "drop")
         super().__post_init__()
 
@@ -74,7 +76,7 @@ class Scissorhands(Policy):
 
         return observation.shared(("scissorhands", self.history), compute)
 
-    def _rows(self, observation: Observation) -> Iterator[tuple[Part, Tensor, Tensor, Tensor]]:
+    def _rows(self, observation: Observation) -> Iterator[tuple[BatchPart, Tensor, Tensor, Tensor]]:
         """Yield the history, some sequences, kv heads and rows at a time.
 
         Yields (sequences and kv heads, index of every row's token [b, rows], whether entries are low [b, h, rows, N]

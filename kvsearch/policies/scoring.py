@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SCRATCH_BYTES = 48 * 2**20
 CACHE_BYTES = 2 * 2**20  # scratch of a chunk that the cache of a CPU's core can hold
 
-Part = tuple[slice, slice]  # some sequences and kv heads of a batch
+BatchPart = tuple[slice, slice]  # some sequences and kv heads of a batch
 
 
 class Scratch:
@@ -31,7 +31,7 @@ class Scratch:
         return self._memory[: math.prod(shape)].view(shape)
 
 
-def iterate_window_rows(observation: Observation, window: int) -> Iterator[tuple[Part, Tensor]]:
+def iterate_window_rows(observation: Observation, window: int) -> Iterator[tuple[BatchPart, Tensor]]:
     """Yield the attention of the last `window` query rows, a few at a time so that scratch memory stays bounded.
 
     Yields (sequences and kv heads, their probabilities [b, h, G, rows, N] fp32), both ascending and, within the same
@@ -76,7 +76,7 @@ def iterate_window_rows(observation: Observation, window: int) -> Iterator[tuple
         yield part, probability.masked_fill_(blind[rest], 0.0) if some_blind else probability
 
 
-def _split_rows(batch: int, heads: int, rows: int, max_rows: int) -> Iterator[tuple[Part, slice]]:
+def _split_rows(batch: int, heads: int, rows: int, max_rows: int) -> Iterator[tuple[BatchPart, slice]]:
     """Yield sequences, kv heads and rows to take at a time, `max_rows` rows or fewer in all, if that is not none."""
     together = max(1, max_rows // rows)  # kv heads with all of their rows
     head_step = min(heads, together)

@@ -33,7 +33,7 @@ from kvsearch.plan.yaml import STRATEGY_FORMAT
 from kvsearch.report import charts, evaluation, scores, search, selections
 from kvsearch.report.charts import make_profile_figures
 from kvsearch.report.costs import SpeedView
-from kvsearch.report.figures import Figure, Part
+from kvsearch.report.figures import Figure, ReportPart
 from kvsearch.report.numbers import format_bounds, pluralize
 from kvsearch.report.paper_table import ReproducedTable
 from kvsearch.report.plans import list_cache_parts, list_plan_parts, plan_headline
@@ -43,7 +43,7 @@ from kvsearch.results.base import Result, damaged_file_error, read_content, repo
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
-from kvsearch.results.validation import FILE as VALIDATION
+from kvsearch.results.validation import VALIDATION_FILE as VALIDATION
 from kvsearch.results.validation import ValidationResult
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import (
@@ -63,11 +63,11 @@ from kvsearch.strategies.names import FULL
 from kvsearch.tasks.catalog import list_public_datasets
 
 WHOLE_RUN = "run.json"
-CACHE = ".kv"  # the usual suffix of a compressed cache
+CACHE_SUFFIX = ".kv"  # the usual suffix of a compressed cache
 CACHE_MARK = b"kvsearch.cache"  # in its header
 PACKED = ".tar.xz"  # of the directory of a finished run
 RUN_FILES = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
-KNOWN = (
+KNOWN_FILES = (
     "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
     "selection, search, run or reproduction, such a directory packed as .tar.xz, a folder of these, the files in them, "
     "a compressed cache (.kv), and what evaluate, bench and others print with --json"
@@ -93,14 +93,14 @@ class ArtifactKind:
         headline: what was found, in a sentence; empty: the first line among its parts says it.
     """
 
-    parts: Callable[[Any], Iterable[Part]]
+    parts: Callable[[Any], Iterable[ReportPart]]
     records: tuple[type[Result], ...] = ()
     model: Callable[[Any], Any] = name_of_model
     figures: Callable[[Any], Iterable[Figure]] = lambda _: ()
     headline: Callable[[Any], str] = lambda _: ""
 
 
-KINDS: Mapping[str, ArtifactKind] = {
+ARTIFACT_KINDS: Mapping[str, ArtifactKind] = {
     "plan": ArtifactKind(list_plan_parts, headline=plan_headline),
     "profile": ArtifactKind(
         list_profile_parts,
@@ -139,7 +139,9 @@ KINDS: Mapping[str, ArtifactKind] = {
     "cache": ArtifactKind(list_cache_parts, model=lambda header: header.plan.model.name),
 }
 RECORDS = {
-    record.SCHEMA.partition("/")[0]: (kind, record) for kind, artifact in KINDS.items() for record in artifact.records
+    record.SCHEMA.partition("/")[0]: (kind, record)
+    for kind, artifact in ARTIFACT_KINDS.items()
+    for record in artifact.records
 }
 
 
@@ -148,7 +150,7 @@ class LoadedArtifact:
     """A file or run directory that was opened: its kind and content, and the files that belong to it.
 
     Args:
-        kind: its kind, a key of `KINDS`.
+        kind: its kind, a key of `ARTIFACT_KINDS`.
         content: the record it holds; None for several stages or tables with no result yet or more than one.
         data: the file as parsed JSON, where it is one.
         config: the configuration of the run that wrote it, where that is there.
@@ -164,12 +166,12 @@ class LoadedArtifact:
     config: RunConfig | None = None
     note: str | None = None
     places: tuple[Path, ...] = ()
-    view: Callable[[], Iterable[Part]] | None = None
+    view: Callable[[], Iterable[ReportPart]] | None = None
 
     @property
     def model(self) -> str | None:
         """The name of the model that it is about; None where it is about none, or does not say it."""
-        name = None if self.content is None else KINDS[self.kind].model(self.content)
+        name = None if self.content is None else ARTIFACT_KINDS[self.kind].model(self.content)
         if name is None and self.config is not None:
             name = self.config.options.get("model")
         return name if isinstance(name, str) else None
@@ -180,7 +182,7 @@ class LoadedArtifact:
         return tuple(map(open_path, self.places))
 
     @cached_property
-    def shown(self) -> list[Part]:
+    def shown(self) -> list[ReportPart]:
         """What is shown of its content.
 
         Raises:
@@ -189,7 +191,7 @@ class LoadedArtifact:
         if self.content is None:
             return []
         with report_damage(self.path):
-            return list(KINDS[self.kind].parts(self.content) if self.view is None else self.view())
+            return list(ARTIFACT_KINDS[self.kind].parts(self.content) if self.view is None else self.view())
 
     @cached_property
     def figures(self) -> list[Figure]:
@@ -198,7 +200,7 @@ class LoadedArtifact:
             return []
         with report_damage(self.path):
             maps = [part for part in self.shown if isinstance(part, Figure)]
-            return [*maps, *KINDS[self.kind].figures(self.content)]
+            return [*maps, *ARTIFACT_KINDS[self.kind].figures(self.content)]
 
     @cached_property
     def headline(self) -> str:
@@ -207,7 +209,7 @@ class LoadedArtifact:
             return ""
         with report_damage(self.path):
             lines = [part for part in self.shown if isinstance(part, str)]
-            return KINDS[self.kind].headline(self.content) or next(iter(lines), "")
+            return ARTIFACT_KINDS[self.kind].headline(self.content) or next(iter(lines), "")
 
     def as_json(self) -> dict[str, Any]:
         """Return the file as it is or, where that is not JSON, all that is shown of it."""
@@ -225,7 +227,7 @@ class LoadedArtifact:
             "lines": [part for part in parts if isinstance(part, str)],
         }
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[ReportPart]:
         """Yield what is shown, why it is not all, and what to show next."""
         if self.config is not None and self.kind != "recipe":
             yield {"of": format_command_line(self.config.command), "model": self.model or "-"}
@@ -266,8 +268,8 @@ def open_path(path: Path) -> LoadedArtifact:
 
 def is_cache(path: Path) -> bool:
     """Return whether a file is a compressed cache, by its suffix or its header; errors as `open_file`."""
-    if path.suffix == CACHE or not path.is_file():
-        return path.suffix == CACHE
+    if path.suffix == CACHE_SUFFIX or not path.is_file():
+        return path.suffix == CACHE_SUFFIX
     with open_file(path) as file:
         head = file.read(256)
     return head[8:].startswith(b'{"__metadata__"') and CACHE_MARK in head
@@ -463,4 +465,4 @@ def _load_json(path: Path) -> LoadedArtifact:
 
 
 def _unknown_file_error(path: Path) -> UsageError:
-    return UsageError(f"{path} is nothing that kvsearch can show, which is: {KNOWN}")
+    return UsageError(f"{path} is nothing that kvsearch can show, which is: {KNOWN_FILES}")

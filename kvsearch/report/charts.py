@@ -17,7 +17,7 @@ from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Role, Series, make_cells, make_layer_map
 from kvsearch.report.numbers import describe_coverage, describe_questions
 from kvsearch.report.paper_table import MeasuredCell, ReproducedTable
-from kvsearch.report.profile import RATIO, TITLES, compute_eviction_losses, describe_profile, select_measures
+from kvsearch.report.profile import SHOWN_RATIO, TITLES, compute_eviction_losses, describe_profile, select_measures
 from kvsearch.results.evaluation import EvaluationResult, FullScores
 from kvsearch.results.search import SearchResult, Trace
 from kvsearch.results.selection import SelectionResult, SelectionsResult
@@ -25,12 +25,12 @@ from kvsearch.runs.estimates import Estimate
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL
 
-SCORE = "score, %"
+SCORE_AXIS = "score, %"
 NATS = "excess nats per token, lower is better"
 HELD = "entries kept, all layers and kv heads"
 WIDE = 20.0  # from this largest over smallest value on, a scale is logarithmic
 Point = tuple[float, Estimate]
-NUMBER = re.compile(r"\d[\d,]*(\.\d+)?")  # in a name, such as 1,024 tokens
+NUMBER_IN_NAME = re.compile(r"\d[\d,]*(\.\d+)?")  # in a name, such as 1,024 tokens
 
 
 def make_score_figures(result: EvaluationResult) -> Iterator[Figure]:
@@ -48,7 +48,7 @@ def make_score_figures(result: EvaluationResult) -> Iterator[Figure]:
     unit = 1 if on_text else 100
     lines = [make_series(name, line_points, unit=unit) for name, line_points in points.items()]
     full = make_level(FULL, value(result.full), unit)
-    body = LineChart(HELD, NATS if on_text else SCORE, (full, *lines), log_x=True)
+    body = LineChart(HELD, NATS if on_text else SCORE_AXIS, (full, *lines), log_x=True)
     caption = f"{result.protocol}, {result.phases}, {describe_coverage(result.tasks)}; 95% intervals"
     title = f"{_find_axis(on_text)} against entries kept: {row.name}"
     yield Figure("scores", title, caption, body, leads=True)
@@ -86,7 +86,7 @@ def make_selection_figures(result: SelectionResult | SelectionsResult) -> Iterat
     ]
     full = max(choice.report.held[FULL].entries for choice in choices)
     body = LineChart(
-        "entries kept, and their share of the full cache", NATS if on_text else SCORE, tuple(series), log_x=True,
+        "entries kept, and their share of the full cache", NATS if on_text else SCORE_AXIS, tuple(series), log_x=True,
         full=full, form="{:.4f}" if on_text else "{:.1f}",
     )  # fmt: skip
     first = choices[0]
@@ -150,7 +150,7 @@ def _draw_front(result: SearchResult) -> Figure:
         )
         for name in dict.fromkeys(kept)
     ]
-    body = LineChart("entries per kv head", SCORE, (make_level(FULL, first.report[FULL]), *series), log_x=True)
+    body = LineChart("entries per kv head", SCORE_AXIS, (make_level(FULL, first.report[FULL]), *series), log_x=True)
     return Figure("front", "Score against size: searched at every budget", caption, body, leads=True)
 
 
@@ -201,7 +201,7 @@ def _group_cell_lines(line: Sequence[MeasuredCell], picture: Picture) -> Iterato
     points: list[tuple[float, MeasuredCell]] = []
     for cell in line:
         place = getattr(cell, picture.over)
-        if (number := NUMBER.search(place)) is not None:
+        if (number := NUMBER_IN_NAME.search(place)) is not None:
             points.append((float(number[0].replace(",", "")), cell))
         elif picture.over != "column":
             yield Series(place or name, (), (cell.value or 0.0,), style="level", role="muted")
@@ -236,9 +236,9 @@ def make_profile_figures(profile: Profile) -> Iterator[Figure]:
     metadata = profile.metadata
     arrays = profile.arrays
     if "mass" in arrays and EVICTED_RATIO in arrays:
-        lost = {name: 100 * loss for name, loss in compute_eviction_losses(profile, RATIO).items()}
+        lost = {name: 100 * loss for name, loss in compute_eviction_losses(profile, SHOWN_RATIO).items()}
         named = {f"{name}: {values.sum():.3g} in all": values for name, values in lost.items()}
-        title = f"Importance evicted at ratio {RATIO:g}, % of the model's"
+        title = f"Importance evicted at ratio {SHOWN_RATIO:g}, % of the model's"
         body = make_layer_map(named, metadata.layers, "importance lost, %", "{:.2g}")
         yield Figure("eviction-loss", title, describe_profile(profile), body)
     if "oracle_recall" in arrays:

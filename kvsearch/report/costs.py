@@ -24,7 +24,7 @@ MEANING = (
     "to it the time is.",
 )
 
-COUNTED = ("stage", "contexts", "questions", "passes", "tokens")
+COUNT_COLUMNS = ("stage", "contexts", "questions", "passes", "tokens")
 
 
 class Forecast:
@@ -68,7 +68,9 @@ class Forecast:
         [stage] = [stage for stage in self.stages if stage.name == name]
         seconds = self.work[name]
         takes = format_time(self.speed, seconds) if pace is None else f"about {format_clock(seconds * pace)}"
-        counts = (f"{count} {noun}" for count, noun in zip(_list_counts(stage)[1:], COUNTED[1:], strict=True) if count)
+        counts = (
+            f"{count} {noun}" for count, noun in zip(_list_counts(stage)[1:], COUNT_COLUMNS[1:], strict=True) if count
+        )
         return f"{', '.join(counts)}; {takes}"
 
     def as_json(self) -> dict[str, Any]:
@@ -96,7 +98,7 @@ class Forecast:
             if self.speed.is_busy:
                 notes.append("this machine is busy: the same pass took more than 1.5 times as long as another time")
         total = ["total", *[""] * 4, _format_range(self.range)]
-        yield Table.plain("", [*COUNTED, "time"], [*rows, total], notes=notes)
+        yield Table.plain("", [*COUNT_COLUMNS, "time"], [*rows, total], notes=notes)
 
 
 def format_time(speed: Speed | None, seconds: float | None) -> str:

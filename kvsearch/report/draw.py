@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 # Okabe and Ito, in an order in which neighbours differ in lightness, too; yellow is too light for lines
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 MUTED = "#8C8C8C"  # controls and backgrounds
-GRID = "#DDDDDD"
+GRID_COLOUR = "#DDDDDD"
 PLATE = "#FEFEFE"  # behind letters that a line would cross
 DARK_INK = "#111111"  # on light colours, also where a page is dark
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # as matplotlib calls them
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.5), (5, 2, 1, 2))  # on, off, ..., in widths of the line
 
 INK = "#000000"
-SHIFT = 0.06  # inches between plans of a kind and their size
-LOOKS = {"candidate": (COLOURS[0], "o", SHIFT), "baseline": (COLOURS[1], "s", -SHIFT)}
+KIND_SHIFT = 0.06  # inches between plans of a kind and their size
+LOOKS = {"candidate": (COLOURS[0], "o", KIND_SHIFT), "baseline": (COLOURS[1], "s", -KIND_SHIFT)}
 MARGIN = 0.8  # inches beside plans: of the axis
-NAMES = 1.5  # before the smallest size, for names
+NAME_WIDTH = 1.5  # before the smallest size, for names
 ENDS = 0.6  # after the largest one
 EDGE = 0.25  # between plans and names
 GAP = 0.03  # between a name and the line to its plan
@@ -48,10 +48,10 @@ CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
 LONGEST_NAME = 48  # letters
 MOST_WORDS = 16  # names of columns that fit side by side
 MOST_NUMBERS = 160  # cells of a map that have their number in them
-SETTINGS = {
+DRAW_SETTINGS = {
     "font.family": "serif", "font.serif": ["STIXGeneral", "DejaVu Serif"], "mathtext.fontset": "stix", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.linewidth": 0.6,
-    "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.5, "axes.axisbelow": True, "lines.linewidth": 1.3,
+    "axes.grid": True, "grid.color": GRID_COLOUR, "grid.linewidth": 0.5, "axes.axisbelow": True, "lines.linewidth": 1.3,
     "lines.markersize": 4.5, "legend.fontsize": 8, "legend.frameon": False, "xtick.labelsize": 8, "ytick.labelsize": 8,
     "pdf.fonttype": 42, "savefig.facecolor": "white",
 }  # fmt: skip
@@ -78,7 +78,7 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
     except OSError as error:
         raise write_fault(error, directory, "give the same command again") from error
     written = list[Path]()
-    with matplotlib.rc_context(SETTINGS):
+    with matplotlib.rc_context(DRAW_SETTINGS):
         for figure in figures:
             picture = draw(figure)
             for suffix in ("pdf", "png"):
@@ -220,8 +220,8 @@ def _draw_plans(picture: Picture, body: LineChart) -> None:
     sizes = _keep_distinct(x for series in body.series for x in series.x)
     is_alone = len(sizes) == 1
     room = picture.get_figwidth() - MARGIN
-    before = room / 2 if is_alone else NAMES
-    inches = 0.0 if is_alone else (room - NAMES - ENDS) / math.log(sizes[-1] / sizes[0])
+    before = room / 2 if is_alone else NAME_WIDTH
+    inches = 0.0 if is_alone else (room - NAME_WIDTH - ENDS) / math.log(sizes[-1] / sizes[0])
     axes.set_xlim(-before, room - before)
     ticks = [f"{x:,.0f}\n{100 * x / body.full:.2g}%" for x in sizes]
     axes.set_xticks(inches * np.log(np.divide(sizes, sizes[0])), ticks)

@@ -35,7 +35,7 @@ from kvsearch.strategies.names import FULL
 
 LOSS_COLUMNS = ("layer", "method", "output loss", "bound", "bound by head", "loss / bound", "evicted mass")
 INTERVAL = ("mean", "low", "high")
-FEW = 12  # tasks that a screen has room for
+MAX_SCREEN_TASKS = 12  # tasks that a screen has room for
 CSV_HEADER = (
     "size", "method", "column", "kind", "questions", "score", "score_low", "score_high", "subject", "difference",
     "difference_low", "difference_high", "wins", "ties", "losses", "entries", "protocol", "phases",
@@ -47,7 +47,7 @@ def make_tables(result: EvaluationResult, *, on_screen: bool = False) -> list[Ta
 
     On a screen scores have intervals, too, as differences always have; many tasks are shown by their categories.
     """
-    by_task = not on_screen or len(result.tasks) <= FEW
+    by_task = not on_screen or len(result.tasks) <= MAX_SCREEN_TASKS
     losses = [make_nats_table(result, by_task=by_task)] if result.full.nats else []
     if result.on_text:
         return [*losses, make_held_table(result)]

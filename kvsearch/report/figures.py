@@ -12,7 +12,7 @@ from kvsearch.report.table import Table
 Style = Literal["line", "steps", "level"]
 Role = Literal["", "muted", "candidate", "baseline", "written"]
 Cells = Sequence[str | float | None]
-Values = tuple[tuple[float | None, ...], ...]
+CellValues = tuple[tuple[float | None, ...], ...]
 # dark blue (little) to yellow (much), lightness rising evenly, so that it reads in grey
 RAMP = (
     (13, 8, 135),
@@ -86,7 +86,7 @@ class HeatMap:
     row_label: str
     column_label: str
     value_label: str
-    panels: Mapping[str, Values]
+    panels: Mapping[str, CellValues]
     form: str = "{:.0f}"
     total: Literal["sum", "mean"] = "mean"
     scale: tuple[float, float] | None = None
@@ -131,7 +131,7 @@ class Figure:
         return {"title": self.title, "rows": [list(row) for row in self.body.table()]}
 
 
-Part = str | Mapping[str, Any] | Table | Figure  # of what is shown: a line, facts, a table, or a figure of maps
+ReportPart = str | Mapping[str, Any] | Table | Figure  # of what is shown: a line, facts, a table, or a figure of maps
 
 
 def make_layer_map(
@@ -144,7 +144,7 @@ def make_layer_map(
     return HeatMap(tuple(map(str, layers)), heads, "layer", "kv head", value, maps, form, **details)
 
 
-def make_cells(values: Any) -> Values:
+def make_cells(values: Any) -> CellValues:
     """Return an array [R, C] as the cells of a panel, None for what is not a number."""
     return tuple(tuple(float(value) if value == value else None for value in row) for row in values.tolist())
 

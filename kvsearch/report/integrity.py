@@ -29,22 +29,22 @@ from kvsearch.plan.saved import (
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, build_policy
 from kvsearch.report.artifacts import is_cache, open_path
-from kvsearch.report.figures import Part
+from kvsearch.report.figures import ReportPart
 from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Table
 from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
 from kvsearch.runs.ledger import parse_lines
-from kvsearch.runs.run import NOUNS, hash_file, read_sums
+from kvsearch.runs.run import JOB_NOUNS, hash_file, read_sums
 from kvsearch.search.trials import TrialLog
 
-State = Literal["whole", "unfinished", "damaged"]
-SCHEMA: Final = "kvsearch.verification/1"
-CHANGED = f"it was changed since it was finished: its SHA-256 is not that of {SUMS}"
+ArtefactState = Literal["whole", "unfinished", "damaged"]
+VERIFICATION_SCHEMA: Final = "kvsearch.verification/1"
+CHECKSUM_MISMATCH = f"it was changed since it was finished: its SHA-256 is not that of {SUMS}"
 RESTORE = "restore it, or write it again with the command that wrote it"
 ANEW = "restore it, or start anew with another --output or --force"
-MODEL = "configuration of a model with plans"
+MODEL_CONFIG = "configuration of a model with plans"
 WITHOUT_SCHEMA = (BEST, LOSSES)
-READ = (".json", ".yaml", ".yml", ".safetensors")  # what can be told from the file itself
+READABLE_SUFFIXES = (".json", ".yaml", ".yml", ".safetensors")  # what can be told from the file itself
 MARK = b"kvsearch"  # what our files have
 HEAD = 1 << 20  # in so many first bytes
 _WEIGHTS = re.compile(r"[a-z0-9_]+-([0-9a-f]{12})\.safetensors")
@@ -56,7 +56,7 @@ class Artefact:
 
     path: Path
     what: str
-    state: State = "whole"
+    state: ArtefactState = "whole"
     problem: str = ""
     remedy: str = ""
     sealed: bool = False
@@ -84,9 +84,9 @@ class Verification:
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
         rows = [{**asdict(artefact), "path": str(artefact.path)} for artefact in self.artefacts]
-        return {"schema": SCHEMA, "whole": not self.damaged, "artefacts": rows}
+        return {"schema": VERIFICATION_SCHEMA, "whole": not self.damaged, "artefacts": rows}
 
-    def parts(self, *, all_artefacts: bool = False) -> Iterator[Part]:
+    def parts(self, *, all_artefacts: bool = False) -> Iterator[ReportPart]:
         """Yield what is not whole, with what to do, and the counts; first a table of all if asked for."""
         if all_artefacts:
             columns = ("artefact", "what", "state", "checksum")
@@ -137,7 +137,7 @@ def _is_ours(path: Path) -> bool:
         return False
     if path.name in (LEDGER, SUMS, PROFILE) or _WEIGHTS.fullmatch(path.name):
         return True
-    if path.suffix not in READ:
+    if path.suffix not in READABLE_SUFFIXES:
         return is_cache(path)
     with open_file(path) as file:
         return path.parent.name == MEASURED or MARK in file.read(HEAD)
@@ -157,10 +157,10 @@ def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
         problem = " ".join(str(error).split()).removeprefix(f"{path}, ").removeprefix(f"{path} ")
     sealed = digest is not None and hash_file(path) == digest
     if digest is not None and not sealed and not problem:
-        problem = CHANGED
+        problem = CHECKSUM_MISMATCH
     if problem:
         return Artefact(path, what, "damaged", problem, ANEW if path.name in (CONFIG, LEDGER) else RESTORE)
-    if path.name == CONFIG and what in NOUNS.values() and digest is None:
+    if path.name == CONFIG and what in JOB_NOUNS.values() and digest is None:
         return Artefact(path, what, "unfinished", "its command has not ended", "repeat it to go on: config.json has it")
     return Artefact(path, what, sealed=sealed)
 
@@ -170,13 +170,13 @@ def _describe(path: Path) -> str:
     if path.name == CONFIG:
         config = read_config(path.parent)
         if config is not None:
-            return NOUNS[config.job]
+            return JOB_NOUNS[config.job]
         content = read_json(path)
         if not isinstance(content, dict) or MODEL_KEY not in content:
             raise UsageError(f"{path} is no configuration of a run")
         for entry in check_listing(content[MODEL_KEY], path.parent).values():
             find_listed(path.parent, entry)
-        return MODEL
+        return MODEL_CONFIG
     if path.name == LEDGER:
         config = read_config(path.parent)
         parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
@@ -197,7 +197,7 @@ def _describe(path: Path) -> str:
     if path.parent.name == MEASURED and path.suffix == ".safetensors":
         split_tensors(read_bytes(path), str(path))
         return "measured so far"
-    return _describe_artefact(path) if path.suffix in READ or is_cache(path) else "a file"
+    return _describe_artefact(path) if path.suffix in READABLE_SUFFIXES or is_cache(path) else "a file"
 
 
 def _describe_artefact(path: Path) -> str:

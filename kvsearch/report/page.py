@@ -24,7 +24,7 @@ from kvsearch.core.printed import escape_invisible, format_command_line
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
 from kvsearch.policies.registry import BUILT_IN, describe_policy
 from kvsearch.report.artifacts import LoadedArtifact
-from kvsearch.report.draw import COLOURS, GRID, INK, MUTED, PLATE, SETTINGS, WIDTH, draw
+from kvsearch.report.draw import COLOURS, DRAW_SETTINGS, GRID_COLOUR, INK, MUTED, PLATE, WIDTH, draw
 from kvsearch.report.figures import Figure
 from kvsearch.report.selections import report_ahead_words, score_facts
 from kvsearch.report.table import Table, to_csv
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 Sheet = dict[str, Any]
-Group = tuple[str, str, list[Sheet]]  # the name of a model, which it is by content, and all that is about it
+PageGroup = tuple[str, str, list[Sheet]]  # the name of a model, which it is by content, and all that is about it
 GENERATOR = "kvsearch report"
-LONGEST = 400  # letters of a fact
+MAX_FACT_LENGTH = 400  # letters of a fact
 LINK_SAFE = ",;:/?@=+$!*()[]{}|^"  # in a data link, beside letters and digits
 SANS: Final = {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "mathtext.fontset": "dejavusans"}
 ENLARGED: Final = 1.15  # pixels per point
 NO_METADATA: Final = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 # lines and letters in black, lines of the grid, what is behind letters: as the page has them, in the light or dark
 THEMED: Final = {
-    "#000000": "currentColor", GRID.lower(): "var(--faint)", PLATE.lower(): "var(--page)",
+    "#000000": "currentColor", GRID_COLOUR.lower(): "var(--faint)", PLATE.lower(): "var(--page)",
     MUTED.lower(): "var(--muted)",
     **{colour.lower(): f"var(--c{at})" for at, colour in enumerate(COLOURS) if colour != INK},
 }  # fmt: skip
@@ -53,12 +53,12 @@ _STYLE = re.compile(r' style="([^"]*)"')
 _GROUP = re.compile(r' id="[\w.]+_\d+"')  # a name that nothing refers to
 
 
-def group_by_model(opened: Sequence[LoadedArtifact]) -> list[Group]:
+def group_by_model(opened: Sequence[LoadedArtifact]) -> list[PageGroup]:
     """Group opened artifacts by model for the page: the model's description, then its artifacts in the given order.
 
     A model is known by the hashes of its configuration and weights. What does not say them is grouped by the name.
     """
-    groups: dict[object, Group] = {}
+    groups: dict[object, PageGroup] = {}
     for artifact in opened:
         content: object = artifact.model
         name = artifact.model or "no model"
@@ -162,7 +162,10 @@ def _list_sources(opened: LoadedArtifact) -> Iterator[tuple[str, list[tuple[str,
 
 def _flatten_facts(value: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return names and values of all that is in an object, names of inner ones with dots; long ones are cut."""
-    return [(name, text if len(text) <= LONGEST else f"{text[:LONGEST]}…") for name, text in _flatten(value, "")]
+    return [
+        (name, text if len(text) <= MAX_FACT_LENGTH else f"{text[:MAX_FACT_LENGTH]}…")
+        for name, text in _flatten(value, "")
+    ]
 
 
 def _flatten(value: object, name: str) -> Iterator[tuple[str, str]]:
@@ -175,7 +178,7 @@ def _flatten(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield name, "none" if value is None or value == {} else str(value)
 
 
-def render(groups: Sequence[Group]) -> bytes:
+def render(groups: Sequence[PageGroup]) -> bytes:
     """Return the file; equal content gives equal bytes."""
     style = _read_asset("page.css")
     script = _read_asset("page.js")
@@ -205,7 +208,7 @@ def draw_svg(figure: Figure, anchor: str, width: float = WIDTH) -> Markup:
     import matplotlib
 
     data = io.StringIO()
-    settings = {**SETTINGS, **SANS, "svg.fonttype": "none", "svg.hashsalt": anchor}
+    settings = {**DRAW_SETTINGS, **SANS, "svg.fonttype": "none", "svg.hashsalt": anchor}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of letters that a font lacks, which the browser has in another
         picture = draw(figure, titled=False, width=width)

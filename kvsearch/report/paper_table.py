@@ -29,14 +29,14 @@ from kvsearch.runs.estimates import Estimate
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.names import FULL
 
-PAPER = "paper"
+PAPER_COLUMN = "paper"
 LEFT_OUT = "left out"
-CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
-AVERAGE = "average"
+CELL_CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
+AVERAGE_COLUMN = "average"
 FULL_CACHE = "Full"
 SHOWN_BUDGETS = (1, 2, 5, 10, 20, 50)  # percent of a prompt
-KINDS = {"route": "Eviction", "budgets": "Budget allocation"}
-SPLITS = {"evolve": "train", "select": "select, then report", "validate": "select"}
+SIGNAL_KINDS = {"route": "Eviction", "budgets": "Budget allocation"}
+SPLIT_OF_STAGE = {"evolve": "train", "select": "select, then report", "validate": "select"}
 OTHER_TASKS = "other tasks than the paper's are asked: beside them are its numbers of single tasks alone"
 
 
@@ -116,7 +116,10 @@ class ReproducedTable(Result):
             ]
             if any(cell.paper is not None for cell in by_column.values()):
                 beside = (by_column[column].paper if column in by_column else None for column in columns)
-                yield [Cell(f"{row}, {PAPER}"), *(Cell("" if value is None else f"{value:.2f}") for value in beside)]
+                yield [
+                    Cell(f"{row}, {PAPER_COLUMN}"),
+                    *(Cell("" if value is None else f"{value:.2f}") for value in beside),
+                ]
 
     def csv(self) -> str:
         """Return a line per cell."""
@@ -124,7 +127,7 @@ class ReproducedTable(Result):
             (self.table, cell.block, cell.row, cell.column, cell.value, cell.low, cell.high, cell.text, cell.paper)
             for cell in self.cells
         ]
-        return format_csv([CSV_HEADER, *rows])
+        return format_csv([CELL_CSV_HEADER, *rows])
 
 
 def list_tables(name: str = "") -> Table:
@@ -161,7 +164,7 @@ def make_reproduced_table(
     printed = numbers(table.name)
     if own_tasks:
         of_tasks = table.view == "scores" and "tasks.*" in table.columns
-        printed = {key: value for key, value in printed.items() if of_tasks and key[-1] != AVERAGE}
+        printed = {key: value for key, value in printed.items() if of_tasks and key[-1] != AVERAGE_COLUMN}
     cells = tuple(
         replace(cell, paper=printed.get((named or "", cell.key, cell.row, cell.column)))
         for cell in VIEWS[table.view](table, stages)
@@ -193,7 +196,7 @@ def _describe_stage(stage: Stage) -> Iterator[str]:
     length = f" of {', '.join(f'{tokens:,}' for tokens in options['length'])} tokens" if "length" in options else ""
     yield f"{what}: {options['tasks']}, {pluralize(options['samples'], 'context')} of a task{length}"
     default = " and ".join(sorted({task.split for task in describe_tasks(options["tasks"])}))
-    yield f"split {SPLITS.get(stage.job) or options.get('split') or default}"
+    yield f"split {SPLIT_OF_STAGE.get(stage.job) or options.get('split') or default}"
     yield options["protocol"]
     if stage.job == "evaluate":
         tasks = stage.result.tasks
@@ -245,7 +248,7 @@ def _read_scores(
 
 def _find_best_baseline(scores: Mapping[str, Mapping[str, Estimate]]) -> str:
     """Return the row without a plan of its own that scores highest."""
-    return max((row for row in scores if "{" not in row), key=lambda row: scores[row][AVERAGE].mean)
+    return max((row for row in scores if "{" not in row), key=lambda row: scores[row][AVERAGE_COLUMN].mean)
 
 
 def _select_columns(table: PaperTable, result: EvaluationResult) -> dict[str, ScoreRow]:
@@ -258,7 +261,7 @@ def _select_columns(table: PaperTable, result: EvaluationResult) -> dict[str, Sc
         for section, _, name in (path.partition(".") for path in paths.split("|")):
             rows = [row for row in result.rows if SECTIONS[row.kind] == section and name in ("*", row.name)]
             if rows:
-                columns |= {row.name if name == "*" else AVERAGE: row for row in rows}
+                columns |= {row.name if name == "*" else AVERAGE_COLUMN: row for row in rows}
                 break
     return columns
 
@@ -283,7 +286,7 @@ def list_scores(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measured
         measured = _read_scores(table, stage, methods)
         for row, label in table.rows.items():
             if row in stage.left_out:
-                yield MeasuredCell(label, AVERAGE, None, heading, text=LEFT_OUT)
+                yield MeasuredCell(label, AVERAGE_COLUMN, None, heading, text=LEFT_OUT)
             for column, share in measured.get(row, {}).items():
                 yield _make_share_cell(label, column, share, heading, key, ranked=True)
 
@@ -293,10 +296,10 @@ def compare_with_best(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Me
     for stage, sized, methods in _list_sizes(table, stages):
         size = str(sized.size)
         measured = _read_scores(table, stage, methods)
-        mean = {row: 100 * columns[AVERAGE].mean for row, columns in measured.items()}
+        mean = {row: 100 * columns[AVERAGE_COLUMN].mean for row, columns in measured.items()}
         best = _find_best_baseline(measured)
         strategies = [row for row in measured if "{" in row]
-        full = _select_columns(table, stage.result)[AVERAGE].of(stage.result.full.scores)
+        full = _select_columns(table, stage.result)[AVERAGE_COLUMN].of(stage.result.full.scores)
         yield MeasuredCell(size, FULL_CACHE, 100 * full.mean, key=size)
         yield MeasuredCell(size, "Baseline", mean[best], key=size, text=f"{mean[best]:.2f} ({table.rows[best]})")
         yield from (MeasuredCell(size, table.rows[row], mean[row], key=size) for row in strategies)
@@ -346,7 +349,7 @@ def list_signals(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measure
     validations = _select_stages(stages, "validate")[-1:]
     for signal in (signal for stage in validations for at in stage.result.budgets for signal in at.signals):
         row = f"{table.rows.get(signal.signal, signal.signal)}, {signal.phases}"
-        heading = KINDS[signal.kind]
+        heading = SIGNAL_KINDS[signal.kind]
         gain = signal.gains.inverse
         yield _make_share_cell(row, "Fwd.", signal.forward, heading)
         yield _make_share_cell(row, "Inv.", signal.inverse, heading)

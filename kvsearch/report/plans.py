@@ -11,7 +11,7 @@ from kvsearch.plan import PHASES, Phase, Plan
 from kvsearch.plan.arithmetic import compare_plans
 from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.plan.yaml import format_layer_ranges
-from kvsearch.report.figures import Figure, Part, make_layer_map
+from kvsearch.report.figures import Figure, ReportPart, make_layer_map
 from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Cell, Table
 
@@ -59,7 +59,7 @@ def plan_headline(plan: Plan) -> str:
     return f"{plan.total:,} entries{length}"
 
 
-def list_cache_parts(header: CacheHeader) -> Iterator[Part]:
+def list_cache_parts(header: CacheHeader) -> Iterator[ReportPart]:
     """Yield what a compressed cache holds, in which numbers, and the plan that it was read under."""
     yield {
         "cache of": f"{pluralize(header.sequences, 'sequence')} of {pluralize(header.length, 'token')}",
@@ -87,7 +87,7 @@ class DifferenceView:
             "totals": {phase: values for phase, values in totals.items() if values != [None, None]},
         }
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[ReportPart]:
         """Yield the names of the plans, a table of settings, and one of budgets for each phase."""
         if not (self.settings or self.budgets):
             yield "the plans are equal"

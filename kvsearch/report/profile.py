@@ -14,13 +14,13 @@ from kvsearch.core.arrays import Floats
 from kvsearch.plan import Phase, Profile, ProfileMetadata
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.registry import FITTED
-from kvsearch.report.figures import Figure, Part, make_layer_map
+from kvsearch.report.figures import Figure, ReportPart, make_layer_map
 from kvsearch.report.ranking import list_ranking_parts, list_ranking_remarks
 from kvsearch.report.table import Cell, Table
 from kvsearch.signals.table import ENTROPY, Explosion, SignalTable, is_constant
 
-RATIO: Final = 0.8  # the global eviction ratio at which a profile is shown
-RATIOS_SHOWN = (0.5, RATIO, 0.9)
+SHOWN_RATIO: Final = 0.8  # the global eviction ratio at which a profile is shown
+RATIOS_SHOWN = (0.5, SHOWN_RATIO, 0.9)
 BUDGETS_SHOWN = (1, 2, 5, 10, 20, 50)  # percent
 TITLES = {
     "cosine": "cosine of attention outputs with those of the full cache",
@@ -30,12 +30,12 @@ TITLES = {
 }
 PREFERRED = ("cosine", "ppl")  # the paper's; the others are shown where none of them was measured
 MOST_DECIMALS = 5
-NOISE = 9  # decimals from which on differences are rounding
-BEST = "*"
+NOISE_DECIMALS = 9  # decimals from which on differences are rounding
+BEST_MARK = "*"
 FULL_PATTERN = "full"
 
 
-def list_profile_parts(profile: Profile, ratio: float = RATIO) -> Iterator[Part]:
+def list_profile_parts(profile: Profile, ratio: float = SHOWN_RATIO) -> Iterator[ReportPart]:
     """Yield what a profile says at a global eviction ratio; UsageError if that is out of range."""
     method = profile.metadata.method
     yield _describe_origin(profile.metadata)
@@ -98,7 +98,7 @@ def describe_profile(profile: Profile) -> str:
 # --- LU-KV ------------------------------------------------------------------------------------------------------------
 
 
-def _list_lukv_parts(profile: Profile, ratio: float) -> Iterator[Part]:
+def _list_lukv_parts(profile: Profile, ratio: float) -> Iterator[ReportPart]:
     """Yield the ranking's gap to the oracle's, eviction losses, and whether local ratios are stable."""
     if "recall" not in profile.arrays:
         return
@@ -126,13 +126,13 @@ def _list_stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
     rows = [(f"{stable.ratio:g}", (stable.questions, stable.texts, stable.halves)) for stable in stabilities]
     columns = ["ratio", f"{noun} of one text", "texts", "halves of the texts"]
     yield Table.numbers("rank correlation of local ratios", columns, rows, ".2f")
-    yield f"at {RATIO:g}: {stabilities[1].verdict}"
+    yield f"at {SHOWN_RATIO:g}: {stabilities[1].verdict}"
 
 
 # --- dynamic rules ----------------------------------------------------------------------------------------------------
 
 
-def _list_dynamic_parts(profile: Profile, ratio: float) -> Iterator[Part]:
+def _list_dynamic_parts(profile: Profile, ratio: float) -> Iterator[ReportPart]:
     """Yield how far what a dynamic rule decides differs between prompts."""
     deviations = profile.arrays["ratio_deviation"]
     deviation = deviations[min(max(round(100 * ratio), 1), len(deviations)) - 1]
@@ -179,7 +179,7 @@ def list_signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | 
             values = zip(layers, entropies[:, None], strict=True)
             yield Table.numbers(f"{phase}: entropy of attention", ["layer", ENTROPY], values, ".4f")
     if measures:
-        yield f"{BEST} the best pattern of a layer"
+        yield f"{BEST_MARK} the best pattern of a layer"
     worst: dict[tuple[str, str], Explosion] = {}  # of a pattern in a phase, the budget at which it is worst
     explosions = (table.explosions(phase, budget) for phase in axes.phases for budget in axes.budgets)
     for explosion in chain.from_iterable(explosions):
@@ -204,9 +204,9 @@ def _make_cells(table: SignalTable, measure: str, phase: Phase, budget: int) -> 
         decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else MOST_DECIMALS
         form = f".{min(max(decimals, 0), MOST_DECIMALS)}f"
     rows = []
-    for row, wanted in zip(np.round(values, NOISE), preferences, strict=True):
+    for row, wanted in zip(np.round(values, NOISE_DECIMALS), preferences, strict=True):
         best = None if is_constant(wanted) else rivals[int(wanted.argmax())]
         cells = (Cell.number(float(value), form) for value in row)
-        rows.append([Cell(f"{BEST}{cell.text}", best=True, value=cell.value) if at == best else cell
+        rows.append([Cell(f"{BEST_MARK}{cell.text}", best=True, value=cell.value) if at == best else cell
                      for at, cell in enumerate(cells)])  # fmt: skip
     return rows

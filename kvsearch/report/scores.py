@@ -21,9 +21,9 @@ HEADROOM = {
     "true importance, even": "what the questions to come look at, with even budgets",
     "agnostic importance": "what up to 24 questions about other contexts look at, in the allocation that is best there",
 }
-SCORES = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
+SCORE_COLUMNS = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
 GAINS = ("signal", "kind", "phases", "forward minus", "difference", "95% interval")
-WORDS = ("signal", "kind", "phases", "verdict", "forward minus")
+VERDICT_COLUMNS = ("signal", "kind", "phases", "verdict", "forward minus")
 
 
 def list_headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
@@ -105,8 +105,17 @@ def make_validation_tables(result: ValidationResult, at: AtBudget) -> tuple[Tabl
             named = ("", "", "")  # what is judged is named in the first row
     note = f"{questions} questions of {', '.join(result.tasks)}; paired differences, 95% intervals over contexts"
     return (
-        Table.plain(title, SCORES, scores, notes=("random: mean of the random controls",), words=WORDS, tight=True),
-        Table.plain("forward minus its controls, in points", GAINS, gains, notes=(note,), words=WORDS, tight=True),
+        Table.plain(
+            title,
+            SCORE_COLUMNS,
+            scores,
+            notes=("random: mean of the random controls",),
+            words=VERDICT_COLUMNS,
+            tight=True,
+        ),
+        Table.plain(
+            "forward minus its controls, in points", GAINS, gains, notes=(note,), words=VERDICT_COLUMNS, tight=True
+        ),
     )
 
 

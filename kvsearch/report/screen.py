@@ -16,10 +16,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvsearch.core.printed import escape_invisible, escape_line
-from kvsearch.report.figures import Figure, HeatMap, Part, find_shade, is_light
+from kvsearch.report.figures import Figure, HeatMap, ReportPart, find_shade, is_light
 from kvsearch.report.table import Table
 
-WIDEST = 10_000  # columns of a page on which any table fits
+WIDEST_PAGE = 10_000  # columns of a page on which any table fits
 MOST_CELLS = 2**14  # of a map; a larger one shows rows only
 
 
@@ -29,7 +29,7 @@ class View(Protocol):
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
 
-    def parts(self) -> Iterable[Part]:
+    def parts(self) -> Iterable[ReportPart]:
         """Yield lines, facts, tables and maps from top to bottom."""
 
 
@@ -115,7 +115,7 @@ class FittingTable(RichTable):
     def blocks(self, console: Console, options: ConsoleOptions) -> list[RichTable]:
         """Return the tables that are shown on a page."""
         first, *others = self.columns
-        wide = options.update(max_width=WIDEST)
+        wide = options.update(max_width=WIDEST_PAGE)
         blocks = [self._of([first, *others])]
         for count in range(2, len(others) + 1):
             if all(Measurement.get(console, wide, block).maximum <= options.max_width for block in blocks):

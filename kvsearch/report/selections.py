@@ -33,7 +33,7 @@ from kvsearch.selection.selection import (
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
-SHOWN = 16  # rows of the table of a race
+MAX_RACE_ROWS = 16  # rows of the table of a race
 DECODE_ONLY = (
     "decode-only strategies hold the full cache at the end of prefill: their peak memory is that of no eviction"
 )
@@ -210,7 +210,7 @@ def _make_race_table(selection: SelectionResult) -> Table:
     """Make the table of a race: scores of candidates and baselines until they were dropped, longest first."""
     result = selection.chosen
     rows = []
-    for method in result.methods[:SHOWN]:
+    for method in result.methods[:MAX_RACE_ROWS]:
         score = Cell.mean(method.score)
         lead, chance = make_lead_cells(method.lead, method.chance)
         if method.lead is not None:
@@ -224,7 +224,7 @@ def _make_race_table(selection: SelectionResult) -> Table:
         contexts = Cell.number(method.contexts, ".0f")
         name = Cell(method.name, method.name == result.written)
         rows.append([name, Cell(method.kind), contexts, score, lead, chance])
-    left = len(result.methods) - SHOWN
+    left = len(result.methods) - MAX_RACE_ROWS
     notes = [selection.decision]
     if left > 0:
         notes.append(f"{left} more")

@@ -164,7 +164,7 @@ class EvaluationResult(Result):
             model=found.loaded.name, **found.split.as_json(), subject=found.subject, phases=found.phases,
             environment=found.environment, most_tokens=found.most_tokens, tasks=tuple(tasks),
             averages=found.averages, full=full, blocks=tuple(_size(block, found) for block in found.blocks),
-            notes=tuple(found.notes), different_settings=found.different, needle=needle_grids(found.samples),
+            notes=tuple(found.notes), different_settings=found.different, needle=make_needle_grids(found.samples),
             losses=None if losses is None else tuple(losses),
         )  # fmt: skip
 
@@ -245,7 +245,7 @@ def count_tasks_won(differences: Differences) -> dict[str, int] | None:
     return {"wins": signs[1], "ties": signs[0], "losses": signs[-1]}
 
 
-def needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
+def make_needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
     """Return the grid of every method, from its replies to the task `niah`; other samples are left out."""
     mine = [sample for sample in samples if sample.task == NiahTask.name]
     return {method: NeedleGrid.of(replies) for method, replies in group_by_key(mine, attrgetter("method")).items()}

@@ -26,17 +26,17 @@ from kvsearch.core.files import read_bytes, write_fault
 from kvsearch.core.resources import Closing
 from kvsearch.runs.identity import read_identity
 
-Line = TypeVar("Line")
-NUMBER = "line"
-CHECKSUM = "checksum"
-DIGITS = 16
+LedgerLine = TypeVar("LedgerLine")
+NUMBER_KEY = "line"
+CHECKSUM_KEY = "checksum"
+CHECKSUM_DIGITS = 16
 
 
 class LedgerFormatError(Exception):
     """A line that does not belong to its ledger; the message says why."""
 
 
-class Ledger(Closing, Generic[Line]):
+class Ledger(Closing, Generic[LedgerLine]):
     """The lines of a run, in the file `path`, which stays open until `close`.
 
     Of the lines nothing stays in memory but what `_note` takes in, so a run may have any number of them.
@@ -74,7 +74,7 @@ class Ledger(Closing, Generic[Line]):
 
     @staticmethod
     @abstractmethod
-    def parse(content: dict[str, Any]) -> Line:
+    def parse(content: dict[str, Any]) -> LedgerLine:
         """Parse a ledger line's JSON, without number and checksum; raises `LedgerFormatError` for a bad line."""
 
     @property
@@ -82,7 +82,7 @@ class Ledger(Closing, Generic[Line]):
     def go_on(self) -> str:
         """How to go on after the disk was full, for people."""
 
-    def _append(self, line: Line, text: str) -> None:
+    def _append(self, line: LedgerLine, text: str) -> None:
         """Write a line as `text`, a JSON object; it is on the disk when this returns.
 
         Raises:
@@ -102,42 +102,42 @@ class Ledger(Closing, Generic[Line]):
             raise
         self._take(line, len(data))
 
-    def _take(self, line: Line, size: int) -> None:
+    def _take(self, line: LedgerLine, size: int) -> None:
         self.count += 1
         self._size += size
         self._note(line)
 
     @abstractmethod
-    def _note(self, line: Line) -> None:
+    def _note(self, line: LedgerLine) -> None:
         """Take in what has to be known of a line that was read or written; its number is the `count`."""
 
 
 def with_checksum(text: str, number: int, identity: str = "") -> bytes:
     """Format a line of a ledger: the fields of `text`, a JSON object, then its number and checksum."""
     comma = "" if text == "{}" else ", "
-    body = f'{text[:-1]}{comma}"{NUMBER}": {number}'.encode()
+    body = f'{text[:-1]}{comma}"{NUMBER_KEY}": {number}'.encode()
     return body + _format_end(body, identity)
 
 
 def _format_end(body: bytes, identity: str) -> bytes:
-    checksum = hashlib.sha256(identity.encode() + body).hexdigest()[:DIGITS]
-    return f', "{CHECKSUM}": "{checksum}"}}'.encode()
+    checksum = hashlib.sha256(identity.encode() + body).hexdigest()[:CHECKSUM_DIGITS]
+    return f', "{CHECKSUM_KEY}": "{checksum}"}}'.encode()
 
 
 def _check_seal(line: bytes, content: Any, number: int, identity: str) -> None:
     """Raise LedgerFormatError if a line, whose JSON is `content`, is not the one that was written with this number."""
-    if not isinstance(content, dict) or not {NUMBER, CHECKSUM} <= content.keys():
+    if not isinstance(content, dict) or not {NUMBER_KEY, CHECKSUM_KEY} <= content.keys():
         raise LedgerFormatError("it has no number and checksum")
-    if content[NUMBER] != number or type(content[NUMBER]) is not int:
+    if content[NUMBER_KEY] != number or type(content[NUMBER_KEY]) is not int:
         raise LedgerFormatError(f"it does not say that it is line {number}: one was removed, added or moved")
-    body, _, _ = line.rpartition(f', "{CHECKSUM}": '.encode())
+    body, _, _ = line.rpartition(f', "{CHECKSUM_KEY}": '.encode())
     if line != body + _format_end(body, identity):
         raise LedgerFormatError("its checksum does not fit: it was changed, or is that of another run")
 
 
 def parse_lines(
-    data: bytes, path: Path, parse: Callable[[dict[str, Any]], Line], identity: str = ""
-) -> Iterator[tuple[Line, int]]:
+    data: bytes, path: Path, parse: Callable[[dict[str, Any]], LedgerLine], identity: str = ""
+) -> Iterator[tuple[LedgerLine, int]]:
     """Yield the complete lines of a ledger as `parse` makes them of their JSON, and their sizes in bytes.
 
     The last one may be broken: it is left out.
@@ -155,13 +155,13 @@ def parse_lines(
             raise damaged_line_error(path, number, "it is no JSON") from None
         try:
             _check_seal(line, content, number, identity)
-            parsed = parse({key: value for key, value in content.items() if key not in (NUMBER, CHECKSUM)})
+            parsed = parse({key: value for key, value in content.items() if key not in (NUMBER_KEY, CHECKSUM_KEY)})
         except LedgerFormatError as problem:
             raise damaged_line_error(path, number, str(problem)) from None
         yield parsed, len(line) + 1
 
 
-def read_lines(path: Path, parse: Callable[[dict[str, Any]], Line]) -> Iterator[Line]:
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], LedgerLine]) -> Iterator[LedgerLine]:
     """Yield the lines of the ledger of the run in whose directory `path` is; nothing is written.
 
     Raises:

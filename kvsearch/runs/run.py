@@ -30,7 +30,7 @@ from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, SUMS, Job, RunConfi
 from kvsearch.runs.ledger import Ledger
 from kvsearch.runs.lock import lock_directory, require_lock
 
-State = Literal["new", "unfinished", "finished"]
+RunState = Literal["new", "unfinished", "finished"]
 AnyLedger = TypeVar("AnyLedger", bound=Ledger[Any])
 
 
@@ -48,7 +48,7 @@ class Run:
 
     directory: Path
     config: RunConfig
-    state: State
+    state: RunState
     earlier: RunConfig | None
     files: Sequence[str]
 
@@ -71,7 +71,7 @@ class Run:
         """
         with lock_directory(directory):
             earlier: RunConfig | None = None
-            state: State = "new"
+            state: RunState = "new"
             if force:
                 read_run(directory, config.job)  # what is no run of this job is not replaced
             else:
@@ -114,7 +114,7 @@ def require_same(directory: Path, config: RunConfig, unknown: Sequence[str] = ()
     return earlier
 
 
-NOUNS: dict[Job, str] = {
+JOB_NOUNS: dict[Job, str] = {
     "calibrate": "a calibration", "headroom": "a result of headroom", "evaluate": "an evaluation",
     "validate": "a validation", "select": "a selection", "evolve": "a search", "run": "a run",
 }  # fmt: skip
@@ -150,8 +150,8 @@ def read_run(directory: Path, job: Job) -> RunConfig | None:
         return None
     if config is None or config.job != job:
         raise UsageError(
-            f"{directory} holds something else than {NOUNS[job]}: choose another directory (--force replaces only "
-            f"{NOUNS[job]})"
+            f"{directory} holds something else than {JOB_NOUNS[job]}: choose another directory (--force replaces only "
+            f"{JOB_NOUNS[job]})"
         )
     return config
 

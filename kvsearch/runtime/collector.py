@@ -18,11 +18,11 @@ from kvsearch.policies.fitted import spread_places
 from kvsearch.policies.scoring import sum_columns
 from kvsearch.runtime.attention import (
     Output,
-    dense_attention,
-    flash_attention,
-    flash_serves,
-    rotary_positions,
-    valid_keys,
+    attend_dense,
+    attend_flash,
+    can_use_flash,
+    find_valid_keys,
+    make_rotary_positions,
 )
 from kvsearch.runtime.logits import Logits
 
@@ -30,7 +30,7 @@ Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 ENDS_PADDED = "a prompt ends with padding: pad batches on the left (padding_side='left')"
 LEADING = 4  # tokens that are no reference where there are others
-CHUNK = 4096  # query rows turned back at a time, which bounds the scratch memory
+ROWS_PER_CHUNK = 4096  # query rows turned back at a time, which bounds the scratch memory
 
 
 class DensePrompt:
@@ -69,15 +69,15 @@ class DensePrompt:
             require_continuation(module, query.shape[2])
         key, value = self._with(key, value)
         logits = Logits.of_call(module, query, key, kwargs)
-        valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
-        if continues and logits.plain and flash_serves(query, key, value) and bool(valid.all()):
-            output: Output = flash_attention(query, key, value, logits.scaling), None
+        valid = find_valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        if continues and logits.plain and can_use_flash(query, key, value) and bool(valid.all()):
+            output: Output = attend_flash(query, key, value, logits.scaling), None
         else:
-            output = dense_attention(module, query, key, value, mask, **kwargs)
+            output = attend_dense(module, query, key, value, mask, **kwargs)
         self._masked = mask is not None
-        self.add(query, (key, value), rotary_positions(kwargs, valid, query.shape[2]), valid, logits)
+        self.add(query, (key, value), make_rotary_positions(kwargs, valid, query.shape[2]), valid, logits)
         for what, parts in self._hidden.items():
-            parts.append(what(entering(module, slice(query.shape[2])), self.layer))
+            parts.append(what(read_hidden_states(module, slice(query.shape[2])), self.layer))
         return output
 
     def _with(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,9 +130,9 @@ class DensePrompt:
             self._add_moments(query, positions, own, index)
 
     def _add_moments(self, query: Tensor, positions: Tensor, valid: Tensor, index: Tensor) -> None:
-        for start in range(0, query.shape[2] if self._starts else 0, CHUNK):
-            part = slice(start, start + CHUNK)
-            plain = plain_queries(query[:, :, part], positions[:, part], self.rotary)
+        for start in range(0, query.shape[2] if self._starts else 0, ROWS_PER_CHUNK):
+            part = slice(start, start + ROWS_PER_CHUNK)
+            plain = unrotate_queries(query[:, :, part], positions[:, part], self.rotary)
             for first in self._starts:
                 moments = Moments.of(plain, valid[:, part] & (index[:, part] >= first))
                 before = self._moments.get(first)
@@ -151,7 +151,7 @@ class DensePrompt:
             logits.scaling,
             queries=self.rows,
             softcap=logits.softcap,
-            statistics={first: found.statistics() for first, found in self._moments.items()},
+            statistics={first: moments.statistics() for first, moments in self._moments.items()},
             references=None if self._sampled is None else self._sampled.references(self.rotary),
             rotary=self.rotary,
             next_position=self._positions[:, -1] + 1,
@@ -169,7 +169,7 @@ class DensePrompt:
         return seen
 
 
-def plain_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+def unrotate_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     """Turn queries [B, Hq, q, D] back to position 0 from rotary `positions` [B, q], fp32."""
     batch, count = positions.shape
     cos, sin = (table.view(batch, count, -1) for table in rotary(positions.flatten()))
@@ -204,7 +204,7 @@ class QuerySample(NamedTuple):
 
     def references(self, rotary: Rotary) -> References:
         """Return the queries at position 0."""
-        return References(plain_queries(self.queries, self.positions, rotary), self.order.isfinite())
+        return References(unrotate_queries(self.queries, self.positions, rotary), self.order.isfinite())
 
 
 class Moments(NamedTuple):
@@ -240,8 +240,8 @@ _watched: WeakSet[nn.Module] = WeakSet()
 _entering: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
-def watch(model: nn.Module, needs: Iterable[Needs]) -> None:
-    """See to it that `entering` knows the hidden states of `model` from now on, if one of the needs wants them."""
+def watch_hidden_states(model: nn.Module, needs: Iterable[Needs]) -> None:
+    """Record the hidden states of `model` for `read_hidden_states` from now on, if a policy needs them."""
     if not any(need.hidden is not None for need in needs):
         return
     for module in find_attention_modules(model).values():
@@ -251,7 +251,7 @@ def watch(model: nn.Module, needs: Iterable[Needs]) -> None:
             module.register_forward_hook(_leave, always_call=True)
 
 
-def entering(module: nn.Module, tokens: slice) -> Tensor:
+def read_hidden_states(module: nn.Module, tokens: slice) -> Tensor:
     """Return the hidden states of some of the tokens that `module`, which is computing now, was given, [B, q, d_model].
 
     Raises:

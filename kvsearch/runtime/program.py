@@ -106,7 +106,9 @@ class Program:
         kinds = describe(model).kinds
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
         clip = allocation is None
-        program = cls(_phase(plan, "prefill", kinds, clip), _phase(plan, "decode", kinds, clip), allocation, plan)
+        program = cls(
+            _make_phase(plan, "prefill", kinds, clip), _make_phase(plan, "decode", kinds, clip), allocation, plan
+        )
         for policy in program.policies:
             policy.check_model(plan.model)
         warn_unfit(model, program.policies)
@@ -159,12 +161,12 @@ class Program:
         return tuple(policy for phase in self.phases for policy in phase.policies.values())
 
 
-def full_cache(model: nn.Module) -> Program:
+def make_full_program(model: nn.Module) -> Program:
     """Return the program that evicts nothing."""
     return Program.uniform(model, create_policy("full"), int)
 
 
-def _phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhaseProgram | None:
+def _make_phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhaseProgram | None:
     """Return the phase "prefill" or "decode"; `clip`: no head gets more than the prompt has."""
     phase = plan.phases.get(name)
     if phase is None:
@@ -190,7 +192,7 @@ BY_KEY_NORM = ("knorm",)
 def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
     """Warn of policies that can say little on this model, once for each policy and class of models."""
     named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
-    for name in sorted(named) if normalises_keys(model) else ():
+    for name in sorted(named) if has_key_norm(model) else ():
         warn_once(
             f"{find_class_name(model)} normalises its keys, so their norms are nearly equal and say little about what "
             f"matters: policy {name} ranks by them, another policy will likely keep more",
@@ -198,13 +200,13 @@ def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
         )
 
 
-def normalises_keys(model: nn.Module) -> bool:
+def has_key_norm(model: nn.Module) -> bool:
     """Tell whether an attention layer of `model` normalises keys before it caches them, as in Qwen3 and Gemma3."""
     norms = (getattr(module, name, None) for module in find_attention_modules(model).values() for name in KEY_NORMS)
     return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
 
 
-def prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
+def estimate_prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
     """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers.
 
     Log weights of entries that carry something count. Under a program without a decode phase, `tokens` more of every
@@ -227,7 +229,7 @@ def prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: i
     return int(entries * (2 * shape.head_dim * size + POSITION) + weights * size)
 
 
-def memory_needs(
+def estimate_memory(
     model: Any, program: Program, lengths: Sequence[int], chunk: int | None = None, tokens: int = 0
 ) -> MemoryNeeds:
     """Return what a batch of prompts of these lengths takes under a program, with `tokens` more of each."""
@@ -245,7 +247,7 @@ def memory_needs(
     sums = FP32 * max(lengths) if any(need.column_sums for need in scoring) else 0
     gathered = len(lengths) * len(shape.full_layers) * shape.query_heads * (queries + sums)
     return estimate_reading_memory(
-        model, lengths, prompt_bytes(model, program, lengths, tokens), chunk, scratch, gathered
+        model, lengths, estimate_prompt_bytes(model, program, lengths, tokens), chunk, scratch, gathered
     )
 
 
@@ -254,8 +256,8 @@ def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[
 
     A model without weights has no device that could be too small.
     """
-    devices = {one.device for one in model.parameters() if not one.is_meta}
-    needs = {name: memory_needs(model, program, lengths, chunk) for name, program in programs.items()}
+    devices = {weight.device for weight in model.parameters() if not weight.is_meta}
+    needs = {name: estimate_memory(model, program, lengths, chunk) for name, program in programs.items()}
     name, needed = max(needs.items(), key=lambda item: item[1].total)
     beside = needed.total - needed.weights
     if not devices or beside <= sum(map(measure_free_bytes, devices)):

@@ -30,8 +30,8 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.program import PhaseProgram, Program
-from kvsearch.runtime.store.blocks import Block, dense_blocks
-from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regrouped
+from kvsearch.runtime.store.blocks import Block, copy_dense_blocks
+from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regroup
 from kvsearch.runtime.store.slots import SlotSource, pack
 from kvsearch.runtime.store.storage import RaggedStore
 
@@ -164,9 +164,9 @@ class Sharing:
             state = rule.start(observation)
         lengths = np.array(read_lengths(observation))[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
-        most = prefill.most(index) if prefill is not None and index in prefill.rows else whole
+        max_entries = prefill.most(index) if prefill is not None and index in prefill.rows else whole
         ranks = rank_under(self._policy(index), observation)
-        return (EntryPool.take(observation, ranks, most, state), rule, observation.keys.shape[2])
+        return (EntryPool.take(observation, ranks, max_entries, state), rule, observation.keys.shape[2])
 
     def _finish(self) -> None:
         budgets = {name: phase.budgets() for name, phase in self._phases.items()}
@@ -274,7 +274,7 @@ class EntryPool:
         flat_ranks = ranks.flatten(0, 1)
         flat_state = {name: tensor.flatten(0, 1) for name, tensor in state.entries.items()}
         parts = []
-        for block, columns in dense_blocks(observation.keys, observation.values, keep, observation.index, counts):
+        for block, columns in copy_dense_blocks(observation.keys, observation.values, keep, observation.index, counts):
             where = (block.segments[:, None], columns)
             held = {name: tensor[where] for name, tensor in flat_state.items()}
             kept_counts = counts[block.segments.cpu().numpy()]
@@ -293,7 +293,7 @@ class EntryPool:
 
     def store(self) -> RaggedStore:
         """Return what is held, as storage that tokens can be appended to."""
-        blocks = regrouped([part.block for part in self.parts])
+        blocks = regroup([part.block for part in self.parts])
         return RaggedStore(blocks, self.heads, self.tokens, len(set(self.lengths)) == 1)
 
     def sources(self) -> list[SlotSource]:

@@ -30,7 +30,7 @@ from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.origin import ContextRecord, Use, join_records
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.loop import Search, SearchOutcome, Watcher
@@ -147,7 +147,7 @@ class PreparedSearch:
 
         Prompts are read once for all candidates where plans evict in them.
         """
-        full = full_cache(self.base.loaded.model)
+        full = make_full_program(self.base.loaded.model)
         asked = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
         once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples}
         is_metric = self.settings.objective == "metric"
@@ -165,8 +165,8 @@ class PreparedSearch:
         """Return what it costs to choose among the finalists, and to report, at most."""
         model = self.base.loaded.model
         starts = [Program.from_plan(model, self.base.plan(table, {}, 0)) for table in self.starts.values()]
-        chosen = [full_cache(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
-        reported = [full_cache(model), *starts, *starts[:1] * 3]
+        chosen = [make_full_program(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
+        reported = [make_full_program(model), *starts, *starts[:1] * 3]
         return [
             estimate_replies(f"choose at {self.budget} entries", self.encoded["choice"], self.asked, chosen),
             estimate_replies(f"report at {self.budget} entries", self.encoded["report"], self.asked, reported),

@@ -31,11 +31,11 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile import TableCheck
-from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID_SIZE
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 
 MIXES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
 TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
@@ -96,7 +96,7 @@ def _measure_kept_shares(
     prompt, table = item
     ids, length = prompt.ids.to(loaded.device), prompt.length
     found = []
-    with running(loaded.model):
+    with run_attention(loaded.model):
         passed = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
         ranks, heads = passed.ranks(), table[0].size
         floor = floor_entries(length, policy, minimum)
@@ -173,7 +173,7 @@ def shrink_table(profile: Profile, checks: tuple[TableCheck, ...]) -> Profile:
     """
     if all(one.mix == 1 for one in checks):
         return profile
-    kept = np.log(1 - np.arange(1, GRID + 1) / (GRID + 1))
+    kept = np.log(1 - np.arange(1, GRID_SIZE + 1) / (GRID_SIZE + 1))
     at = sorted(checks, key=lambda one: -one.ratio)  # by what is kept, ascending
     mixes = np.interp(kept, np.log([1 - one.ratio for one in at]), [one.mix for one in at])
     table = profile.arrays[EVICTED_RATIO].astype(np.float64)

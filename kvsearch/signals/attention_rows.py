@@ -20,9 +20,9 @@ from kvsearch.policies.cake import compute_row_moments
 from kvsearch.policies.scoring import choose_chunk_bytes, count_window_rows, iterate_window_rows, softmax, sum_columns
 
 LEAST_NORM = 1e-6
-TINY = 1e-10  # added inside CAKE's logarithm, as in the official code
+LOG_OFFSET = 1e-10  # added inside CAKE's logarithm, as in the official code
 # exponents are below it: masses far below the largest are no 0, and a sum of all is still no infinity
-SHIFT = 60.0
+EXPONENT_SHIFT = 60.0
 
 
 def score_rows(
@@ -59,14 +59,14 @@ def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
 def row_masses(scores: Tensor, part: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the exponentials of what `score_rows` yields, in its place, and those of the `sinks` [Hkv, G] beside them.
 
-    Those of a row are divided by its largest, and multiplied by exp(`SHIFT`).
+    Those of a row are divided by its largest, and multiplied by exp(`EXPONENT_SHIFT`).
     """
     largest = scores.amax(-1, keepdim=True)
     if sinks is None:
-        return scores.sub_(largest - SHIFT).exp_(), None
+        return scores.sub_(largest - EXPONENT_SHIFT).exp_(), None
     beside = sinks[None, part, :, None, None]
     largest = torch.maximum(largest, beside)
-    return scores.sub_(largest - SHIFT).exp_(), (beside - largest + SHIFT).exp()
+    return scores.sub_(largest - EXPONENT_SHIFT).exp_(), (beside - largest + EXPONENT_SHIFT).exp()
 
 
 def importance_rows(
@@ -326,7 +326,7 @@ def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
     for (rows_taken, _), probability in iterate_window_rows(observation, window):
         terms = (
-            probability.add(TINY)
+            probability.add(LOG_OFFSET)
             .log_()
             .mul_(probability)
             .masked_fill_(outside[rows_taken, ..., : probability.shape[-1]], 0.0)

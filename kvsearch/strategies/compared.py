@@ -26,7 +26,7 @@ from kvsearch.plan.saved import WEIGHTS
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache, warn_unfit
+from kvsearch.runtime.program import BudgetTable, PhaseProgram, make_full_program, warn_unfit
 from kvsearch.strategies.methods import Method, find_methods, find_sizes
 from kvsearch.strategies.names import FULL, RANDOM
 
@@ -275,7 +275,7 @@ def different_settings(methods: Sequence[ReadyMethod]) -> str | None:
 
 def full_method(loaded: LoadedModel) -> ReadyMethod:
     """Return the full cache, as what is compared."""
-    return ReadyMethod(FULL, full_cache(loaded.model), {"policy": {"name": FULL, "params": {}}})
+    return ReadyMethod(FULL, make_full_program(loaded.model), {"policy": {"name": FULL, "params": {}}})
 
 
 def equal_uniform(model: Any, policy: Policy, totals: Mapping[Phase, Total]) -> Program:

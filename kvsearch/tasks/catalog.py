@@ -22,7 +22,7 @@ from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask, LongBenchV2Task
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
-from kvsearch.tasks.metrics.packages import PACKAGES
+from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
@@ -30,7 +30,7 @@ from kvsearch.tasks.ruler.needles import NIAH
 from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_SPECS, DrawnRow, DrawnRulerTask
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
-from kvsearch.tasks.synthetic.suite import SPLITS as SYNTHETIC_SPLITS
+from kvsearch.tasks.synthetic.suite import SYNTHETIC_SPLITS as SYNTHETIC_SPLITS
 from kvsearch.tasks.text import TextTask
 
 SYNTHETIC = "synthetic"
@@ -43,16 +43,16 @@ AIME = "aime"
 NEEDLE = "niah"
 JSONL = "jsonl"
 TEXT = "ppl"
-KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, NEEDLE, JSONL, TEXT)
+TASK_KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, NEEDLE, JSONL, TEXT)
 QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
 NO_QA: Final = f"{RULER}:no-qa"
 MANY = "several tasks are joined by +"
 GENERATED = "generated"
-STORY = "generated in a story, or --haystack"
+STORY_HAYSTACK = "generated in a story, or --haystack"
 YOURS = "your file"
-FILE = "FILE"
+FILE_PLACEHOLDER = "FILE"
 OF_FILES: Final = (JSONL, TEXT)  # kinds that are given with a file of the user's own
-DRAWN: Final = f"{RULER}:file="  # RULER's tasks as somebody has drawn them
+DRAWN_PREFIX: Final = f"{RULER}:file="  # RULER's tasks as somebody has drawn them
 
 _GENERATED: Final = {"length": "length", "split": "split"}
 _ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
@@ -86,7 +86,7 @@ class Entry:
     @property
     def packages(self) -> tuple[str, ...]:
         """What the metric needs, as pip calls it."""
-        return tuple(PACKAGES[module] for module in NEEDS.get(self.metric, ()))
+        return tuple(METRIC_PACKAGES[module] for module in NEEDS.get(self.metric, ()))
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -107,10 +107,10 @@ def format_flag(option: str) -> str:
 def find_user_task(path: str, kind: str = JSONL) -> Entry:
     """Return the task of a user's file."""
     if kind == TEXT:
-        needs = f"{FILE}, plain text or rows with text"
+        needs = f"{FILE_PLACEHOLDER}, plain text or rows with text"
         load = partial(TextTask.load, path)
         return Entry(f"{TEXT}:{path}", TextTask.category, TextTask.metric, YOURS, load, _GENERATED, needs)
-    needs = f"{FILE}, rows with context, question, answers; they may name id, category and metric"
+    needs = f"{FILE_PLACEHOLDER}, rows with context, question, answers; they may name id, category and metric"
     make = partial(JsonlTask.load, path)
     return Entry(f"{JSONL}:{path}", jsonl.CATEGORY, jsonl.METRIC, YOURS, make, {"split": "split"}, needs)
 
@@ -144,11 +144,11 @@ def _make_ruler_entry(name: str) -> Entry:
     source = GENERATED
     if name in NIAH and NIAH[name].haystack == "essay":
         reads["haystack"] = "haystack"
-        source = STORY
+        source = STORY_HAYSTACK
     if option is not None:
         reads[option] = "qa_file"
         source = YOURS
-        needs = f"{format_flag(option)} {FILE}, {QA_FORMATS[name][0]} JSON"
+        needs = f"{format_flag(option)} {FILE_PLACEHOLDER}, {QA_FORMATS[name][0]} JSON"
     task = partial(RulerTask, name)
     about = RULER_SPECS[name]
     return Entry(f"{RULER}:{name}", about.category, about.metric, source, task, reads, needs, option, RulerTask.split)
@@ -177,7 +177,7 @@ def _list_entries() -> Iterator[Entry]:
     for name in TracedTask.specs:
         yield _make_dataset_entry(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
     reads = {"length": "lengths", **{name: name for name in ("depths", "haystack", "metric", "split")}}
-    yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY, NiahTask, reads)
+    yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY_HAYSTACK, NiahTask, reads)
 
 
 def _join_specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they 
 def describe_tasks(spec: str | None = None) -> list[Entry]:
     """Return the catalogue entries of a spec, each once, or all; UsageError for an unknown kind or name."""
     if spec is None:
-        return [*ENTRIES.values(), *(find_user_task(FILE, kind) for kind in OF_FILES)]
+        return [*ENTRIES.values(), *(find_user_task(FILE_PLACEHOLDER, kind) for kind in OF_FILES)]
     entries = [entry for part in _split(spec) for entry in _find_kind(part)]
     return list({entry.spec: entry for entry in entries}.values())
 
@@ -227,8 +227,8 @@ def _split(spec: str) -> list[str]:
     """Return the specs that are joined by +. A file's name may have one, too, if no kind of task follows it."""
     specs: list[str] = []
     for piece in spec.split("+"):
-        names_file = bool(specs) and (specs[-1].partition(":")[0] in OF_FILES or specs[-1].startswith(DRAWN))
-        if names_file and piece.partition(":")[0] not in KINDS:
+        names_file = bool(specs) and (specs[-1].partition(":")[0] in OF_FILES or specs[-1].startswith(DRAWN_PREFIX))
+        if names_file and piece.partition(":")[0] not in TASK_KINDS:
             specs[-1] += f"+{piece}"
         else:
             specs.append(piece)
@@ -237,25 +237,27 @@ def _split(spec: str) -> list[str]:
 
 def list_public_datasets(spec: str) -> tuple[str, ...]:
     """Return the ids on the hub of the datasets that a spec names, each once; UsageError as `describe_tasks`."""
-    named = (part for part in _split(spec) if part.partition(":")[0] not in OF_FILES and not part.startswith(DRAWN))
+    named = (
+        part for part in _split(spec) if part.partition(":")[0] not in OF_FILES and not part.startswith(DRAWN_PREFIX)
+    )
     return tuple(dict.fromkeys(entry.hub for part in named for entry in _find_kind(part) if entry.hub is not None))
 
 
 def _find_kind(spec: str) -> list[Entry]:
     kind, _, rest = spec.partition(":")
-    if spec.startswith(DRAWN):
-        return find_drawn_ruler_tasks(spec.removeprefix(DRAWN))
+    if spec.startswith(DRAWN_PREFIX):
+        return find_drawn_ruler_tasks(spec.removeprefix(DRAWN_PREFIX))
     if kind in OF_FILES:
         if not rest:
             raise UsageError(f"task {spec!r} names no file: a file is given as {kind}:FILE")
         return [find_user_task(rest, kind)]
-    if kind not in KINDS:
+    if kind not in TASK_KINDS:
         near = [known for known in (*ENTRIES, *SETS) if known.endswith(f":{kind}")]
         if near:
             raise UsageError(f"unknown task {spec!r}; did you mean {' or '.join(map(repr, near))}?")
         if spec.endswith(f".{JSONL}"):
             raise UsageError(f"a file is given as {JSONL}:FILE: write {JSONL}:{spec}")
-        raise UsageError(f"unknown task {spec!r}{suggest(kind, KINDS)}; a file is given as jsonl:FILE")
+        raise UsageError(f"unknown task {spec!r}{suggest(kind, TASK_KINDS)}; a file is given as jsonl:FILE")
     names = [f"{kind}:{name.strip()}" for name in rest.split(",")] if rest else [kind]
     return [entry for name in names for entry in _find_named(name)]
 
@@ -266,7 +268,7 @@ def _find_named(spec: str) -> list[Entry]:
     if spec in ENTRIES:
         return [ENTRIES[spec]]
     kind, _, name = spec.partition(":")
-    if name.partition(":")[0] in KINDS:
+    if name.partition(":")[0] in TASK_KINDS:
         raise UsageError(f"unknown {kind} task {name!r}: {MANY}, as in {kind}+{name}")
     if kind in ENTRIES:
         raise UsageError(f"unknown task {spec!r}: {kind} is a single task, name it alone")

@@ -11,8 +11,8 @@ from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics.infinitebench import LETTERS
 
-SPECS = read_specs("infinitebench")
-INFINITEBENCH_TASKS = tuple(SPECS)
+INFINITEBENCH_SPECS = read_specs("infinitebench")
+INFINITEBENCH_TASKS = tuple(INFINITEBENCH_SPECS)
 INFINITEBENCH_LAVA = ("longbook_sum_eng", "longbook_choice_eng", "longdialogue_qa_eng")  # LAVa, Table 12
 
 
@@ -38,7 +38,7 @@ class InfiniteBenchTask(DatasetTask[InfiniteBenchRow]):
     """
 
     benchmark: ClassVar[str] = "InfiniteBench"
-    specs: ClassVar[dict[str, DatasetSpec]] = SPECS
+    specs: ClassVar[dict[str, DatasetSpec]] = INFINITEBENCH_SPECS
     row: ClassVar[type[InfiniteBenchRow]] = InfiniteBenchRow
 
     def row_problem(self, row: InfiniteBenchRow) -> str | None:

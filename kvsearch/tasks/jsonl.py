@@ -20,11 +20,11 @@ from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.rows import CellText, read_located
 from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw_items, select_split
 
-SHOWN = 10
+MAX_SHOWN_FAULTS = 10
 METRIC = "contains"
 CATEGORY = "own"
 SEVERAL = "several"  # the category of a file whose rows have several
-TURNS = "turns"
+TURNS_KEY = "turns"
 OF_TURN = {"question", "answers", "max_new_tokens", "prefix", "options"}
 PLAIN_TEXT = "is plain text: give it as ppl:FILE, or give context, question and answers"
 
@@ -99,8 +99,8 @@ class JsonlTask(Task):
         if not rows and not problems:
             problems.append("no rows")
         if problems:
-            more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
+            more = f"\n  and {len(problems) - MAX_SHOWN_FAULTS} more" if len(problems) > MAX_SHOWN_FAULTS else ""
+            raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:MAX_SHOWN_FAULTS]) + more)
         several = len(categories) > 1 or any(turns for _, turns in by_line)
         category = SEVERAL if several else rows[0].category
         name = Path(path).stem
@@ -113,10 +113,10 @@ class JsonlTask(Task):
         )
 
 
-Line = tuple[list[JsonlRow], bool]  # its row, or those of its turns
+JsonlLine = tuple[list[JsonlRow], bool]  # its row, or those of its turns
 
 
-def _read(path: str | Path) -> tuple[list[Line], list[str]]:
+def _read(path: str | Path) -> tuple[list[JsonlLine], list[str]]:
     """Return the good rows of a file, and what is wrong with the others."""
     lines = []
     problems = []
@@ -129,7 +129,7 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
         try:
             if "text" in row and "question" not in row:
                 problems.append(f"{place}: {PLAIN_TEXT}")
-            elif TURNS not in row:
+            elif TURNS_KEY not in row:
                 lines.append(([JsonlRow.model_validate(row)], False))
             else:
                 turns = []
@@ -140,7 +140,7 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
         except ValidationError as error:
             problems += [
                 f"{turn_place}: {problem}"
-                for problem in list_validation_problems(error, [*JsonlRow.model_fields, TURNS])
+                for problem in list_validation_problems(error, [*JsonlRow.model_fields, TURNS_KEY])
             ]
         except UsageError as error:
             problems.append(str(error))
@@ -154,10 +154,10 @@ def _drop_missing_values(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _split_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     """Return each turn of a row as a row of its own; UsageError if they are no list of objects with keys of a turn."""
-    turns = row[TURNS]
+    turns = row[TURNS_KEY]
     if isinstance(turns, list):
         turns = [_drop_missing_values(turn) if isinstance(turn, dict) else turn for turn in turns]
-    shared = {key: value for key, value in row.items() if key != TURNS}
+    shared = {key: value for key, value in row.items() if key != TURNS_KEY}
     is_list = isinstance(turns, list) and turns and all(isinstance(turn, dict) and {*turn} <= OF_TURN for turn in turns)
     if not is_list or {*shared} & OF_TURN:
         known = ", ".join(sorted(OF_TURN))
@@ -166,7 +166,7 @@ def _split_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     return [{**shared, **turn, **name} for turn, name in zip(turns, names, strict=True)]
 
 
-def _group(task: str, lines: Sequence[Line], several: bool) -> tuple[Example, ...]:
+def _group(task: str, lines: Sequence[JsonlLine], several: bool) -> tuple[Example, ...]:
     """Return an example per context, and one per line with turns.
 
     Queries name their category where there are `several`; that of a turn is its number.

@@ -18,10 +18,10 @@ from kvsearch.tasks.metrics.infinitebench import LETTERS
 from kvsearch.tasks.metrics.longbench import take_first_line
 
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
-SPECS = read_specs("longbench")
+LONGBENCH_SPECS = read_specs("longbench")
 V2_SPECS = read_specs("longbench_v2")
-LONGBENCH_TASKS = tuple(SPECS)
-LONGBENCH_ENGLISH = tuple(name for name, spec in SPECS.items() if not spec.chinese)
+LONGBENCH_TASKS = tuple(LONGBENCH_SPECS)
+LONGBENCH_ENGLISH = tuple(name for name, spec in LONGBENCH_SPECS.items() if not spec.chinese)
 # LongBench-E has files of its own, with contexts of all lengths in like numbers
 LONGBENCH_E = tuple(f"{name}_e" for name in LONGBENCH_ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
 
@@ -29,7 +29,7 @@ LONGBENCH_E = tuple(f"{name}_e" for name in LONGBENCH_ENGLISH if name not in ("n
 # scored by ROUGE or edit similarity. It names some of each; the metric sorts the others (dureader is the one
 # QA dataset that is scored by ROUGE). passage_count is in neither: LAVa has 20 datasets.
 _GENERATES = ("rouge_l", "rouge_l_zh", "edit_similarity")
-GENERATION = tuple(name for name, spec in SPECS.items() if spec.metric in _GENERATES)
+GENERATION = tuple(name for name, spec in LONGBENCH_SPECS.items() if spec.metric in _GENERATES)
 EXTRACTION = tuple(name for name in LONGBENCH_TASKS if name not in (*GENERATION, "passage_count"))
 
 # Plain means over datasets, not over categories or lengths. LAVa's tables differ in what they leave out.
@@ -60,7 +60,9 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
     """A dataset of LongBench ("qasper") or LongBench-E ("qasper_e"), whose keys begin with their bucket."""
 
     benchmark: ClassVar[str] = "LongBench"
-    specs: ClassVar[dict[str, DatasetSpec]] = SPECS | {name: SPECS[name.removesuffix("_e")] for name in LONGBENCH_E}
+    specs: ClassVar[dict[str, DatasetSpec]] = LONGBENCH_SPECS | {
+        name: LONGBENCH_SPECS[name.removesuffix("_e")] for name in LONGBENCH_E
+    }
     row: ClassVar[type[LongBenchRow]] = LongBenchRow
 
     @property

@@ -25,7 +25,7 @@ from kvsearch.tasks.rows import check_rows
 GSM8K_METRICS = ("gsm8k", "gsm8k_official")
 INSTRUCTION = "Solve each problem step by step. End with the answer as a number."
 CUE = "Solution, step by step:"
-SPECS = read_specs("maths")
+MATHS_SPECS = read_specs("maths")
 _FINAL = re.compile(r"####\s*(-?[\d.,]*\d)\s*$")
 _CALCULATOR = re.compile(r"<<[^>]*>>")  # annotations that only training uses
 
@@ -51,7 +51,7 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
     shots: int = 4
     metric: str = "gsm8k"
     benchmark: ClassVar[str] = "mathematics"
-    specs: ClassVar[dict[str, DatasetSpec]] = {"gsm8k": SPECS["gsm8k"]}
+    specs: ClassVar[dict[str, DatasetSpec]] = {"gsm8k": MATHS_SPECS["gsm8k"]}
     prompt: ClassVar[str] = f"\n\n{PLACE}\n"
     row: ClassVar[type[Gsm8kRow]] = Gsm8kRow
 
@@ -121,7 +121,7 @@ class TracedTask(DatasetTask[ProblemRow]):
 
     max_new_tokens: int | None = None
     benchmark: ClassVar[str] = "mathematics"
-    specs: ClassVar[dict[str, DatasetSpec]] = {name: spec for name, spec in SPECS.items() if name != "gsm8k"}
+    specs: ClassVar[dict[str, DatasetSpec]] = {name: spec for name, spec in MATHS_SPECS.items() if name != "gsm8k"}
     row: ClassVar[type[ProblemRow]] = ProblemRow
     traced: ClassVar[bool] = True
 

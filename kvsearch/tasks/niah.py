@@ -19,15 +19,17 @@ from kvsearch.core.errors import KvsearchWarning, UsageError, require
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.ruler.needles import STORY, read_haystack
+from kvsearch.tasks.ruler.needles import STORY_FILE, read_haystack
 from kvsearch.tasks.splits import ALL, check_split, select_split
 
-NEEDLE = "Every Thursday the keeper of Orrin Light eats rye bread with pickled plums on the north gallery at dusk."
-QUESTION = "What does the keeper of Orrin Light eat every Thursday, where, and when? Answer in the words of the text."
+NEEDLE_TEXT = "Every Thursday the keeper of Orrin Light eats rye bread with pickled plums on the north gallery at dusk."
+NEEDLE_QUESTION = (
+    "What does the keeper of Orrin Light eat every Thursday, where, and when? Answer in the words of the text."
+)
 ANSWER = "rye bread with pickled plums on the north gallery at dusk"
-ANSWERS = (ANSWER, f"{ANSWER}.")  # a metric of words tells "dusk." from "dusk"
+NEEDLE_ANSWERS = (ANSWER, f"{ANSWER}.")  # a metric of words tells "dusk." from "dusk"
 LENGTHS = (1000, 2000, 4000, 8000)
-DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # ten even steps
+DEPTH_PERCENTS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # ten even steps
 # words with the white space before them; Chinese has none between sentences
 _WORD = re.compile(r"\s*[^\s。！？]+[。！？]?|\s*[。！？]")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]]*$")
@@ -65,9 +67,9 @@ class NiahTask(Task):
     """
 
     lengths: tuple[int, ...] = LENGTHS
-    depths: tuple[int, ...] = DEPTHS
+    depths: tuple[int, ...] = DEPTH_PERCENTS
     haystack: Path | None = None
-    needle: str = NEEDLE
+    needle: str = NEEDLE_TEXT
     metric: str = "niah_recall"
     split: str = ALL
     name: str = "niah"
@@ -80,7 +82,7 @@ class NiahTask(Task):
         find_metric(self.metric)
         check_split(self.split)
         if self.needle in "".join(self._sentences):
-            raise UsageError(f"{self.haystack or STORY} holds the needle already: give another text")
+            raise UsageError(f"{self.haystack or STORY_FILE} holds the needle already: give another text")
 
     def list_cells(self) -> tuple[GridCell, ...]:
         """Return the cells of the split, depths of the first length first."""
@@ -113,7 +115,7 @@ class NiahTask(Task):
             while count(context) > cell.length:  # the needle may break a token in two
                 sentences = sentences[:-1]
                 context = self._hide_needle(sentences, cell.depth)
-            examples.append(Example(self.name, cell.key, context, (Query(QUESTION, ANSWERS),)))
+            examples.append(Example(self.name, cell.key, context, (Query(NEEDLE_QUESTION, NEEDLE_ANSWERS),)))
         return examples
 
     def _hide_needle(self, sentences: Sequence[str], depth: int) -> str:
@@ -131,7 +133,7 @@ class NiahTask(Task):
         )
         if number < 1:
             raise UsageError(
-                f"{length} tokens do not hold the needle and a sentence of {self.haystack or STORY}: use more"
+                f"{length} tokens do not hold the needle and a sentence of {self.haystack or STORY_FILE}: use more"
             )
         return sentences[:number]
 

@@ -131,7 +131,7 @@ def keep_usable_rows(
 
 # --- one reader of rows, by what is in a file -------------------------------------------------------------------------
 
-FORMS: Final = "JSON Lines (an object per line), a JSON array of objects, CSV with a header, or Parquet"
+ROW_FORMATS: Final = "JSON Lines (an object per line), a JSON array of objects, CSV with a header, or Parquet"
 SUFFIXES: Final = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".csv", ".tsv")  # looked for in a folder
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _TABLE_SUFFIXES = (".csv", ".tsv")
@@ -174,7 +174,7 @@ def read_file(path: str | Path) -> list[Row]:
 
 
 def read_located(path: str | Path) -> list[Located]:
-    """Return the rows of one file with their places; what is in it, unpacked, says how they are written: see `FORMS`.
+    """Return the rows of one file with their places; its content, unpacked, shows their format: see `ROW_FORMATS`.
 
     Raises:
         UsageError: there is no such file, or nothing in it is a row.
@@ -237,7 +237,7 @@ def parse_rows(text: str, name: str) -> list[Located]:
         try:  # one object, over several lines
             rows = _number_rows([parse_json(text, name)])
         except UsageError:
-            raise UsageError(f"{name} has no rows: {rows[0][1]}; give {FORMS}") from None
+            raise UsageError(f"{name} has no rows: {rows[0][1]}; give {ROW_FORMATS}") from None
     _refuse_tables([row for _, row in rows], name)
     return rows
 
@@ -248,7 +248,9 @@ def _refuse_tables(rows: Sequence[Row | UsageError], name: str) -> None:
         return
     if all(isinstance(value, list | dict) for value in rows[0].values()):
         keys = ", ".join(map(repr, list(rows[0])[:3]))
-        raise UsageError(f"{name} is one object of {keys}, each a list or an object: give the rows alone, as {FORMS}")
+        raise UsageError(
+            f"{name} is one object of {keys}, each a list or an object: give the rows alone, as {ROW_FORMATS}"
+        )
 
 
 def _number_rows(rows: Sequence[object]) -> list[Located]:

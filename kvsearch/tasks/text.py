@@ -16,8 +16,8 @@ from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw_items, sele
 DEFAULT_LENGTH = 512
 LEAD = 8  # tokens that follow a context where other tasks have a question
 CONTINUATION = 64  # tokens after these, which are predicted
-SPARE = 1.25  # times as much text is taken for a continuation, so that it has so many tokens
-COUNTED = 100_000  # characters that tell how long a token is
+SPARE_TEXT = 1.25  # times as much text is taken for a continuation, so that it has so many tokens
+COUNTED_CHARACTERS = 100_000  # characters that tell how long a token is
 LONGEST_WORD = 40  # characters to look for a space in; some scripts have none
 
 
@@ -63,13 +63,13 @@ class TextTask(Task):
         Raises:
             UsageError: the text is shorter than a window.
         """
-        sample = self.text[:COUNTED]
+        sample = self.text[:COUNTED_CHARACTERS]
         characters = len(sample) / max(count(sample), 1)
         windows = list(self._windows(characters))
         if not windows:
             raise UsageError(
                 f"{self.name} has about {round(len(self.text) / characters)} tokens, and a window needs "
-                f"{self.length + LEAD + round(SPARE * CONTINUATION)}: give more text, or lower --length"
+                f"{self.length + LEAD + round(SPARE_TEXT * CONTINUATION)}: give more text, or lower --length"
             )
         return draw_items(
             select_split(windows, self.split, lambda window: window.context, self.name, OWN_SHARES), samples, seed
@@ -81,7 +81,7 @@ class TextTask(Task):
         while True:
             lead = self._space_after(start + self.length * characters)
             gap = self._space_after(lead + LEAD * characters)
-            end = self._space_after(gap + SPARE * CONTINUATION * characters)
+            end = self._space_after(gap + SPARE_TEXT * CONTINUATION * characters)
             if end > len(self.text):
                 return
             continuation = self.text[gap:end]

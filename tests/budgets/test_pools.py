@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.cake import CAKEAllocation, find_exponents
 from kvsearch.budgets.dynamic import LayerDemand, share_budgets
-from kvsearch.budgets.lava import Heads, LAVaAllocation, Layers
+from kvsearch.budgets.lava import HeadWeights, LAVaAllocation, LayerWeights
 from kvsearch.budgets.lava import compute_layer_entropy as entropy_of
 from kvsearch.core.arrays import Floats, Ints
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
@@ -69,7 +69,7 @@ def test_exponents(model: str, expected: tuple[float, float]) -> None:
     assert find_exponents(model) == expected
 
 
-def lava(floor_share: float = 0.2, heads: Heads = "dynamic", layers: Layers = "dynamic") -> OfScores:
+def lava(floor_share: float = 0.2, heads: HeadWeights = "dynamic", layers: LayerWeights = "dynamic") -> OfScores:
     return OfScores(LAVaAllocation(floor_share, heads, layers))
 
 

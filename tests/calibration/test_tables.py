@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvsearch.budgets.lukv import compute_grid_totals
 from kvsearch.calibration.tables import RatioTables, floor_entries
-from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.profile_arrays import GRID_SIZE
 from kvsearch.plan.size import round_half_up
 from kvsearch.policies import create_policy
 
@@ -30,7 +30,7 @@ def test_totals_are_those_of_an_export(length: int, heads: int, percent: int) ->
 
 def table(value: float, layers: int = 1, heads: int = 2) -> np.ndarray:
     """The same local ratios in all rows: a head above and a head below `value`."""
-    one = np.full((GRID, layers, heads), value, np.float32)
+    one = np.full((GRID_SIZE, layers, heads), value, np.float32)
     one[:, :, 0] -= 0.25
     one[:, :, 1] += 0.25
     return one

@@ -13,7 +13,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import hash_context
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.catalog import find_tasks
@@ -97,7 +97,7 @@ def test_own_replies_are_those_of_an_evaluation(model: LoadedModel) -> None:
     free = tiny.Listed("free", rows)
     whole = {
         (one.key, one.question): one.reply.split()
-        for one in tiny.run(model, {"full": full_cache(model.model)}, [free], 2)
+        for one in tiny.run(model, {"full": make_full_program(model.model)}, [free], 2)
     }
     right = tuple(
         replace(row, queries=tuple(

@@ -18,7 +18,7 @@ from kvsearch.evaluation.headroom import (
     BEST,
     EVEN,
     EVEN_ALLOCATION,
-    KNOWN,
+    TRUE_IMPORTANCE,
     Replied,
     attach_replies,
     measure_headroom,
@@ -97,7 +97,7 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
         assert len(tried) == module.TRIED
         losses = module.measure_reply_losses(model.model, *given(model, example), tried)
         programs |= tried
-        by_mass = f"{KNOWN}, mass, 32 recent"
+        by_mass = f"{TRUE_IMPORTANCE}, mass, 32 recent"
         for method in (by_mass, EVEN_ALLOCATION, "snapkv", "random"):
             cache = PlanCache(model.model, programs[method])
             feed(model.model, cache, [(ids, torch.ones_like(ids))])
@@ -116,7 +116,7 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
                 ordered = -np.sort(-worth, axis=-1)
                 assert lost[method] == pytest.approx(eviction_loss(ordered, budgets - len(PROTECTED)).sum())
     assert lost[by_mass] < lost[EVEN_ALLOCATION] < min(lost["snapkv"], lost["random"])
-    assert losses[f"{KNOWN}, error, 32 recent"] < 1.01 * losses[EVEN_ALLOCATION]
+    assert losses[f"{TRUE_IMPORTANCE}, error, 32 recent"] < 1.01 * losses[EVEN_ALLOCATION]
 
 
 def test_every_allocation_ranks_by_its_own_importance(model: LoadedModel) -> None:

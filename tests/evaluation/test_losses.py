@@ -23,7 +23,7 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.report.evaluation import average_over_tasks, make_losses_table
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.eviction import rules_need
+from kvsearch.runtime.eviction import collect_needs
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies
 from kvsearch.runtime.stock import CACHE
@@ -83,7 +83,7 @@ def losses_of(model: Any, plan: Program, context: Tensor, following: Tensor) -> 
     """Losses of single queries by layer."""
     with running(model, NAME):
         rules = make_layer_rules(model, plan, context)
-        needs = {layer: rules_need(*here) for layer, here in rules.items()}
+        needs = {layer: collect_needs(*here) for layer, here in rules.items()}
         passed = DensePass(model, needs, lambda prompt: prompt, context)
         with passed.following(following):
             return {layer.index: measure_query_losses(layer, rules[layer.index]) for layer in passed.continuations()}

@@ -111,10 +111,10 @@ def test_only_methods_that_are_new_are_compressed(
     with ReplyStore(tmp_path / "l") as ledger:
         known = evaluation(model, "pyramid").run(store=ledger).samples
         compressed: set[str] = set()
-        compress = runner.compressed
+        compress = runner.compress_prompts
         monkeypatch.setattr(
             runner,
-            "compressed",
+            "compress_prompts",
             lambda model, programs, *rest: compressed.update(programs) or compress(model, programs, *rest),
         )
         both = evaluation(model, "pyramid,lava").run(store=ledger).samples

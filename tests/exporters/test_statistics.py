@@ -19,7 +19,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import WEIGHTS, Inputs
 from kvsearch.exporters.statistics import STATISTICS, KvpressEA, TriAttention
 from kvsearch.models.architecture import find_attention_modules
-from kvsearch.models.loading import CONFIG
+from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Profile
 from kvsearch.runtime.collector import Moments
 from tests.calibrations import calibrate_query_statistics
@@ -84,7 +84,7 @@ def test_the_folder_of_kvpress(llama: tuple[Any, Profile]) -> None:
     assert not exported.losses
     for name in ("query_mean", "query_cov"):
         np.testing.assert_array_equal(read[name], profile.arrays[name])
-    told = json.loads(exported.files[CONFIG])
+    told = json.loads(exported.files[MODEL_CONFIG_FILE])
     assert (told["num_layers"], told["n_sink"], told["num_samples"]) == (profile.metadata.model.layers, SINKS, 2)
     assert "n_sink=3" in exported.usage[0]
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvsearch.models.architecture import find_text_config
-from kvsearch.models.fingerprint import SAMPLES, compute_fingerprint, hash_config, hash_weights
+from kvsearch.models.fingerprint import WEIGHT_SAMPLES, compute_fingerprint, hash_config, hash_weights
 from tests.families import FAMILIES, build
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -76,7 +76,7 @@ def test_which_values_are_sampled() -> None:
         changed = Two()
         with torch.no_grad():
             changed.large.view(-1)[index] = 1.0
-        assert (hash_weights(changed) != before) == (index % (640 // SAMPLES) == 0)
+        assert (hash_weights(changed) != before) == (index % (640 // WEIGHT_SAMPLES) == 0)
     for index in range(5):
         changed = Two()
         with torch.no_grad():

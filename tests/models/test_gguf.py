@@ -18,7 +18,7 @@ import kvsearch
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.models import gguf
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.models.real import HOME
+from kvsearch.models.real import HOME_VARIABLE
 from kvsearch.plan.saved import MODEL_KEY
 from tests.cli.conftest import done, invoke
 from tests.families import build
@@ -300,7 +300,7 @@ def test_what_is_refused(tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatc
 
 
 def test_a_real_model_that_was_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HOME, str(tmp_path))
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     with pytest.raises(EnvironmentFault, match=r"not fetched yet: `python scripts/real_models.py smollm2` brings it"):
         load("smollm2")
     with pytest.raises(UsageError, match="did you mean 'smollm2'"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import Cached, State, Step, mark_best, mark_protected
-from kvsearch.policies.h2o import MASS
+from kvsearch.policies.h2o import MASS_STATE
 from kvsearch.policies.ranking import apply_to_each
 from tests.policies.examples import JUNK, keep_under
 
@@ -73,7 +73,7 @@ def merged(policy: Policy, cached: Cached, leaving: list[list[int]]) -> Cached:
     after = cloned(cached)
     policy.merge(after, slots(leaving))
     assert torch.equal(after.positions, cached.positions)
-    assert torch.equal(after.state.entries[MASS], cached.state.entries[MASS])
+    assert torch.equal(after.state.entries[MASS_STATE], cached.state.entries[MASS_STATE])
     return after
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.h2o import H2O, MASS
+from kvsearch.policies.h2o import H2O, MASS_STATE
 from kvsearch.policies.scoring import sum_columns
 from kvsearch.policies.tova import TOVA
 from tests.policies.contract import Case, cases, observe, properties
@@ -64,7 +64,7 @@ def test_a_decode_step() -> None:
     """Token 5 arrives: 3.0, .8, .9, .5, .4 received; 5 is the newest, so that 4 leaves."""
     step = arriving([0, 1, 2, 4, 5], [2.8, 0.7, 0.8, 0.3, 0.0], [0.2, 0.1, 0.1, 0.2, 0.4])
     assert leaves(H2O(recent=1), step, budget=4) == [4]
-    torch.testing.assert_close(step.cached.state.entries[MASS], torch.tensor([[3.0, 0.8, 0.9, 0.5, 0.4]]))
+    torch.testing.assert_close(step.cached.state.entries[MASS_STATE], torch.tensor([[3.0, 0.8, 0.9, 0.5, 0.4]]))
 
 
 def test_the_recent_half_is_protected_while_decoding() -> None:
@@ -80,7 +80,9 @@ def test_the_recent_half_is_protected_while_decoding() -> None:
 
 def arriving(positions: list[int], mass: list[float], row: list[float]) -> Step:
     step = step_at(positions, row)
-    return dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=State({MASS: torch.tensor([mass])})))
+    return dataclasses.replace(
+        step, cached=dataclasses.replace(step.cached, state=State({MASS_STATE: torch.tensor([mass])}))
+    )
 
 
 @properties

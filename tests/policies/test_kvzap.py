@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import find_attention_modules
 from kvsearch.policies import create_policy, rank_under
-from kvsearch.policies.fitted import SCORE, parse_policy
+from kvsearch.policies.fitted import SCORE_STATE, parse_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import PhaseRule
@@ -88,7 +88,9 @@ def test_a_new_token_is_scored_by_its_hidden_state() -> None:
                 for row, head in enumerate(held.heads.tolist()):
                     there = held.positions[row] >= 0
                     scores = wanted[held.positions[row][there], head]
-                    torch.testing.assert_close(held.state.entries[SCORE][row][there], scores, rtol=1e-3, atol=1e-5)
+                    torch.testing.assert_close(
+                        held.state.entries[SCORE_STATE][row][there], scores, rtol=1e-3, atol=1e-5
+                    )
         kept.append([cache.kept_positions(layer, 0, head) for layer in range(LAYERS) for head in range(HEADS)])
     assert kept[0] == kept[1] == kept[2]
 

@@ -19,7 +19,7 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.policies import Observation, Policy, create_policy, registry
 from kvsearch.policies.decoding import State, Step
 from kvsearch.runtime import Program, attach
-from kvsearch.runtime.attention import NAME, using
+from kvsearch.runtime.attention import NAME, use_attention
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.search.bank.prepared import prefill
 from tests.combinations import every_value
@@ -131,7 +131,7 @@ def test_decode_rules(model: Any, wrong: str) -> None:
 def test_what_a_search_shares(model: Any, wrong: str) -> None:
     ids, _ = prompts(1, LENGTH)
     layers = range(model.config.num_hidden_layers)
-    with using(model, NAME), pytest.raises(EnvironmentFault, match="policy foreign of "):
+    with use_attention(model, NAME), pytest.raises(EnvironmentFault, match="policy foreign of "):
         prefill(model, {layer: (Foreign(wrong),) for layer in layers}, ids[0], 40)
 
 

@@ -18,7 +18,7 @@ from kvsearch.plan.saved import register_weights
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.policies.fitted import spread_places
 from kvsearch.policies.probe import FEATURES, SINKS, WINDOW, Probe, features_of
-from kvsearch.runtime.collector import plain_queries
+from kvsearch.runtime.collector import unrotate_queries
 from tests import tiny
 from tests.policies.contract import DIM, rope
 from tests.policies.probes import fitted, ranking
@@ -35,7 +35,7 @@ def test_the_features_of_an_entry() -> None:
     found = features_of(seen, FEATURES)
     dim = seen.keys.shape[-1]
     assert found.shape == (*seen.keys.shape[:3], 2 * dim + 5)
-    turned = plain_queries(seen.keys, seen.index.clamp(min=0), seen.rotary)
+    turned = unrotate_queries(seen.keys, seen.index.clamp(min=0), seen.rotary)
     torch.testing.assert_close(found[..., :dim], turned)
     torch.testing.assert_close(found[..., dim : 2 * dim], seen.values)
     torch.testing.assert_close(found[..., 2 * dim].exp(), seen.values.norm(dim=-1), atol=1e-4, rtol=1e-4)

@@ -17,7 +17,7 @@ from kvsearch.report import draw
 from kvsearch.report.charts import make_score_figures
 from kvsearch.report.evaluation import score_table
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Series, make_layer_map
-from kvsearch.report.screen import WIDEST
+from kvsearch.report.screen import WIDEST_PAGE
 from kvsearch.report.table import Table
 from tests.evaluation.results import rendered
 from tests.report.test_tables import comparison
@@ -142,5 +142,5 @@ def test_scores_on_the_screen_have_intervals() -> None:
     assert [[cell.best for cell in row] for row in table.groups[2][1]] == [
         [cell.best for cell in row] for row in plain.groups[2][1]
     ]
-    for width in (60, 120, WIDEST):
+    for width in (60, 120, WIDEST_PAGE):
         assert "…" not in rendered([table], width)

@@ -19,7 +19,7 @@ from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import make_difference_table, make_tables, score_table, write_tables
 from kvsearch.report.table import Cell, Table, to_csv, to_latex, to_markdown
-from kvsearch.results.evaluation import EvaluationResult, needle_grids
+from kvsearch.results.evaluation import EvaluationResult, make_needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import ReadyMethod
@@ -210,17 +210,17 @@ SAMPLES = [
 
 
 def test_a_grid_per_method() -> None:
-    grids = needle_grids(SAMPLES)
+    grids = make_needle_grids(SAMPLES)
     assert list(grids) == ["full", "plan"]
     assert (grids["plan"].depths, grids["plan"].lengths) == ((0, 100), (1000, 2000))
     assert grids["plan"].scores == ((0.25, 0.5), (0.75, None))
-    assert needle_grids(SAMPLES[-1:]) == {}
+    assert make_needle_grids(SAMPLES[-1:]) == {}
 
 
 @given(st.lists(st.tuples(st.sampled_from((1, 2, 3)), st.sampled_from((0, 40, 100)), st.floats(0, 1)), min_size=1))
 def test_means_are_of_what_was_asked(asked: list[tuple[int, int, float]]) -> None:
     cells = {(length, depth): score for length, depth, score in asked}
-    told = needle_grids([sample("m", *cell, score) for cell, score in cells.items()])["m"].model_dump()
+    told = make_needle_grids([sample("m", *cell, score) for cell, score in cells.items()])["m"].model_dump()
     assert told["mean"] == pytest.approx(math.fsum(cells.values()) / len(cells))
     for row, depth in zip(told["scores"], told["depths"], strict=True):
         for score, length in zip(row, told["lengths"], strict=True):

@@ -35,7 +35,7 @@ from kvsearch.models.architecture import (
 from kvsearch.policies.base import Policy
 from kvsearch.policies.full import FullKV
 from kvsearch.policies.snapkv import SnapKV
-from kvsearch.runtime.attention import Output, dense_attention, running, using
+from kvsearch.runtime.attention import Output, attend_dense, run_attention, use_attention
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.program import PhaseProgram, Program
 from tests.families import REFUSED, build, prompts
@@ -104,7 +104,7 @@ def _check_plans(model: Any) -> None:
     ids, mask = prompts(2, PROMPT, PADS)
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": REPLY, "do_sample": False}
     stock = model.generate(ids, **options)
-    with running(model):
+    with run_attention(model):
         full = PlanCache(model, Program.uniform(model, FullKV(), lambda length: length))
         said = model.generate(ids, past_key_values=full, **options)
         cache = PlanCache(model, _ragged(model))
@@ -150,7 +150,7 @@ def _limits(model: Any, family: str) -> Iterator[str]:
     calls = {
         index: _Call(module) for index, module in find_attention_modules(model).items() if index in shape.full_layers
     }
-    with using(model, WATCHED), _watching(calls):
+    with use_attention(model, WATCHED), _watching(calls):
         model(prompts(1, PROMPT)[0], use_cache=False)
         same = all(torch.equal(call.output, call.projected) for call in calls.values())
         turned_back = all(_turns_back(call, RotaryTables(model, index)) for index, call in calls.items())
@@ -208,7 +208,7 @@ _calls: dict[nn.Module, _Call] = {}
 def _watched(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Output:
-    output = dense_attention(module, query, key, value, mask, **kwargs)
+    output = attend_dense(module, query, key, value, mask, **kwargs)
     if module in _calls:
         _calls[module].query, _calls[module].output = query, output[0].flatten()
     return output

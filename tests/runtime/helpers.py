@@ -25,8 +25,8 @@ from kvsearch.plan.origin import ContextRecord, Provenance
 from kvsearch.plan.schema import LayerPlan
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import NAME, Output, using
-from kvsearch.runtime.attention import using as running
+from kvsearch.runtime.attention import NAME, Output, use_attention
+from kvsearch.runtime.attention import use_attention as running
 from kvsearch.runtime.program import PhaseProgram
 
 TOLERANCE = 2e-5
@@ -206,7 +206,7 @@ def masked(model: Any, kept: Mapping[int, Tensor]) -> Iterator[None]:
     """Let `model` see of its prompt only what is `kept` in each layer, once the prompt has passed."""
     hide(kept)
     try:
-        with using(model, REFERENCE):
+        with use_attention(model, REFERENCE):
             yield
     finally:
         _evicted.clear()

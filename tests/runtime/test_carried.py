@@ -16,8 +16,8 @@ from kvsearch.plan.arithmetic import add_carry
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram, memory_needs, prompt_bytes
-from kvsearch.runtime.shared_prefill import compressed
+from kvsearch.runtime.program import PhaseProgram, estimate_memory, estimate_prompt_bytes
+from kvsearch.runtime.shared_prefill import compress_prompts
 from tests.combinations import in_turn
 from tests.families import build, prompts
 from tests.runtime.helpers import feed, one_by_one, plan_for, running
@@ -75,12 +75,12 @@ def test_beams_and_batches_of_methods() -> None:
     assert all(output.shape == (2, LENGTH + 4) for output in said)
     programs = {name: Program.from_plan(model, add_carry(plan, name)) for name in ("none", "match")}  # type: ignore[arg-type]
     with running(model, NAME):
-        (joint,) = compressed(model, programs, list(ids), set())
+        (joint,) = compress_prompts(model, programs, list(ids), set())
         assert joint.methods == ("none", "match")
         questions = [prompts(1, 5, seed=seed)[0][0] for seed in (1, 2)]
         together = joint.replies.ask(questions * 2, [4] * 4)
         for number, name in enumerate(programs):
-            (alone,) = compressed(model, {name: programs[name]}, list(ids), set())
+            (alone,) = compress_prompts(model, {name: programs[name]}, list(ids), set())
             assert alone.replies.ask(questions, [4] * 2) == together[2 * number : 2 * number + 2]
 
 
@@ -94,8 +94,8 @@ def test_log_weights_are_counted() -> None:
             program = Program.from_plan(model, add_carry(plan, carry))  # type: ignore[arg-type]
             cache = PlanCache(model, program)
             feed(model, cache, [(ids, mask)])
-            sizes[carry] = cache.nbytes(), prompt_bytes(model, program, [LENGTH])
-            memory_needs(model, program, [LENGTH])
+            sizes[carry] = cache.nbytes(), estimate_prompt_bytes(model, program, [LENGTH])
+            estimate_memory(model, program, [LENGTH])
     more = plan.total * model.dtype.itemsize
     assert [there - here for here, there in zip(sizes["none"], sizes["match"], strict=True)] == [more, more]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsearch.models.architecture import find_attention_modules, find_decoder
 from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
-from kvsearch.runtime.attention import NAME, flash_attention
+from kvsearch.runtime.attention import NAME, attend_flash
 from kvsearch.runtime.collector import DensePrompt
 from kvsearch.runtime.logits import Logits
 from tests.families import DEVICES, build, prompts
@@ -124,15 +124,15 @@ def test_chunks_come_into_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def flash(query: Tensor, *states: Any) -> Tensor:
         served.append(query.shape[2])
-        return flash_attention(query, *states)
+        return attend_flash(query, *states)
 
     model = build("llama", num_hidden_layers=2)
     ids, mask = prompts(2, 30)
     pieces = [(ids[:, first : first + 10], mask[:, :10]) for first in (0, 10, 20)]
     expected = observed(model, pieces)
     monkeypatch.setattr(DensePrompt, "attend", noted)
-    monkeypatch.setattr(collector, "flash_serves", lambda *_: True)
-    monkeypatch.setattr(collector, "flash_attention", flash)
+    monkeypatch.setattr(collector, "can_use_flash", lambda *_: True)
+    monkeypatch.setattr(collector, "attend_flash", flash)
     found = observed(model, pieces)
     assert len(places) == 2
     assert served == [10] * 4
@@ -145,7 +145,7 @@ def turned_by_nothing(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_a_large_mean_does_not_drown_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2's query biases reach hundreds; second moments minus squared means would lose the difference in fp32."""
-    monkeypatch.setattr(collector, "CHUNK", 64)
+    monkeypatch.setattr(collector, "ROWS_PER_CHUNK", 64)
     query = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0)) + 300.0
     gathered = DensePrompt([Needs(query_statistics_from=0)], turned_by_nothing, layer=0)
     for part in query.split(300, 2):

@@ -12,7 +12,7 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.base import Needs, SecondPass
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.observe import LED_BY, reread
+from kvsearch.runtime.observe import LED_BY, read_again
 from kvsearch.runtime.shared_prefill import prefill_all
 from tests.families import build, prompts
 from tests.runtime.helpers import feed, running
@@ -32,7 +32,7 @@ def entries(model: object, ids: Tensor) -> tuple[Tensor, ...]:
 def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> None:
     model, (ids, _) = build("llama"), prompts(1, LENGTH)
     with running(model, NAME):
-        found = reread(model, [Needs(reread=SecondPass(CHUNK, plus))], ids)
+        found = read_again(model, [Needs(reread=SecondPass(CHUNK, plus))], ids)
     values: dict[int, Tensor] = {}
     for index, module in find_attention_modules(model).items():
         module.v_proj.register_forward_hook(lambda _, __, out, index=index: values.__setitem__(index, out[0].detach()))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, GridCell, NiahTask, spread_cells
+from kvsearch.tasks.niah import ANSWER, DEPTH_PERCENTS, LENGTHS, NEEDLE_TEXT, GridCell, NiahTask, spread_cells
 from kvsearch.tasks.splits import SPLITS
 from tests.examples import at_most
 
@@ -48,13 +48,13 @@ def test_the_shipped_grid() -> None:
     assert [example.key for example in examples[:2]] == ["length=1000 depth=0", "length=1000 depth=11"]
     assert [GridCell.parse(example.key) for example in examples] == list(NiahTask().list_cells())
     assert len(examples) == len(LENGTHS) * 10
-    assert tuple(round(depth) for depth in np.linspace(0, 100, 10)) == DEPTHS
+    assert tuple(round(depth) for depth in np.linspace(0, 100, 10)) == DEPTH_PERCENTS
     assert list(examples) == list(task.examples(999, 1, count))
     for example in examples:
         length, depth = GridCell.parse(example.key)
         assert 0.93 * length <= count(example.context) <= length
-        assert example.context.count(NEEDLE) == 1
-        before, after = example.context.split(NEEDLE)
+        assert example.context.count(NEEDLE_TEXT) == 1
+        before, after = example.context.split(NEEDLE_TEXT)
         assert abs(len(before) / (len(before) + len(after)) - depth / 100) < 0.05
         assert not before or before.rstrip()[-1] in '.!?"'
         assert not before.rstrip().endswith(("Mr.", "Mrs."))
@@ -69,7 +69,7 @@ def test_contexts_fill_their_length(length: int, depth: int, width: int) -> None
     (example,) = task.examples(1, 0, lambda text: -(-len(text) * 4 // (width * 3)))
     tokens = -(-len(example.context) * 4 // (width * 3))
     assert tokens <= length * 10
-    assert example.context.count(NEEDLE) == 1
+    assert example.context.count(NEEDLE_TEXT) == 1
 
 
 def test_a_needle_that_breaks_a_token_in_two(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.strategies.compared import equal_uniform
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, hash_tokens, make_readings
@@ -69,7 +69,7 @@ def whole_prompt(tokenizer: Any, task: tiny.Listed, sample: Sample) -> torch.Ten
 )
 def test_a_full_cache_replies_as_plain_generation_does(family: str, task: tiny.Listed, protocol: Protocol) -> None:
     model = build(family, chat=True)
-    samples = run(model, {"full": full_cache(model.model)}, [task], 4, batch=3, protocol=protocol)
+    samples = run(model, {"full": make_full_program(model.model)}, [task], 4, batch=3, protocol=protocol)
     assert len(samples) == 10
     model.model.generation_config.pad_token_id = 0
     for sample in samples:
@@ -92,7 +92,7 @@ def programs(model: LoadedModel) -> dict[str, Program]:
         return heads * (length // 3)
 
     return {
-        "full": full_cache(model.model),
+        "full": make_full_program(model.model),
         "prefill": equal_uniform(model.model, snapkv, {"prefill": total}),
         "both": equal_uniform(model.model, create_policy("tova"), {"prefill": total, "decode": total}),
     }

@@ -40,7 +40,7 @@ from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, TOKENS, Arrays, SignalAxes
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.signals.attention_rows import mean_entropy
 
@@ -200,7 +200,7 @@ def _measure_batch(
         IncompatibleError: the model computes NaN.
     """
     batch, passes = item
-    with running(loaded.model):
+    with run_attention(loaded.model):
         sweep = LayerSweep(loaded.model, ablations, batch, options.signals, at_once)
         for samples in passes:
             continuations = batch.continuations(samples, loaded.device)

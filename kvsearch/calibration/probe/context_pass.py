@@ -27,9 +27,9 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.policies.fitted import GOLDEN, spread_places
+from kvsearch.policies.fitted import GOLDEN_RATIO, spread_places
 from kvsearch.policies.probe import SINKS
-from kvsearch.runtime.collector import plain_queries
+from kvsearch.runtime.collector import unrotate_queries
 from kvsearch.runtime.observe import is_finite
 from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import total_variation
@@ -109,7 +109,7 @@ class SomeRows(NamedTuple):
         They begin elsewhere for every `number` of what is asked, as all begin with the same words.
         """
         count = min(tokens, MOST_ROWS)
-        places = ((torch.arange(count) + number * GOLDEN % 1) * tokens / count).long()
+        places = ((torch.arange(count) + number * GOLDEN_RATIO % 1) * tokens / count).long()
         return cls(places, [layer.at_places(places) for layer in passed.continuations()])
 
 
@@ -237,7 +237,7 @@ class ContextPass:
         for layer in self.passed.continuations():
             at = places.to(layer.query.device)
             rotary = RotaryTables(self.passed.model, layer.index)
-            plain = plain_queries(layer.query[:, :, at], self.prompt.length + at[None], rotary)[0]
+            plain = unrotate_queries(layer.query[:, :, at], self.prompt.length + at[None], rotary)[0]
             layers.append(plain.view(layer.prompt[0].shape[1], -1, *plain.shape[1:]).cpu())
         return torch.stack(layers)
 

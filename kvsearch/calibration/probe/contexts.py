@@ -45,7 +45,7 @@ from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
 from kvsearch.policies.probe import SINKS
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.tasks.splits import group_by_text
@@ -175,7 +175,7 @@ def _measured(
     held: dict[int, ContextPass] | None,
 ) -> Arrays:
     """Return what `measure` makes of a context, which is read unless it is `held`, by its number."""
-    with torch.no_grad(), running(loaded.model):
+    with torch.no_grad(), run_attention(loaded.model):
         number = item[0].context
         context_pass = read(loaded, item) if held is None or number not in held else held[number]
         if held is not None:

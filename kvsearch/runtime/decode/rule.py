@@ -25,8 +25,8 @@ from kvsearch.policies.decoding import State, Step, find_lowest, gather_entries,
 from kvsearch.policies.fitted import Fitted
 from kvsearch.policies.ranking import apply_to_each, raise_taken
 from kvsearch.policies.registry import is_ours
-from kvsearch.runtime.collector import Moments, Rotary, plain_queries
-from kvsearch.runtime.logits import HeadRows, Logits, head_rows
+from kvsearch.runtime.collector import Moments, Rotary, unrotate_queries
+from kvsearch.runtime.logits import HeadRows, Logits, list_head_rows
 
 STATISTICS_ROWS = 256  # query rows behind the statistics of a policy that is scored anew while decoding
 UNBOUNDED = 2**62  # the budget of a head that is never evicted
@@ -48,7 +48,7 @@ def decode_needs(policy: Policy) -> Needs:
     return Needs(query_rows=rows, projection=needs.projection)
 
 
-def same_in_layers(policy: Policy) -> bool:
+def is_same_in_layers(policy: Policy) -> bool:
     """Tell whether the decode rule of `policy` depends on nothing of a layer but its queries, keys and values.
 
     Of a policy of another package nothing is known.
@@ -58,7 +58,7 @@ def same_in_layers(policy: Policy) -> bool:
     return is_ours(type(policy)) and not isinstance(policy, Fitted) and not own
 
 
-class Leaving(NamedTuple):
+class Evictions(NamedTuple):
     """How many entries leave some segments after a step: known on the host before the step runs."""
 
     stay: Ints  # [S] entries that each segment holds then
@@ -96,13 +96,13 @@ class Limits:
         on_device = (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
         return Limits(self.host[rows], self.stay[rows], self.guarded, heads, *(tensor[index] for tensor in on_device))
 
-    def leaving(self, used: Ints, real: Bools | None) -> Leaving:
+    def leaving(self, used: Ints, real: Bools | None) -> Evictions:
         """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
         over = used > self.host if real is None else (used > self.host) & real
         stay = np.where(over, self.stay, used)
         gone = used - stay
-        most = int(gone.max())
-        return Leaving(stay, most, most == 1 and bool((gone == 1).all()), int(stay.max()) if most > 1 else 0)
+        widest = int(gone.max())
+        return Evictions(stay, widest, widest == 1 and bool((gone == 1).all()), int(stay.max()) if widest > 1 else 0)
 
     def outside(self, step: Step, edge: Tensor | None) -> Tensor | None:
         """Mark the slots [S, C] without an entry and those protected; None: there are none.
@@ -200,10 +200,10 @@ class StepRule:
         arrived = np.ones_like(over) if real is None else real
         if self.policy.has_decode_rule:
             self.scored = self.scored.clip(min=0) + arrived  # the prompt's entries have their scores
-            asked = bool((arrived & (self.scored >= self.together)).any())
-            self.due = "all" if asked and self.together > 1 else ""
-            self.scored = np.where(arrived & asked, 0, self.scored)
-            self._count(asked)
+            is_rescoring = bool((arrived & (self.scored >= self.together)).any())
+            self.due = "all" if is_rescoring and self.together > 1 else ""
+            self.scored = np.where(arrived & is_rescoring, 0, self.scored)
+            self._count(is_rescoring)
             return
         self.scored = self.scored + (arrived & (self.scored >= 0))
         due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
@@ -232,13 +232,13 @@ class StepRule:
         if self.ring is not None:
             self.ring.add(query, active)
 
-    def _count(self, asked: bool) -> None:
-        self.noting = asked and self.decisions == 0
-        self.decisions += asked
+    def _count(self, is_rescoring: bool) -> None:
+        self.noting = is_rescoring and self.decisions == 0
+        self.decisions += is_rescoring
 
     def limits(self, names: Ints, device: torch.device) -> Limits:
         """Return the budgets and protection of the segments `names`; one copy to the device, unless they are there."""
-        heads = head_rows(names % self.heads, self.heads, device)
+        heads = list_head_rows(names % self.heads, self.heads, device)
         host = self.budgets[names]
         table = Limits.table(self.policy, host)
         there = self.there if len(names) == len(self.budgets) else None
@@ -250,7 +250,7 @@ class StepRule:
         step: Step,
         rows: Tensor,
         limits: Limits,
-        plan: Leaving,
+        plan: Evictions,
         active: Tensor | None,
         logits: Logits,
         out: Tensor | None = None,
@@ -364,7 +364,7 @@ class StepRule:
         projection = self.needs.hidden
         if projection is not None and hidden is not None:
             seen = replace(seen, hidden={projection: hidden[:, None, None]})
-        return seen if heads is not None else _by_sequence(seen, self.heads, logits)
+        return seen if heads is not None else _group_by_sequence(seen, self.heads, logits)
 
     def _seen(self, step: Step, rows: Tensor, heads: HeadRows, order: Tensor, logits: Logits) -> Observation:
         """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""
@@ -406,7 +406,7 @@ class StepRule:
             raise InternalError("query statistics without the rows behind them, or what turned these")
         batch, query_heads, rows, dim = queries.shape
         back = torch.arange(rows, device=row.device) - rows
-        plain = plain_queries(queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
+        plain = unrotate_queries(queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
         tokens = torch.zeros_like(self.next_position).index_put_((row,), seen.to(self.next_position.dtype))
         statistics = Moments.of(plain, tokens[:, None] + back >= start).statistics()
         shape = (batch, self.heads, query_heads // self.heads)
@@ -450,7 +450,7 @@ class StepRule:
 
     @classmethod
     def joined(cls, rules: Sequence[StepRule]) -> StepRule:
-        """Join rules of one policy, not asked anything yet, as that of one batch; `same_in_layers` if of several."""
+        """Join rules of one policy, not asked anything yet, as that of one batch; `is_same_in_layers` if of several."""
         joint = copy(rules[0])
         joint.bound(np.concatenate([rule.budgets for rule in rules]))
         joint.scored = np.concatenate([rule.scored for rule in rules])
@@ -466,7 +466,7 @@ class StepRule:
         return 0 if self.ring is None else self.ring.states.untyped_storage().nbytes()
 
 
-def _by_sequence(seen: Observation, heads: int, logits: Logits) -> Observation:
+def _group_by_sequence(seen: Observation, heads: int, logits: Logits) -> Observation:
     """Return tokens of all heads of sequences, a row for each head [B * Hkv, 1, K, ...], as [B, Hkv, K, ...]."""
 
     def whole(tensor: Tensor) -> Tensor:

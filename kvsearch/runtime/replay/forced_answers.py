@@ -23,11 +23,11 @@ from kvsearch.models.architecture import is_beyond_switch
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
 from kvsearch.plan.schema import Protocol
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Finished, Replies, has_windows, stop_tokens
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import Finished, Replies, find_stop_tokens, has_windows
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import batches, compressed, replies_after
+from kvsearch.runtime.program import make_full_program
+from kvsearch.runtime.shared_prefill import compress_prompts, make_batches, reply_after_prefill
 from kvsearch.tasks.base import Answers, Query
 from kvsearch.tasks.encode import Reading, TaskPrompts, make_readings
 from kvsearch.tasks.metrics import is_forced, is_right, score
@@ -120,7 +120,7 @@ def forced_answers(
     if answers == "given":
         return found
     ends = {task.task.name: reply_end(task) for task in tasks}
-    stops = {task.task.name: frozenset(stop_tokens(loaded, task.format)) for task in tasks}
+    stops = {task.task.name: frozenset(find_stop_tokens(loaded, task.format)) for task in tasks}
     questions = [_asking(task, one, stops[task.task.name], ends[task.task.name]) for task, one in asked]
     [made] = parted_replies(loaded, [questions], progress)
     for (task, reading), replies in zip(asked, made, strict=True):
@@ -145,7 +145,7 @@ def parted_replies(
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
     whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
-    together = [list(batches(part, TOGETHER, lambda one: one[1].kind(loaded.model))) for part in whole]
+    together = [list(make_batches(part, TOGETHER, lambda one: one[1].kind(loaded.model))) for part in whole]
     # what ends replies is common to many and has a tokenizer: workers get it once
     ends = list(dict.fromkeys(one.ended for part in parts for one in part))
     items = [
@@ -169,11 +169,11 @@ def _replies(
     """
     part, end = item
     copies = _copies(part, apart)
-    programs = {str(copy): full_cache(loaded.model) for copy in range(copies)}
+    programs = {str(copy): make_full_program(loaded.model) for copy in range(copies)}
     prompts = [one.prompt for one in part]
     found = dict[tuple[int, int], list[int]]()
-    with running(loaded.model), _named(part):
-        for joint in compressed(loaded.model, programs, prompts, set(part[0].stop), ends[end], CPU_BYTES):
+    with run_attention(loaded.model), _named(part):
+        for joint in compress_prompts(loaded.model, programs, prompts, set(part[0].stop), ends[end], CPU_BYTES):
             found |= _ask_all(joint.replies, part, [int(copy) for copy in joint.methods], copies)
     return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
 
@@ -190,13 +190,13 @@ def replies_of_passes(
     """
     apart = has_windows(model)
     found = dict[int, list[list[int]]]()
-    for batch in batches(range(len(asked)), TOGETHER, lambda number: asked[number].kind(model)):
+    for batch in make_batches(range(len(asked)), TOGETHER, lambda number: asked[number].kind(model)):
         part = [asked[number] for number in batch]
         copies = _copies(part, apart)
         prompts = [one.prompt for one in part]
         with _named(part):
             some = [passes[number] for number in batch]
-            replies = replies_after(some, prompts, copies, set(part[0].stop), part[0].ended)
+            replies = reply_after_prefill(some, prompts, copies, set(part[0].stop), part[0].ended)
             said = _ask_all(replies, part, range(copies), copies)
         for row, number in enumerate(batch):
             found[number] = [said[row, question] for question in range(len(asked[number].questions))]

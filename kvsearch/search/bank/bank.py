@@ -24,8 +24,8 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import find_default_memory
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import stop_tokens
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import require_room
 from kvsearch.search.bank.memory import Act, SampleNeed, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, LayerStates, Pass, predicted_answers, side_by_side
@@ -97,7 +97,7 @@ class CandidateBank(Closing):
         self._given: Floats = np.zeros(len(self.samples))  # -log p of first tokens of answers that prompts predict
         self._last: dict[str, Tensor] = {}  # logits [V] after prompts that replies follow at once
         try:
-            with running(loaded.model):
+            with run_attention(loaded.model):
                 self._read(progress)
         except BaseException:
             self.close()
@@ -188,7 +188,7 @@ class CandidateBank(Closing):
             if all(name in self._last for name in names):
                 first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
             reader = Pass(self.loaded.model, samples, states, self._windows, table[some])
-            stops = [stop_tokens(self.loaded, sample.task.format) for sample in samples]
+            stops = [find_stop_tokens(self.loaded, sample.task.format) for sample in samples]
             for candidate, row in enumerate(reader.replies(first, stops), some.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
@@ -239,6 +239,6 @@ class CandidateBank(Closing):
         def load(indices: list[int]) -> LayerStates:
             return self.states(indices, widths)
 
-        with running(self.loaded.model):
+        with run_attention(self.loaded.model):
             for samples, size in blocks(needs, len(table), self._memory - self._store.nbytes):
                 self._splitting.run(samples, size, len(table), load, act)

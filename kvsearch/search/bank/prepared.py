@@ -23,9 +23,9 @@ from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.checks import DeferredCheck, require_finite
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.runtime.collector import watch
+from kvsearch.runtime.collector import watch_hidden_states
 from kvsearch.runtime.observe import PromptLayer
-from kvsearch.runtime.stock import CACHE, stock_layers
+from kvsearch.runtime.stock import CACHE, make_stock_layers
 
 Tensors = Mapping[str, Tensor]
 Choices = tuple[Policy, ...]  # that a layer may have
@@ -50,8 +50,8 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
         return found
 
     checks: list[DeferredCheck] = []
-    watch(model, (policy.needs() for some in policies.values() for policy in some))
-    layers = stock_layers(model)
+    watch_hidden_states(model, (policy.needs() for some in policies.values() for policy in some))
+    layers = make_stock_layers(model)
     for index, some in policies.items():
         layers[index] = PromptLayer(index, [policy.needs() for policy in some], RotaryTables(model, index), best)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
 
 def windows_of(model: Any) -> dict[int, int]:
     """Return the sliding windows of a model, in tokens, by layer."""
-    return {index: layer.sliding_window for index, layer in enumerate(stock_layers(model)) if layer.is_sliding}
+    return {index: layer.sliding_window for index, layer in enumerate(make_stock_layers(model)) if layer.is_sliding}
 
 
 def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[Policy]]) -> dict[int, Choices]:

@@ -66,7 +66,7 @@ def find_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-ROUNDING = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]
+SCORE_TOLERANCE = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]
 
 
 def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
@@ -85,7 +85,7 @@ def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
         raise  # not about this question
     except Exception as error:  # a metric of the user's own may raise anything
         raise UsageError(f"{place}: its metric fails with {type(error).__name__}: {error}") from error
-    if not -ROUNDING <= value <= 1 + ROUNDING:
+    if not -SCORE_TOLERANCE <= value <= 1 + SCORE_TOLERANCE:
         raise UsageError(f"{place}: its metric gives {value:g}, scores are from 0 to 1")
     return value
 
@@ -97,4 +97,4 @@ def is_forced(task: Task) -> bool:
 
 def is_right(value: float) -> bool:
     """Tell whether a reply of that score counts as right: it has the full score."""
-    return value >= 1 - ROUNDING
+    return value >= 1 - SCORE_TOLERANCE

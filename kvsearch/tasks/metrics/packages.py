@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault
 
-PACKAGES = {
+METRIC_PACKAGES = {
     "jieba": "jieba",
     "rapidfuzz.fuzz": "rapidfuzz",
     "rouge": "rouge==1.0.1",
@@ -25,13 +25,13 @@ def make_rouge_scorer(name: str, stems: bool) -> Any:
 
 @cache
 def import_optional(module: str) -> Any:
-    """Return a module of `PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
+    """Return a module of `METRIC_PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
     try:
         package = import_module(module)
     except ImportError as error:
         raise EnvironmentFault(
-            f"this metric needs {PACKAGES[module]}, which cannot be imported ({error}): "
-            f"run `pip install {PACKAGES[module]}`"
+            f"this metric needs {METRIC_PACKAGES[module]}, which cannot be imported ({error}): "
+            f"run `pip install {METRIC_PACKAGES[module]}`"
         ) from error
     if module == "jieba":
         package.setLogLevel(logging.WARNING)  # it reports the loading of its dictionary on stderr

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvsearch.tasks.base import Query
 
-DEPTHS = 40  # how many evenly spaced places needles have, 0 and 1 included
+DEPTH_STEPS = 40  # how many evenly spaced places needles have, 0 and 1 included
 FILL_FRACTION = 0.98  # a context that fills this share of its room is not searched further
 _INTERPOLATIONS = 8
 _FIRST_STEP = 16
@@ -27,9 +27,9 @@ class Stream:
 
     def draw_depths(self, needles: int) -> list[float]:
         """Return different depths in [0, 1], one per needle; examples in a row use each before one comes again."""
-        cycle, place = divmod(self.index, DEPTHS // needles)
-        order = random.Random(f"{self.name}/depths/{cycle}").sample(range(DEPTHS), DEPTHS)
-        return [depth / (DEPTHS - 1) for depth in order[place * needles : (place + 1) * needles]]
+        cycle, place = divmod(self.index, DEPTH_STEPS // needles)
+        order = random.Random(f"{self.name}/depths/{cycle}").sample(range(DEPTH_STEPS), DEPTH_STEPS)
+        return [depth / (DEPTH_STEPS - 1) for depth in order[place * needles : (place + 1) * needles]]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from kvsearch.tasks.dataset_task import read_shipped
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, join_names
 from kvsearch.tasks.ruler.words import Fresh, Maker, count_words, draw_number, draw_uuid, draw_word
 
-STORY = "data/calibration/novel.txt"
-NOISE = (
+STORY_FILE = "data/calibration/novel.txt"
+NOISE_SENTENCES = (
     "The kettle is warm.",
     "The cat is asleep.",
     "The lamp is low.",
@@ -32,7 +32,7 @@ _LONGEST_SENTENCE = 60  # words, for texts without punctuation
 
 def read_haystack(path: Path | None) -> str:
     """Read the user's text file, or the shipped story; UsageError if it is no text, or empty."""
-    file = find_resource(STORY) if path is None else path
+    file = find_resource(STORY_FILE) if path is None else path
     text = read_text(file, f"the haystack {file}")
     if not text.strip():
         raise UsageError(f"the haystack {file} is empty: name a text file with a story or essays")
@@ -41,8 +41,8 @@ def read_haystack(path: Path | None) -> str:
 
 def make_noise(units: int) -> list[str]:
     """Return lines of five short sentences, over and over: `units` sentences, the last line may be short."""
-    lines, rest = divmod(units, len(NOISE))
-    return [" ".join(NOISE)] * lines + ([" ".join(NOISE[:rest])] if rest else [])
+    lines, rest = divmod(units, len(NOISE_SENTENCES))
+    return [" ".join(NOISE_SENTENCES)] * lines + ([" ".join(NOISE_SENTENCES[:rest])] if rest else [])
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ NIAH: Final = {name: NeedleSpec(**settings) for name, settings in read_shipped("
 def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draft:
     """Return an example of one niah task; without an `essay` the haystack is noise, or made of needles."""
     among_needles = spec.haystack == "needles"
-    haystack = "" if among_needles else essay.text if essay else "\n".join(NOISE)
+    haystack = "" if among_needles else essay.text if essay else "\n".join(NOISE_SENTENCES)
     fresh = Fresh(stream.make_rng(), haystack)
     make_key = _MAKERS[spec.key]
     make_value = _MAKERS[spec.value]

@@ -24,8 +24,8 @@ from kvsearch.tasks.splits import check_split
 
 FILLED = 0.95  # the least share of its length that an example has
 RULER_SPECS: Final = read_specs("ruler")
-TURNS: Final = "niah_turns"  # multiquery in turns: SCBench's setting, none of RULER's own tasks
-RULER_TASKS: Final = tuple(name for name in RULER_SPECS if name != TURNS)
+NIAH_TURNS: Final = "niah_turns"  # multiquery in turns: SCBench's setting, none of RULER's own tasks
+RULER_TASKS: Final = tuple(name for name in RULER_SPECS if name != NIAH_TURNS)
 QA_FORMATS: Final = {
     "qa_1": ("SQuAD's", "data > paragraphs > context, qas", read_squad),
     "qa_2": ("HotpotQA's", "a list of question, answer, context", read_hotpot),
@@ -34,7 +34,7 @@ QA_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class RulerTask(Task):
-    """One task of RULER, or its `TURNS`, at a whole prompt of at most `length` tokens, those to generate included.
+    """One task of RULER, or its `NIAH_TURNS`, at a whole prompt of at most `length` tokens, those to generate included.
 
     `haystack` is a text file for the tasks that hide needles in an essay (without: the story shipped with kvsearch).
     `qa_file` is what qa_1 (SQuAD's format) and qa_2 (HotpotQA's) ask about. The other tasks make other examples for

@@ -61,7 +61,7 @@ from kvsearch.tasks.synthetic.language import (
 from kvsearch.tasks.synthetic.vocabulary import CANDIDATES, KEYS, VARIABLES
 
 SHORTEST = 512
-SPLITS = ("train", "calibrate", "select", "report")
+SYNTHETIC_SPLITS = ("train", "calibrate", "select", "report")
 MENTIONS = 2
 TAIL_MENTIONS = 1
 Builder = Callable[[random.Random, Names, int], list[Evidence]]
@@ -213,7 +213,7 @@ class SyntheticTask(Task):
             raise UsageError(
                 f"synthetic contexts need at least {SHORTEST} tokens for sparse evidence, got {self.length}"
             )
-        require_known("split", self.split, SPLITS)
+        require_known("split", self.split, SYNTHETIC_SPLITS)
 
     @property
     def category(self) -> str:

@@ -24,7 +24,7 @@ from kvsearch.plan import Profile, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.ranking import list_ranking_remarks
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibrations import calibrate_query_bank
@@ -58,7 +58,7 @@ def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> No
     (prompt, *_) = prompts_of(model, DATA)
     builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
-    with torch.no_grad(), running(model.model):
+    with torch.no_grad(), run_attention(model.model):
         drawn = {prompt.context: places_asked(prompt, builder, 999, torch.Generator())}
         found = ContextPass(model, prompt, prompt, SMALL, builder, Noting(queries=drawn)).queries[0]
     module, heads = find_attention_modules(model.model)[0], model.fingerprint.kv_heads

@@ -22,11 +22,11 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import GOLDEN, is_last, parse_policy
+from kvsearch.policies.fitted import GOLDEN_RATIO, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.report.ranking import TextLosses, find_losses, list_ranking_remarks
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.methods import find_methods
 from tests import tiny
@@ -176,7 +176,7 @@ def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: Ca
     """Nothing is lost where all stays; a head's error is how far W_O of its softmax over what is left moves."""
     prompts = prompts_of(model, data)[:1]
     builder = QuestionBuilder(model, prompts, data.prompt, ("answers",))
-    with torch.no_grad(), running(model.model):
+    with torch.no_grad(), run_attention(model.model):
         one = ContextPass(model, prompts[0], prompts[0], SMALL, builder)
         every = torch.ones(4, 2, one.prompt.length, dtype=torch.bool)
         some = every.clone()
@@ -240,7 +240,7 @@ def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: Calibratio
     told = [line for line in list_ranking_remarks(found) if line.startswith("nothing that was asked")]
     assert told == ["nothing that was asked looks at the context in 1 kv head (1.1 by layer): even ranking there"]
     arrays = Coefficients(*(torch.from_numpy(found.arrays[name].copy()) for name in Coefficients._fields))
-    x = torch.stack([torch.randn(50), (torch.arange(50) * GOLDEN).frac()], 1)
+    x = torch.stack([torch.randn(50), (torch.arange(50) * GOLDEN_RATIO).frac()], 1)
     score = Weights(("value_norm", "spread"), (0, 1, 2, 3), arrays).log_importance(x.expand(1, 2, 50, 2), 1)[0].exp()
     assert score[1].argsort().tolist() == x[:, 1].argsort().tolist()
     assert float(score[1].max()) < float(score[0].min())

@@ -16,7 +16,7 @@ from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.run import RunOptions
 from kvsearch.plan import canonical_json
 from kvsearch.results.search import read_trace
-from kvsearch.results.validation import harmful, load_validation
+from kvsearch.results.validation import find_harmful, load_validation
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
 from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import read_contexts, write_contexts
@@ -115,7 +115,7 @@ def _step_samples(path: Path) -> None:
 def _validation(path: Path) -> None:
     found = load_validation(path)
     show(path)
-    harmful(path.parent.parent, Strategy(), 64)
+    find_harmful(path.parent.parent, Strategy(), 64)
     with taken("what was written"):
         path.write_bytes(canonical_json(found.as_json()))
         same(load_validation(path), found, "written and read again")

@@ -218,7 +218,7 @@ def test_unknown_names() -> None:
 def test_missing_packages(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packages.import_optional.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
-    wanted = packages.PACKAGES[module]
+    wanted = packages.METRIC_PACKAGES[module]
     with pytest.raises(EnvironmentFault) as caught:
         find_metric(name)
     message = str(caught.value)
@@ -228,6 +228,6 @@ def test_missing_packages(name: str, module: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_optional_module_is_needed_and_there() -> None:
-    assert {module for modules in NEEDS.values() for module in modules} == set(packages.PACKAGES)
-    for module in packages.PACKAGES:
+    assert {module for modules in NEEDS.values() for module in modules} == set(packages.METRIC_PACKAGES)
+    for module in packages.METRIC_PACKAGES:
         assert packages.import_optional(module) is import_module(module)
