@@ -212,7 +212,7 @@ def _list_curves(solver: MarginalSolver) -> list[_Curve]:
 
 
 def _find_envelope(curves: Sequence[_Curve]) -> _Corners:
-    """Return the corners of the least concave curve above those of all policies."""
+    """Find the corners of the least concave curve above all policies' curves."""
     from scipy.optimize import isotonic_regression
 
     entries = np.concatenate([curve.entries for curve in curves])

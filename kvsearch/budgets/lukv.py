@@ -53,7 +53,7 @@ class MarginalSolver:
 
     @classmethod
     def of_layers(cls, solvers: Sequence[MarginalSolver], chosen: Ints) -> MarginalSolver:
-        """Return the solver of a table whose layers come from those of `solvers`, `chosen` [L] says which."""
+        """Make a solver whose layer l is a layer of `solvers[chosen[l]]`, `chosen` [L]."""
         made = copy(solvers[0])
         source = np.repeat(chosen, made.shape[1])  # of each head
         made._prefix = made._prefix.copy()

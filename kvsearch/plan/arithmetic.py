@@ -132,7 +132,7 @@ def _scale_phase(plan: Plan, name: Phase, total: int, caps: Ints) -> PhasePlan:
 
 
 def add_carry(plan: Plan, carry: Carry) -> Plan:
-    """Return a plan whose kept entries carry this of what leaves a prompt, in every layer that something leaves.
+    """Return a plan whose kept entries carry evicted ones as `carry` says, in every layer that evicts from a prompt.
 
     Raises:
         UsageError: there is no such carry, the plan has no prefill phase, or it keeps prompts whole.

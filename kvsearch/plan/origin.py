@@ -20,7 +20,7 @@ ContextId = Annotated[str, Field(strict=True, pattern=f"^[0-9a-f]{{{HASH_DIGITS}
 
 
 def hash_context(text: str, question: str | None = None) -> str:
-    """Return the SHA-256 that a context is known by, or a context with its question; white space is all alike."""
+    """Hash a context, or a context with its question, with SHA-256; all white space counts as equal."""
     parts = [text] if question is None else [text, question]
     return hashlib.sha256("\0".join(" ".join(part.split()) for part in parts).encode("utf-8", "replace")).hexdigest()
 
@@ -80,7 +80,7 @@ class ContextRecord(Record):
 
 
 def join_records(records: Iterable[ContextRecord | None]) -> ContextRecord | None:
-    """Return the record of what is made of several plans or profiles; None where none of them has one."""
+    """Join the records of several plans or profiles to one; None if no record exists."""
     records_given = list(records)
     known = [record for record in records_given if record is not None]
     if not known:

@@ -153,7 +153,7 @@ def locate_weights(spec: PolicySpec, beside: str | Path) -> Path | None:
 
 
 def read_weights(path: Path, owner: str | Path, digest: str) -> bytes:
-    """Read the weights that a file names; UsageError if they are others than those of the SHA-256 that it states."""
+    """Read the weights that a file names; UsageError if their SHA-256 differs from the one in the file."""
     data = read_bytes(path)
     if hashlib.sha256(data).hexdigest() != digest:
         raise UsageError(f"{path} has other weights than {owner} names: copy both from where they were written")

@@ -117,7 +117,7 @@ Problem = tuple[tuple[str | int, ...], str]
 
 
 def parse_phases(name: str) -> tuple[Phase, ...]:
-    """Return the phases called "prefill", "decode" or "both"; UsageError if there are none of that name."""
+    """Parse "prefill", "decode" or "both" to phases; UsageError for another name."""
     require_known("phases", name, list(PHASES))
     return PHASES[name]
 
@@ -156,7 +156,7 @@ class PhasePlan(Record):
 
     @classmethod
     def of(cls, policies: Sequence[PolicySpec | None], table: Ints) -> PhasePlan:
-        """Return the phase of a policy per layer, None of one that is left alone, and budgets [planned layers, Hkv]."""
+        """Make a phase from a policy per layer (None: keeps its full cache) and budgets [planned layers, Hkv]."""
         rows = iter(table.tolist())
         return cls(
             layers=tuple(

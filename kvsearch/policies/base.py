@@ -47,7 +47,7 @@ class Needs:
     reread: SecondPass | None = None  # attention from the prompt when it is read again
 
     def describe(self) -> list[str]:
-        """Return the needs in words, for people."""
+        """Describe the needs, for messages and listings."""
         parts: list[str] = []
         if self.query_rows:
             parts.append("last query row" if self.query_rows == 1 else f"last {self.query_rows} query rows")

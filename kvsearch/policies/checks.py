@@ -46,7 +46,7 @@ def _score_error(policy: Policy, layer: int, row: int) -> KvsearchError:
 
 @contextmanager
 def name_package_on_error(policy: Policy, method: str) -> Iterator[None]:
-    """Name the package of a policy that is none of kvsearch in what its `method` raises.
+    """Add a third-party policy's package to the errors of its `method`.
 
     Raises:
         EnvironmentFault: it raised something else than a KvsearchError or for want of memory.

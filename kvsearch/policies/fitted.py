@@ -70,7 +70,7 @@ class Fitted(Policy):
     @classmethod
     @abstractmethod
     def check_weights(cls, digest: str) -> None:
-        """Raise UsageError if the weights of this SHA-256 are not here, or are none of this policy."""
+        """Raise UsageError if the weights of this SHA-256 are missing, or belong to another policy."""
 
     def start(self, observation: Observation) -> State:
         """Return the scores of the prompt's entries."""

@@ -1,4 +1,4 @@
-"""Policies by name, built-in ones and those of the entry point group `kvsearch.policies`, and what is known of each."""
+"""The registry of policies: built-in ones and ones from the entry point group `kvsearch.policies`."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def load_catalog() -> tuple[list[PolicyFacts], list[dict[str, str]]]:
 
 
 def describe_policy(name: str) -> PolicyFacts:
-    """Return what is known about one policy; the errors are those of `find_policy_class`."""
+    """Describe a policy: parameters, source, needs and decode rule; errors as `find_policy_class`."""
     policy_type = find_policy_class(name)
     fields = dataclasses.fields(policy_type)
     policy = None if any(map(is_required, fields)) else policy_type()

@@ -138,7 +138,7 @@ class PlannedModel:
         return cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass of the model under the plan; arguments and result are those of the model.
+        """Run a forward pass of the model under the plan; arguments and result as of the model itself.
 
         Without a cache a new one is filled, and returned with the output; given back, it goes on from there. The prompt
         is evicted once its pass is over, so its logits are those of the full cache: a perplexity that is taken in the
@@ -170,7 +170,7 @@ class PlannedModel:
         return output
 
     def generate(self, input_ids: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Run `model.generate` under the plan; arguments and result are those of transformers.
+        """Run `model.generate` under the plan; arguments and result as in transformers.
 
         The cache used stays in `self.cache`. Pass it back as `past_key_values` to continue a conversation. On CUDA,
         greedy and sampled decode steps are captured in graphs and replayed, see `kvsearch.runtime.decode.steps`. What a

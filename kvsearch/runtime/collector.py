@@ -81,7 +81,7 @@ class DensePrompt:
         return output
 
     def _with(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values so far, those of the next chunk included."""
+        """Return all keys and values so far, with the next chunk's."""
         length = key.shape[2] if self.length is None else self.length
         if self.states is None and key.shape[2] >= length:
             return key, value

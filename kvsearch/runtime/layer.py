@@ -261,7 +261,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return chosen
 
     def mark(self) -> Decoding | None:
-        """Return what `rewind` goes back to, of which tokens that come change a copy; None: they are only added."""
+        """Return a snapshot for `rewind`, of which later tokens change a copy; None if tokens are only appended."""
         saved = self.holder
         if not isinstance(saved, Decoding):
             return None

@@ -101,7 +101,7 @@ def compress_prompts(
 
 
 def make_batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
-    """Yield batches of at most `size` items of which `alike` says the same."""
+    """Yield batches of at most `size` items that have the same `alike(item)`."""
     for group in group_by_key(items, alike).values():
         for first in range(0, len(group), size):
             yield group[first : first + size]

@@ -57,7 +57,7 @@ def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
 
 
 def row_masses(scores: Tensor, part: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the exponentials of what `score_rows` yields, in its place, and those of the `sinks` [Hkv, G] beside them.
+    """Exponentiate the scores of `score_rows` in place; also returns the exponentials of the `sinks` [Hkv, G].
 
     Those of a row are divided by its largest, and multiplied by exp(`EXPONENT_SHIFT`).
     """
@@ -175,7 +175,7 @@ def eviction_errors(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return how far the output of kv heads moves where they keep only some of the prompt's entries, [n, Hkv] fp32.
+    """Measure how far kv heads' outputs move when they keep only a part of the prompt's entries, [n, Hkv] fp32.
 
     For each of n masks, the mean over rows of |(A V - Ahat V) W_O|^2, see `attention_change`, from one softmax: entries
     that the same masks show are summed up once, and what a mask keeps and hides is made of these sums.

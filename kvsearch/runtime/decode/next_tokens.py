@@ -63,7 +63,7 @@ def record_generation_settings(model: Any, *, drawn: bool = False) -> dict[str, 
 
 
 def describe_generation_settings(model: Any, *, drawn: bool = False) -> str | None:
-    """Say in words what replies follow of the generation config; None: nothing, they are by the logits alone."""
+    """Describe which settings of the generation config apply to replies; None if replies use the logits alone."""
     settings = read_generation_settings(model, drawn=drawn)
     if not settings:
         return None

@@ -259,7 +259,7 @@ def _name_rows_on_error(rows: Sequence[int]) -> Iterator[None]:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise NonFiniteError if some of the last of logits [B, n, V] are no numbers."""
+    """Raise NonFiniteError if the last token's logits [B, n, V] hold NaN."""
     last = logits[:, -1]
     if bool(last.sum(-1, dtype=torch.float32).isfinite().all()):  # NaN and infinity stay in a sum
         return

@@ -514,5 +514,5 @@ class Ring:
         return self.states.gather(2, order[:, None, :, None].expand_as(self.states))
 
     def select(self, rows: Tensor) -> Ring:
-        """Return the ring of some of the sequences, as a copy."""
+        """Return the ring of the selected sequences, as a copy."""
         return Ring(self.rows()[rows])

@@ -179,7 +179,7 @@ class Block:
         return limits[:, None]
 
     def showing(self, visible: Tensor, heads: int) -> Block:
-        """Return the same entries, those of tokens that are not `visible` [B, T] as if they were padding."""
+        """Return the same entries, with tokens that are not `visible` [B, T] treated as padding."""
         positions = hide_positions(self.positions, self.segments[:, None] // heads, visible)
         return replace(self, positions=positions, padded=True, _bias=None, place=None)
 

@@ -246,7 +246,7 @@ class TensorReader:
         return TensorReader(self.tensors, f"{self.prefix}{prefix}.", self.device)
 
     def blocks(self) -> list[TensorReader]:
-        """Return the readers of the blocks of a layer, of which there is at least one."""
+        """Return the readers of a layer's blocks, at least one."""
         count = len({name.split(".")[1] for name in self.names() if name.startswith("blocks.")})
         return [self.under(f"blocks.{number}") for number in range(max(count, 1))]
 

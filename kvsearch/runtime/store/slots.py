@@ -143,7 +143,7 @@ class SlotBlock:
         return self.cached.at_slots(lambda tensor: tensor[:, :width])
 
     def showing(self, step_plan: StepPlan, visible: Tensor) -> Cached:
-        """Return the slots that are looked at, those of tokens not `visible` [B, T] bool as if they had no entry."""
+        """Return the attended slots, with tokens that are not `visible` [B, T] bool treated as empty."""
         cached = self.first(step_plan.width)
         return replace(cached, positions=hide_positions(cached.positions, self.rows[:, None], visible))
 
