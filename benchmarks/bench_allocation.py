@@ -18,7 +18,7 @@ import torch
 from bench_policies import load, prefill
 from torch import Tensor
 
-from kvsearch.benchmark.speed import peak_bytes
+from kvsearch.benchmark.speed import measure_peak_bytes
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
@@ -42,7 +42,7 @@ def program_of(model: Any, method: str, budget: int) -> Program:
 def memory(model: Any, program: Program, ids: Tensor) -> tuple[float, float]:
     """Peak MB of a forward pass and MB held after it."""
     cache = PlanCache(model, program)
-    peak = peak_bytes(model.device, lambda: prefill(model, ids, cache))
+    peak = measure_peak_bytes(model.device, lambda: prefill(model, ids, cache))
     return peak / 1e6, cache.nbytes() / 1e6
 
 

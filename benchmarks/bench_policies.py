@@ -24,10 +24,10 @@ from fitted_policies import create, share_of_prefill
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvsearch.benchmark.speed import decode_seconds, peak_bytes, prefill_seconds
+from kvsearch.benchmark.speed import decode_seconds, measure_peak_bytes, time_prefill
 from kvsearch.models.architecture import RotaryTables, describe
-from kvsearch.policies import Policy, policy_names
-from kvsearch.policies.ranking import keep_at, limits_under
+from kvsearch.policies import Policy, list_policy_names
+from kvsearch.policies.ranking import find_limits, keep_at
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.collector import DensePrompt
@@ -65,7 +65,7 @@ def phase(model: Any, policy: Policy, budget: int) -> PhaseProgram:
 def prefill(model: Any, ids: Tensor, cache: Any) -> float:
     """Seconds for the forward pass over a prompt."""
     model.set_attn_implementation(NAME if isinstance(cache, PlanCache) else "sdpa")
-    return prefill_seconds(model, cache, ids)
+    return time_prefill(model, cache, ids)
 
 
 def decode(model: Any, cache: Any, steps: int) -> float:
@@ -114,10 +114,10 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
         prompt = DensePrompt([policy.needs(), decode_needs(policy)], RotaryTables(model, 0), layer=0)
         prompt.add(query, (key, value), positions, valid, logits)
         observation = prompt.observation()
-        keep_at(policy, observation, limits_under(policy, budgets, [length]))
+        keep_at(policy, observation, find_limits(policy, budgets, [length]))
         policy.start(observation)
 
-    return peak_bytes(model.device, work) / 2**20
+    return measure_peak_bytes(model.device, work) / 2**20
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--bundled", action="store_true", help="the bundled model instead of a random one")
     parser.add_argument("--length", type=int, default=4096, help="tokens of the prompt (1,024 with --bundled)")
     parser.add_argument("--budget", type=int, default=None, help="entries per kv head (default: a quarter)")
-    parser.add_argument("--policies", default=",".join(policy_names()))
+    parser.add_argument("--policies", default=",".join(list_policy_names()))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--device", default="cpu")

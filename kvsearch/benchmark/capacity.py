@@ -12,30 +12,30 @@ from transformers import StaticCache
 
 from kvsearch.benchmark.speed import (
     DYNAMIC,
-    FULL,
-    STATIC,
+    FULL_CACHE,
+    STATIC_CACHE,
     CacheKind,
     Workload,
-    cache_kinds,
     cache_nbytes,
     decode_seconds,
-    peak_bytes,
-    prefill_seconds,
-    random_prompts,
+    draw_prompts,
+    list_cache_kinds,
+    measure_peak_bytes,
     step_seconds,
+    time_prefill,
 )
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe
-from kvsearch.models.memory import default_memory, free_bytes, free_memory, is_out_of_memory
-from kvsearch.models.weights import named_tensors
+from kvsearch.models.memory import find_default_memory, is_out_of_memory, measure_free_bytes, release_memory
+from kvsearch.models.weights import list_named_tensors
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import using
-from kvsearch.runtime.program import full_cache, memory_needs
+from kvsearch.runtime.attention import use_attention
+from kvsearch.runtime.program import estimate_memory, make_full_program
 
-GPU_SHARE = 0.95  # of what is free, for the largest batch
+FREE_SHARE_FOR_BATCH = 0.95  # of what is free, for the largest batch
 FEWER = 16  # a batch that does not fit is tried again with a sixteenth less
-SPARE = 1 / 4  # of what a cache holds may be padding, or room for tokens to come
+SPARE_SHARE = 1 / 4  # of what a cache holds may be padding, or room for tokens to come
 PROBED = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
 
 
@@ -44,24 +44,24 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
 
     All caches, with their new tokens, are in memory at once; those that evict while decoding twice, as they are
     measured on a copy. Beside them is what it takes to read the prompts, or to decode, if that is more: DynamicCache is
-    copied then, and ours have `SPARE`. `device` is where a model without weights will have them.
+    copied then, and ours have `SPARE_SHARE`. `device` is where a model without weights will have them.
     """
     shape = describe(model)
     lengths = [work.length] * work.batch
-    ours = {FULL: full_cache(model), **programs}
-    needs = {name: memory_needs(model, program, lengths, tokens=work.steps) for name, program in ours.items()}
+    ours = {FULL_CACHE: make_full_program(model), **programs}
+    needs = {name: estimate_memory(model, program, lengths, tokens=work.steps) for name, program in ours.items()}
     entries = work.batch * (work.length + work.steps) * len(shape.full_layers) * shape.kv_heads
-    stock = (DYNAMIC, STATIC) if len(shape.full_layers) == shape.layers else (DYNAMIC,)
+    stock = (DYNAMIC, STATIC_CACHE) if len(shape.full_layers) == shape.layers else (DYNAMIC,)
     caches = dict.fromkeys(stock, entries * 2 * shape.head_dim * model.dtype.itemsize)
     caches |= {name: need.cache * (2 if ours[name].decode else 1) for name, need in needs.items()}
     most = replace(max(needs.values(), key=lambda need: need.scratch), cache=sum(caches.values()))
-    decoding = caches[DYNAMIC] + int(SPARE * sum(caches[name] for name in ours))
+    decoding = caches[DYNAMIC] + int(SPARE_SHARE * sum(caches[name] for name in ours))
     if decoding > most.dense + most.activations + most.masks + most.scratch:
         most = replace(most, cache=most.cache + decoding, dense=0, activations=0, masks=0, scratch=0)
-    held = [tensor for _, tensor in named_tensors(model) if not tensor.is_meta]
+    held = [tensor for _, tensor in list_named_tensors(model) if not tensor.is_meta]
     devices = {tensor.device for tensor in held}
     needed = most.total - sum(tensor.nbytes for tensor in held)
-    free = sum(map(free_bytes, devices or {device}))
+    free = sum(map(measure_free_bytes, devices or {device}))
     if needed > free:
         raise EnvironmentFault(
             f"batch {work.batch} at {work.length:,} tokens needs {needed / 1e9:.1f} GB ({most.cache / 1e9:.1f} of it "
@@ -71,27 +71,29 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     return {"bytes": caches, "memory": asdict(most), "needed_bytes": needed, "free_bytes": free}
 
 
-def largest_batches(
+def find_largest_batches(
     model: Any, programs: dict[str, Program], workloads: Sequence[Workload], progress: Progress
 ) -> dict[tuple[int, str], tuple[int, float]]:
     """Return the largest batch and its tokens per second, by tokens of a context and name of a cache.
 
-    Caches take what a GPU has free, or the memory that work takes on a CPU. Errors as for `largest_batch`.
+    Caches take what a GPU has free, or the memory that work takes on a CPU. Errors as for `find_largest_batch`.
     """
-    available = default_memory(model.device, gpu_share=GPU_SHARE)
+    available = find_default_memory(model.device, gpu_share=FREE_SHARE_FOR_BATCH)
     kinds = [
-        (work, kind) for work in workloads for kind in cache_kinds(model, programs, work.length + work.steps + PROBED)
+        (work, kind)
+        for work in workloads
+        for kind in list_cache_kinds(model, programs, work.length + work.steps + PROBED)
     ]
     capacities = {}
-    with using(model, model.config._attn_implementation):
+    with use_attention(model, model.config._attn_implementation):
         for number, (work, kind) in enumerate(kinds, 1):
-            capacities[work.length, kind.name] = largest_batch(model, kind, work, available)
+            capacities[work.length, kind.name] = find_largest_batch(model, kind, work, available)
             progress(number, len(kinds))
     return capacities
 
 
 @torch.no_grad()
-def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> tuple[int, float]:
+def find_largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> tuple[int, float]:
     """Return the largest batch of contexts whose caches fit into `memory` bytes, and its tokens per second.
 
     Contexts have `work.length` tokens. The cache of `kind` has room for `PROBED` tokens more than the steps of `work`.
@@ -105,9 +107,9 @@ def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> t
     """
     model.set_attn_implementation(kind.implementation)
     one = kind.make()
-    prefill_seconds(model, one, random_prompts(model, 1, work.length))
+    time_prefill(model, one, draw_prompts(model, 1, work.length))
     held = cache_nbytes(one)
-    beside = peak_bytes(model.device, lambda: decode_seconds(model, one, 1, min(PROBED, work.steps)))
+    beside = measure_peak_bytes(model.device, lambda: decode_seconds(model, one, 1, min(PROBED, work.steps)))
     batch = memory // (held + beside)
     while batch > 0:
         try:
@@ -118,7 +120,7 @@ def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> t
             if not is_out_of_memory(error):
                 raise
             cache = None
-            free_memory()
+            release_memory()
             batch -= max(1, batch // FEWER)
         else:
             return batch, batch * work.steps / seconds

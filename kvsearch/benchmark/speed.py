@@ -28,30 +28,30 @@ from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
-from kvsearch.models.architecture import describe, text_config
-from kvsearch.models.memory import accelerator, synchronise
-from kvsearch.models.weights import count_numbers, stored_bytes
+from kvsearch.models.architecture import describe, find_text_config
+from kvsearch.models.memory import find_accelerator, synchronise
+from kvsearch.models.weights import count_numbers, count_stored_bytes
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.size import Size
 from kvsearch.policies import Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.decode.steps import FEWEST, CompiledModel, stepping
+from kvsearch.runtime.decode.steps import MIN_CAPTURED_TOKENS, CompiledModel, use_steps
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import held_entries, prefill_all
-from kvsearch.runtime.stock import CACHE, layer_state, stock_nbytes
+from kvsearch.runtime.program import make_full_program
+from kvsearch.runtime.shared_prefill import count_held_entries, prefill_all
+from kvsearch.runtime.stock import CACHE, count_stock_bytes, read_layer_state
 
 STOCK = "sdpa"
-SMALLEST = 0.2
+SMALLEST_SHARE = 0.2
 LARGEST = 2.5  # budgets of heads before they are brought to their mean, as multiples of it
 DYNAMIC = "DynamicCache"
-STATIC = "StaticCache"
-FULL = "kvsearch, full"
+STATIC_CACHE = "StaticCache"
+FULL_CACHE = "kvsearch, full"
 COPIED = 2**27  # bytes that the bandwidth is measured with
-WIDEST = 8192  # rows and columns of the largest matrices that are multiplied
-ENOUGH = 0.005  # seconds of a product that is long enough to be believed
+MAX_MATRIX = 8192  # rows and columns of the largest matrices that are multiplied
+MIN_PRODUCT_SECONDS = 0.005  # seconds of a product that is long enough to be believed
 
 
 @dataclass(frozen=True)
@@ -73,35 +73,35 @@ class Workload:
     rounds: int
 
 
-def cache_kinds(model: Any, programs: dict[str, Program], capacity: int) -> list[CacheKind]:
+def list_cache_kinds(model: Any, programs: dict[str, Program], capacity: int) -> list[CacheKind]:
     """Return transformers' own caches, the full cache on ours, and one for each of the `programs`.
 
     `capacity` are the tokens that a `StaticCache` has room for; models with other than full-attention layers have none.
     """
     shape = describe(model)
-    config = text_config(model)
+    config = find_text_config(model)
     kinds = [CacheKind(DYNAMIC, lambda: DynamicCache(config=config), STOCK)]
     if len(shape.full_layers) == shape.layers:
-        kinds.append(CacheKind(STATIC, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK))
-    ours = {FULL: full_cache(model), **programs}
+        kinds.append(CacheKind(STATIC_CACHE, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK))
+    ours = {FULL_CACHE: make_full_program(model), **programs}
     return kinds + [CacheKind(name, partial(PlanCache, model, program)) for name, program in ours.items()]
 
 
-def skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
+def make_skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
     """Return budgets [L, Hkv] int64 that differ as calibrated ones do, the same ones for the same arguments.
 
     Logarithms are uniform between those of a fifth and of two and a half; every layer's mean is `mean` exactly.
     """
-    low = np.log(SMALLEST)
+    low = np.log(SMALLEST_SHARE)
     high = np.log(LARGEST)
     drawn = [np.exp(np.random.default_rng(layer).uniform(low, high, heads)) for layer in range(layers)]
     return np.stack([water_fill(weights, mean * heads, floor, upper) for weights in drawn])
 
 
-def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...], skewed: bool = False) -> Program:
+def make_program(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...], skewed: bool = False) -> Program:
     """Return a program of one policy in all full-attention layers, at one size in every phase.
 
-    Budgets are those of `skewed_budgets`, or the same in all heads. In a prefill phase none is larger than the prompt.
+    Budgets are made by `make_skewed_budgets`, or uniform. In a prefill phase no budget is larger than the prompt.
 
     Raises:
         UsageError: a budget is below what the policy always keeps.
@@ -115,7 +115,7 @@ def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...]
         mean = min(max(round(size.mean(length)), policy.least), length)
         if not skewed:
             return np.full(heads, mean, np.int64)
-        return skewed_budgets(*heads, mean, min(policy.least, mean), length)
+        return make_skewed_budgets(*heads, mean, min(policy.least, mean), length)
 
     return Program.of_policy(model, policy, dict.fromkeys(phases, table))
 
@@ -132,7 +132,7 @@ def measure(
 
     With a `compiled` model decode steps of ours are measured a second time, by it.
     """
-    ids = random_prompts(model, work.batch, work.length)
+    ids = draw_prompts(model, work.batch, work.length)
     prefill = defaultdict[str, list[float]](list)
     token = defaultdict[str, list[float]](list)
     compiled_token = defaultdict[str, list[float]](list)
@@ -155,7 +155,7 @@ def measure(
             turn(kind)
             caches.pop(kind.name, None)  # before there is another
             caches[kind.name] = kind.make()
-            prefill[kind.name].append(prefill_seconds(model, caches[kind.name], ids))
+            prefill[kind.name].append(time_prefill(model, caches[kind.name], ids))
         held = {name: _held(model, cache, work) for name, cache in caches.items()}
         for kind in _turns(kinds, work.rounds):
             turn(kind)
@@ -185,15 +185,15 @@ def measure(
                 token_seconds=statistics.median(token[name]),
                 tokens_per_second=work.batch / statistics.median(token[name]),
                 token_speedup=statistics.median(map(truediv, token[first], token[name])),
-                floor_seconds=roofline.floor(*token_work(model, work.batch, entries, size)),
-                prefill_floor_seconds=roofline.floor(*prompt_work(model, work.batch, work.length)),
+                floor_seconds=roofline.floor(*estimate_token_work(model, work.batch, entries, size)),
+                prefill_floor_seconds=roofline.floor(*estimate_prompt_work(model, work.batch, work.length)),
                 compiled_seconds=statistics.median(compiled_token[name]) if compiled_token[name] else None,
             )
         )
     return costs
 
 
-def random_prompts(model: Any, batch: int, length: int) -> Tensor:
+def draw_prompts(model: Any, batch: int, length: int) -> Tensor:
     """Return prompts [B, T] on the model's device, the same ones at every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
@@ -207,7 +207,7 @@ def _turns(kinds: Sequence[CacheKind], rounds: int) -> Iterator[CacheKind]:
 
 
 @torch.no_grad()
-def prefill_seconds(model: Any, cache: Any, ids: Tensor) -> float:
+def time_prefill(model: Any, cache: Any, ids: Tensor) -> float:
     """Return the seconds that reading prompts [B, T] into an empty cache takes."""
     planned = cache.planned.values() if isinstance(cache, PlanCache) else ()
     rereads = any(need.reread is not None for layer in planned for need in layer.needs())
@@ -236,9 +236,13 @@ def step_seconds(model: Any, cache: Any, batch: int, steps: int, compiled: Compi
     """
     token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     planned = isinstance(cache, PlanCache)
-    with stepping(model, cache, FEWEST + steps, compiled=compiled) if planned else nullcontext(model) as stepped:
+    with (
+        use_steps(model, cache, MIN_CAPTURED_TOKENS + steps, compiled=compiled)
+        if planned
+        else nullcontext(model) as stepped
+    ):
         if stepped is not model:
-            token = _decoded(stepped, cache, token, FEWEST)
+            token = _decoded(stepped, cache, token, MIN_CAPTURED_TOKENS)
         synchronise(model.device)
         start = time.perf_counter()
         _decoded(stepped, cache, token, steps)
@@ -257,7 +261,7 @@ def _forgotten(cache: Any) -> Iterator[None]:
     """Let tokens come into a cache, and forget them."""
     length = int(cache.get_seq_length())
     marks = [(layer, layer.mark()) for layer in cache.layers if isinstance(layer, EvictingLayer)]
-    states = [(layer, layer_state(layer)) for layer in cache.layers if not isinstance(layer, EvictingLayer)]
+    states = [(layer, read_layer_state(layer)) for layer in cache.layers if not isinstance(layer, EvictingLayer)]
     yield
     for planned, mark in marks:
         planned.rewind(length, mark)
@@ -272,13 +276,13 @@ def _held(model: Any, cache: Any, work: Workload) -> tuple[float, int]:
     if not isinstance(cache, PlanCache):
         return float(work.length), cache_nbytes(cache)
     shape = describe(model)
-    entries = sum(held_entries(model, cache, [work.length] * work.batch))
+    entries = sum(count_held_entries(model, cache, [work.length] * work.batch))
     return entries / (work.batch * len(shape.full_layers) * shape.kv_heads), cache_nbytes(cache)
 
 
 def cache_nbytes(cache: Any) -> int:
     """Return the bytes that a cache of any kind holds."""
-    return cache.nbytes() if isinstance(cache, PlanCache) else sum(map(stock_nbytes, cache.layers))
+    return cache.nbytes() if isinstance(cache, PlanCache) else sum(map(count_stock_bytes, cache.layers))
 
 
 @torch.no_grad()
@@ -287,16 +291,16 @@ def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
 
     def pass_through() -> None:
         cache = kind.make()
-        prefill_seconds(model, cache, ids)
+        time_prefill(model, cache, ids)
         _decoded(model, cache, ids[:, -1:], steps)
 
-    return peak_bytes(model.device, pass_through)
+    return measure_peak_bytes(model.device, pass_through)
 
 
-def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
+def measure_peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
     """Return the most bytes that torch allocates at a time during `action`, by the records of its allocators."""
     gc.collect()  # what is garbage already must not be freed during the action, which would seem to take less
-    if (module := accelerator(device)) is not None:
+    if (module := find_accelerator(device)) is not None:
         devices = range(module.device_count())
         for index in devices:
             module.reset_peak_memory_stats(index)
@@ -320,7 +324,7 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     bandwidth = 2 * COPIED / _best_seconds(device, lambda: target.copy_(source))
     size = 128
     seconds = flops = 0.0
-    while size < WIDEST and seconds < ENOUGH:
+    while size < MAX_MATRIX and seconds < MIN_PRODUCT_SECONDS:
         size *= 2
         matrix = torch.ones(size, size, dtype=dtype, device=device)
         seconds = _best_seconds(device, partial(torch.mm, matrix, matrix))
@@ -340,20 +344,20 @@ def _best_seconds(device: torch.device, action: Callable[[], object], tries: int
     return min(seconds[1:])
 
 
-def prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]:
+def estimate_prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]:
     """Return the bytes that must be read for a batch of prompts, and the operations: of the last token alone the head.
 
     Those of attention are of full-attention layers, where a token sees those before it.
     """
     shape = describe(model)
     read = read_weights(model)
-    head = text_config(model).vocab_size * shape.hidden_size
+    head = find_text_config(model).vocab_size * shape.hidden_size
     multiplied = count_numbers(read_modules(model)) - head
     attention = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim * length
     return read, 2 * batch * (length * multiplied + head) + batch * length * attention
 
 
-def token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, float]:
+def estimate_token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, float]:
     """Return the bytes that must be read for a token of each sequence, and the operations.
 
     The caches hold so many `entries` per kv head of full-attention layers on average, and `held` bytes in all.
@@ -366,7 +370,7 @@ def token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, 
 
 def read_weights(model: Any) -> int:
     """Return the bytes of weights that every token reads: all but an input embedding that is not the output's, too."""
-    return stored_bytes(read_modules(model))
+    return count_stored_bytes(read_modules(model))
 
 
 def read_modules(model: Any) -> list[nn.Module]:

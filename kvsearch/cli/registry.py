@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvsearch.core.errors import KvsearchError
     from kvsearch.jobs.listings import Listing
     from kvsearch.jobs.reporter import Reporter
-    from kvsearch.report.figures import Part
+    from kvsearch.report.figures import ReportPart
     from kvsearch.report.screen import View
 
 Action = Callable[[Any, "Console"], None]
@@ -71,7 +71,7 @@ def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, conso
     view_output(run_job(function, checked, console, dry=True)).print(console)
 
 
-def shown_parts(parts: Callable[[], Iterable[Part]]) -> Show:
+def shown_parts(parts: Callable[[], Iterable[ReportPart]]) -> Show:
     """Return what prints lines and tables."""
     return lambda console: console.out.print_parts(parts())
 
@@ -80,9 +80,9 @@ def shown_as(kind: str, result: Any) -> Show:
     """Return what prints a result as `kvsearch show` prints its file, which is of this kind."""
 
     def show(console: Console) -> None:
-        from kvsearch.report.artifacts import KINDS
+        from kvsearch.report.artifacts import ARTIFACT_KINDS
 
-        console.out.print_parts(KINDS[kind].parts(result))
+        console.out.print_parts(ARTIFACT_KINDS[kind].parts(result))
 
     return show
 

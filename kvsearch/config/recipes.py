@@ -7,42 +7,44 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import describe_unknown
 from kvsearch.core.parsing import read_json
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.runs.identity import SCHEMA
 
 JOBS = ("calibrate", "evaluate", "evolve", "run")  # that recipes are shipped for
 
 
 def find_recipe(name: str, job: str) -> Path:
-    """Return the file of that name, or the recipe that is shipped for a job; errors as `shipped_recipe`."""
+    """Return the file of that name, or the recipe that is shipped for a job; errors as `find_shipped_recipe`."""
     path = Path(name)
-    return path if path.exists() or path.suffix in (".yaml", ".yml", ".json") else shipped_recipe(name, job)[1]
+    return path if path.exists() or path.suffix in (".yaml", ".yml", ".json") else find_shipped_recipe(name, job)[1]
 
 
-def shipped_recipes(job: str = "") -> dict[str, Path]:
+def list_shipped_recipes(job: str = "") -> dict[str, Path]:
     """Return the recipes that are shipped, of one job or of all, by job and name, as in run/bundled."""
     jobs = [known for known in JOBS if job in ("", known)]
-    return {f"{job}/{path.stem}": path for job in jobs for path in sorted(resource(f"recipes/{job}").glob("*.yaml"))}
+    return {
+        f"{job}/{path.stem}": path for job in jobs for path in sorted(find_resource(f"recipes/{job}").glob("*.yaml"))
+    }
 
 
-def shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
+def find_shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
     """Return job/name and file of a shipped recipe; its name alone will do where one job has it.
 
     Raises:
         UsageError: there is no such recipe, or several jobs have one of that name.
     """
-    known = shipped_recipes(job)
+    known = list_shipped_recipes(job)
     found = [full for full in known if name in (full, full.partition("/")[2])]
     if len(found) > 1:
         raise UsageError(f"several recipes are called {name!r}: give {' or '.join(found)}")
     if not found:
-        raise UsageError(unknown("recipe", name, [full.partition("/")[2] if job else full for full in known]))
+        raise UsageError(describe_unknown("recipe", name, [full.partition("/")[2] if job else full for full in known]))
     return found[0], known[found[0]]
 
 
-def about(path: Path) -> str:
+def read_description(path: Path) -> str:
     """Return what a recipe says of itself: the comment that it begins with, as one line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = list(takewhile(lambda line: line.startswith("#"), lines))

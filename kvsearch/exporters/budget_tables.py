@@ -24,7 +24,7 @@ from kvsearch.exporters.base import (
     same_for_heads,
 )
 from kvsearch.plan import ModelFingerprint, PolicySpec, canonical_json
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.policies.snapkv import SnapKV
 
 TRACE = 1e-9  # relative
@@ -91,7 +91,7 @@ class HeadKV(BudgetExporter):
             for (layer, head), score in np.ndenumerate(scores)
             for member in range(group)
         }
-        policy = policy_of(budgets.policy)
+        policy = build_policy(budgets.policy)
         shared = f"--kv_cache_granularity kv_head --gqa_score_agg {policy.group} " if isinstance(policy, SnapKV) else ""
         usage = (
             f"python run_longbench.py --method headkv {shared}--head_path {{path}} --head_beta 1 "
@@ -104,7 +104,7 @@ class HeadKV(BudgetExporter):
         """Return the loss of layers that rank by SnapKV, but with other settings than the tool's."""
 
         def differs(spec: PolicySpec) -> bool:
-            policy = policy_of(spec)
+            policy = build_policy(spec)
             return isinstance(policy, SnapKV) and (
                 any(getattr(policy, name) != value for name, value in self.RANKING.items())
                 or policy.recent_count != self.WINDOW
@@ -138,7 +138,7 @@ class DuoAttentionGates(BudgetExporter):
 
         The others hold one of the plan's budgets, that from which the fewest entries are in the wrong place.
         """
-        policy = policy_of(budgets.policy)
+        policy = build_policy(budgets.policy)
         at = budgets.known_length
         sizes = np.unique(budgets.entries[budgets.entries < at]).tolist()
         if not sizes and policy.least < at:  # all heads keep everything, whatever a streaming head would
@@ -196,7 +196,7 @@ class SparseVLLM(BudgetExporter):
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Write the settings; a quarter of an entry keeps cut-off fractions from costing one."""
-        policy = policy_of(budgets.policy)
+        policy = build_policy(budgets.policy)
         kept = budgets.per_layer
         sinks = min(policy.sink_count, *kept)
         recent = min(policy.recent_count, min(kept) - sinks)
@@ -337,7 +337,10 @@ class TensorRTLLM(Windows):
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Give every layer the mean of its heads, and the sinks of its policy."""
-        cache = {"max_attention_window": budgets.per_layer, "sink_token_length": policy_of(budgets.policy).sink_count}
+        cache = {
+            "max_attention_window": budgets.per_layer,
+            "sink_token_length": build_policy(budgets.policy).sink_count,
+        }
         config = yaml.safe_dump({"kv_cache_config": cache}).encode()
         losses = self.through | sinks_lost(budgets, budgets.per_layer)
         return Exported({SINGLE: config}, ("trtllm-serve MODEL --config {path}",), losses)
@@ -392,7 +395,7 @@ class OpenVINO(BudgetExporter):
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Write the sizes: whole blocks, with at least one between the first and the recent entries."""
-        policy = policy_of(budgets.policy)
+        policy = build_policy(budgets.policy)
         start, recent = (max(1, -(-count // BLOCK)) * BLOCK for count in (policy.sink_count, policy.recent_count))
         mean = budgets.total / budgets.entries.size
         sizes = {
@@ -418,7 +421,7 @@ class OpenVINO(BudgetExporter):
 
 def sinks_lost(budgets: Budgets, windows: Sequence[int]) -> dict[str, int | None]:
     """Return the loss of the first entries of every layer whose window does not have the whole prompt."""
-    sinks = policy_of(budgets.policy).sink_count
+    sinks = build_policy(budgets.policy).sink_count
     moving = [window for window in windows if budgets.length is None or window < budgets.length]
     lost = sum(min(sinks, window) for window in moving) * budgets.plan.model.kv_heads
     return {f"windows have no sinks: the first {sinks} entries of a head leave": lost} if lost else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvsearch.exporters.base import CARD, Exported, Inputs, PlanExporter
 from kvsearch.exporters.card import fill_template, folder_card, model_card
-from kvsearch.models.loading import CONFIG
+from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.saved import (
     BESIDE,
@@ -17,9 +17,9 @@ from kvsearch.plan.saved import (
     MODEL_KEY,
     WEIGHTS,
     check_listing,
-    known_weights,
-    size_of,
-    with_weights,
+    find_size,
+    list_weights,
+    read_known_weights,
 )
 
 REQUIREMENTS = b"torch>=2.8\ntransformers>=5.18\n"  # of what `custom_generate` needs, as transformers reads it
@@ -40,8 +40,8 @@ class Folder(PlanExporter):
 
     def plan_files(self, plan: Plan) -> dict[str, bytes]:
         """Return the plan and its weights; UsageError if these are not here."""
-        places = with_weights(plan.policies, FOLDER_PLAN)
-        weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        places = list_weights(plan.policies, FOLDER_PLAN)
+        weights = {place.name: read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
         return {FOLDER_PLAN: canonical_json(plan), **weights}
 
 
@@ -77,14 +77,16 @@ class ModelFolder(Folder):
             UsageError: the weights of a fitted ranking are not here, or the folder's card cannot be read.
         """
         listed = dict(check_listing(inputs.config.get(MODEL_KEY), "the model"))
-        size = size_of(plan)
+        size = find_size(plan)
         path = f"{BESIDE}/plan-{size}.json" if listed else f"{BESIDE}/{FOLDER_PLAN}"
         path = f"{BESIDE}/{Path(listed[size]['file']).name}" if size in listed else path
-        places = with_weights(plan.policies, path)
-        weights = {f"{BESIDE}/{place.name}": known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        places = list_weights(plan.policies, path)
+        weights = {f"{BESIDE}/{place.name}": read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
         content = canonical_json(plan)
         listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
-        written = {path: content, **weights, CARD: model_card(plan, path, inputs), CONFIG: config.encode()}
+        written = {path: content, **weights, CARD: model_card(plan, path, inputs), MODEL_CONFIG_FILE: config.encode()}
         usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
-        return Exported(written, usage, total=plan.total, updated=(*weights, CARD, CONFIG), model=inputs.unsaved)
+        return Exported(
+            written, usage, total=plan.total, updated=(*weights, CARD, MODEL_CONFIG_FILE), model=inputs.unsaved
+        )

@@ -236,7 +236,7 @@ def weights_hash(model: torch.nn.Module) -> str:
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 
-def budgets_at(plan: dict[str, Any], length: int) -> dict[int, list[int]]:
+def compute_budgets(plan: dict[str, Any], length: int) -> dict[int, list[int]]:
     """Return the entries per kv head of each planned layer, for a prompt of `length` tokens."""
     layers = {place: layer["budget"] for place, layer in enumerate(plan["prefill"]["layers"]) if layer is not None}
     table = np.array(list(layers.values()), dtype=np.int64)
@@ -290,7 +290,7 @@ def planned_cache(model: Any, plan: dict[str, Any]) -> DynamicCache:
 
     def entries(layer: int, length: int) -> list[int]:
         if length not in tables:
-            tables[length] = budgets_at(plan, length)
+            tables[length] = compute_budgets(plan, length)
         return tables[length][layer]
 
     for place, layer in enumerate(plan["prefill"]["layers"]):

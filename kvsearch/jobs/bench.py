@@ -16,9 +16,9 @@ from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.shapes import device_of, random_model
+from kvsearch.models.shapes import find_device, make_random_model
 from kvsearch.models.speed import StageCost, Work
-from kvsearch.plan import Size, phases_of
+from kvsearch.plan import Size, parse_phases
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.costs import Forecast, SpeedView
@@ -124,8 +124,8 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
     for name, level in (("KINETO_LOG_LEVEL", "99"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)  # read as torch is loaded: its profiler talks on standard error
     loaded, programs, _ = _load(options, reporter)
-    from kvsearch.benchmark.capacity import largest_batches
-    from kvsearch.benchmark.speed import Workload, cache_kinds, measure, measure_roofline
+    from kvsearch.benchmark.capacity import find_largest_batches
+    from kvsearch.benchmark.speed import Workload, list_cache_kinds, measure, measure_roofline
     from kvsearch.runtime.decode.steps import CompiledModel
 
     steps = options.new_tokens
@@ -135,14 +135,14 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
     compiled = CompiledModel(loaded.model) if options.compile else None
     with reporter.progress("measuring: turn") as progress:
         for length in options.length:
-            kinds = cache_kinds(loaded.model, programs, length + steps)
+            kinds = list_cache_kinds(loaded.model, programs, length + steps)
             for batch in options.batch:
                 work = Workload(batch, length, steps, rounds)
                 costs += measure(loaded.model, kinds, work, roofline, progress, compiled)
     if options.largest_batch:
         prompts = [Workload(1, length, steps, rounds) for length in options.length]
         with reporter.progress("finding the largest batch: cache") as progress:
-            capacities = largest_batches(loaded.model, programs, prompts, progress)
+            capacities = find_largest_batches(loaded.model, programs, prompts, progress)
         costs = [
             replace(cost, largest_batch=batch, largest_tokens_per_second=rate)
             for cost in costs
@@ -164,9 +164,9 @@ def _load(
         loaded = options.load(str(options.model), reporter)
     else:
         with reporter.loading(options.shape):
-            loaded = random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)
+            loaded = make_random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)
     from kvsearch.benchmark.capacity import require_memory
-    from kvsearch.benchmark.speed import Workload, program_at
+    from kvsearch.benchmark.speed import Workload, make_program
     from kvsearch.models.architecture import describe, require_same_rotary
     from kvsearch.runtime import Program
 
@@ -179,7 +179,7 @@ def _load(
         if options.phases != "prefill":
             words.append(options.phases)
         policy = create_policy(*parse_policy(options.policy))
-        program = program_at(loaded.model, policy, size, phases_of(options.phases), options.skewed)
+        program = make_program(loaded.model, policy, size, parse_phases(options.phases), options.skewed)
         programs[", ".join(words)] = program
     tokens = max(options.length) + options.new_tokens
     limit = describe(loaded.model).max_positions
@@ -188,4 +188,4 @@ def _load(
     for length in options.length:
         require_same_rotary(loaded.model, [length], options.new_tokens)
     largest = Workload(max(options.batch), max(options.length), options.new_tokens, options.rounds)
-    return loaded, programs, require_memory(loaded.model, programs, largest, device_of(options.device))
+    return loaded, programs, require_memory(loaded.model, programs, largest, find_device(options.device))

@@ -13,7 +13,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output, require_directory
 from kvsearch.core.items import Progress
-from kvsearch.core.parsing import read_json, validated
+from kvsearch.core.parsing import read_json, validate_content
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import summarize
 from kvsearch.exporters.base import Exported
@@ -40,7 +40,7 @@ from kvsearch.report.records import record_files
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
-from kvsearch.runs.run import run_in, write_json
+from kvsearch.runs.run import read_run, write_json
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Sampling
 
@@ -137,7 +137,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
         A finished run that is repeated finds the table and the records that it has written itself.
         """
         if self.output is not None:
-            run_in(self.output, "evaluate")
+            read_run(self.output, "evaluate")
         is_finished = self.output is not None and (self.output / REPORT).exists() and not self.force
         if self.records is not None:
             require_directory(self.records)
@@ -207,7 +207,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
         options.baselines,
     )  # fmt: skip
     from kvsearch.evaluation.compare import prepare
-    from kvsearch.evaluation.totals import idle_methods
+    from kvsearch.evaluation.totals import find_idle_methods
 
     loaded = options.load(options.model, reporter)
     asked = replace(options.asked_of(tasks, options.samples, options.protocol), sampling=sampling)
@@ -216,7 +216,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")
-    if idle := idle_methods(evaluation):
+    if idle := find_idle_methods(evaluation):
         reporter.warn(
             f"{', '.join(idle)}: nothing is evicted from any prompt, so this is the full cache: keep fewer entries"
         )
@@ -247,7 +247,7 @@ def _output_losses(
 
 def read_losses(path: Path) -> list[LayerLoss]:
     """Return the losses that a run has kept; UsageError if the file is damaged."""
-    return validated(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
+    return validate_content(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
 
 
 # --- headroom ---------------------------------------------------------------------------------------------------------
@@ -263,12 +263,12 @@ class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
 
 
 def estimate_headroom(options: HeadroomOptions, reporter: Reporter) -> Forecast:
-    """Return what would be asked, and what that costs; errors as `headroom`."""
-    from kvsearch.evaluation.headroom import importance_cost
+    """Return what would be asked, and what that costs; errors as `measure_headroom`."""
+    from kvsearch.evaluation.headroom import estimate_headroom
 
     full = _full_cache(options, reporter)
     stated = {"tasks": [task.task.name for task in full.encoded], "ratio": options.ratio, "samples": options.samples}
-    stages = [full.cost("full cache"), importance_cost(full.loaded, full.encoded, options.ratio)]
+    stages = [full.cost("full cache"), estimate_headroom(full.loaded, full.encoded, options.ratio)]
     return Forecast(stated, stages, full.loaded.model)
 
 
@@ -285,8 +285,8 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
     """
     full = _full_cache(options, reporter)
     from kvsearch.evaluation.headroom import PROGRAMS
-    from kvsearch.evaluation.headroom import headroom as measure
-    from kvsearch.tasks.encode import contexts_of
+    from kvsearch.evaluation.headroom import measure_headroom as measure
+    from kvsearch.tasks.encode import name_contexts
 
     config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.recorded())
     with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
@@ -294,7 +294,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
             full.require_answers(progress, store)
         with reporter.progress("measuring importance: context") as progress:
             results = measure(full.loaded, full.encoded, options.ratio, progress, store)
-        rows = summarize(results, FULL, contexts_of(full.encoded))
+        rows = summarize(results, FULL, name_contexts(full.encoded))
         asked = tuple(task.coverage for task in full.encoded)
         result = HeadroomResult(
             model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=asked
@@ -308,7 +308,7 @@ def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
     """Return the evaluation of the full cache, with the model."""
     tasks = options.find_tasks(options.model)
     if options.output is not None:
-        run_in(options.output, "headroom")
+        read_run(options.output, "headroom")
     from kvsearch.evaluation.compare import Split, prepare
     from kvsearch.strategies.compared import full_method
 

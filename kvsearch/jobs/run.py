@@ -14,10 +14,10 @@ from pydantic import model_validator
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
 from kvsearch.config.options import MACHINE, RULE, SIZE, Names, one_of, option
-from kvsearch.config.recipes import read_recipe, shipped_recipe
+from kvsearch.config.recipes import find_shipped_recipe, read_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.core.fields import Entries, Samples, Time, refuse, seconds_of
-from kvsearch.core.items import clock_words
+from kvsearch.core.fields import Entries, Samples, Time, parse_seconds, refuse
+from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_together
 from kvsearch.jobs.evolve import EvolveOptions
@@ -50,16 +50,16 @@ from kvsearch.jobs.reporter import (
 )
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
-from kvsearch.plan.origin import ContextSet, joined
+from kvsearch.plan.origin import ContextSet, join_records
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import Fitted, is_last, profile_of
+from kvsearch.policies.fitted import Fitted, is_last, load_fitted_profile
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import selection_result, sentences, smallest_words
+from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
-from kvsearch.runs.run import Run, run_in, write_contexts, writing
+from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
 from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
 from kvsearch.strategies.joint import PolicyCurves, policy_curves
 from kvsearch.tasks.catalog import describe_tasks
@@ -135,7 +135,7 @@ class Curves(LukvOptions, CalibrateOptions):
         used = ContextSet()
         for policy in self.policies():
             if isinstance(policy, Fitted):
-                contexts = profile_of(policy.weights, policy.name).metadata.provenance.contexts
+                contexts = load_fitted_profile(policy.weights, policy.name).metadata.provenance.contexts
                 used = used if contexts is None else used.union(contexts.used)
         return used
 
@@ -177,7 +177,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         "Built-in policies to measure budgets for.",
         RULE,
         metavar="NAME,...",
-        completes="kvsearch.policies.registry:policy_names",
+        completes="kvsearch.policies.registry:list_policy_names",
     )
     rankings: Names = option(tuple(RANKINGS), "Rankings to fit, and to measure budgets for, too.", metavar="NAME,...")
     form: Literal["network", "linear"] = option("network", "probe: the largest fit that is tried.")
@@ -224,7 +224,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         both = {**one_of(stated, given, (*SIZES, "within")), **given}
         if both.get("effort") != QUICK:
             return both
-        quick = read_recipe(shipped_recipe(QUICK, cls.job)[1], cls.job)
+        quick = read_recipe(find_shipped_recipe(QUICK, cls.job)[1], cls.job)
         spec = both.get("tasks") or default_tasks(both.get("model"))
         entries = describe_tasks(spec if isinstance(spec, str) else "+".join(spec))
         if len(entries) > QUICK_TASKS:
@@ -356,7 +356,7 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
     if options.time is None:
         return options, stages
     speed = Speed.of(stages.loaded.model, stages.costs)
-    began = None if options.force else run_in(options.output, "run")
+    began = None if options.force else read_run(options.output, "run")
     needed = 0.0
     for form, left_out in find_forms(options, stages):
         tried = stages
@@ -365,14 +365,15 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
                 warnings.simplefilter("ignore", KvsearchWarning)
                 tried = RunStages(form.with_model(stages.loaded), Silent())
         needed = sum(speed.seconds(cost.work) for cost in tried.costs)
-        if form.recorded() == began.options if began is not None else needed <= seconds_of(options.time):
-            takes = " to ".join(map(clock_words, speed.range_of(needed)))
+        if form.recorded() == began.options if began is not None else needed <= parse_seconds(options.time):
+            takes = " to ".join(map(format_clock, speed.range_of(needed)))
             reporter.say(f"--time {options.time}: {left_out}, takes about {takes}")
             return (options, stages) if form is options else (form, RunStages(tried.given, reporter))
     if began is not None:
         return options, stages  # another run is there, which is refused
     raise UsageError(
-        f"--time {options.time}: the shortest run there is takes about {clock_words(needed)} here: give more, fewer or "
+        f"--time {options.time}: the shortest run there is takes about {format_clock(needed)} here: "
+        "give more, fewer or "
         "shorter contexts, or a faster device"
     )
 
@@ -402,7 +403,7 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
     files = []
     for choice in result.sizes.values():
         which = f"{choice.size.words}: " if len(result.sizes) > 1 else ""
-        first, *others = sentences(choice)
+        first, *others = describe_selection(choice)
         yield from (f"{which}{first}", *others)
         files.append(options.output / str(choice.plan))
     yield f"wrote {', '.join(map(str, files))}"
@@ -448,14 +449,14 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
             file = options.plan_file(selection.job.size)
             check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
-            sizes[str(selection.job.size)] = selection_result(selection, file.name)
+            sizes[str(selection.job.size)] = make_selection_result(selection, file.name)
         write_contexts(directory, stages.hashes)
         result = RunResult(sizes=sizes, tried=tuple(tried))
         opened.write(REPORT, result.as_json())
         opened.finish()
     if tried:
         on_text = bool(selections[0].report.nats)
-        reporter.say(smallest_words(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
+        reporter.say(describe_smallest(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
     if opened.state == "finished":
         reporter.say(FINISHED)
     return result
@@ -504,7 +505,7 @@ class RunStages:
     def __init__(self, options: RunOptions, reporter: Reporter) -> None:
         self.given = options
         sizes = options.sizes
-        run_in(options.output, "run")
+        read_run(options.output, "run")
         tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
         options.check_names()
         self.rule = options.rule
@@ -514,7 +515,7 @@ class RunStages:
         from kvsearch.runtime.cache import check_rotary
         from kvsearch.selection.candidates import find_policy_candidates
         from kvsearch.selection.splits import halve_contexts, refuse_shared
-        from kvsearch.tasks.encode import counter
+        from kvsearch.tasks.encode import make_token_counter
 
         splits = {name: options.split(name, questions, options.protocol) for name, questions in tasks.items()}
         loaded = options.load(options.model, reporter)
@@ -533,8 +534,8 @@ class RunStages:
         if options.smallest:
             halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
         contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
-        options = options.with_counts(sum(contexts) / len(contexts), counter(loaded.tokenizer))
-        for warning in find_doubts(options, encoded["select"], counter(loaded.tokenizer)):
+        options = options.with_counts(sum(contexts) / len(contexts), make_token_counter(loaded.tokenizer))
+        for warning in find_doubts(options, encoded["select"], make_token_counter(loaded.tokenizer)):
             reporter.warn(warning)
         self.refinement = options.refinement(loaded) if options.refine and sizes else None
         least = min(policy.least for policy in options.curves().policies())
@@ -559,8 +560,8 @@ class RunStages:
 
         `asked` are the programs of the baselines of every size, which are about all that is screened.
         """
-        from kvsearch.evaluation.compare import replies_cost
-        from kvsearch.runtime.program import full_cache
+        from kvsearch.evaluation.compare import estimate_replies
+        from kvsearch.runtime.program import make_full_program
         from kvsearch.selection.comparison import choice_cost, screened_questions
         from kvsearch.selection.race import FINALISTS
 
@@ -581,30 +582,33 @@ class RunStages:
         for size, programs in asked.items():
             name = f"report at {size.words}"
             costs.append(
-                replies_cost(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
+                estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
             )
         if self.options.smallest:  # some six budgets on half of the questions, under a few methods
-            programs = [full_cache(self.loaded.model)] * METHODS_ASKED
-            tried = replies_cost(SMALLEST, self.encoded["select"], self.splits["select"], programs)
+            programs = [make_full_program(self.loaded.model)] * METHODS_ASKED
+            tried = estimate_replies(SMALLEST, self.encoded["select"], self.splits["select"], programs)
             costs.append(replace(tried, work=tried.work * 4))
         return costs
 
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """The hashes of the contexts that are chosen by and reported on."""
-        from kvsearch.tasks.encode import asked_hashes
+        from kvsearch.tasks.encode import list_context_hashes
 
-        return {"chosen": asked_hashes(self.encoded["select"]), "reported": asked_hashes(self.encoded["report"])}
+        return {
+            "chosen": list_context_hashes(self.encoded["select"]),
+            "reported": list_context_hashes(self.encoded["report"]),
+        }
 
     def content(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return all that decides the result, as JSON; what is fitted on is in the configurations of the stages."""
-        from kvsearch.evaluation.runner import environment, metric_of, rows_hash
+        from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
 
         left_out = {"batch", "max_memory", *Loading.model_fields}
         stated = {name: value for name, value in recorded.items() if name not in left_out}
-        rows = {split: {task.task.name: rows_hash(task) for task in tasks} for split, tasks in self.encoded.items()}
-        metrics = {task.task.name: metric_of(task.task) for task in self.encoded["select"]}
-        return {**environment(self.loaded), "options": stated, "rows": rows, "metrics": metrics}
+        rows = {split: {task.task.name: hash_rows(task) for task in tasks} for split, tasks in self.encoded.items()}
+        metrics = {task.task.name: find_metric_name(task.task) for task in self.encoded["select"]}
+        return {**describe_environment(self.loaded), "options": stated, "rows": rows, "metrics": metrics}
 
     # --- what they do -------------------------------------------------------------------------------------------------
 
@@ -614,7 +618,7 @@ class RunStages:
         if fits := self.options.fits():
             with display.stage(FITTING) as stage, ExitStack() as locks:
                 for fit in fits.values():
-                    locks.enter_context(writing(fit.output))
+                    locks.enter_context(lock_for_writing(fit.output))
                 profiles = calibrate_together([fit.with_model(self.loaded) for fit in fits.values()], stage)
                 for name, profile in zip(fits, profiles, strict=True):
                     if is_last(profile.arrays):
@@ -688,7 +692,7 @@ class RunStages:
         planned = planned_size(size, calibrated.profile.metadata.length, self.longest)
         if refined is not None:
             found, searched = refined
-            known = joined([known, searched])
+            known = join_records([known, searched])
             more = found[planned]
         used = None if known is None else known.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)

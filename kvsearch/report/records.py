@@ -11,8 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.core.items import grouped
-from kvsearch.core.resources import package_version
+from kvsearch.core.items import group_by_key
+from kvsearch.core.resources import read_package_version
 from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
@@ -79,7 +79,7 @@ def _config(evaluation: Evaluation, method: ReadyMethod, ratio: float) -> dict[s
         "seed": evaluation.split.seed,
         "press_init_command": json.dumps(method.definition, sort_keys=True),
         "samples_per_task": evaluation.split.samples,
-        "evaluated_by": package_version(),
+        "evaluated_by": read_package_version(),
     }
 
 
@@ -112,7 +112,7 @@ def _dataset(tasks: list[Task]) -> tuple[str, str]:
 
 def _metrics(evaluation: Evaluation, label: str) -> dict[str, dict[str, float]]:
     """Return the mean score of each task in percent under the name of its metric."""
-    replies = grouped((one for one in evaluation.samples if one.method == label), attrgetter("task"))
+    replies = group_by_key((one for one in evaluation.samples if one.method == label), attrgetter("task"))
     metrics = {encoded.task.name: encoded.task.metric for encoded in evaluation.encoded}
     return {
         task: {

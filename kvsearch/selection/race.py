@@ -40,7 +40,7 @@ import numpy as np
 from scipy.special import logsumexp, stdtrit
 
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.selection.scores import Scores
 from kvsearch.selection.selection import FOREMOST, HOPELESS, LEAST_CONTEXTS, Rule, Verdict
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
@@ -209,7 +209,7 @@ class Race:
 
     def rank(self, names: Sequence[str]) -> list[str]:
         """Rank candidates or baselines, the foremost first."""
-        ranking = present(self.scores, "no round was judged") if self.losses is None else self.losses
+        ranking = assert_present(self.scores, "no round was judged") if self.losses is None else self.losses
         return ranking.ranked(names)
 
     def evidence(self, name: str) -> float:
@@ -225,7 +225,7 @@ class Race:
 
     def _is_out_of_reach(self, leader: str, available: int) -> bool:
         """Tell whether the evidence for the leader grows too slowly for a proof."""
-        asked = len(present(self.scores, "no round was judged").tasks)
+        asked = len(assert_present(self.scores, "no round was judged").tasks)
         return asked >= OPEN and self.evidence(leader) * available / asked < -math.log(self.rule.level)
 
     def _let_leave(self, scores: Scores) -> None:

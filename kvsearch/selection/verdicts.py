@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvsearch.calibration.tables import LEAST_CONTEXTS
 from kvsearch.core.fields import Count, Index, Record, Sha256, Text
-from kvsearch.evaluation.statistics import student_quantile
+from kvsearch.evaluation.statistics import find_student_quantile
 from kvsearch.plan import ModelFingerprint, PhaseNames
 from kvsearch.plan.schema import Protocol
 from kvsearch.runs.estimates import Difference, Estimate
@@ -213,7 +213,7 @@ def judge(
 
 def prediction_reach(controls: Sequence[float]) -> float:
     """Return how far from the mean of some random draws one more may be (95%): t s sqrt(1 + 1/n); n is 2 or more."""
-    return float(student_quantile(len(controls) - 1) * stdev(controls) * (1 + 1 / len(controls)) ** 0.5)
+    return float(find_student_quantile(len(controls) - 1) * stdev(controls) * (1 + 1 / len(controls)) ** 0.5)
 
 
 def judge_signal(result: Evaluation, use: SignalUse, names: StrategyNames) -> JudgedSignal:

@@ -95,8 +95,8 @@ class SignalTable:
     @property
     def sensitivities(self) -> tuple[str, ...]:
         """The sensitivities that were measured."""
-        found = [ENTROPY] if MEAN_ENTROPY in self.profile.arrays else []
-        return (*found, *(measure + over for measure in self.routes for over in OVER))
+        signals = [ENTROPY] if MEAN_ENTROPY in self.profile.arrays else []
+        return (*signals, *(measure + over for measure in self.routes for over in OVER))
 
     @property
     def perplexity(self) -> float:
@@ -127,8 +127,8 @@ class SignalTable:
 
     def preference(self, route: str, phase: Phase, budget: float) -> Floats:
         """Return how much a layer prefers each pattern, [L, R], higher is better; UsageError as `measured`."""
-        found = self.measured(route, phase, budget)
-        return found if route == "cosine" else -found
+        measured = self.measured(route, phase, budget)
+        return measured if route == "cosine" else -measured
 
     def sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
         """Return how much of the budget each layer should get, [L], higher is more, in the unit of its measure.
@@ -167,8 +167,8 @@ class SignalTable:
         worst = harm.max(1, keepdims=True)
         elsewhere = worst.sum() - worst
         tame = np.where(odd, 0.0, harm).max(1, keepdims=True)
-        least = np.finfo(np.float64).tiny
-        shares, without = (gain / np.maximum(elsewhere + gain, least) for gain in (harm, tame))
+        smallest = np.finfo(np.float64).tiny
+        shares, without = (gain / np.maximum(elsewhere + gain, smallest) for gain in (harm, tame))
         moved = np.where(odd, shares - without, 0.0)
         explosions = []
         for at, name in enumerate(self.patterns):
@@ -180,12 +180,12 @@ class SignalTable:
         return explosions
 
     def _array(self, name: str, signal: str) -> Floats:
-        found = self.profile.arrays.get(name)
-        if found is None:
+        array = self.profile.arrays.get(name)
+        if array is None:
             raise UsageError(
                 f"this profile has no {signal!r} signal (it has {', '.join(self.sensitivities)}): calibrate with it"
             )
-        return _floats(found)
+        return _floats(array)
 
     def phase_index(self, phase: Phase) -> int:
         """Return the number of a phase among those that were measured; UsageError if it was not."""

@@ -14,19 +14,19 @@ import numpy as np
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.arrays import Ints
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, phases_of
+from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, parse_phases
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.plan.saved import WEIGHTS
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache, warn_unfit
+from kvsearch.runtime.program import BudgetTable, PhaseProgram, make_full_program, warn_unfit
 from kvsearch.strategies.methods import Method, find_methods, find_sizes
 from kvsearch.strategies.names import FULL, RANDOM
 
@@ -125,7 +125,7 @@ def read_request(
     if baselines is not None:
         raise UsageError("--baselines go with --plan alone: beside --methods, name them as methods")
     phases = phases or "prefill"
-    phases_of(phases)
+    parse_phases(phases)
     chosen = find_methods(methods, settings)
     sizes = find_sizes(budgets, ratios)
     for method in chosen:
@@ -222,7 +222,7 @@ def sweep(
                             f"plan {name} leaves layers {left} their full cache, the methods evict in all: compare it "
                             "without --methods, with baselines of its own size"
                         )
-                found.append(ReadyMethod(name, program, {"plan": sha256_of(plan)}, size, plan.provenance.contexts))
+                found.append(ReadyMethod(name, program, {"plan": hash_json(plan)}, size, plan.provenance.contexts))
     warn_unfit(loaded.model, {policy for one in found for policy in one.program.policies})
     return found
 
@@ -237,13 +237,13 @@ def with_baselines(
     """
     programs = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
     found = [
-        ReadyMethod(label, program, {"plan": sha256_of(plans[label])}, contexts=plans[label].provenance.contexts)
+        ReadyMethod(label, program, {"plan": hash_json(plans[label])}, contexts=plans[label].provenance.contexts)
         for label, program in programs.items()
     ]
     for name, program in baselines(loaded.model, programs[subject], names).items():
         policy = program.policies[0]
         kept = {"name": policy.name, "params": policy.parameters()}
-        found.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": sha256_of(plans[subject])}))
+        found.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": hash_json(plans[subject])}))
     return [full_method(loaded), *found]
 
 
@@ -275,7 +275,7 @@ def different_settings(methods: Sequence[ReadyMethod]) -> str | None:
 
 def full_method(loaded: LoadedModel) -> ReadyMethod:
     """Return the full cache, as what is compared."""
-    return ReadyMethod(FULL, full_cache(loaded.model), {"policy": {"name": FULL, "params": {}}})
+    return ReadyMethod(FULL, make_full_program(loaded.model), {"policy": {"name": FULL, "params": {}}})
 
 
 def equal_uniform(model: Any, policy: Policy, totals: Mapping[Phase, Total]) -> Program:

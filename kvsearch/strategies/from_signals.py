@@ -22,7 +22,7 @@ from kvsearch.core.naming import require_known, suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.signals.table import MEASURES, ROUTES, SENSITIVITIES, SignalTable, is_constant
 from kvsearch.strategies.build import Chosen, check_pool, plan_of
 from kvsearch.strategies.names import FULL, UNIFORM
@@ -62,7 +62,7 @@ class Strategy:
         require_known("phases", self.phases, PHASES)
         if self.route is not None and self.policy is not None:
             raise UsageError(f"policy {self.policy!r} is for route none: every layer takes it")
-        check_at_least(0, least=self.least)
+        check_at_least(0, minimum=self.least)
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ def choose(table: SignalTable, strategy: Strategy, size: Size, inverse: bool = F
     for phase, own in patterns.items():
         instead = f"calibrate without {own[row].name}" if strategy.route else "use another policy"
         where = f" in {phase} layer {table.profile.metadata.layers[row]}"
-        check_kept(pool.mean, policy_of(own[row]), where, instead)
+        check_kept(pool.mean, build_policy(own[row]), where, instead)
     low = np.broadcast_to(np.array(floors)[:, None], pool.shape)
     budgets = _share(table, strategy, routed, pool, low, inverse)
     return {phase: Chosen(tuple(own), budgets) for phase, own in patterns.items()}
@@ -127,7 +127,7 @@ def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
 
 def floor_of(pattern: PolicySpec) -> int:
     """Return entries per kv head that a pattern always keeps, at least one."""
-    return policy_of(pattern).least
+    return build_policy(pattern).least
 
 
 def check_kept(mean: float, policy: Policy, where: str = "", instead: str = "") -> None:

@@ -14,11 +14,11 @@ from kvsearch.benchmark import capacity
 from kvsearch.benchmark.speed import (
     CacheKind,
     Workload,
-    cache_kinds,
-    prefill_seconds,
-    program_at,
-    random_prompts,
-    skewed_budgets,
+    draw_prompts,
+    list_cache_kinds,
+    make_program,
+    make_skewed_budgets,
+    time_prefill,
 )
 from kvsearch.plan import Phase
 from kvsearch.plan.size import Size
@@ -30,8 +30,8 @@ WORK = Workload(batch=1, length=20, steps=3, rounds=1)
 
 
 def kinds_of(model: Any, phases: tuple[Phase, ...] = ("prefill",)) -> list[CacheKind]:
-    program = program_at(model, create_policy("snapkv", {"window": 4}), Size(6), phases)
-    return cache_kinds(model, {"snapkv": program}, WORK.length + WORK.steps + capacity.PROBED)
+    program = make_program(model, create_policy("snapkv", {"window": 4}), Size(6), phases)
+    return list_cache_kinds(model, {"snapkv": program}, WORK.length + WORK.steps + capacity.PROBED)
 
 
 @pytest.mark.parametrize("phases", [("prefill",), ("prefill", "decode")])
@@ -41,7 +41,7 @@ def test_every_sequence_is_the_one_that_was_read(phases: tuple[Phase, ...]) -> N
     for kind in kinds_of(model, phases):
         model.set_attn_implementation(kind.implementation)
         one = kind.make()
-        prefill_seconds(model, one, random_prompts(model, 1, WORK.length))
+        time_prefill(model, one, draw_prompts(model, 1, WORK.length))
         many = capacity._repeated(kind, one, 3)
         assert many.get_seq_length() == one.get_seq_length() == WORK.length
         if isinstance(one, PlanCache):
@@ -62,17 +62,17 @@ def test_fewer_sequences_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(capacity, "_repeated", repeated)
     monkeypatch.setattr(capacity, "step_seconds", lambda *_: 2.0)
-    monkeypatch.setattr(capacity, "peak_bytes", lambda *_: 0)
+    monkeypatch.setattr(capacity, "measure_peak_bytes", lambda *_: 0)
     kind = kinds_of(model)[0]
     one = 4 * 2 * 20 * 2 * 16 * 4  # layers, heads, tokens, keys and values: the bytes of a sequence
-    found = capacity.largest_batch(model, kind, WORK, 34 * one + 5)
+    found = capacity.find_largest_batch(model, kind, WORK, 34 * one + 5)
     assert tried == [34, 32, 30]
     assert found == (30, 30 * 3 / 2)
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 3000))
 def test_skewed_budgets_have_their_mean(layers: int, heads: int, mean: int) -> None:
-    budgets = skewed_budgets(layers, heads, mean)
+    budgets = make_skewed_budgets(layers, heads, mean)
     assert np.array_equal(budgets.sum(1), np.full(layers, mean * heads))
     assert budgets.min() >= 1
-    assert np.array_equal(budgets, skewed_budgets(layers, heads, mean))
+    assert np.array_equal(budgets, make_skewed_budgets(layers, heads, mean))

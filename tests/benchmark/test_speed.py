@@ -11,7 +11,15 @@ from transformers import DynamicCache
 
 from kvsearch.benchmark import speed
 from kvsearch.benchmark.cache_costs import Roofline
-from kvsearch.benchmark.speed import Workload, cache_kinds, decode_seconds, measure, peak_bytes, prompt_work, token_work
+from kvsearch.benchmark.speed import (
+    Workload,
+    decode_seconds,
+    estimate_prompt_work,
+    estimate_token_work,
+    list_cache_kinds,
+    measure,
+    measure_peak_bytes,
+)
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -29,7 +37,7 @@ def snapkv(model: Any, budget: int = 6) -> Program:
 
 def measured(family: str = "llama", clock: Any = None) -> dict[str, speed.CacheCosts]:
     model = build(family)
-    kinds = cache_kinds(model, {"snapkv": snapkv(model)}, WORK.length + WORK.steps)
+    kinds = list_cache_kinds(model, {"snapkv": snapkv(model)}, WORK.length + WORK.steps)
     found = {one.cache: one for one in measure(model, kinds, WORK, MACHINE)}
     assert model.config._attn_implementation == "sdpa"
     return found
@@ -56,8 +64,8 @@ def test_models_with_other_layers_have_no_static_cache() -> None:
 def test_ratios_are_medians_within_rounds_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every measurement takes a second more than the one before; kinds take turns at being first."""
     model, ticks = build("llama"), itertools.count(1)
-    kinds = cache_kinds(model, {}, 30)[:2]
-    monkeypatch.setattr(speed, "prefill_seconds", lambda *_: float(next(ticks)))
+    kinds = list_cache_kinds(model, {}, 30)[:2]
+    monkeypatch.setattr(speed, "time_prefill", lambda *_: float(next(ticks)))
     monkeypatch.setattr(speed, "decode_seconds", lambda *_: float(next(ticks)))
     monkeypatch.setattr(speed, "_peak", lambda *_: 0)
     monkeypatch.setattr(speed, "_held", lambda *_: (0.0, 0))
@@ -110,7 +118,7 @@ def test_the_peak_is_of_what_is_there_at_a_time() -> None:
         del first
         torch.zeros(3000)
 
-    assert 12000 <= peak_bytes(torch.device("cpu"), work) < 13000
+    assert 12000 <= measure_peak_bytes(torch.device("cpu"), work) < 13000
 
 
 def test_what_must_be_read_and_computed() -> None:
@@ -120,9 +128,9 @@ def test_what_must_be_read_and_computed() -> None:
         head = 97 * 64
         weights = sum(parameter.numel() for parameter in model.parameters()) - (0 if tied else head)
         seen = 4 * 8 * 2 * 2 * 16  # layers, query heads, keys and values, one operation of two of 16 numbers
-        assert token_work(model, 3, 10.0, 5000) == (4 * weights + 5000, 3 * (2 * weights + 10 * seen))
+        assert estimate_token_work(model, 3, 10.0, 5000) == (4 * weights + 5000, 3 * (2 * weights + 10 * seen))
         every = sum(place * seen for place in range(1, 21)) - 10 * seen  # a token sees half of itself
-        assert prompt_work(model, 3, 20) == (4 * weights, 3 * (20 * 2 * (weights - head) + 2 * head + every))
+        assert estimate_prompt_work(model, 3, 20) == (4 * weights, 3 * (20 * 2 * (weights - head) + 2 * head + every))
 
 
 def test_the_floor_is_that_of_what_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from kvsearch.exporters import TARGETS, exporter_of
 from kvsearch.exporters.base import SINGLE, Budgets, Inputs, PlanExporter
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import ModelFingerprint, Plan
-from kvsearch.plan.arithmetic import with_carry
+from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.rounding import largest_remainder
 from tests.exporters.simulations import OPTIONS, SIMULATIONS, difference, options_of
 from tests.plan.builders import make_plan, phase_dict
@@ -205,7 +205,7 @@ def test_an_even_plan_of_a_press_loses_nothing() -> None:
 
 
 def test_what_else_is_lost_is_named() -> None:
-    plan = with_carry(plan_of([[80, 40], [20, 20]], "snapkv", {"sinks": 4, "protect": 8}, scaling="fixed"), "match")
+    plan = add_carry(plan_of([[80, 40], [20, 20]], "snapkv", {"sinks": 4, "protect": 8}, scaling="fixed"), "match")
     _, found = exported("kvpress-layers", plan)
     assert found.describe() == [
         "budgets of single heads: all heads of a layer keep the same number: 20 of 160 entries (12.5%)",

@@ -23,9 +23,9 @@ from kvsearch.exporters.base import Inputs
 from kvsearch.exporters.folder import CustomGenerate
 from kvsearch.jobs.export import write_files
 from kvsearch.models.architecture import describe
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import Plan
-from kvsearch.plan.arithmetic import budgets_at, with_carry
+from kvsearch.plan.arithmetic import add_carry, compute_budgets
 from kvsearch.plan.saved import save_plan
 from kvsearch.policies import create_policy
 from kvsearch.runtime.stock import CACHE
@@ -51,7 +51,7 @@ def plan_of(model: Any, policy: str = "snapkv", params: dict[str, Any] | None = 
         for layer in range(shape.layers)
     ]
     phase = phase_dict(budgets, {"name": policy, "params": {"window": 8} if params is None else params})
-    known = {"prefill": phase, "length": 60, "floor": 1, "model": fingerprint(model, "tiny").model_dump()}
+    known = {"prefill": phase, "length": 60, "floor": 1, "model": compute_fingerprint(model, "tiny").model_dump()}
     return make_plan(budgets, **{**known, **changes})
 
 
@@ -164,7 +164,7 @@ def run_by_kvsearch(model: Any) -> dict[str, Plan]:
     return {
         "it evicts while decoding": plan.model_copy(update={"decode": plan.prefill}),
         "adakv divides its budgets": plan_of(model, allocation={"name": "adakv", "params": {}}),
-        "its entries carry what leaves": with_carry(plan, "match"),
+        "its entries carry what leaves": add_carry(plan, "match"),
         "policy tova": plan_of(model, "tova", {}),
     }
 
@@ -242,8 +242,8 @@ def test_what_a_plan_cannot_honour_is_one_line(settings: dict[str, Any], problem
 def test_budgets_are_those_of_the_plan(budgets: list[Any], length: int, fixed: bool, floor: int) -> None:
     budgets = [None if row is None else [max(floor, entries) for entries in row] for row in budgets]
     plan = make_plan(budgets, length=90, floor=floor, scaling="fixed" if fixed else "proportional")
-    found = planned_generate.budgets_at(plan.model_dump(mode="json"), length)
-    assert list(found.values()) == budgets_at(plan, "prefill", length).tolist()
+    found = planned_generate.compute_budgets(plan.model_dump(mode="json"), length)
+    assert list(found.values()) == compute_budgets(plan, "prefill", length).tolist()
     assert list(found) == list(plan.planned_layers("prefill"))
 
 

@@ -15,7 +15,7 @@ from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.evaluation.totals import check_totals
 from kvsearch.models.loading import LoadedModel
@@ -166,7 +166,7 @@ def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None
 class Generous(RandomEviction):
     """Never evicts heads with even budgets."""
 
-    def exempt(self, budget: int, length: int) -> bool:
+    def keeps_all(self, budget: int, length: int) -> bool:
         return budget % 2 == 0
 
 
@@ -294,5 +294,5 @@ def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -
 
 
 def test_no_two_names_stand_for_the_same() -> None:
-    definitions = [sha256_of(one(name).definition(Size(64), "prefill")) for name in METHODS]
+    definitions = [hash_json(one(name).definition(Size(64), "prefill")) for name in METHODS]
     assert len(set(definitions)) == len(METHODS)
