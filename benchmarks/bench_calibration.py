@@ -17,10 +17,10 @@ from itertools import chain
 
 import numpy as np
 
-from kvsearch.calibration.data import default_data, load_calibration_data
-from kvsearch.calibration.polykv.layer_sweep import batches_of
+from kvsearch.calibration.data import find_default_data, load_calibration_data
+from kvsearch.calibration.polykv.layer_sweep import make_batches
 from kvsearch.calibration.polykv.measure import PolykvCalibration
-from kvsearch.calibration.polykv.options import PolykvOptions, candidates
+from kvsearch.calibration.polykv.options import PolykvOptions, make_candidates
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.runtime.attention import run_attention
@@ -36,9 +36,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
     loaded = load("bundled", LoadOptions())
-    data = load_calibration_data(default_data("bundled")).limited(args.samples)
+    data = load_calibration_data(find_default_data("bundled")).limit_questions(args.samples)
     options = PolykvOptions(budgets=(args.budget,), batch=args.batch)
-    policies, _ = candidates(("paper",), {}, options.measured_phases, options.budgets)
+    policies, _ = make_candidates(("paper",), {}, options.measured_phases, options.budgets)
 
     calibration = PolykvCalibration(loaded, data, policies, options)
     prompts = calibration.prepare()
@@ -49,10 +49,10 @@ def main() -> None:
     started = time.process_time()
     found = []
     with run_attention(loaded.model):
-        for batch in batches_of(prompts, args.batch, loaded.device):
-            samples = sorted(chain.from_iterable(batch.passes(args.batch)))
+        for batch in make_batches(prompts, args.batch, loaded.device):
+            samples = sorted(chain.from_iterable(batch.split_passes(args.batch)))
             after = batch.continuations(samples, loaded.device)
-            padded = batch.repeated(samples).padded(loaded.device)
+            padded = batch.repeat_prompts(samples).padded(loaded.device)
             results = measure_naively(loaded.model, calibration.ablations, *padded, after).arrays(options.signals)
             found += [
                 ((batch.places[row], number), {name: results[name][at] for name in SIGNALS})

@@ -23,7 +23,7 @@ import torch
 import kvsearch
 from kvsearch.jobs.calibrate import OPTIONS
 from kvsearch.jobs.evaluate import EvaluateOptions, HeadroomOptions
-from kvsearch.jobs.reporter import Silent
+from kvsearch.jobs.reporter import NullReporter
 from kvsearch.jobs.run import RunOptions
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 
@@ -67,7 +67,7 @@ def commands(loaded: LoadedModel, directory: Path) -> Iterator[tuple[str, Callab
     def calibrate(method: str, tasks: str, samples: int, **more: Any) -> Callable[[], Any]:
         output = directory / f"{method}-{len(more)}-{samples}"
         options = OPTIONS[method].of(method=method, tasks=tasks, samples=samples, output=output, **shared, **more)
-        return lambda: kvsearch.calibrate(options.with_model(loaded), reporter=Silent())
+        return lambda: kvsearch.calibrate(options.with_loaded_model(loaded), reporter=NullReporter())
 
     yield "lukv, one policy", calibrate("lukv", TASKS, 2, policy="snapkv", check=False), 6, "context"
     rivals = ("keydiff", "expected_attention", "cake")
@@ -77,12 +77,12 @@ def commands(loaded: LoadedModel, directory: Path) -> Iterator[tuple[str, Callab
     asked = EvaluateOptions.of(
         methods=",".join(METHODS), ratios=(0.8,), tasks=TASKS, samples=2, output=directory / "evaluation", **shared
     )
-    work = lambda: kvsearch.evaluate(asked.with_model(loaded), reporter=Silent())  # noqa: E731
+    work = lambda: kvsearch.evaluate(asked.with_loaded_model(loaded), reporter=NullReporter())  # noqa: E731
     yield "evaluate, 15 methods", work, 6 * 15, "context and method"
     bound = HeadroomOptions.of(ratio=0.8, tasks=TASKS, samples=4, **shared)
-    yield "headroom", lambda: kvsearch.headroom(bound.with_model(loaded), reporter=Silent()), 12, "context"
+    yield "headroom", lambda: kvsearch.headroom(bound.with_loaded_model(loaded), reporter=NullReporter()), 12, "context"
     quick = RunOptions.of(ratio=0.8, effort="quick", tasks=TASKS, output=directory / "run", **shared)
-    yield "run --effort quick", lambda: kvsearch.run(quick.with_model(loaded), reporter=Silent()), 1, "run"
+    yield "run --effort quick", lambda: kvsearch.run(quick.with_loaded_model(loaded), reporter=NullReporter()), 1, "run"
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
     loaded = load(args.model, LoadOptions(dtype="bfloat16"))
     readings = Readings(loaded)
     readings.seconds()
-    wanted = tuple(args.only.split(","))
+    wanted = tuple(args.select.split(","))
     with tempfile.TemporaryDirectory() as directory:
         for name, work, parts, what in commands(loaded, Path(directory)):
             if name.startswith(wanted):

@@ -32,7 +32,7 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.samples import bank_samples
+from kvsearch.search.bank.samples import list_samples
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.synthetic.suite import SyntheticTask
@@ -112,7 +112,7 @@ def main() -> None:
 def compare(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Protocol, args: Any) -> None:
     shape = (len(describe(loaded.model).full_layers), describe(loaded.model).kv_heads)
     candidates = population(shape, max(args.population, args.naive), args.budget, 9, np.random.default_rng(0))
-    samples = bank_samples([task], protocol)
+    samples = list_samples([task], protocol)
     bank, prefill = timed(lambda: CandidateBank(loaded, policy, samples, cap=4 * args.budget))
     naive(loaded, policy, task, protocol, candidates[0])  # warm up
     scores, slow = timed(lambda: [naive(loaded, policy, task, protocol, one) for one in candidates[: args.naive]])

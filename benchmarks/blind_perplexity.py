@@ -27,8 +27,8 @@ from kvsearch.report.table import Cell, Table, to_markdown
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runtime import Program
 from kvsearch.signals.predictions import token_losses
-from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.methods import find_methods
+from kvsearch.strategies.methods import parse_methods
+from kvsearch.strategies.ready_methods import prepare_methods
 from kvsearch.tasks.text import TextTask
 
 POLICIES = "h2o,snapkv,streaming"
@@ -63,7 +63,7 @@ def main() -> None:
     text = args.text.read_text(encoding="utf-8") if args.text else numpy_text()
     task = TextTask(args.text.stem if args.text else "numpy", text, args.length)
     loaded = load(args.model, LoadOptions(dtype=args.dtype))
-    methods = sweep(loaded, find_methods(POLICIES, []), [Size(ratio=args.ratio)], "prefill")
+    methods = prepare_methods(loaded, parse_methods(POLICIES, []), [Size(ratio=args.ratio)], "prefill")
     evaluation = prepare(loaded, methods, POLICIES.partition(",")[0], Split([task], samples=args.windows, batch=1))
     result = EvaluationResult.of(evaluation.run())
     after = {"full": result.full, **{one.name: one for one in result.blocks[0].methods}}

@@ -23,15 +23,15 @@ from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import assert_present
 from kvsearch.evaluation.compare import prepare_plans
 from kvsearch.evaluation.reply_store import read_replies
-from kvsearch.jobs.reporter import Silent
-from kvsearch.jobs.run import CHOICE, CURVES, FIT, RunOptions, planned_size
+from kvsearch.jobs.reporter import NullReporter
+from kvsearch.jobs.run import CHOICE_FOLDER, CURVES_FOLDER, FIT_FOLDER, RunOptions, resolve_plan_length
 from kvsearch.plan import Size, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import LEDGER, read_config
 from kvsearch.selection.candidates import find_policy_candidates
-from kvsearch.selection.comparison import SCREENED_TOKENS, losses_of
+from kvsearch.selection.comparison import SCREENED_TOKENS, score_losses
 from kvsearch.selection.scores import Scores
-from kvsearch.strategies.joint import policy_curves
+from kvsearch.strategies.joint import read_policy_curves
 from kvsearch.tasks.encode import force_replies
 from kvsearch.tasks.metrics.likelihood import read_loss
 
@@ -43,11 +43,11 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
     """Return the methods, and what each scores and loses in every context, [contexts, methods]."""
     recorded = assert_present(read_config(args.run), "a run without a configuration").options
     options = RunOptions.of(**{**recorded, "model": args.model, "dtype": args.dtype, "output": args.run})
-    loaded = options.load(options.model, Silent())
-    rankings = {name: load_profile(args.run / FIT / name / PROFILE) for name in options.rankings}
-    calibrated = replace(policy_curves(load_profile(args.run / CURVES / PROFILE)), rankings=rankings)
+    loaded = options.load(options.model, NullReporter())
+    rankings = {name: load_profile(args.run / FIT_FOLDER / name / PROFILE) for name in options.rankings}
+    calibrated = replace(read_policy_curves(load_profile(args.run / CURVES_FOLDER / PROFILE)), rankings=rankings)
     screened: dict[str, list[float]] = {}
-    for reply in read_replies(args.run / CHOICE / str(args.size) / "screen" / LEDGER).values():
+    for reply in read_replies(args.run / CHOICE_FOLDER / str(args.size) / "screen" / LEDGER).values():
         screened.setdefault(reply.method, []).append(read_loss(reply.reply))
     scores: list[Floats] = []
     losses: list[Floats] = []
@@ -55,13 +55,13 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
         split = options.split(name, options.find_tasks(options.model, name), options.protocol)
         encoded = split.encode(loaded)
         longest = max(len(prompt.context) for task in encoded for prompt in task.prompts)
-        size = planned_size(Size(args.size), calibrated.profile.metadata.length, longest)
+        size = resolve_plan_length(Size(args.size), calibrated.profile.metadata.length, longest)
         plans = find_policy_candidates(loaded, calibrated, size).plans
         known = sorted(plans.keys() & screened.keys(), key=lambda method: fmean(screened[method]))[: args.methods]
         prepared = prepare_plans(loaded, {method: plans[method] for method in known}, split)
         forced = assert_present(force_replies(encoded, SCREENED_TOKENS), "questions without right replies")
         answered = prepared.of(known, encoded).run()
-        by_kind = (Scores.of(answered.samples, answered.contexts), losses_of([prepared.of(known, forced).run()]))
+        by_kind = (Scores.of(answered.samples, answered.contexts), score_losses([prepared.of(known, forced).run()]))
         for values, of_kind in zip((scores, losses), by_kind, strict=True):
             labels = [prepared.names[method] for method in known]
             values.append(np.stack([of_kind.sums[label] / of_kind.questions for label in labels], 1))

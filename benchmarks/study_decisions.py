@@ -167,7 +167,7 @@ def bet(scores: Floats, rng: np.random.Generator) -> Decided:  # noqa: ARG001 - 
         answered += len(names) * (size - before)
         sums = {name: scores[METHODS.index(name), before:size] for name in names}
         asked = Scores(("task",) * (size - before), np.ones(size - before), sums)
-        race.judge_round(asked, is_last=size == contexts, available=contexts)
+        race.eliminate(asked, is_last=size == contexts, available=contexts)
         before = size
         if race.winner is not None:
             break

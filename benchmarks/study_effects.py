@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 import torch
 
-from kvsearch.calibration.data import default_data, load_calibration_data
+from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.prompts import Continuation, prompts_of
+from kvsearch.calibration.prompts import Continuation, encode_prompts
 from kvsearch.models.loading import BUNDLED, load
 from kvsearch.runtime.attention import run_attention
 from kvsearch.signals.predictions import divergence
@@ -37,10 +37,10 @@ def main() -> None:
 
 
 def study(model: str, questions: int | None, first: int, last: int) -> None:
-    loaded, data = load(model), load_calibration_data(default_data(model)).limited(questions)
+    loaded, data = load(model), load_calibration_data(find_default_data(model)).limit_questions(questions)
     found: dict[str, list[tuple[float, bool]]] = {}
     with run_attention(loaded.model):
-        for prompt in prompts_of(loaded, data):
+        for prompt in encode_prompts(loaded, data):
             passed = ImportancePass(loaded.model, [], prompt.ids.to(loaded.device))
             layers, heads = len(passed.observed), passed.model.config.num_key_value_heads
             ends = torch.zeros(heads, prompt.length, dtype=torch.bool)

@@ -24,7 +24,7 @@ from scipy.stats import beta
 import kvsearch
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.statistics import contrast_scores
-from kvsearch.jobs.run import REPORT, RunOptions
+from kvsearch.jobs.run import RUN_FILE, RunOptions
 from kvsearch.report.numbers import format_interval, format_percent
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.identity import read_config
@@ -72,7 +72,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
             directory = args.output / f"{model}-{seed}"
             options = RunOptions.of(args.recipe, model=model, output=directory, seed=seed)
             config = read_config(directory) if directory.exists() else None
-            if config is None or config.options != options.recorded() or not (directory / REPORT).exists():
+            if config is None or config.options != options.recorded() or not (directory / RUN_FILE).exists():
                 if args.finished:
                     continue
                 kvsearch.run(options)
@@ -91,7 +91,7 @@ def main() -> None:
     plans = []
     args = parser.parse_args()
     for name, directory in runs(args):
-        for size, choice in json.loads((directory / REPORT).read_bytes())["sizes"].items():
+        for size, choice in json.loads((directory / RUN_FILE).read_bytes())["sizes"].items():
             plan = judge(directory, size, choice)
             plans.append(plan)
             mark = "  BELOW" if plan.is_below else ""

@@ -19,7 +19,7 @@ from kvsearch.calibration.options import (
     QueryStatisticsOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.steps import StepCache, step_identity
+from kvsearch.calibration.steps import StepCache, hash_step_inputs
 from kvsearch.core.items import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
@@ -37,7 +37,7 @@ def calibrate(
     calibration = create_calibration(loaded, data, policies, options)
     prompts = calibration.prepare()
     compared = [[policy.name, policy.parameters()] for policy in policies]
-    identity = step_identity(loaded, data, prompts, {**options.model_dump(mode="json"), "policies": compared})
+    identity = hash_step_inputs(loaded, data, prompts, {**options.model_dump(mode="json"), "policies": compared})
     calibration.steps = StepCache(directory, identity)
     return calibration.measure(prompts, progress)
 

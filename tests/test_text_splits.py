@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.probe.contexts import split
-from kvsearch.calibration.prompts import prompts_of
-from kvsearch.calibration.tables import FOLDS, folds_of
+from kvsearch.calibration.probe.contexts import split_contexts
+from kvsearch.calibration.prompts import encode_prompts
+from kvsearch.calibration.tables import FOLDS, assign_folds
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.selection.splits import divide_contexts, halve_contexts, refuse_shared, texts_of
+from kvsearch.selection.splits import divide_contexts, halve_contexts, list_texts, refuse_shared
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
 
@@ -47,20 +47,28 @@ def apart(parts: Iterable[Iterable[object]]) -> bool:
 def test_calibrations(model: LoadedModel, texts: list[int], seed: int) -> None:
     """Contexts of a ranking, and of folds that tables are checked on."""
     data = data_about(texts)
-    assert apart([[text for text, fold in zip(texts, folds_of(data), strict=True) if fold == n] for n in range(FOLDS)])
-    prompts = prompts_of(model, data)
+    assert apart(
+        [[text for text, fold in zip(texts, assign_folds(data), strict=True) if fold == n] for n in range(FOLDS)]
+    )
+    prompts = encode_prompts(model, data)
     if len(set(texts)) < 3:
         with pytest.raises(UsageError, match=f"there are {len(set(texts))}: give at least 3"):
-            split(prompts, seed)
+            split_contexts(prompts, seed)
     else:
-        parts = split(prompts, seed)
+        parts = split_contexts(prompts, seed)
         assert all(parts) and apart([[texts[prompt.context] for prompt in part] for part in parts])
         assert sorted(prompt.context for part in parts for prompt in part) == list(range(len(texts)))
 
 
 def test_worked_examples_are_shared_by_all_parts(model: LoadedModel) -> None:
     shared = tuple(replace(TEXTS[0], recorded=(f"{n:064x}",)) for n in range(8))
-    assert [len(part) for part in split(prompts_of(model, replace(data_about([]), contexts=shared)), 0)] == [6, 1, 1]
+    assert [
+        len(part) for part in split_contexts(encode_prompts(model, replace(data_about([]), contexts=shared)), 0)
+    ] == [
+        6,
+        1,
+        1,
+    ]
 
 
 @given(st.lists(texts_of_prompts, max_size=3), st.integers(0, 99))
@@ -79,7 +87,7 @@ def test_halves_of_a_choice(model: LoadedModel, drawn: list[list[int]], seed: in
 @given(texts_of_prompts, st.integers(0, 99))
 def test_rounds_of_a_choice(model: LoadedModel, texts: list[int], seed: int) -> None:
     (task,) = encoded = prompts_about(model, task=texts)
-    count = len(texts_of(task))
+    count = len(list_texts(task))
     rounds = divide_contexts(encoded, [[number] for number in range(1, count + 1)], seed)
     assert apart([[texts[int(prompt.key)] for prompt in part.prompts] for (part,) in rounds])
     assert sorted(int(prompt.key) for (part,) in rounds for prompt in part.prompts) == list(range(len(texts)))

@@ -30,8 +30,8 @@ from kvsearch.benchmark.speed import (
 from kvsearch.calibration.lukv import LukvCalibration
 from kvsearch.calibration.options import LukvOptions
 from kvsearch.calibration.polykv.measure import PolykvCalibration
-from kvsearch.calibration.polykv.options import PolykvOptions, candidates
-from kvsearch.calibration.prompts import data_of_tasks
+from kvsearch.calibration.polykv.options import PolykvOptions, make_candidates
+from kvsearch.calibration.prompts import make_task_data
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.models.memory import measure_free_bytes
@@ -43,7 +43,7 @@ from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import estimate_memory, make_full_program
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.samples import bank_samples
+from kvsearch.search.bank.samples import list_samples
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
@@ -97,7 +97,7 @@ def prefill(loaded: LoadedModel, length: int) -> float:
 def bank(where: Settings) -> dict[str, Any]:
     """The prefill of 8 samples, and a population on them."""
     loaded, task = reading(where)
-    samples = bank_samples(encode_tasks(loaded, [task], 2 if where.small else 8), "question-agnostic")
+    samples = list_samples(encode_tasks(loaded, [task], 2 if where.small else 8), "question-agnostic")
     shape = describe(loaded.model)
     budget = task.length // 16
     rng = np.random.default_rng(0)
@@ -120,7 +120,7 @@ def bank(where: Settings) -> dict[str, Any]:
 def lukv(where: Settings) -> dict[str, Any]:
     """LU-KV on one context with one question: seconds, and the share of them in which the GPU works."""
     loaded, task = reading(where)
-    data = data_of_tasks(loaded, [task], 1, 0).limited(1)
+    data = make_task_data(loaded, [task], 1, 0).limit_questions(1)
     options = LukvOptions(answers="given", normalization="layer", check=False)
     calibration = LukvCalibration(loaded, data, [create_policy("snapkv")], options)
     prompts = calibration.prepare()
@@ -142,10 +142,10 @@ def lukv(where: Settings) -> dict[str, Any]:
 def polykv(where: Settings) -> dict[str, Any]:
     """All patterns in all layers and phases of one context in one pass, beside a run for each of them."""
     loaded, task = reading(where)
-    data = data_of_tasks(loaded, [task], 1, 0).limited(1)
+    data = make_task_data(loaded, [task], 1, 0).limit_questions(1)
     budget = 64 if where.small else 512
     options = PolykvOptions(budgets=(budget,), batch=1)
-    policies, _ = candidates(("paper",), {}, options.measured_phases, options.budgets)
+    policies, _ = make_candidates(("paper",), {}, options.measured_phases, options.budgets)
     calibration = PolykvCalibration(loaded, data, policies, options)
     prompts = calibration.prepare()
     _, seconds = seconds_of(lambda: calibration.measure(prompts))

@@ -76,9 +76,9 @@ def main(doc: str | None, minutes: float, steps: Mapping[str, Step]) -> None:
     every = {"versions": Step(versions, 60), **steps}
     script = Path(sys.argv[0]).stem
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.only is not None:
-        found = every[args.only].action(settings(args.device, args.small))
-        write(args.out / f"{script}-{args.only}.json", found)
+    if args.select is not None:
+        found = every[args.select].action(settings(args.device, args.small))
+        write(args.out / f"{script}-{args.select}.json", found)
         return
     patience = SLOWER if args.small else 1
     end = time.monotonic() + patience * 60 * minutes
@@ -175,13 +175,13 @@ def benched(where: Settings, sizes: Sequence[Mapping[str, Any]], **options: Any)
     """Return what `bench` finds at the first of some sizes for which there is memory; one round, skewed budgets."""
     from kvsearch.core.errors import EnvironmentFault
     from kvsearch.jobs.bench import BenchOptions, bench, dry_run
-    from kvsearch.jobs.reporter import Silent
+    from kvsearch.jobs.reporter import NullReporter
 
     given = {**options, "shape": where.shape, "device": where.device, "skewed": True, "rounds": 1}
     for number, size in enumerate(sizes, 1):
         checked = BenchOptions.of(**given, **size)
         try:
-            dry_run(checked, Silent())
+            dry_run(checked, NullReporter())
         except EnvironmentFault:
             if number == len(sizes):
                 raise

@@ -1,4 +1,4 @@
-"""What a profile says: is a static table justified, how good is the ranking, what does an allocation lose."""
+"""Analysis of a profile: stability of its table, quality of the ranking, and loss of an allocation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvsearch.core.parsing import format_value
 from kvsearch.plan import Profile
 from kvsearch.tasks.splits import group_by_text
 
-STABLE = 0.8
-DOUBTFUL = 0.5
+STABLE_CORRELATION = 0.8
+DOUBTFUL_CORRELATION = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,19 @@ class Stability:
 
     @property
     def verdict(self) -> str:
-        """What the numbers say about a static table."""
+        """Verdict on a static table, in words."""
         if np.isnan(self.halves):
             return "unknown: one text cannot tell"
-        if self.halves >= STABLE:
+        if self.halves >= STABLE_CORRELATION:
             return "stable: a static table is justified"
-        return "doubtful: use more texts" if self.halves >= DOUBTFUL else "unstable: do not trust a static table"
+        return (
+            "doubtful: use more texts"
+            if self.halves >= DOUBTFUL_CORRELATION
+            else "unstable: do not trust a static table"
+        )
 
 
-def stability(profile: Profile, ratio: float) -> Stability:
+def measure_stability(profile: Profile, ratio: float) -> Stability:
     """Measure stability at the stored ratio nearest to `ratio` (0.1 to 0.9)."""
     nearest = int(np.argmin([abs(stored - ratio) for stored in STABILITY_RATIOS]))
     rows = _array(profile, "question_ratio")[:, nearest].reshape(profile.metadata.questions, -1).astype(np.float64)
@@ -52,17 +56,17 @@ def stability(profile: Profile, ratio: float) -> Stability:
     texts = group_by_text(context.tolist())
     means = [rows[text].mean(0) for text in texts]
     pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if context[a] == context[b]]
-    one, other = (sorted(chain.from_iterable(half)) for half in (texts[::2], texts[1::2]))
+    even_half, odd_half = (sorted(chain.from_iterable(half)) for half in (texts[::2], texts[1::2]))
     return Stability(
         STABILITY_RATIOS[nearest],
-        _mean([spearman(rows[a], rows[b]) for a, b in pairs]),
-        _mean([spearman(a, b) for a, b in combinations(means, 2)]),
-        spearman(rows[one].mean(0), rows[other].mean(0)) if other else float("nan"),
+        _mean([correlate_ranks(rows[a], rows[b]) for a, b in pairs]),
+        _mean([correlate_ranks(a, b) for a, b in combinations(means, 2)]),
+        correlate_ranks(rows[even_half].mean(0), rows[odd_half].mean(0)) if odd_half else float("nan"),
     )
 
 
-def spearman(a: Floats, b: Floats) -> float:
-    """Return the rank correlation with ties at their mean rank; 1 for two constant rows, 0 if one is constant."""
+def correlate_ranks(a: Floats, b: Floats) -> float:
+    """Compute Spearman's rank correlation, with ties at their mean rank; 1 for two constant rows, 0 for one."""
     from scipy.stats import rankdata
 
     x = rankdata(a) - (len(a) + 1) / 2
@@ -73,8 +77,8 @@ def spearman(a: Floats, b: Floats) -> float:
     return float((x * y).sum() / spread)
 
 
-def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
-    """Return the importance each head loses (Figures 3, 4, 6) when it keeps `kept_share` [L, Hkv], [L, Hkv].
+def compute_lost_mass(profile: Profile, kept_share: Floats) -> Floats:
+    """Compute the importance each head loses (Figures 3, 4, 6) when it keeps `kept_share` [L, Hkv], [L, Hkv].
 
     In the profile's comparable units, as a share of the importance of the whole model.
     """
@@ -89,8 +93,8 @@ def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
     return lost / max(float(mass[..., -1].sum()), np.finfo(np.float64).tiny)
 
 
-def ranking_gap(profile: Profile) -> Floats:
-    """Return the mean recall the policy's ranking loses to the oracle's over all budgets (Figure 1), [L, Hkv]."""
+def compute_ranking_gap(profile: Profile) -> Floats:
+    """Compute the recall gap of the policy's ranking to the oracle, mean over all budgets (Figure 1), [L, Hkv]."""
     gap: Floats = (_array(profile, "oracle_recall").astype(np.float64) - _array(profile, "recall")).mean(-1)
     return gap
 

@@ -1,6 +1,6 @@
 """Calibration data: texts with questions and answers, from one JSON file; those of tasks are in `prompts`.
 
-What needs no questions also takes contexts without them, and plain text files.
+Methods that need no questions also take contexts without them, and plain text files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvsearch.tasks.rows import is_plain, parse_rows
 from kvsearch.tasks.splits import group_by_text
 
 DEFAULT, OF_BUNDLED = "data/calibration/texts.json", "data/calibration/bundled.json"
-TakenOf = Callable[[list[int]], list[int]]
+TakeTokens = Callable[[list[int]], list[int]]
 
 
 class Pair(Record):
@@ -47,13 +47,13 @@ class Pair(Record):
 
     @property
     def content(self) -> list[str | int]:
-        """What its hash is of."""
+        """Content that identifies the pair, for hashes."""
         more = [self.prefix, self.max_new_tokens]
         return [self.question, self.answer, *(more if any(more) else ())]
 
 
 class Text(Record):
-    """One context: its text, or the file it is in (relative to the JSON file), and what is asked of it."""
+    """One context: its text, or a text file (relative to the JSON file), and its questions."""
 
     text: Filled | None = None
     text_file: Annotated[Filled, Field(max_length=MOST_PATH)] | None = None
@@ -117,13 +117,13 @@ class Context:
     prompt: str | None = None
     chat: bool = True
     recorded: tuple[str, ...] = ()
-    taken: tuple[TakenOf, ...] = ()
+    taken: tuple[TakeTokens, ...] = ()
     ended: Callable[[list[int]], bool] | None = None
     verbatim: bool = False
 
     @property
     def hashes(self) -> tuple[str, ...]:
-        """What the context is known by: the same for two contexts of one text.
+        """Hashes that identify the context, equal for two contexts of one text.
 
         Worked examples, which all contexts of a task share, say nothing about its questions: then it is these.
         """
@@ -145,36 +145,36 @@ class CalibrationData:
 
     @property
     def hashes(self) -> list[str]:
-        """What each context is known by, see `kvsearch.plan.origin`."""
+        """Hashes that identify the contexts, see `kvsearch.plan.origin`."""
         return [digest for context in self.contexts for digest in context.hashes]
 
     @property
     def by_text(self) -> list[list[int]]:
-        """The numbers of the contexts of each text."""
+        """Numbers of the contexts of each distinct text."""
         return group_by_text(context.hashes for context in self.contexts)
 
     @property
     def asked(self) -> ContextSet:
-        """The contexts, as what is made of them records them."""
+        """The contexts as a set of hashes, for records."""
         return ContextSet.of(self.hashes)
 
-    def limited(self, questions: int | None) -> CalibrationData:
-        """Return the first `questions` questions only, spread over the contexts as they come."""
+    def limit_questions(self, questions: int | None) -> CalibrationData:
+        """Keep only the first `questions` questions, in the order of the contexts; None: all."""
         if questions is None:
             return self
         if not self.questions:
             raise UsageError(f"the contexts of {self.name} have no questions to limit: leave --questions out")
         kept = []
-        left = questions
+        remaining = questions
         for context in self.contexts:
-            if left > 0:
-                kept.append(replace(context, questions=context.questions[:left], taken=context.taken[:left]))
-                left -= len(kept[-1].questions)
+            if remaining > 0:
+                kept.append(replace(context, questions=context.questions[:remaining], taken=context.taken[:remaining]))
+                remaining -= len(kept[-1].questions)
         return CalibrationData(self.name, self.prompt, tuple(kept), self.sha256)
 
 
-def default_data(model: str) -> Path:
-    """Return the shipped calibration data for `model`: bundled ones have their own, all others get English."""
+def find_default_data(model: str) -> Path:
+    """Find the shipped calibration data for `model`: bundled models have their own, others get English."""
     return find_resource(OF_BUNDLED if model in BUNDLED else DEFAULT)
 
 
@@ -187,10 +187,10 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
     Raises:
         UsageError: there is no such file, or it is not valid; the message lists all that is wrong with it.
     """
-    parts = _parts(path)
+    parts = _list_files(path)
     contents = [read_text(part) for part in parts]
-    plain = list(map(_filled, contents, parts))
-    document = _document(parts[0], contents[0]) if len(parts) == 1 else None
+    plain = list(map(_require_text, contents, parts))
+    document = _parse_document(parts[0], contents[0]) if len(parts) == 1 else None
     if document is None:
         if not bare:
             raise UsageError(
@@ -199,7 +199,7 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
             )
         texts = tuple(Context(text, ()) for text in plain)
         name = parts[0].stem if len(parts) == 1 else f"{len(parts)} text files"
-        return CalibrationData(name, PLAIN_PROMPT, texts, content_hash(PLAIN_PROMPT, texts))
+        return CalibrationData(name, PLAIN_PROMPT, texts, hash_contexts(PLAIN_PROMPT, texts))
     folder = parts[0].parent
     try:
         parsed = CalibrationFile.model_validate(document, context={"folder": folder, "bare": bare})
@@ -212,22 +212,22 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
         )
         for item in parsed.contexts
     )
-    return CalibrationData(parsed.name, parsed.prompt, contexts, content_hash(parsed.prompt, contexts))
+    return CalibrationData(parsed.name, parsed.prompt, contexts, hash_contexts(parsed.prompt, contexts))
 
 
-def _parts(path: str | Path) -> list[Path]:
-    """Return the files that `path` stands for: one, those with commas between them, or those of text in a folder."""
-    whole = Path(path)
-    if whole.is_dir():
-        if not (texts := sorted(whole.glob("*.txt"))):
+def _list_files(path: str | Path) -> list[Path]:
+    """List the files of `path`: one file, several joined by commas, or all .txt files of a folder."""
+    given = Path(path)
+    if given.is_dir():
+        if not (texts := sorted(given.glob("*.txt"))):
             raise UsageError(f"{path} is a folder without .txt files: name a calibration file, or a folder of texts")
         return texts
     parts = [Path(part) for part in str(path).split(",")]
-    return parts if not whole.exists() and any(part.exists() for part in parts) else [whole]
+    return parts if not given.exists() and any(part.exists() for part in parts) else [given]
 
 
-def _document(path: Path, text: str) -> Any:
-    """Return the JSON of a calibration file; None of plain text, which may begin with a bracket, too."""
+def _parse_document(path: Path, text: str) -> Any:
+    """Parse the JSON of a calibration file; None for plain text, which may begin with a bracket, too."""
     if is_plain(text, str(path)):
         return None
     try:
@@ -244,20 +244,24 @@ def _document(path: Path, text: str) -> Any:
         raise
 
 
-def content_hash(prompt: str, contexts: Sequence[Context]) -> str:
-    """Return the SHA-256 of all that is asked and how."""
+def hash_contexts(prompt: str, contexts: Sequence[Context]) -> str:
+    """Hash the prompt, the texts and the questions of contexts, SHA-256."""
     content = [
-        [one.text, [pair.content for pair in one.questions], *([] if one.prompt is None else [one.prompt, one.chat])]
-        for one in contexts
+        [
+            context.text,
+            [pair.content for pair in context.questions],
+            *([] if context.prompt is None else [context.prompt, context.chat]),
+        ]
+        for context in contexts
     ]
     return hashlib.sha256(json.dumps([prompt, content]).encode()).hexdigest()
 
 
 def _read_text(path: Path) -> str:
-    return _filled(read_text(path), path)
+    return _require_text(read_text(path), path)
 
 
-def _filled(text: str, path: Path) -> str:
+def _require_text(text: str, path: Path) -> str:
     if is_blank(text):
         raise UsageError(f"{path} is empty: a calibration context needs text")
     return text.strip()

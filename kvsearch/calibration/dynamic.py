@@ -1,4 +1,4 @@
-"""From dynamic to static: what a dynamic allocation decides for every calibration prompt, and the mean of that.
+"""From dynamic to static: the budgets of a dynamic allocation for every calibration prompt, and their mean.
 
 What a layer demands depends on the dense prompt alone, since what other layers lose at their end changes nobody's
 prefill. So one pass over a prompt tells what is decided for it at all 99 global eviction ratios.
@@ -17,8 +17,8 @@ from kvsearch.budgets.dynamic import Allocation, LayerDemand, share_budgets
 from kvsearch.budgets.lukv import compute_grid_totals
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import DynamicOptions
-from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
-from kvsearch.calibration.tables import HELD_OUT, RatioTables, checkable, folds_of
+from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, encode_prompts
+from kvsearch.calibration.tables import HELD_OUT, RatioTables, assign_folds, has_enough_contexts
 from kvsearch.core.arrays import Ints
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe
@@ -32,7 +32,7 @@ from kvsearch.runtime.sharing import LayerDemands
 
 
 class DynamicCalibration(Calibration[DynamicOptions]):
-    """What a dynamic allocation decides for prompts, averaged at 99 global eviction ratios.
+    """Averages the budgets of a dynamic allocation over prompts, at 99 global eviction ratios.
 
     The decisions are those of the runtime under even budgets of the same total. Besides the table of LU-KV's profiles
     there are "ratio_deviation", float32 [99, L, Hkv], the standard deviation over the prompts, and "question_length",
@@ -41,12 +41,12 @@ class DynamicCalibration(Calibration[DynamicOptions]):
 
     def prepare(self) -> list[CalibrationPrompt]:
         (policy,) = self.policies
-        prompts = prompts_of(self.loaded, self.data, self.options.protocol, max_length=self.options.max_length)
+        prompts = encode_prompts(self.loaded, self.data, self.options.protocol, max_length=self.options.max_length)
         check_lengths(prompts, policy, RatioTables(policy, self.options.minimum).floor)
         return prompts
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
-        """Return the profile of what the allocation decides.
+        """Measure the budgets of all prompts and return their profile.
 
         Raises:
             UsageError: the policy's scores cannot be shared like this (lava: they are negative).
@@ -56,7 +56,7 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         options = self.options
         allocation = options.make_allocation(self.loaded.name)
         tables = RatioTables(policy, options.minimum)
-        work = partial(ratio_table, policy=policy, allocation=allocation, floor=tables.floor)
+        work = partial(decide_ratios, policy=policy, allocation=allocation, floor=tables.floor)
         decided = with_progress(self.loaded.map(work, prompts), len(prompts), progress)
         for prompt, table in zip(prompts, decided, strict=True):
             tables.add(table, prompt.length, prompt.text)
@@ -67,29 +67,29 @@ class DynamicCalibration(Calibration[DynamicOptions]):
             "ratio_deviation": tables.deviation(),
             "question_length": np.array(tables.lengths, dtype=np.int32),
         }
-        if options.check and checkable(self.data):
-            spread[HELD_OUT] = tables.held_out(folds_of(self.data))
+        if options.check and has_enough_contexts(self.data):
+            spread[HELD_OUT] = tables.held_out(assign_folds(self.data))
         return Profile(metadata, {**tables.arrays(), **spread})
 
 
-def ratio_table(
+def decide_ratios(
     loaded: LoadedModel,
     prompt: CalibrationPrompt,
     policy: Policy,
     allocation: Allocation,
     floor: Callable[[int], int],
 ) -> NDArray[np.float32]:
-    """Return the local eviction ratios that are decided for one prompt, [99, L, Hkv]."""
+    """Decide the local eviction ratios of one prompt, [99, L, Hkv]."""
     with run_attention(loaded.model):
         demands = observe_demands(loaded, prompt, policy, allocation)
-    budgets = decisions(allocation, demands, prompt.length, floor(prompt.length))
+    budgets = decide_budgets(allocation, demands, prompt.length, floor(prompt.length))
     return (1.0 - budgets / prompt.length).astype(np.float32)
 
 
 def observe_demands(
     loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, allocation: Allocation
 ) -> list[LayerDemands]:
-    """Read off one prompt what every full-attention layer demands; the model must run the attention "kvsearch".
+    """Observe the demands of every full-attention layer on one prompt; the model must run the attention "kvsearch".
 
     Raises:
         UsageError, IncompatibleError: see `DynamicCalibration.measure`.
@@ -101,10 +101,10 @@ def observe_demands(
     return DensePass(loaded.model, needs, look, ids, refusal=prompt.refusal(loaded.name)).noted
 
 
-def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: int, floor: int) -> Ints:
+def decide_budgets(allocation: Allocation, demands: Sequence[LayerDemands], length: int, floor: int) -> Ints:
     """Decide the budgets of one prompt of `length` tokens at the 99 global eviction ratios, int64 [99, L, Hkv].
 
-    Every head keeps `floor` entries at least, and the rows whose totals do not reach that just those.
+    Every head keeps at least `floor` entries; rows with a smaller total keep exactly the floors.
     """
     shape = (len(demands), demands[0].ordered.shape[1])
     floors = np.full(shape, floor, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""One full-cache pass per context: policy ranks of its entries, then what each question and its answer look at.
+"""Importance of cache entries: one full-cache pass per context, then the attention of each question and answer.
 
 Importance is how much the tokens of question and answer attend to an entry. An output error is how the answer suffers
 where a head loses entries. What one layer is worth alone says little where layers can stand in for each other: of three
@@ -33,16 +33,16 @@ from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import log_odds
 
-NODES = 3  # of the quadrature along the way; at the full cache alone, gradients make worse budgets
+QUADRATURE_NODES = 3  # of the quadrature along the way; at the full cache alone, gradients make worse budgets
 
-GATED_PAIRS = 2**26  # of queries and entries of a layer at most, of rows of one batch that pass gradients back
+MAX_GATED_PAIRS = 2**26  # of queries and entries of a layer at most, of rows of one batch that pass gradients back
 
-Look = tuple[Sequence[Needs], Callable[[Observation], Any]]
+ContextLook = tuple[Sequence[Needs], Callable[[Observation], Any]]
 
 
 @dataclass(frozen=True, eq=False)
 class RankedContext:
-    """What is kept of the context in one layer; `noted` is what a `look` made of it."""
+    """Ranks and norms of the context in one layer; `noted` is the result of a `look`."""
 
     ranks: list[Tensor]  # [1, Hkv, T] int32 for each policy
     measure_norms: Callable[[], Tensor]
@@ -50,7 +50,7 @@ class RankedContext:
 
     @cached_property
     def norms(self) -> Tensor:
-        """L2 norms of the projected values, [1, Hkv, G, T] fp32, which importance alone needs."""
+        """L2 norms of the projected values, [1, Hkv, G, T] fp32; computed on demand."""
         return self.measure_norms()
 
 
@@ -75,7 +75,7 @@ class ImportancePass(DensePass[RankedContext]):
         context: Tensor,
         group: str = "sum",
         refusal: str | None = None,
-        look: Look | None = None,
+        look: ContextLook | None = None,
     ) -> None:
         more, note = look or ((), lambda _: None)
 
@@ -95,7 +95,7 @@ class ImportancePass(DensePass[RankedContext]):
 
     @torch.no_grad()
     def ask(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Teacher-force `tokens` [1, K] (a question and its answer) after the context and measure what they look at.
+        """Teacher-force `tokens` [1, K] (a question and its answer) after the context, and measure importance.
 
         Returns the importance of entries, [L, Hkv, T] fp32, not normalised, and the logits [K, vocabulary].
         """
@@ -103,46 +103,46 @@ class ImportancePass(DensePass[RankedContext]):
             return self.importance()[0], output.logits[0]
 
     def importance(self, weights: Tensor | None = None) -> Tensor:
-        """Return the importance of entries for the tokens that follow just now, [M, L, Hkv, T] fp32, not normalised.
+        """Return the importance of entries for the current suffix tokens, [M, L, Hkv, T] fp32, not normalised.
 
         `weights` [M, K] are those of the tokens (None: 1).
         """
-        found = []
+        by_layer = []
         for layer in self.continuations():
-            each = None if weights is None else weights.to(layer.query.device)
-            found.append(layer.importance(layer.noted.norms, self.group, each).cpu())
-        return torch.stack(found, 1)
+            layer_weights = None if weights is None else weights.to(layer.query.device)
+            by_layer.append(layer.importance(layer.noted.norms, self.group, layer_weights).cpu())
+        return torch.stack(by_layer, 1)
 
     @torch.no_grad()
-    def importance_of(self, texts: Sequence[Tensor]) -> Tensor:
-        """Return what each of M texts, token ids [K], looks at where it follows the context, [M, L, Hkv, T] fp32.
+    def measure_importance_of(self, texts: Sequence[Tensor]) -> Tensor:
+        """Measure the importance of entries for each of M texts (token ids [K]) after the context, [M, L, Hkv, T] fp32.
 
         Texts are rows of one batch, `TOGETHER` at a time; equal to what `ask` returns up to rounding.
         """
         parts = []
         for first in range(0, len(texts), TOGETHER):
-            some = texts[first : first + TOGETHER]
-            tokens = pad_sequence(list(some), batch_first=True)
-            counts = torch.tensor([len(text) for text in some])
+            batch = texts[first : first + TOGETHER]
+            tokens = pad_sequence(list(batch), batch_first=True)
+            counts = torch.tensor([len(text) for text in batch])
             real = (torch.arange(tokens.shape[1]) < counts[:, None]).float()  # padding is behind: no token sees it
-            rows = None if len(some) == 1 else torch.zeros(len(some), dtype=torch.long)
+            rows = None if len(batch) == 1 else torch.zeros(len(batch), dtype=torch.long)
             with self.following(tokens.to(self.model.device), rows=rows, logits_to_keep=1):
                 parts.append(self.importance(real))
         return torch.cat(parts)
 
 
-def output_errors(
-    passed: ImportancePass,
-    asked: Sequence[Continuation],
+def measure_output_errors(
+    context_pass: ImportancePass,
+    questions: Sequence[Continuation],
     protected: Tensor,
     orders: Sequence[Tensor],
-    nodes: int = NODES,
+    nodes: int = QUADRATURE_NODES,
 ) -> Iterator[Tensor]:
-    """Yield how each answer suffers where a head keeps only the first entries of an order, [n, L, Hkv, T + 1] fp32.
+    """Yield the output error of each answer where a head keeps a prefix of an order, [n, L, Hkv, T + 1] fp32.
 
     Each of the n `orders` [L, Hkv, T] has the entries of every head, the one that stays longest first. The error at
     index b is that of the head alone with its first b entries: how its attention output changes, weighted by what the
-    answer loses for that (`output_slopes`); see `kept_prefix_errors`.
+    answer loses for that (`measure_output_slopes`); see `kept_prefix_errors`.
 
     Takes a pass forward and back over rows of tokens, `nodes` + 1 of each question, whatever n is. All errors of an
     answer are NaN where the model computes NaN.
@@ -150,7 +150,7 @@ def output_errors(
     Raises:
         IncompatibleError: the model passes no gradients back.
     """
-    for slopes, layers in output_slopes(passed, asked, protected, nodes):
+    for slopes, layers in measure_output_slopes(context_pass, questions, protected, nodes):
         errors = [
             layer.prefix_errors(slope, [order[row] for order in orders]).cpu()
             for row, (layer, slope) in enumerate(zip(layers, slopes, strict=True))
@@ -158,18 +158,17 @@ def output_errors(
         yield torch.stack(errors, 1)
 
 
-def errors_taken_away(errors: Tensor, always: int) -> Tensor:
-    """Return what each entry takes away from `errors` [..., T + 1] by the entries before it, [..., T].
+def compute_error_drops(errors: Tensor, always: int) -> Tensor:
+    """Compute the drop of `errors` [..., T + 1] by each entry after the ones before it, [..., T].
 
-    Nothing is decided about the first entries, which stay `always`: they take nothing away, and nor does an entry that
-    makes the error larger.
+    The first `always` entries stay in any case: their drop is 0, as is that of an entry that increases the error.
     """
     worth: Tensor = nn.functional.pad(-errors[..., always:].cummin(-1).values.diff(dim=-1), (always, 0))
     return worth
 
 
 class WeighedAnswer(NamedTuple):
-    """A question and its answer as they follow a context, `layers`, and what the answer loses by each of them.
+    """A question with its answer after a context: its `layers`, and the slopes of the answer by their outputs.
 
     `slopes` [K, Hq, Dv] fp32 are derivatives of its log-odds by attention outputs, NaN where the model computes NaN.
     """
@@ -178,8 +177,8 @@ class WeighedAnswer(NamedTuple):
     layers: list[LayerContinuation[RankedContext]]
 
 
-def output_slopes(
-    passed: ImportancePass, asked: Sequence[Continuation], protected: Tensor, nodes: int = NODES
+def measure_output_slopes(
+    context_pass: ImportancePass, questions: Sequence[Continuation], protected: Tensor, nodes: int = QUADRATURE_NODES
 ) -> Iterator[WeighedAnswer]:
     """Yield the derivatives of answers' log-odds by the attention outputs of each layer.
 
@@ -191,52 +190,54 @@ def output_slopes(
     Raises:
         IncompatibleError: the model passes no gradients back.
     """
-    require_gradients(passed.model, "give --normalization layer, which needs none, or load the model unquantised")
-    heads = describe(passed.model).query_heads
-    longest = max((after.tokens.shape[1] for after in asked), default=1)
-    size = max(1, GATED_PAIRS // ((nodes + 1) * heads * longest * protected.shape[-1]))
-    for first in range(0, len(asked), size):
-        yield from _weigh_together(passed, asked[first : first + size], protected, nodes)
+    require_gradients(context_pass.model, "give --normalization layer, which needs none, or load the model unquantised")
+    heads = describe(context_pass.model).query_heads
+    longest = max((question.tokens.shape[1] for question in questions), default=1)
+    size = max(1, MAX_GATED_PAIRS // ((nodes + 1) * heads * longest * protected.shape[-1]))
+    for first in range(0, len(questions), size):
+        yield from _weigh_batch(context_pass, questions[first : first + size], protected, nodes)
 
 
 @torch.enable_grad()
-def _weigh_together(
-    passed: ImportancePass, asked: Sequence[Continuation], protected: Tensor, nodes: int
+def _weigh_batch(
+    context_pass: ImportancePass, questions: Sequence[Continuation], protected: Tensor, nodes: int
 ) -> list[WeighedAnswer]:
-    """Do what `output_slopes` does, in one batch: a row of every question under the full cache, then one a node."""
-    device = passed.model.device
+    """Measure slopes in one batch: a row of every question under the full cache, then one per node."""
+    device = context_pass.model.device
     places, weights = np.polynomial.legendre.leggauss(nodes)
     # padding is behind: no token sees it
-    tokens = pad_sequence([after.tokens[0] for after in asked], batch_first=True).to(device).repeat(nodes + 1, 1)
+    tokens = (
+        pad_sequence([question.tokens[0] for question in questions], batch_first=True).to(device).repeat(nodes + 1, 1)
+    )
     # gates have gradients so that outputs do, whatever the weights of the model have
     gates = torch.tensor((1 + places) / 2, dtype=torch.float32, device=device)
-    gates = gates.repeat_interleave(len(asked)).requires_grad_()
-    starts = [after.predicting.start for after in asked]
+    gates = gates.repeat_interleave(len(questions)).requires_grad_()
+    starts = [question.predicting.start for question in questions]
     # recurrent layers write their states in place; allowing for that is slow
-    recurrent = not all(hasattr(layer, "keys") for layer in passed.cache.layers)
+    recurrent = not all(hasattr(layer, "keys") for layer in context_pass.cache.layers)
     writable = allow_mutation_on_saved_tensors() if recurrent else nullcontext()
     rows = torch.zeros(len(tokens), dtype=torch.long)
     first = min(starts)
     keep = dict(enumerate(protected))
-    with writable, passed.following(tokens, keep, gates, rows, logits_to_keep=tokens.shape[1] - first) as output:
-        logits = output.logits.view(nodes + 1, len(asked), *output.logits.shape[1:])
+    with writable, context_pass.following(tokens, keep, gates, rows, logits_to_keep=tokens.shape[1] - first) as output:
+        logits = output.logits.view(nodes + 1, len(questions), *output.logits.shape[1:])
         odds = logits.new_zeros((), dtype=torch.float32)
-        for number, after in enumerate(asked):
-            answer = after.tokens[0, max(after.answer, 1) :]
-            predicting = slice(starts[number] - first, after.tokens.shape[1] - 1 - first)
+        for number, question in enumerate(questions):
+            answer = question.tokens[0, max(question.answer, 1) :]
+            predicting = slice(starts[number] - first, question.tokens.shape[1] - 1 - first)
             for of_node in logits[1:, number]:
                 odds = odds + log_odds(of_node[predicting], answer).sum()
-        outputs = [layer.gated_output for layer in passed.observed if layer.gated_output is not None]
+        outputs = [layer.gated_output for layer in context_pass.observed if layer.gated_output is not None]
         shares = torch.tensor(weights / 2, dtype=torch.float32)
         means = []
         for slope in torch.autograd.grad(odds, outputs):
-            by_node = slope.float().view(nodes, len(asked), *slope.shape[1:])
+            by_node = slope.float().view(nodes, len(questions), *slope.shape[1:])
             means.append(torch.einsum("n,n...->...", shares.to(slope.device), by_node))
         broken = logits[0].detach().isnan().flatten(1).any(1).cpu()
-        layers = list(passed.continuations())
+        layers = list(context_pass.continuations())
     answers = []
-    for number, after in enumerate(asked):
-        count = after.tokens.shape[1]
+    for number, question in enumerate(questions):
+        count = question.tokens.shape[1]
         slopes = [mean[number, :count].masked_fill(broken[number].to(mean.device), torch.nan) for mean in means]
         answers.append(WeighedAnswer(slopes, [layer.of_row(number, count) for layer in layers]))
     return answers

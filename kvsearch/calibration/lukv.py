@@ -1,4 +1,4 @@
-"""LU-KV: a table of local eviction ratios for every global ratio, from what entries are worth to later answers.
+"""LU-KV: a table of local eviction ratios for every global ratio, from the worth of entries to later answers.
 
 The worth of each entry is measured for every question, in the order in which the policy would keep entries, and all 99
 budgets are solved at once by marginal gain. It is the output error that an entry takes away, and then the table is
@@ -20,25 +20,25 @@ from torch import Tensor
 
 from kvsearch.budgets.convex import compute_oracle_recall, compute_recall, sort_as_oracle, sum_prefixes
 from kvsearch.budgets.lukv import MarginalSolver, solve_grid
-from kvsearch.calibration.importance import NODES, ImportancePass, errors_taken_away, output_errors
+from kvsearch.calibration.importance import QUADRATURE_NODES, ImportancePass, compute_error_drops, measure_output_errors
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import AnsweredOptions, LukvOptions
 from kvsearch.calibration.prompts import (
     CalibrationPrompt,
     Continuation,
+    add_own_replies,
     check_lengths,
-    prompts_of,
-    reply_parts,
-    with_own_replies,
+    encode_prompts,
+    split_reply_batches,
 )
 from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import (
     HELD_OUT,
     RatioTables,
-    checkable,
+    assign_folds,
     floor_entries,
-    folds_of,
-    sampled,
+    has_enough_contexts,
+    sample_curves,
 )
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, with_progress
@@ -51,15 +51,15 @@ from kvsearch.runtime.attention import run_attention
 
 CURVE_POINTS = 101
 # fp32 tables of tokens and entries, in times that one is made whose attention is looked at:
-GATED = 5.5  # through gates, and back
-SUMMED = 2  # of errors
-ORDERED = 2  # in the order of a policy
+GATED_TABLES = 5.5  # through gates, and back
+SUMMED_TABLES = 2  # of errors
+ORDERED_TABLES = 2  # in the order of a policy
 KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 
 @dataclass(frozen=True)
 class MeasuredQuestion:
-    """What entries are worth to one question, in the order of the policy's ranking."""
+    """Worth of entries to one question, in the order of the policy's ranking."""
 
     context: int
     importance: NDArray[np.float32]  # [L, Hkv, T] >= 0
@@ -68,55 +68,57 @@ class MeasuredQuestion:
 
     @property
     def comparable(self) -> NDArray[np.float64]:
-        """Importance in units that compare, [L, Hkv, T]."""
+        """Importance in comparable units, [L, Hkv, T]."""
         values: NDArray[np.float64] = self.importance / self.scale[:, None, None]
         return values
 
 
-MEASURED = tuple(field.name for field in fields(MeasuredQuestion) if field.name != "context")
+MEASURED_FIELDS = tuple(field.name for field in fields(MeasuredQuestion) if field.name != "context")
 
 
 class LukvCalibration(Calibration[LukvOptions]):
-    """LU-KV for the first of the policies.
+    """LU-KV calibration for the first of the policies.
 
-    With others the profile also has what every head keeps under each of them, for joint plans.
+    With several policies the profile also has the kept importance of every head under each of them, for joint plans.
     """
 
     def prepare(self) -> list[CalibrationPrompt]:
         options = self.options
-        prompts = prompts_of(self.loaded, self.data, answer_tokens=options.answer_tokens, max_length=options.max_length)
+        prompts = encode_prompts(
+            self.loaded, self.data, answer_tokens=options.answer_tokens, max_length=options.max_length
+        )
         for policy in self.policies:
             check_lengths(prompts, policy, partial(floor_entries, policy=policy, minimum=options.minimum))
         return prompts
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
-        """Return the passes over contexts and over what is asked of them, and own replies.
+        """Estimate the passes over contexts and questions, and own replies.
 
-        What policies make of a context is timed: the first one is read.
+        The time of the policies is measured on the first context.
         """
         options = self.options
         times = 1.0  # that what is asked of a context is read
-        tables: float = 1 + ORDERED * (len(self.policies) - 1)
+        tables: float = 1 + ORDERED_TABLES * (len(self.policies) - 1)
         if options.normalization == "error":
-            times += 1 + 2 * NODES  # rows of a pass; back it takes as long again
-            tables = NODES * GATED + SUMMED + ORDERED * len(self.policies)
-        most = options.answer_tokens if options.answers == "own" else None
+            times += 1 + 2 * QUADRATURE_NODES  # rows of a pass; back it takes as long again
+            tables = QUADRATURE_NODES * GATED_TABLES + SUMMED_TABLES + ORDERED_TABLES * len(self.policies)
+        own_tokens = options.answer_tokens if options.answers == "own" else None
         works = []
         for prompt in prompts:
             context = prompt.work()
-            asked = prompt.work(1, most)
-            tokens = context.tokens + (asked.tokens - context.tokens) * times
-            passes = 3 if options.normalization == "error" else asked.passes  # of all questions together, and back
-            works.append(replace(asked, passes=passes, tokens=tokens, tables=asked.tables * tables))
-        reading = self._seconds_beside(prompts[0]) * len(prompts)
-        return sum(works, reply_work(prompts, options, read=False)) + Work(seconds=reading)
+            whole = prompt.work(1, own_tokens)
+            tokens = context.tokens + (whole.tokens - context.tokens) * times
+            passes = 3 if options.normalization == "error" else whole.passes  # of all questions together, and back
+            works.append(replace(whole, passes=passes, tokens=tokens, tables=whole.tables * tables))
+        reading = self._time_ranking(prompts[0]) * len(prompts)
+        return sum(works, estimate_replies(prompts, options, read=False)) + Work(seconds=reading)
 
-    def _seconds_beside(self, prompt: CalibrationPrompt) -> float:
-        """Read a prompt, and return how much longer that takes under the policies, in seconds."""
+    def _time_ranking(self, prompt: CalibrationPrompt) -> float:
+        """Time the policies on one prompt, in seconds beyond a plain pass."""
 
         def read() -> None:
             with run_attention(self.loaded.model):
-                _read(self.loaded, prompt, self.policies, self.options)
+                _read_context(self.loaded, prompt, self.policies, self.options)
 
         [seconds] = time_action(read, 0)
         return max(0.0, seconds - Speed(self.loaded.model, prompt.length).seconds(prompt.work()))
@@ -130,10 +132,10 @@ class LukvCalibration(Calibration[LukvOptions]):
         arrays = _summarize(questions, tables, options)
         table_of = None
         if options.normalization == "error":
-            table_of = partial(_table_of_mean, questions, tables, options)
+            table_of = partial(_solve_mean_table, questions, tables, options)
             arrays[EVICTED_RATIO] = table_of(range(len(questions)))
-        if options.check and checkable(self.data):
-            arrays[HELD_OUT] = tables.held_out(folds_of(self.data), table_of)
+        if options.check and has_enough_contexts(self.data):
+            arrays[HELD_OUT] = tables.held_out(assign_folds(self.data), table_of)
         settings = {**options.texts(self.data), **options.settings()}
         rivals = [compared.spec for compared in compared_policies]
         floor = tables.floor(tables.length)
@@ -141,18 +143,18 @@ class LukvCalibration(Calibration[LukvOptions]):
         return Profile(metadata, arrays)
 
 
-def reply_work(prompts: Sequence[CalibrationPrompt], options: AnsweredOptions, *, read: bool = True) -> Work:
-    """Return the passes that own replies take, and at most their tokens; nothing where answers are given.
+def estimate_replies(prompts: Sequence[CalibrationPrompt], options: AnsweredOptions, *, read: bool = True) -> Work:
+    """Estimate the passes and tokens of own replies, at most; nothing where answers are given.
 
     The prompts are `read` for them, unless replies go on from other passes over them.
     """
     if options.answers == "given":
         return Work()
-    asked = [prompt for prompt in prompts if prompt.continuations]
+    answered = [prompt for prompt in prompts if prompt.continuations]
     replies = sum(
-        continuation.limit_reply(options.answer_tokens) for prompt in asked for continuation in prompt.continuations
+        continuation.limit_reply(options.answer_tokens) for prompt in answered for continuation in prompt.continuations
     )
-    reading = Work.over(prompt.length for prompt in asked) if read else Work()
+    reading = Work.over(prompt.length for prompt in answered) if read else Work()
     return reading + Work.replying(replies)
 
 
@@ -164,41 +166,41 @@ def measure_importance(
     compared_policies: Sequence[Policy] = (),
     steps: StepCache | None = None,
 ) -> Iterator[MeasuredQuestion]:
-    """Yield the questions of `prompts` as measured, a prompt a step.
+    """Measure the questions of `prompts`, one step per prompt.
 
     `compared_policies` rank the same entries in the same pass. Own replies, if options ask for them, go on from it, and
-    are a step for each of `reply_parts`.
+    are a step for each of `split_reply_batches`.
     """
     steps = steps or StepCache()
     policies = [policy, *compared_policies]
-    held: dict[int, ImportancePass] = {}  # by context, until it is measured
+    passes: dict[int, ImportancePass] = {}  # by context, until it is measured
 
     def read(prompt: CalibrationPrompt) -> ImportancePass:
-        held[prompt.context] = _read(loaded, prompt, policies, options)
-        return held[prompt.context]
+        passes[prompt.context] = _read_context(loaded, prompt, policies, options)
+        return passes[prompt.context]
 
-    def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
-        asked: Iterable[CalibrationPrompt] = prompts
+    def make(missing_prompts: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
+        replied: Iterable[CalibrationPrompt] = prompts
         if options.answers == "own":
-            parts = list(reply_parts(loaded.model, prompts))
+            parts = list(split_reply_batches(loaded.model, prompts))
             continued = read if loaded.workers is None else None
-            asked = with_own_replies(loaded, parts, options.answer_tokens, steps, continued)
-        missing = {prompt.context for prompt in some}
+            replied = add_own_replies(loaded, parts, options.answer_tokens, steps, continued)
+        missing = {prompt.context for prompt in missing_prompts}
         if loaded.workers is not None:
-            wanted = [prompt for prompt in asked if prompt.context in missing]
+            wanted = [prompt for prompt in replied if prompt.context in missing]
             yield from loaded.map(partial(_measure_prompt, policies=policies, options=options), wanted)
             return
-        for prompt in asked:
-            context_pass = held.pop(prompt.context, None)
+        for prompt in replied:
+            context_pass = passes.pop(prompt.context, None)
             if prompt.context in missing:
                 yield _measure_prompt(loaded, prompt, policies, options, context_pass)
 
     for prompt, arrays in zip(prompts, steps.stage(prompts, make), strict=True):
         for number in range(len(prompt.continuations)):
-            yield MeasuredQuestion(prompt.text, **{name: arrays[f"{number} {name}"] for name in MEASURED})
+            yield MeasuredQuestion(prompt.text, **{name: arrays[f"{number} {name}"] for name in MEASURED_FIELDS})
 
 
-def _read(
+def _read_context(
     loaded: LoadedModel, prompt: CalibrationPrompt, policies: Sequence[Policy], options: LukvOptions
 ) -> ImportancePass:
     ids = prompt.ids.to(loaded.device)
@@ -212,13 +214,13 @@ def _measure_prompt(
     options: LukvOptions,
     context_pass: ImportancePass | None = None,
 ) -> Arrays:
-    """Return the questions of one prompt as measured, by number and field of a `MeasuredQuestion`.
+    """Measure the questions of one prompt; return arrays by number and field of a `MeasuredQuestion`.
 
     The prompt is read, unless there is a pass over it.
     """
     arrays: dict[str, NDArray[Any]] = {}
     with run_attention(loaded.model):
-        context_pass = context_pass or _read(loaded, prompt, policies, options)
+        context_pass = context_pass or _read_context(loaded, prompt, policies, options)
         ranks = [context_pass.ranks(number) for number in range(len(policies))]
         orders = [of_policy.to(loaded.device).argsort(-1).cpu() for of_policy in ranks]
         measure = partial(_measure_importance, by_layer=options.normalization == "layer")
@@ -231,33 +233,33 @@ def _measure_prompt(
             arrays |= {
                 f"{number} importance": worth.numpy(),
                 f"{number} scale": torch.where(scale > 0, scale, 1.0).double().numpy(),
-                f"{number} curves": np.array([_kept_curve(compared.numpy()) for compared in compared_worths]),
+                f"{number} curves": np.array([_compute_kept_curve(compared.numpy()) for compared in compared_worths]),
             }
     return arrays
 
 
 def _measure_errors(
-    context_pass: ImportancePass, asked: Sequence[Continuation], orders: Sequence[Tensor], protected: Tensor
+    context_pass: ImportancePass, questions: Sequence[Continuation], orders: Sequence[Tensor], protected: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each question what entries take of the output error, and what makes it comparable.
+    """Yield for each question the error drop of entries, and the scale that makes it comparable.
 
     By order, [n, L, Hkv, T], and by layer, [L].
     """
     always = int(protected[0, 0].sum())
-    for errors in output_errors(context_pass, asked, protected, orders):
-        whole = errors[0, ..., always].sum()  # the error of what may go: questions weigh alike
-        yield errors_taken_away(errors, always), whole.expand(len(protected))
+    for errors in measure_output_errors(context_pass, questions, protected, orders):
+        total = errors[0, ..., always].sum()  # the error of what may go: questions weigh alike
+        yield compute_error_drops(errors, always), total.expand(len(protected))
 
 
 def _measure_importance(
-    context_pass: ImportancePass, asked: Sequence[Continuation], orders: Sequence[Tensor], *, by_layer: bool
+    context_pass: ImportancePass, questions: Sequence[Continuation], orders: Sequence[Tensor], *, by_layer: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each question the importance of entries by order, [n, L, Hkv, T], and its scale, [L].
 
     It is NaN if the model computes NaN.
     """
-    for after in asked:
-        importance, logits = context_pass.ask(after.tokens.to(context_pass.model.device))
+    for question in questions:
+        importance, logits = context_pass.ask(question.tokens.to(context_pass.model.device))
         mass = importance.sum((1, 2))
         scale = mass if by_layer else torch.ones_like(mass)
         ordered = torch.stack([importance.gather(-1, order) for order in orders])
@@ -265,43 +267,43 @@ def _measure_importance(
 
 
 def _comparable(question: MeasuredQuestion, policy: Policy, options: LukvOptions) -> NDArray[np.float64]:
-    """Return the importance that budgets are solved with, [L, Hkv, T]."""
+    """Return the importance for solving budgets, [L, Hkv, T]."""
     values = question.comparable
     return values if options.gap else sort_as_oracle(values, policy.protected(values.shape[-1]))
 
 
-def _table_of_mean(
-    questions: Sequence[MeasuredQuestion], tables: RatioTables, options: LukvOptions, some: Sequence[int]
+def _solve_mean_table(
+    questions: Sequence[MeasuredQuestion], tables: RatioTables, options: LukvOptions, numbers: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Return the table that keeps most importance of `some` of the questions on average, float32 [99, L, Hkv].
+    """Solve the table that keeps most mean importance of a subset of questions, float32 [99, L, Hkv].
 
     Where questions need different heads it gives to all of these, in proportion to how much and how often; a mean of
     the questions' tables would give every head something of what any question has to spare.
     Shorter questions are stretched to the longest.
     """
-    length = max(questions[number].importance.shape[-1] for number in some)
+    length = max(questions[number].importance.shape[-1] for number in numbers)
     kept = np.zeros((*questions[0].importance.shape[:2], length + 1))
-    for number in some:
-        kept += sampled(sum_prefixes(_comparable(questions[number], tables.policy, options)), length + 1)
-    gains = np.diff(kept / len(some)).clip(min=0.0)
+    for number in numbers:
+        kept += sample_curves(sum_prefixes(_comparable(questions[number], tables.policy, options)), length + 1)
+    gains = np.diff(kept / len(numbers)).clip(min=0.0)
     return solve_grid(MarginalSolver(gains, tables.floor(length)))
 
 
 def _summarize(
     questions: Sequence[MeasuredQuestion], tables: RatioTables, options: LukvOptions
 ) -> dict[str, NDArray[Any]]:
-    """Return what the questions say together. The table of every question goes into `tables`."""
+    """Average the curves of all questions, and add the table of each question to `tables`."""
     curves = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
     by_policy = []  # [1 + R, L, Hkv, KEPT_POINTS]
     for question in questions:
         values = question.comparable
         length = values.shape[-1]
         if len(question.curves):
-            kept = np.concatenate([_kept_curve(question.importance)[None], question.curves])
+            kept = np.concatenate([_compute_kept_curve(question.importance)[None], question.curves])
             by_policy.append(kept / question.scale[:, None, None])
-        recall = sampled(compute_recall(question.importance), CURVE_POINTS)
-        oracle = sampled(compute_oracle_recall(question.importance), CURVE_POINTS)
-        mass = sampled(compute_recall(values), CURVE_POINTS) * values.sum(-1, keepdims=True)
+        recall = sample_curves(compute_recall(question.importance), CURVE_POINTS)
+        oracle = sample_curves(compute_oracle_recall(question.importance), CURVE_POINTS)
+        mass = sample_curves(compute_recall(values), CURVE_POINTS) * values.sum(-1, keepdims=True)
         curves.append(np.stack([recall, oracle, mass]))
         solver = MarginalSolver(_comparable(question, tables.policy, options), tables.floor(length))
         tables.add(solve_grid(solver), length, question.context)
@@ -314,6 +316,6 @@ def _summarize(
     return {**arrays, **dict(zip(names, np.mean(curves, axis=0).astype(np.float32), strict=True))}
 
 
-def _kept_curve(importance: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return what heads keep of ranked importance [L, Hkv, T] at budgets 0 ... T, read at `KEPT_POINTS` of them."""
-    return sampled(sum_prefixes(importance), KEPT_POINTS)
+def _compute_kept_curve(importance: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Compute the kept part of ranked importance [L, Hkv, T] at `KEPT_POINTS` budgets from 0 to T."""
+    return sample_curves(sum_prefixes(importance), KEPT_POINTS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, option, with_params
+from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, merge_params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import refuse
 from kvsearch.core.naming import suggest
@@ -32,23 +32,23 @@ Whole = Annotated[int, Field(strict=True)]
 ANSWER_TOKENS = 128
 TUNED_FOR = 1024  # entries per kv head of CAKE's exponents
 STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
-UNRANKED = ("full",)
+POLICIES_WITHOUT_RANKING = ("full",)
 TARGETS = ("answers", "reconstruction")
-CANDIDATES = 4096  # tokens whose queries a bank is chosen of
-LEAST_DRAWN = 50  # entries or tokens of a context that a ranking is fitted on
+BANK_CANDIDATES = 4096  # tokens whose queries a bank is chosen of
+MIN_DRAWN_PER_CONTEXT = 50  # entries or tokens of a context that a ranking is fitted on
 # the built-in policies that order all entries of a prompt by one score
-SCORED = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
-COMPARED = (*SCORED, "criticalkv", "defensivekv")  # what a fitted ranking is compared with
+SCORE_POLICIES = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
+RIVAL_POLICIES = (*SCORE_POLICIES, "criticalkv", "defensivekv")  # what a fitted ranking is compared with
 
 # recent entries that stay under policies that need not keep all they look at, where they are compared at small budgets:
 # as many as under fitted rankings; with more, what is protected is most of what is kept
-RECENT = 8
-OBSERVING = ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
+DEFAULT_RECENT = 8
+WINDOW_POLICIES = ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
 
 AnswerTokens = Annotated[
     Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, polykv.")
 ]
-ANSWERS = Option(
+ANSWERS_OPTION = Option(
     "What is teacher-forced after a question: own, the model's greedy reply under its full cache where that is right "
     "(any reply where no metric judges it), else the right answer; or given, always the right answer."
 )
@@ -78,7 +78,7 @@ FloorShare = Annotated[
 
 
 class CalibrationOptions(Seeded):
-    """What all methods have: a policy, and its parameters where they differ from the method's own.
+    """Options of all methods: a policy, and its parameters where they differ from the method's own.
 
     `unit` is one of what is counted while the method runs. `own_params` says whether `params` belong to `policy`, and
     not to all policies that are measured. `bare` says whether contexts may have no questions. `protection` is by
@@ -127,14 +127,14 @@ class CalibrationOptions(Seeded):
         return [name for name in known if name not in CalibrationOptions.model_fields]
 
     @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a recipe has `stated` with what was `given` over it; settings of another policy are left out."""
+    def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Merge `given` options over those `stated` in a recipe, without settings of another policy."""
         own = stated.get("policy", cls.model_fields["policy"].default)
-        return with_params(stated, given, own if cls.own_params else None)
+        return merge_params(stated, given, own if cls.own_params else None)
 
     @classmethod
     def check_given(cls, given: Mapping[str, Any]) -> None:
-        """Raise the UsageError that names the first of the `given` options that the method lacks, or a wrong choice."""
+        """Raise UsageError for the first `given` option that the method lacks, or a wrong choice."""
         for key, value in given.items():
             if key not in cls.model_fields:
                 raise UsageError(
@@ -154,18 +154,18 @@ class CalibrationOptions(Seeded):
         from kvsearch.policies import create_policy, find_policy_class
         from kvsearch.policies.fitted import parse_policy
 
-        if self.policy in UNRANKED:
+        if self.policy in POLICIES_WITHOUT_RANKING:
             raise UsageError(f"policy {self.policy!r} evicts nothing, so it has no budgets to calibrate")
         name, fitted = parse_policy(self.policy)
         find_policy_class(name)
         return create_policy(name, {**self.protection.get(name, {}), **fitted, **self.params})
 
     def policies(self) -> list[Policy]:
-        """Return all policies that are measured, `make_policy` among them; UsageError as it raises them."""
+        """Return all measured policies, `make_policy` among them; UsageError as it raises them."""
         return [self.make_policy()]
 
     def texts(self, data: CalibrationData) -> dict[str, Any]:
-        """Return what the provenance of a profile says of its texts."""
+        """Return the record of the texts for the provenance of a profile."""
         return {"data": data.name, **({} if self.max_length is None else {"max_length": self.max_length})}
 
     def settings(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class CalibrationOptions(Seeded):
         return self.model_dump(include=set(self.option_names()))
 
     def resolved(self) -> dict[str, Any]:
-        """Return everything that decides what is measured of given texts; UsageError as `make_policy`."""
+        """Return all settings that decide the measurement, as JSON; UsageError as `make_policy`."""
         return {
             "method": self.method, "policy": self.policy, "params": self.make_policy().parameters(),
             **self.model_dump(mode="json", include={"max_length", *self.option_names()}),
@@ -181,19 +181,19 @@ class CalibrationOptions(Seeded):
 
 
 class AnsweredOptions(CalibrationOptions):
-    """What methods have that measure importance: what is forced after a question, and how query heads add up."""
+    """Options of methods that measure importance: answers after questions, and aggregation of query heads."""
 
-    answers: Answers = option("own", ANSWERS)
+    answers: Answers = option("own", ANSWERS_OPTION)
     answer_tokens: AnswerTokens = ANSWER_TOKENS
     group: Group = option("sum", "How the query heads of a kv head are combined: sum or max.")
 
 
 class LukvOptions(AnsweredOptions):
-    """What LU-KV's paper leaves open, and its ablations.
+    """Options of LU-KV that its paper leaves open, and its ablations.
 
     `normalization` makes layers comparable, which the paper asks for without saying how. "layer" gives the importance
     of every layer the same mass, the usual reading of the paper, and "none" takes importance as it is. "error" measures
-    something that compares as it is: the weighted output error that an entry takes away, see `output_errors`.
+    something that compares as it is: the weighted output error that an entry takes away, see `measure_output_errors`.
 
     `group` is how importance is combined over the query heads of a kv head; errors add up. `gap=False` is the ablation
     that trusts the ranking. `answers` is what entries are worth something to: "own" replies (the paper's full-attention
@@ -238,7 +238,7 @@ class LukvOptions(AnsweredOptions):
         return self
 
     def make_rivals(self) -> list[Policy]:
-        """Return the policies that are measured beside `make_policy`.
+        """Make the rival policies, which are measured in the same pass as `make_policy`.
 
         They protect the same entries, as what these are worth is not measured: a policy that protects others would keep
         more or less than its curve says.
@@ -270,7 +270,7 @@ class LukvOptions(AnsweredOptions):
 
 
 class RankingOptions(AnsweredOptions):
-    """A ranking that is fitted: what is asked of a context, and what is ranked.
+    """Options of a fitted ranking: the questions on a context, and the ranked entries.
 
     `targets` are "answers" (questions with their answers) and "reconstruction" (the context itself, asked for again
     chunk by chunk). Contexts without questions are asked for themselves alone.
@@ -283,7 +283,7 @@ class RankingOptions(AnsweredOptions):
     targets: Names = option(
         TARGETS, "What entries are important for: answers, reconstruction or both.", metavar="NAME,..."
     )
-    protect: Whole = option(RECENT, "Recent entries that are never ranked.", ge=0)
+    protect: Whole = option(DEFAULT_RECENT, "Recent entries that are never ranked.", ge=0)
     compare: Compare = option(
         "best", "Built-in rankings whose losses are measured: best, the three that recall most importance, or all."
     )
@@ -299,24 +299,24 @@ class RankingOptions(AnsweredOptions):
 
     @property
     def drawn(self) -> int:
-        """How many entries or tokens of all contexts a head is fitted on."""
-        return CANDIDATES
+        """Number of entries or tokens of all contexts that a head is fitted on."""
+        return BANK_CANDIDATES
 
     @property
     def looked_at(self) -> tuple[str, ...]:
-        """What is noted of entries: nothing but an even spread, by which some heads may be ranked."""
+        """Features of entries that are noted: only an even spread, by which some heads may be ranked."""
         return (SPREAD,)
 
     def make_policy(self) -> Policy:
-        """There is none before it is fitted."""
+        """Raise UsageError: the policy does not exist before it is fitted."""
         raise UsageError(f"method {self.method} makes a policy: it has none before")
 
     def policies(self) -> list[Policy]:
-        """Return the policies that the fit is compared with: all protect the entries that it does, or fewer."""
+        """Return the rival policies of the fit, which protect the same entries, or fewer."""
         from kvsearch.policies import create_policy
 
         alike = {"sinks": SINKS, "protect": self.protect, "recent": max(self.protect, 1)}  # 0 recent are half a budget
-        made = map(create_policy, COMPARED)
+        made = map(create_policy, RIVAL_POLICIES)
         return [replace(one, **{name: alike[name] for name in alike if hasattr(one, name)}) for one in made]
 
     def resolved(self) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class QueryBankOptions(RankingOptions):
 
 
 class ProbeOptions(RankingOptions):
-    """A ranking by regressions: what the fit looks at.
+    """Options of a ranking by regressions: its features and its form.
 
     `form` "network" also tries a small network for every head, "linear" regressions only; which of them a head gets is
     chosen on contexts that none was fitted on.
@@ -348,7 +348,7 @@ class ProbeOptions(RankingOptions):
 
     @property
     def looked_at(self) -> tuple[str, ...]:
-        """The features, and the spread in any case: heads whose context nothing looks at are ranked by it."""
+        """The features, always with the spread, which ranks heads without any attention on the context."""
         return self.features if SPREAD in self.features else (*self.features, SPREAD)
 
     @property
@@ -367,7 +367,7 @@ class QueryStatisticsOptions(CalibrationOptions):
 
 
 class DynamicOptions(CalibrationOptions):
-    """What the methods have in common that decide budgets anew for every prompt: how decisions are collected.
+    """Options of methods that decide budgets anew for every prompt.
 
     `protocol` says what a prompt is: every context, or every context with a question and all that leads to the reply.
     A `minimum` of 0 is the rule as it runs.
@@ -382,7 +382,7 @@ class DynamicOptions(CalibrationOptions):
     check: Check = True
 
     def make_allocation(self, model: str = "") -> Allocation:  # noqa: ARG002
-        """Return the rule that decides for a model of this name; UsageError if options contradict each other."""
+        """Make the allocation for a model of this name; UsageError if options contradict each other."""
         from kvsearch.budgets.dynamic import find_allocation_class
 
         rule = find_allocation_class(self.method)

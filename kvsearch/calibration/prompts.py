@@ -1,4 +1,4 @@
-"""The prompts of a calibration in token ids: what is read and compressed as one, and what may follow it."""
+"""Prompts of a calibration as token ids: compressed prompts, and the continuations that may follow them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.data import CalibrationData, Context, Pair, TakenOf, content_hash
+from kvsearch.calibration.data import CalibrationData, Context, Pair, TakeTokens, hash_contexts
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -62,14 +62,14 @@ class Continuation:
     tokens: Tensor
     answer: int  # where the answer starts
     most: int = 0
-    taken: TakenOf | None = None
+    taken: TakeTokens | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out, on the way to another process, what own replies alone are made with: it has a tokenizer."""
+        """Drop `taken`, which holds a tokenizer, on the way to another process."""
         return {**self.__dict__, "taken": None}
 
     def limit_reply(self, most: int) -> int:
-        """Return the most tokens of an own reply, `most` where the question says nothing."""
+        """Return the maximum tokens of an own reply, `most` if the question states none."""
         most = self.most or most
         return most if self.taken is None else limit_own_reply(self.tokens.shape[1] - self.answer, most)
 
@@ -80,13 +80,13 @@ class Continuation:
 
     @property
     def predicted(self) -> int:
-        """How many of the answer's tokens that is."""
+        """Number of answer tokens that rows of `tokens` predict."""
         return self.tokens.shape[1] - max(self.answer, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class CalibrationPrompt:
-    """Token ids [1, T] that are compressed as one, the number of their context, and what may follow them.
+    """A compressed prompt: token ids [1, T], the number of its context, and its continuations.
 
     `text` is the number of the first context of the same text. An own reply ends with the token that makes `ended` true
     of it, and where the turn ends that a chat template began if it is `chat`.
@@ -100,7 +100,7 @@ class CalibrationPrompt:
     chat: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what own replies alone are made with."""
+        """Drop `ended`, which holds a tokenizer, on the way to another process."""
         return {**self.__dict__, "ended": None}
 
     @property
@@ -108,7 +108,7 @@ class CalibrationPrompt:
         return self.ids.shape[1]
 
     def work(self, times: float = 0, most: int | None = None) -> Work:
-        """Return a pass over the context, and so many over what follows: as given, or with own replies of `most`.
+        """Estimate a pass over the context and `times` passes over its continuations, given or own replies of `most`.
 
         Own replies that a metric judges are as long as the given answers, which stay where they are not right. The
         attention of what follows to the context is looked at.
@@ -120,8 +120,8 @@ class CalibrationPrompt:
         )
         return Work.over([self.length]) + Work.over(own if most else given, times, behind=self.length)
 
-    def asking(self, model: str, stop: frozenset[int], most: int, limit: int) -> ForcedQuestions:
-        """Return what is asked of a model for own replies, which end before a token of `stop`.
+    def make_reply_questions(self, model: str, stop: frozenset[int], most: int, limit: int) -> ForcedQuestions:
+        """Make the questions for own replies, which end before a token of `stop`.
 
         They have `most` tokens where a question says nothing; `limit` is of all.
         """
@@ -129,18 +129,18 @@ class CalibrationPrompt:
         room = tuple(min(after.limit_reply(most), limit - self.length - after.answer) for after in self.continuations)
         return ForcedQuestions(self.ids[0], questions, room, stop, self.refusal(model), self.ended)
 
-    def replied(self, replies: Sequence[list[int]], most: int) -> Iterator[Tensor]:
-        """Yield continuations with what is taken of replies in place of answers, `most` tokens, if it is anything."""
+    def replace_answers(self, replies: Sequence[list[int]], most: int) -> Iterator[Tensor]:
+        """Yield continuations with the first `most` accepted reply tokens as the answer; the given answer if none."""
         for after, reply in zip(self.continuations, replies, strict=True):
             taken = (reply if after.taken is None else after.taken(reply))[:most]
             yield torch.cat([after.tokens[:, : after.answer], torch.tensor([taken])], 1) if taken else after.tokens
 
     def refusal(self, model: str) -> str:
-        """Word the error of a model that computes NaN here."""
+        """Return the error message for a model that computes NaN on this prompt."""
         return f"{model}: the model computes NaN on calibration context {self.context}"
 
 
-def prompts_of(
+def encode_prompts(
     loaded: LoadedModel,
     data: CalibrationData,
     protocol: Protocol = QUESTION_AGNOSTIC,
@@ -173,7 +173,11 @@ def prompts_of(
         for pair, (_, answer) in zip(context.questions, pairs, strict=True):
             if not answer.shape[1]:
                 raise EmptyTextError(f"the answer {pair.answer!r} is empty once it is tokenised")
-        ids = whole if limit is None else _fitted(form, context, whole, pairs, limit, f"calibration context {number}")
+        ids = (
+            whole
+            if limit is None
+            else _cut_context(form, context, whole, pairs, limit, f"calibration context {number}")
+        )
         truncated += ids.shape[1] < whole.shape[1]
         own = [(pair.max_new_tokens, taken) for pair, taken in zip_longest(context.questions, context.taken)]
         followed: list[Continuation] = []
@@ -198,27 +202,27 @@ def prompts_of(
     return prompts
 
 
-def _fitted(
+def _cut_context(
     form: PromptFormat, context: Context, ids: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], limit: int, where: str
 ) -> Tensor:
     """Cut token ids [1, T] of a context so that the longest of its questions and replies fits."""
-    asked = max(
+    reserved = max(
         (
             question.shape[1] + max(answer.shape[1], pair.max_new_tokens)
             for (question, answer), pair in zip(pairs, context.questions, strict=True)
         ),
         default=0,
     )
-    if limit - asked < min(ids.shape[1], form.lead + 2):
+    if limit - reserved < min(ids.shape[1], form.lead + 2):
         raise IncompatibleError(
-            f"{where}: a question and its answer of {asked} tokens leave no room for the context within {limit} "
+            f"{where}: a question and its answer of {reserved} tokens leave no room for the context within {limit} "
             "tokens: raise --max-length, or give other texts with --data or --tasks"
         )
-    return cut_middle(ids[0], form.lead, limit - asked)[None]
+    return cut_middle(ids[0], form.lead, limit - reserved)[None]
 
 
-def reply_parts(model: Any, prompts: Sequence[CalibrationPrompt]) -> Iterator[list[CalibrationPrompt]]:
-    """Yield prompts, in their order, that reply in one batch and whose full caches are held together until then."""
+def split_reply_batches(model: Any, prompts: Sequence[CalibrationPrompt]) -> Iterator[list[CalibrationPrompt]]:
+    """Split prompts, in order, into batches whose full caches fit into memory together."""
     part: list[CalibrationPrompt] = []
     taken = 0
     for prompt in prompts:
@@ -234,14 +238,14 @@ def reply_parts(model: Any, prompts: Sequence[CalibrationPrompt]) -> Iterator[li
     yield part
 
 
-def with_own_replies(
+def add_own_replies(
     loaded: LoadedModel,
     parts: Sequence[Sequence[CalibrationPrompt]],
     most: int,
     steps: StepCache | None = None,
     read: Callable[[CalibrationPrompt], DensePass[Any]] | None = None,
 ) -> Iterator[CalibrationPrompt]:
-    """Yield the prompts of all parts with at most `most` tokens of the model's own replies in place of given answers.
+    """Yield prompts with own replies of the model, at most `most` tokens, in place of given answers.
 
     A reply gets as many tokens as its question allows, `most` where it says nothing, and as the model has positions
     for. Where it is empty, or not right by the metric of its task, the given answer stays. Prompts of one part reply
@@ -253,18 +257,23 @@ def with_own_replies(
     """
     limit = compute_token_limit(loaded.model) or sys.maxsize
 
-    def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
+    def make(missing: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
         stops = {
             chat: frozenset(find_stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
-            for chat in {prompt.chat for part in some for prompt in part}
+            for chat in {prompt.chat for part in missing for prompt in part}
         }
-        replying = [[prompt for prompt in part if prompt.continuations] for part in some]
-        asked = [[prompt.asking(loaded.name, stops[prompt.chat], most, limit) for prompt in part] for part in replying]
+        replying = [[prompt for prompt in part if prompt.continuations] for part in missing]
+        questions = [
+            [prompt.make_reply_questions(loaded.name, stops[prompt.chat], most, limit) for prompt in part]
+            for part in replying
+        ]
         answered = (
-            parted_replies(loaded, asked) if read is None else map(partial(_go_on, loaded, read), replying, asked)
+            parted_replies(loaded, questions)
+            if read is None
+            else map(partial(_continue_passes, loaded, read), replying, questions)
         )
         for part, replies in zip(replying, answered, strict=True):
-            replied = [prompt.replied(of_prompt, most) for prompt, of_prompt in zip(part, replies, strict=True)]
+            replied = [prompt.replace_answers(of_prompt, most) for prompt, of_prompt in zip(part, replies, strict=True)]
             yield {str(number): tokens.numpy() for number, tokens in enumerate(chain.from_iterable(replied))}
 
     for part, arrays in zip(parts, (steps or StepCache()).stage(parts, make), strict=True):
@@ -274,35 +283,35 @@ def with_own_replies(
             yield replace(prompt, continuations=continuations)
 
 
-def _go_on(
+def _continue_passes(
     loaded: LoadedModel,
     read: Callable[[CalibrationPrompt], DensePass[Any]],
     part: Sequence[CalibrationPrompt],
     asked: Sequence[ForcedQuestions],
 ) -> list[list[list[int]]]:
-    """Return replies to all questions of prompts, which `read` reads, by prompt and question."""
+    """Generate replies to all questions of prompts from the passes of `read`, by prompt and question."""
     with torch.no_grad(), run_attention(loaded.model):
         passes = [read(prompt) for prompt in part]
         return replies_of_passes(loaded.model, passes, asked)
 
 
 def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: Callable[[int], int]) -> None:
-    """Check every prompt before anything is measured; `floor` is what every head keeps of a prompt of some length.
+    """Check the lengths of all prompts; `floor` maps a prompt length to the entries every head keeps.
 
     Raises:
         UsageError: a prompt is too short for the entries that are always kept.
     """
     for prompt in prompts:
         # unlike `protected`, not clipped to a short prompt: the advice must name a length that is enough
-        least = max(floor(prompt.length), policy.least)
-        if prompt.length <= 2 * least:
+        kept = max(floor(prompt.length), policy.least)
+        if prompt.length <= 2 * kept:
             raise UsageError(
-                f"a calibration prompt of {prompt.length} tokens is too short for {policy.name}: {least} entries are "
-                f"always kept, so there is next to nothing to decide; give at least {4 * least} tokens"
+                f"a calibration prompt of {prompt.length} tokens is too short for {policy.name}: {kept} entries are "
+                f"always kept, so there is next to nothing to decide; give at least {4 * kept} tokens"
             )
 
 
-def data_of_tasks(
+def make_task_data(
     loaded: LoadedModel,
     tasks: Sequence[Task],
     samples: int,
@@ -310,7 +319,7 @@ def data_of_tasks(
     max_length: int | None = None,
     used: ContextSet | None = None,
 ) -> CalibrationData:
-    """Return the first `samples` contexts of every task with their questions; right replies in full are the answers.
+    """Make calibration data of the first `samples` contexts of every task, with full right replies as answers.
 
     They are drawn as an evaluation draws them, none of them `used`. Questions without an answer are left out.
 
@@ -338,12 +347,12 @@ def data_of_tasks(
         ended = reply_end(encoded)
         contexts += (_context(encoded, prompt, examples[prompt.key].context, ended) for prompt in encoded.prompts)
     return CalibrationData(
-        "+".join(task.name for task in tasks), PLAIN_PROMPT, tuple(contexts), content_hash("", contexts)
+        "+".join(task.name for task in tasks), PLAIN_PROMPT, tuple(contexts), hash_contexts("", contexts)
     )
 
 
 def _context(encoded: TaskPrompts, prompt: Prompt, text: str, ended: Finished | None) -> Context:
-    """Return a context as records know it, with its questions and what is taken of own replies to them."""
+    """Make a context with its hashes, its questions, and the acceptance of own replies."""
     task = encoded.task
     key = prompt.key
     pairs = tuple(

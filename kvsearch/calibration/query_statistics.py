@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import QueryStatisticsOptions
-from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, encode_prompts
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe, require_plain_rotary
 from kvsearch.models.loading import LoadedModel
@@ -40,14 +40,14 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
     def prepare(self) -> list[CalibrationPrompt]:
         (policy,) = self.policies
         require_plain_rotary(self.loaded.model, "query statistics")
-        prompts = prompts_of(self.loaded, self.data, max_length=self.options.max_length)
+        prompts = encode_prompts(self.loaded, self.data, max_length=self.options.max_length)
         check_lengths(prompts, policy, lambda _: policy.sink_count)
         return prompts
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         (policy,) = self.policies
         # one after the other: covariances of all contexts at once would not fit a large model's host
-        contexts = self.loaded.map(partial(_layers_of, policy=policy), prompts)
+        contexts = self.loaded.map(partial(_measure_layers, policy=policy), prompts)
         layers: list[LayerQueries] = []
         for context in with_progress(contexts, len(prompts), progress):
             pairs = zip(layers, context, strict=True) if layers else ()
@@ -66,8 +66,8 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
         return Profile(metadata, {name: array.float().cpu().numpy() for name, array in arrays.items()})
 
 
-def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -> list[LayerQueries]:
-    """Return the statistics of one context by layer."""
+def _measure_layers(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -> list[LayerQueries]:
+    """Compute the statistics of one context by layer."""
 
     def look(seen: Observation) -> LayerQueries:
         assert seen.queries is not None

@@ -1,4 +1,4 @@
-"""What an unfinished calibration has measured: a file of arrays for each finished step, so that it can go on.
+"""Finished steps of a calibration, one file of arrays each, so that it can resume.
 
 A file says what it was measured of. A step depends on nothing but that and the steps before it, so a calibration that
 goes on ends as one that was never stopped.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
 
 T = TypeVar("T")
-SAMPLES = "samples"  # folder of a calibration: its finished steps
+STEPS_FOLDER = "samples"  # folder of a calibration: its finished steps
 
 
 class StepCache:
@@ -35,18 +35,18 @@ class StepCache:
 
     Args:
         directory: of the calibration.
-        identity: what the steps depend on, see `step_identity`.
+        identity: hash of all inputs of the steps, see `hash_step_inputs`.
     """
 
     def __init__(self, directory: Path | None = None, identity: str = "") -> None:
-        self.folder = None if directory is None else directory / SAMPLES
+        self.folder = None if directory is None else directory / STEPS_FOLDER
         self.identity = identity
         self._stage = -1
 
     def stage(self, items: Sequence[T], make: Callable[[Sequence[T]], Iterator[Arrays]]) -> Iterator[Arrays]:
-        """Do the next stage, a step for each of its items in turn: one that is there is read.
+        """Run the next stage, one step per item in order; stored steps are read.
 
-        `make` yields what becomes of the items of the other steps, in their order.
+        `make` yields the arrays of the items without a stored step, in order.
 
         Raises:
             UsageError: the file of a step is damaged, or of something else.
@@ -96,10 +96,10 @@ class StepCache:
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def step_identity(
+def hash_step_inputs(
     loaded: LoadedModel, data: CalibrationData, prompts: Sequence[CalibrationPrompt], settings: Mapping[str, Any]
 ) -> str:
-    """Return the SHA-256 of all that steps depend on: the model, the texts, and `settings`."""
+    """Hash all inputs of steps, SHA-256: the model, the texts, and `settings`."""
     from kvsearch.runtime.decode.next_tokens import record_generation_settings
 
     # the texts, as the tokenizer and the options cut them; `data.sha256` is of what is asked alone
@@ -119,25 +119,25 @@ def step_identity(
 
 
 def count_steps(directory: Path) -> int:
-    """Return how many steps of an unfinished calibration are stored in `directory`."""
-    return len(list((directory / SAMPLES).glob("*.safetensors")))
+    """Count the stored steps of an unfinished calibration in `directory`."""
+    return len(list((directory / STEPS_FOLDER).glob("*.safetensors")))
 
 
-def calibration_content(directory: Path) -> dict[str, Any]:
-    """Return what the configuration in `directory` says of its calibration; nothing if there is none."""
+def read_calibration_content(directory: Path) -> dict[str, Any]:
+    """Read the calibration settings from the configuration in `directory`; empty if there are none."""
     path = directory / CONFIG
     config: Any = read_json(path) if path.is_file() else {}
     content = config.get("content", config) if isinstance(config, dict) else {}
     return content if isinstance(content, dict) else {}
 
 
-def profile_file(path: Path) -> Path:
-    """Return the profile in a directory, or the file itself; UsageError if the calibration is unfinished."""
+def find_profile_file(path: Path) -> Path:
+    """Find the profile file of a directory or file; UsageError if the calibration is unfinished."""
     if path.is_file() and path.suffix == ".json":
         raise UsageError(f"{path} is no profile: the size of a plan is changed by `kvsearch plan scale {path}`")
     if not path.is_dir() or (path / PROFILE).exists():
         return path / PROFILE if path.is_dir() else path
-    content = calibration_content(path)
+    content = read_calibration_content(path)
     recipe = content.get("recipe")
     if isinstance(recipe, dict) and "method" in recipe:  # a config.json may be of anything
         raise UsageError(

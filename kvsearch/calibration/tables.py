@@ -18,18 +18,18 @@ from kvsearch.policies import Policy
 CHECKED_RATIOS = (0.8, 0.9, 0.95)  # at which a table is compared with even budgets
 HELD_OUT = "held_out_ratio"  # [FOLDS, len(CHECKED_RATIOS), L, Hkv]: tables of all contexts but those of a fold
 FOLDS = 4
-LEAST_CONTEXTS = 6  # of fewer, all agree by chance more often than one time in twenty (2 * 0.5**6 = 0.031)
+MIN_CONTEXTS_TO_JUDGE = 6  # of fewer, all agree by chance more often than one time in twenty (2 * 0.5**6 = 0.031)
 CHECKED_ROWS = [round(100 * ratio) - 1 for ratio in CHECKED_RATIOS]
 STABILITY_ROWS = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
 
 
 def floor_entries(length: int, policy: Policy, minimum: float) -> int:
-    """Return the entries every head keeps at least: the protected ones, or the share `minimum` of the prompt."""
+    """Return the entries that every head keeps: the protected ones, or the share `minimum` of the prompt."""
     return max(math.ceil(minimum * length - 1e-9), policy.protected(length), 1)
 
 
-def sampled(curves: Floats, points: int) -> Floats:
-    """Read curves [..., T + 1] over budgets 0 ... T at `points` of them, evenly, linear between entries."""
+def sample_curves(curves: Floats, points: int) -> Floats:
+    """Sample curves [..., T + 1] over budgets 0 ... T at `points` even positions, by linear interpolation."""
     position = np.linspace(0, curves.shape[-1] - 1, points)
     below = np.floor(position).astype(int)
     above = np.minimum(below + 1, curves.shape[-1] - 1)
@@ -38,15 +38,15 @@ def sampled(curves: Floats, points: int) -> Floats:
     return read
 
 
-def folds_of(data: CalibrationData) -> list[int]:
-    """Return the fold of every context, by turns; equal texts are in one fold."""
+def assign_folds(data: CalibrationData) -> list[int]:
+    """Assign a fold to every context, in turn; equal texts share a fold."""
     folds = {context: number % FOLDS for number, text in enumerate(data.by_text) for context in text}
     return [folds[context] for context in range(len(data.contexts))]
 
 
-def checkable(data: CalibrationData) -> bool:
-    """Tell whether there are enough different contexts to tell a good table from a bad one."""
-    return len(data.by_text) >= LEAST_CONTEXTS
+def has_enough_contexts(data: CalibrationData) -> bool:
+    """Tell whether there are enough distinct contexts to judge a table."""
+    return len(data.by_text) >= MIN_CONTEXTS_TO_JUDGE
 
 
 class RatioTables:
@@ -60,7 +60,7 @@ class RatioTables:
         self.tables: list[NDArray[np.float32]] = []
 
     def add(self, table: NDArray[np.float32], length: int, context: int) -> None:
-        """Take in a prompt of `length` tokens."""
+        """Add the table of a prompt of `length` tokens."""
         self.tables.append(table)
         self.lengths.append(length)
         self.contexts.append(context)
@@ -77,31 +77,31 @@ class RatioTables:
     ) -> NDArray[np.float32]:
         """Return the tables at `CHECKED_RATIOS` without the contexts of each fold, [FOLDS, R, L, Hkv].
 
-        `folds` has that of every context, see `folds_of`; `table_of` makes a table of some prompts (None: `mean`).
+        `folds` has that of every context, see `assign_folds`; `table_of` makes a table of some prompts (None: `mean`).
         """
         table_of = table_of or self.mean
         parts = [[n for n, context in enumerate(self.contexts) if folds[context] != fold] for fold in range(FOLDS)]
         return np.stack([table_of(part)[CHECKED_ROWS] for part in parts])
 
     def mean(self, some: Sequence[int] | None = None) -> NDArray[np.float32]:
-        """Return mean local ratios, float32 [99, L, Hkv]; each row over those of the prompts that can be cut that far.
+        """Average local ratios, float32 [99, L, Hkv]; each row over the prompts that can be cut that far.
 
         `some` are the numbers of prompts (None: all).
         """
         some = range(len(self.tables)) if some is None else some
         tables = np.stack([self.tables[number] for number in some])
-        mean: Floats = np.einsum("mr,mrlh->rlh", self._shares(some), tables)
+        mean: Floats = np.einsum("mr,mrlh->rlh", self._weigh_prompts(some), tables)
         return mean.astype(np.float32)
 
     def deviation(self) -> NDArray[np.float32]:
         """Return the standard deviation of the local ratios over the same prompts, float32 [99, L, Hkv]."""
         apart = np.stack(self.tables).astype(np.float64) - self.mean()
-        variance: Floats = np.einsum("mr,mrlh->rlh", self._shares(range(len(apart))), apart**2)
+        variance: Floats = np.einsum("mr,mrlh->rlh", self._weigh_prompts(range(len(apart))), apart**2)
         return np.sqrt(variance).astype(np.float32)
 
-    def _shares(self, some: Sequence[int]) -> Floats:
-        """Return how much each of `some` prompts counts in each row, [M, 99]."""
-        lengths = [self.lengths[number] for number in some]
+    def _weigh_prompts(self, numbers: Sequence[int]) -> Floats:
+        """Return the weight of each prompt in each row, [M, 99]."""
+        lengths = [self.lengths[number] for number in numbers]
         reach = np.array([1 - self.floor(length) / length for length in lengths])
         rows = np.arange(1, GRID_SIZE + 1) / (GRID_SIZE + 1)
         able = reach[:, None] >= np.minimum(rows, reach.max()) - 1e-9

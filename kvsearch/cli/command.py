@@ -111,9 +111,9 @@ RECIPE = Flag(
 
 def describe(options: type[JobOptions]) -> list[Flag]:
     """Return the arguments and options of a job in the order of the help: essential ones first, as they are used."""
-    methods = {name: kind.offered() for name, kind in options.variants().items()}
+    methods = {name: kind.list_options() for name, kind in options.list_variants().items()}
     flags = []
-    for name, (field, option) in options.offered().items():
+    for name, (field, option) in options.list_options().items():
         kind = plain(field.annotation)
         is_plain = isinstance(field.default, (str, Path, int, float)) and not isinstance(field.default, bool)
         default = option.shown or (field.default if is_plain else None)
@@ -122,7 +122,7 @@ def describe(options: type[JobOptions]) -> list[Flag]:
         flag = Flag(
             name,
             option.help if default in (None, "") else f"{option.help} [default: {default}]",
-            [] if option.argument else [option.called(name), *([option.short] if option.short else [])],
+            [] if option.argument else [option.format_flag(name), *([option.short] if option.short else [])],
             takes if field.is_required() or not option.argument else f"[{takes}]",
             option.panel or OPTIONS if len(having) == len(methods) else OF_METHOD,
             option.essential,
@@ -176,7 +176,7 @@ def run_typed(options: type[JobOptions], action: Callable[[Any, Any], None], typ
     from kvsearch.cli.console import Console
 
     console = Console(**{flag.name: typed.pop(flag.name) for flag in (DRY_RUN, *OF_ALL) if flag.name in typed})
-    for name, (field, option) in options.offered().items():
+    for name, (field, option) in options.list_options().items():
         kind = plain(field.annotation)
         if name in typed and kind in (int, float):
             with suppress(ValueError):  # a text that is no number is for the model to refuse

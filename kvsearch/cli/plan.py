@@ -20,7 +20,7 @@ JOBS = "kvsearch.jobs.plan"
 
 def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
     """Make a plan, and say where it was, or in a dry run would be, written to, how much it keeps, and what is next."""
-    from kvsearch.jobs.groups import offer_plan
+    from kvsearch.jobs.groups import suggest_plan_commands
 
     plan = options.make(console) if console.dry_run else resolve_name(job)(options, reporter=console)
     if console.as_json:
@@ -38,7 +38,7 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
     size = f"{plan.total} entries, {plan.total / plan.heads:.1f} per kv head{of}, {plan.scaling}{shared}"
     console.say(f"{verb} {options.output}: {size}")
     if not console.dry_run:
-        for line in offer_plan(options.output, plan.model.name, options.asked()):
+        for line in suggest_plan_commands(options.output, plan.model.name, options.evaluation_options()):
             console.say(line)
 
 
@@ -49,7 +49,7 @@ def run_export(options: ExportOptions, console: Console) -> None:
     if options.to == PLAN:
         make_and_show("kvsearch.jobs.export:export", options, console)
         return
-    found = options.for_target(console) if console.dry_run else export_to(options, reporter=console)
+    found = options.make_target_files(console) if console.dry_run else export_to(options, reporter=console)
     usage = [line.format(path=str(options.output)) for line in found.usage]
     if console.as_json:
         losses = [{"what": what, "entries": entries} for what, entries in found.losses.items()]

@@ -166,7 +166,7 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
     kvsearch reproduce lava-table10 bundled -o runs/reproduce
     """
     from kvsearch.jobs import reproduce as jobs
-    from kvsearch.jobs.groups import following
+    from kvsearch.jobs.groups import format_command
     from kvsearch.report.paper_table import list_tables
 
     if options.listed:
@@ -177,7 +177,7 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
         print_dry_run(jobs.dry_run, options, console)
     else:
         reproduced = jobs.reproduce(options, reporter=console)
-        remarks = [f"wrote {', '.join(map(str, reproduced.files))}", following("show", reproduced.files[0])]
+        remarks = [f"wrote {', '.join(map(str, reproduced.files))}", format_command("show", reproduced.files[0])]
         Output(reproduced.as_json, shown_parts(reproduced.tables), remarks).print(console)
 
 
@@ -219,10 +219,10 @@ def compress(options: CompressOptions, held: CompressedContext) -> Output:
     detour, on the same kind of device; another one rounds otherwise. Without --context a bundled model reads a text
     of its own.
     """
-    from kvsearch.jobs.generate import describe_saved, saved_words
+    from kvsearch.jobs.generate import describe_written, summarize_saved
 
-    saved = describe_saved(options, held)
-    return Output(lambda: saved, remarks=saved_words(options, saved))
+    saved = summarize_saved(options, held)
+    return Output(lambda: saved, remarks=describe_written(options, saved))
 
 
 @job_verb("kvsearch.jobs.bench:BenchOptions")

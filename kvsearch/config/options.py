@@ -38,7 +38,7 @@ FIRST, QUESTIONS, SIZE, RESULT, RULE, MACHINE = range(6)  # in the short help
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is offered on the command line.
+    """Describes a field as an option of the command line.
 
     Args:
         help: one or two sentences.
@@ -70,8 +70,8 @@ class Option:
     locked: bool = False
     completes: str = ""
 
-    def called(self, name: str) -> str:
-        """Return what the field `name` is called on the command line."""
+    def format_flag(self, name: str) -> str:
+        """Format the flag of the field `name`, or the name of an argument."""
         return name.upper() if self.argument else self.flag or f"--{name.replace('_', '-')}"
 
 
@@ -79,7 +79,7 @@ BOUNDS = ("ge", "gt", "le", "lt", "min_length", "strict", "allow_inf_nan")  # of
 
 
 def option(default: Any, about: str | Option, essential: int | None = None, **details: Any) -> Any:
-    """Return a field of options with its default; `...`: it has to be given.
+    """Declare a field of options with its default; `...`: it is required.
 
     `about` is the help, of which `essential` and `details` are the rest of an `Option`; or an `Option` that several
     fields have, but for the `details`. Among these may be `BOUNDS` of the value.
@@ -93,9 +93,9 @@ def option(default: Any, about: str | Option, essential: int | None = None, **de
 
 
 class JobOptions(Record):
-    """All options of a job, checked as a whole.
+    """Base of the options of a job, validated as a whole.
 
-    `job` is what its runs are called and `recipes` whether it takes a recipe. A field without an `Option` is not
+    `job` is the name of its runs, `recipes` tells whether it takes a recipe. A field without an `Option` is not
     offered on the command line. A class may have a `panel` for the fields that it brings. Of `alternatives` one is
     given: it takes the place of another that a recipe states.
     """
@@ -108,47 +108,49 @@ class JobOptions(Record):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """The directories that the job writes into: it has their locks from its beginning to its end."""
-        places = [getattr(self, name) for name, (_, option) in self.offered().items() if option.locked]
+        """Directories that the job writes into, and locks while it runs."""
+        places = [getattr(self, name) for name, (_, option) in self.list_options().items() if option.locked]
         return tuple(place for place in places if place is not None)
 
     def check_model(self) -> None:
-        """Raise the error of a model that cannot be loaded, where the job has one that is named."""
+        """Raise an error if the named model of the job cannot be loaded."""
 
     def close(self) -> None:
-        """Give back what the options have opened for the job."""
+        """Close resources that the options have opened for the job."""
 
     @field_validator("*")
     @classmethod
     def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse whole numbers above all meaning, where a field states no limit, and what is not UTF-8."""
+        """Reject integers above MOST_ENTRIES, unless the field sets a limit, and strings that are not valid UTF-8."""
         field = cls.model_fields[info.field_name or ""]
-        most = next((limit.le for limit in field.metadata if isinstance(limit, Le)), MOST_ENTRIES)
+        maximum = next((limit.le for limit in field.metadata if isinstance(limit, Le)), MOST_ENTRIES)
         for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, int) and abs(item) > most:  # type: ignore[operator]
-                raise PydanticCustomError("limit", "must be at most {most}", {"most": most})
+            if isinstance(item, int) and abs(item) > maximum:  # type: ignore[operator]
+                raise PydanticCustomError("limit", "must be at most {most}", {"most": maximum})
             if isinstance(item, str) and not is_text(item):
                 raise PydanticCustomError("limit", "must be text, in UTF-8")
         return value
 
     @model_validator(mode="after")
     def _are_alternatives(self) -> Self:
-        """Refuse several of the `alternatives`, and a budget twice."""
+        """Reject several of the `alternatives`, and repeated budgets."""
         given = [name for name in self.alternatives if getattr(self, name) not in (None, False)]
         budgets = getattr(self, "budgets", None) if "budgets" in self.alternatives else None
         if len(given) > 1:
-            other = self.offered()[given[0]][1].called(given[0])
+            other = self.list_options()[given[0]][1].format_flag(given[0])
             refuse([((given[1],), f"cannot be given with {other}: leave one of them out")])
         if len(set(budgets or ())) < len(budgets or ()):
             refuse([(("budgets",), "has a budget twice: give each once")])
         return self
 
     @classmethod
-    def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
-        """Return the fields that are options, by name: those of the job first, then those it shares with others."""
-        own = {model: inspect.get_annotations(model) for model in cls.__mro__}
+    def list_options(cls) -> dict[str, tuple[FieldInfo, Option]]:
+        """List the fields that are options, by name: fields of the job first, then shared ones."""
+        annotations = {model: inspect.get_annotations(model) for model in cls.__mro__}
         offered = {}
-        for name in sorted(cls.model_fields, key=lambda name: [name in stated for stated in own.values()].index(True)):
+        for name in sorted(
+            cls.model_fields, key=lambda name: [name in stated for stated in annotations.values()].index(True)
+        ):
             # a class that narrows a field of another leaves it offered as that says
             stated = [
                 item
@@ -158,18 +160,18 @@ class JobOptions(Record):
                 if isinstance(item, Option)
             ]
             if stated:
-                panel = next(vars(model).get("panel") for model in reversed(own) if name in own[model])
+                panel = next(vars(model).get("panel") for model in reversed(annotations) if name in annotations[model])
                 offered[name] = (cls.model_fields[name], replace(stated[0], panel=stated[0].panel or panel))
         return offered
 
     @classmethod
-    def variants(cls) -> Mapping[str, type[JobOptions]]:
-        """Return the models that `method` chooses between, by its value; none where there is one."""
+    def list_variants(cls) -> Mapping[str, type[JobOptions]]:
+        """List the models that `method` chooses between, by its value; empty if there is only one."""
         return {}
 
     @classmethod
     def of(cls, recipe: str | Path | None = None, **given: Any) -> Self:
-        """Merge defaults, a recipe and what is `given`; None is not given.
+        """Merge defaults, a recipe and `given` options; a value of None is not given.
 
         Args:
             recipe: a YAML file, the config.json of a run, or the name of a shipped recipe.
@@ -182,12 +184,12 @@ class JobOptions(Record):
         path = None if recipe is None else find_recipe(str(recipe), cls.job)
         stated = {} if path is None else read_recipe(path, cls.job)
         typed = {name: value for name, value in given.items() if value is not None}
-        model = cls.chosen(stated, typed, path)
-        unfit = [name for name, (_, option) in model.offered().items() if name in stated and not option.recorded]
+        model = cls.choose_model(stated, typed, path)
+        unfit = [name for name, (_, option) in model.list_options().items() if name in stated and not option.recorded]
         if unfit:
             raise UsageError(f"{path}: {', '.join(unfit)} cannot be in a recipe: give it with the command")
         try:
-            return model.model_validate(model.merged(dict(stated), typed))
+            return model.model_validate(model.merge(dict(stated), typed))
         except (ValidationError, UsageError) as error:
             if path is not None:
                 model._check_recipe(path, stated, typed)
@@ -197,10 +199,10 @@ class JobOptions(Record):
 
     @classmethod
     def _check_recipe(cls, path: Path, stated: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Raise UsageError if what a recipe has `stated` is refused with no more than what has to be `given`."""
+        """Raise UsageError if the `stated` options of a recipe are invalid with only the required `given` ones."""
         needed = {name for name, field in cls.model_fields.items() if field.is_required()}
         try:
-            cls.model_validate(cls.merged(dict(stated), {name: given[name] for name in needed & given.keys()}))
+            cls.model_validate(cls.merge(dict(stated), {name: given[name] for name in needed & given.keys()}))
         except ValidationError as error:
             raise UsageError(list_problems(list_validation_problems(error), str(path))) from error
         except UsageError as error:
@@ -208,38 +210,40 @@ class JobOptions(Record):
 
     @classmethod
     def _refusal(cls, error: ValidationError) -> UsageError:
-        """Return what is wrong with what was given, with flags in place of the names of fields."""
-        offered = cls.offered()
+        """Make the UsageError of invalid options, with flags in place of field names."""
+        offered = cls.list_options()
         problems = []
         for problem in list_validation_problems(error):
             name = re.split(r"[.:]", problem, maxsplit=1)[0]
             if name in offered:
                 option = offered[name][1]
-                problem = option.called(name) + problem[len(name) :]
+                problem = option.format_flag(name) + problem[len(name) :]
                 if problem.endswith(MISSING):
-                    problem = f"{option.called(name)} is missing: {option.help[0].lower()}{option.help[1:].rstrip('.')}"
+                    problem = (
+                        f"{option.format_flag(name)} is missing: {option.help[0].lower()}{option.help[1:].rstrip('.')}"
+                    )
             problems.append(problem)
         return UsageError(problems[0] if len(problems) == 1 else list_problems(problems, "what was given"))
 
     @classmethod
-    def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
-        """Return the model to check what a recipe has `stated` and what was `given`; a job may have several."""
+    def choose_model(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
+        """Choose the model that validates the `stated` and `given` options; a job may have several."""
         return cls
 
     @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a recipe has `stated` with what was `given` over it."""
-        return {**one_of(stated, given, cls.alternatives), **given}
+    def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Merge `given` options over those `stated` in a recipe."""
+        return {**drop_alternatives(stated, given, cls.alternatives), **given}
 
-    def recorded(self) -> dict[str, Any]:
-        """Return what config.json has as "options", to be given back as a recipe: from any folder."""
-        left_out = {name for name, (_, option) in self.offered().items() if not option.recorded}
+    def to_recipe(self) -> dict[str, Any]:
+        """Return the options as a recipe, for config.json; paths are absolute, so it works from any folder."""
+        left_out = {name for name, (_, option) in self.list_options().items() if not option.recorded}
         recorded = self.model_dump(mode="json", exclude=left_out, exclude_none=True)
-        return {name: value if name == "model" else _from_root(value) for name, value in recorded.items()}
+        return {name: value if name == "model" else _make_paths_absolute(value) for name, value in recorded.items()}
 
 
 class Seeded(JobOptions):
-    """The seed of everything random."""
+    """Options with a seed."""
 
     seed: int = option(0, "Seed of everything random.", panel="Options", ge=0, le=MOST_NUMBER)
 
@@ -248,17 +252,17 @@ class Seeded(JobOptions):
 _PATH = re.compile(r"(?<=jsonl:)[^+]+|(?<=ppl:)[^+]+|^[^+:=,]*[/.][^+:=,]*$")
 
 
-def _from_root(value: Any) -> Any:
-    """Return the value of an option with absolute paths in place of those of files that are there."""
+def _make_paths_absolute(value: Any) -> Any:
+    """Make paths of existing files in the value of an option absolute."""
     if isinstance(value, list):
-        return list(map(_from_root, value))
+        return list(map(_make_paths_absolute, value))
     if isinstance(value, str):
         return _PATH.sub(lambda path: str(Path(path[0]).absolute()) if Path(path[0]).exists() else path[0], value)
     return value
 
 
 def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | float | str]:
-    """Split "key=value" and read the value as true/false, a number, or a word; `flag` is where it was typed."""
+    """Parse "key=value"; the value is true/false, a number, or a word. `flag` is for messages."""
     key, found, value = text.partition("=")
     if not found or not key.strip():
         raise UsageError(f"{flag} {text!r} is not of the form key=value")
@@ -273,8 +277,8 @@ def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | flo
     return key.strip(), value
 
 
-def _listed(value: object) -> object:
-    """Read names or numbers as they are typed, "a,b" or 64, as a list."""
+def _split_list(value: object) -> object:
+    """Split names or numbers as they are typed, "a,b" or 64, into a list."""
     if not isinstance(value, str):
         return [value] if isinstance(value, int) else value
     items = [item.strip() for item in value.split(",")]
@@ -283,8 +287,8 @@ def _listed(value: object) -> object:
     return [int(item) if item.isdecimal() else item for item in items]
 
 
-def joined_by(sign: str) -> BeforeValidator:
-    """Return a validator that makes one text, as it is typed, of a number or of several values."""
+def join_values(sign: str) -> BeforeValidator:
+    """Make a validator that joins one or several values to a text, as it is typed."""
 
     def join(value: object) -> object:
         return sign.join(map(str, value if isinstance(value, list | tuple) else [value]))
@@ -292,8 +296,8 @@ def joined_by(sign: str) -> BeforeValidator:
     return BeforeValidator(join)
 
 
-def _settings(value: object) -> object:
-    """Read settings as they are typed, ["window=16"], as a mapping."""
+def _parse_settings(value: object) -> object:
+    """Parse settings as they are typed, ["window=16"], to a mapping."""
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         try:
             return dict(map(parse_setting, value))
@@ -302,34 +306,36 @@ def _settings(value: object) -> object:
     return value
 
 
-def with_params(stated: dict[str, Any], given: Mapping[str, Any], own_policy: str | None) -> dict[str, Any]:
-    """Return what a recipe has `stated` with what was `given` over it, parameters one by one.
+def merge_params(stated: dict[str, Any], given: Mapping[str, Any], own_policy: str | None) -> dict[str, Any]:
+    """Merge `given` options over those `stated` in a recipe, parameters one by one.
 
-    Those of the recipe are of `own_policy`, and left out under another one; None: they are of all policies.
+    Parameters of the recipe are for `own_policy`, and dropped under another one; None: for all policies.
     """
-    both = {**stated, **given}
-    if "params" not in both:
-        return both
+    merged = {**stated, **given}
+    if "params" not in merged:
+        return merged
     typed = given.get("params", {})
     changed = dict(typed) if isinstance(typed, Mapping) else dict(map(parse_setting, typed))
-    own = stated.get("params", {}) if own_policy is None or given.get("policy", own_policy) == own_policy else {}
+    stated_params = (
+        stated.get("params", {}) if own_policy is None or given.get("policy", own_policy) == own_policy else {}
+    )
     with suppress(ValueError):  # what is wrong in the recipe is left for the model to refuse
-        own = _settings(own)
-    both["params"] = {**own, **changed} if isinstance(own, dict) else own
-    return both
+        stated_params = _parse_settings(stated_params)
+    merged["params"] = {**stated_params, **changed} if isinstance(stated_params, dict) else stated_params
+    return merged
 
 
-def one_of(stated: dict[str, Any], given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return what a recipe has `stated` but for what a `given` option of these names, of which one holds, replaces."""
+def drop_alternatives(stated: dict[str, Any], given: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Drop the alternatives `names` from the `stated` options of a recipe if one of them is `given`."""
     if not any(name in given for name in names):
         return stated
     return {name: value for name, value in stated.items() if name not in names}
 
 
-Listed = BeforeValidator(_listed)
-Specs = Annotated[str, joined_by("+")]  # of tasks
-Commas = Annotated[str, joined_by(",")]
+Listed = BeforeValidator(_split_list)
+Specs = Annotated[str, join_values("+")]  # of tasks
+Commas = Annotated[str, join_values(",")]
 Names = Annotated[tuple[str, ...], Listed]
 WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Listed]
 Repeated = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value])
-Params = Annotated[dict[str, ScalarField], BeforeValidator(_settings)]
+Params = Annotated[dict[str, ScalarField], BeforeValidator(_parse_settings)]

@@ -16,13 +16,13 @@ JOBS = ("calibrate", "evaluate", "evolve", "run")  # that recipes are shipped fo
 
 
 def find_recipe(name: str, job: str) -> Path:
-    """Return the file of that name, or the recipe that is shipped for a job; errors as `find_shipped_recipe`."""
+    """Find the file of that name, or the shipped recipe of a job; errors as `find_shipped_recipe`."""
     path = Path(name)
     return path if path.exists() or path.suffix in (".yaml", ".yml", ".json") else find_shipped_recipe(name, job)[1]
 
 
 def list_shipped_recipes(job: str = "") -> dict[str, Path]:
-    """Return the recipes that are shipped, of one job or of all, by job and name, as in run/bundled."""
+    """List the shipped recipes of one job or of all, by job and name, as in run/bundled."""
     jobs = [known for known in JOBS if job in ("", known)]
     return {
         f"{job}/{path.stem}": path for job in jobs for path in sorted(find_resource(f"recipes/{job}").glob("*.yaml"))
@@ -30,29 +30,29 @@ def list_shipped_recipes(job: str = "") -> dict[str, Path]:
 
 
 def find_shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
-    """Return job/name and file of a shipped recipe; its name alone will do where one job has it.
+    """Find job/name and file of a shipped recipe; the name alone is enough if one job has it.
 
     Raises:
         UsageError: there is no such recipe, or several jobs have one of that name.
     """
     known = list_shipped_recipes(job)
-    found = [full for full in known if name in (full, full.partition("/")[2])]
-    if len(found) > 1:
-        raise UsageError(f"several recipes are called {name!r}: give {' or '.join(found)}")
-    if not found:
+    matches = [full for full in known if name in (full, full.partition("/")[2])]
+    if len(matches) > 1:
+        raise UsageError(f"several recipes are called {name!r}: give {' or '.join(matches)}")
+    if not matches:
         raise UsageError(describe_unknown("recipe", name, [full.partition("/")[2] if job else full for full in known]))
-    return found[0], known[found[0]]
+    return matches[0], known[matches[0]]
 
 
 def read_description(path: Path) -> str:
-    """Return what a recipe says of itself: the comment that it begins with, as one line."""
+    """Read the description of a recipe: its leading comment, as one line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = list(takewhile(lambda line: line.startswith("#"), lines))
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
 def read_recipe(path: Path, job: str) -> dict[str, Any]:
-    """Return the options of a recipe as they stand in the file, or those of a run of the same `job`.
+    """Read the options of a recipe file, or of a run of the same `job`.
 
     Raises:
         UsageError: there is no such file, or it is no YAML, no mapping, or the configuration of another job.
@@ -66,13 +66,13 @@ def read_recipe(path: Path, job: str) -> dict[str, Any]:
 
         content = read_yaml(path)
     if isinstance(content, dict) and "schema" in content:
-        return _of_run(content, path, job)
+        return _read_run_options(content, path, job)
     if not isinstance(content, dict):
         raise UsageError(f"{path} is not a recipe: it should be a mapping of options such as `seed: 1`")
     return content
 
 
-def _of_run(config: dict[str, Any], path: Path, job: str) -> dict[str, Any]:
+def _read_run_options(config: dict[str, Any], path: Path, job: str) -> dict[str, Any]:
     if config["schema"] != SCHEMA or not isinstance(config.get("options"), dict) or not config["options"]:
         raise UsageError(
             f"{path} does not say the options of its run: give the config.json of a whole one, of this version"

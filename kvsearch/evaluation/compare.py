@@ -31,8 +31,8 @@ from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
 from kvsearch.runtime.decode.next_tokens import describe_generation_settings
 from kvsearch.runtime.shared_prefill import make_batches
-from kvsearch.strategies.compared import ReadyMethod, different_settings, full_method
 from kvsearch.strategies.names import FULL as FULL
+from kvsearch.strategies.ready_methods import ReadyMethod, describe_different_settings, make_full_cache_method
 from kvsearch.tasks.base import Coverage, Sampling, Task
 from kvsearch.tasks.encode import (
     TaskPrompts,
@@ -406,7 +406,7 @@ class Evaluation:
     @property
     def different(self) -> str | None:
         """Which settings the compared policies differ in, if they do."""
-        return different_settings(self.methods)
+        return describe_different_settings(self.methods)
 
     @property
     def notes(self) -> list[str]:
@@ -510,7 +510,7 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
     """
     if FULL in plans:
         raise UsageError(f"two of what is tried are called {FULL!r}: name them differently")
-    methods = {FULL: full_method(loaded)}
+    methods = {FULL: make_full_cache_method(loaded)}
     labels = {FULL: FULL}
     known: dict[str, str] = {}
     for name, plan in plans.items():

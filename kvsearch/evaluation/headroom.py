@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.calibration.importance import NODES, ImportancePass, errors_taken_away, output_errors
+from kvsearch.calibration.importance import QUADRATURE_NODES, ImportancePass, compute_error_drops, measure_output_errors
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, group_by_key, with_progress
@@ -46,8 +46,8 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import PhaseProgram, make_full_program
 from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.shared_prefill import compress_prompts
-from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.strategies.names import FULL
+from kvsearch.strategies.ready_methods import make_baselines, spread_evenly
 from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, format_reasons, make_readings
 
 BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"
@@ -153,7 +153,7 @@ def estimate_headroom(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio
             work += Work.over([len(prompt.context)], 2 + RANKING_PASSES * TRIED)
             work += Work(rows / TOGETHER, rows * max(lengths)) + Work(len(lengths), TRIED * sum(lengths))
             # output errors: passes forward, and back, which takes twice as long
-            work += Work((1 + NODES) * len(lengths), (1 + 3 * NODES) * sum(lengths))
+            work += Work((1 + QUADRATURE_NODES) * len(lengths), (1 + 3 * QUADRATURE_NODES) * sum(lengths))
     return replace(cost, work=work)
 
 
@@ -215,7 +215,7 @@ def _make_programs(
     """Make allocations by true importance of a context, token ids [T], and the simple policies beside them."""
     model = loaded.model
     passed = ImportancePass(model, [], context[None].to(loaded.device))
-    importance = passed.importance_of([torch.cat(pair) for pair in (*own, *others)])
+    importance = passed.measure_importance_of([torch.cat(pair) for pair in (*own, *others)])
     known = importance[: len(own)]
     strange = importance[len(own) :]
     total = int(round_half_up((1 - ratio) * known[0].numel()))
@@ -232,10 +232,10 @@ def _make_programs(
 def _make_simple_policies(model: Any, total: Callable[[int], int]) -> dict[str, Program]:
     """Make question-agnostic policies with `total(T)` entries of a context of T tokens, even over layers and heads."""
     even = {
-        name: equal_uniform(model, create_policy(name, {"sinks": 4, **window}), {"prefill": total})
+        name: spread_evenly(model, create_policy(name, {"sinks": 4, **window}), {"prefill": total})
         for name, window in WINDOWS.items()
     }
-    return even | baselines(model, even["snapkv"], ("streaming", "random"))
+    return even | make_baselines(model, even["snapkv"], ("streaming", "random"))
 
 
 def _make_allocations(
@@ -254,14 +254,14 @@ def _make_allocations(
     orders = [of_window.argsort(-1) for of_window in ranks]
     protected = [policy.protected(length) for policy in policies]
     continuations = [Continuation(torch.cat(pair)[None], len(pair[0])) for pair in own]
-    errors = list(output_errors(passed, continuations, ranks[0] < protected[0], orders))
+    errors = list(measure_output_errors(passed, continuations, ranks[0] < protected[0], orders))
     shares = importance / importance.sum((1, 2), keepdim=True).clamp(min=1e-30)
     for number, (policy, order) in enumerate(zip(policies, orders, strict=True)):
         floor = min(protected[number], total // (layers * heads))
         gains = {"mass": shares.gather(-1, order)}
         if errors:
             together = torch.stack([of_question[number] for of_question in errors]).sum(0)
-            gains["error"] = errors_taken_away(together, protected[number])
+            gains["error"] = compute_error_drops(together, protected[number])
         budgets = {"even": largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)}
         budgets |= {name: MarginalSolver(values.double().numpy(), floor).solve(total) for name, values in gains.items()}
         if "error" in budgets:

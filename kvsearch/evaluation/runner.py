@@ -31,8 +31,8 @@ from kvsearch.runtime.decode.next_tokens import Draws, record_generation_setting
 from kvsearch.runtime.decode.replies import find_stop_tokens, has_windows
 from kvsearch.runtime.program import make_full_program, require_room
 from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
-from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.names import FULL
+from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, list_questions, make_readings
 from kvsearch.tasks.metrics import is_forced, score

@@ -29,7 +29,7 @@ from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics.likelihood import read_losses
 
 if TYPE_CHECKING:
-    from kvsearch.strategies.compared import ReadyMethod
+    from kvsearch.strategies.ready_methods import ReadyMethod
     from kvsearch.tasks.encode import TaskPrompts
 
 CONFIDENCE = 0.95

@@ -14,8 +14,8 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.strategies.names import FULL
+from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.encode import make_readings
 
 if TYPE_CHECKING:

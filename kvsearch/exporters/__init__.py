@@ -31,8 +31,8 @@ TARGETS = {
 }
 
 
-def exporter_of(target: str) -> Exporter:
-    """Return the exporter of a target; UsageError if there is none of that name."""
+def create_exporter(target: str) -> Exporter:
+    """Create the exporter of a target; UsageError if there is none of that name."""
     require_known("target", target, list(TARGETS))
-    found: Exporter = resolve_name(TARGETS[target])()
-    return found
+    exporter: Exporter = resolve_name(TARGETS[target])()
+    return exporter

@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from kvsearch.models.architecture import Architecture
     from kvsearch.models.loading import LoadedModel
 
-WEIGHTS = "model.safetensors"
-CARD = "README.md"
-SINGLE = ""  # the name of the one file of a target that is no folder
+WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+SINGLE_FILE = ""  # the name of the one file of a target that is no folder
 
 
 Losses = Mapping[str, int | None]  # what a target cannot express: how many entries it concerns, None: not countable
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What a target gets: files by name, what they cannot say, and how they are loaded.
+class ExportedFiles:
+    """The result of an export: files by name, what they cannot express, and how they are loaded.
 
-    The file called `SINGLE` is written at the path itself, others into the folder at that path. In lines of `usage`,
-    {path} stands for it. `total` counts the entries of the plan. `at` is the prompt length at which the files are read
-    back, None: that of the plan. `updated` are files that may be there and are replaced. `model` is saved in the folder
-    first, where that has none.
+    The file called `SINGLE_FILE` is written at the path itself, others into the folder at that path. In lines of
+    `usage`, {path} stands for it. `total` counts the entries of the plan. `at` is the prompt length at which the files
+    are read back, None: that of the plan. `updated` are files that may be there and are replaced. `model` is saved in
+    the folder first, where that has none.
     """
 
     files: Mapping[str, bytes]
@@ -52,7 +52,7 @@ class Exported:
     model: LoadedModel | None = None
 
     def describe(self) -> list[str]:
-        """Return a line for every loss, with entries and percent where they were counted."""
+        """Describe every loss in a line, with entries and percent where they are countable."""
         return [
             what
             if entries is None
@@ -61,7 +61,7 @@ class Exported:
         ]
 
 
-class Budgets:
+class PrefillBudgets:
     """The prefill budgets of a plan: `entries` [L, Hkv] of all layers, for prompts of `length` tokens.
 
     Those that follow the prompt are scaled to the length; None is that of the plan, if it has one. A layer that is not
@@ -99,13 +99,13 @@ class Budgets:
 
     @property
     def policy(self) -> PolicySpec:
-        """The policy of most entries."""
+        """The policy with the most entries."""
         layers = [layer for layer in self.plan.phase("prefill").layers if layer is not None]
         specs = list({layer.policy.model_dump_json(): layer.policy for layer in layers}.values())
         return max(specs, key=lambda spec: sum(sum(layer.budget) for layer in layers if layer.policy == spec))
 
-    def policy_loss(self, what: str, differs: Callable[[PolicySpec], bool]) -> Losses:
-        """Return the loss of the entries of layers whose policy differs, nothing if there are none."""
+    def measure_policy_loss(self, what: str, differs: Callable[[PolicySpec], bool]) -> Losses:
+        """Measure the entries of layers whose policy differs; empty if there are none."""
         rows = zip(self.plan.phase("prefill").policies, self.entries, strict=True)
         entries = int(sum(row.sum() for spec, row in rows if spec is not None and differs(spec)))
         return {what: entries} if entries else {}
@@ -113,7 +113,7 @@ class Budgets:
 
 @dataclass(frozen=True)
 class PlanScores:
-    """What a run measured of a plan on questions that it did not choose by.
+    """Scores of a plan on questions that a run did not choose by.
 
     Args:
         text: all of it, in Markdown.
@@ -133,8 +133,8 @@ class PlanScores:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a target is told besides a plan or profile.
+class ExportInputs:
+    """Inputs of an export besides the plan or profile.
 
     A prompt length in tokens, the model and its shape where the target needs them, and what was measured of the plan.
     Of the folder that a plan is put into: the content of its `config.json` and its card, if it has one, and the model
@@ -156,16 +156,16 @@ class Inputs:
 
 
 class Exporter:
-    """A target: another tool, or a form in which a plan is handed on."""
+    """Base of exporters, each for one target: another tool, or a folder to deploy a plan."""
 
     needs_model: ClassVar[bool] = False
 
 
 class PlanExporter(Exporter, ABC):
-    """A target that is told a plan."""
+    """Exports a plan."""
 
     @abstractmethod
-    def export(self, plan: Plan, inputs: Inputs) -> Exported:
+    def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
         """Make the files for prompts of `inputs.length` tokens, by default those of the plan.
 
         Raises:
@@ -175,11 +175,11 @@ class PlanExporter(Exporter, ABC):
 
 
 class BudgetExporter(PlanExporter):
-    """A target that is told the budgets of a plan: they are written, read back, and compared.
+    """Exports the budgets of a plan: they are written, read back, and compared.
 
     `coarser` says what becomes of budgets that are others then ({at} is the length), "" of a target whose files do not
     tell. `ranks` are the policies that the target has, none where `write` says itself what is lost of policies.
-    `proportional` is as for `common_losses`.
+    `proportional` is as for `list_common_losses`.
     """
 
     coarser: ClassVar[str] = ""
@@ -187,38 +187,40 @@ class BudgetExporter(PlanExporter):
     proportional: ClassVar[bool | None] = False
     matches: ClassVar[bool] = False  # whether the target itself lets kept entries carry what leaves
 
-    def export(self, plan: Plan, inputs: Inputs) -> Exported:
-        """Write the budgets, and say what is lost of them, of policies, and of the plan."""
-        budgets = Budgets(plan, inputs.length)
+    def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
+        """Write the budgets, and list the losses of budgets, policies and the plan."""
+        budgets = PrefillBudgets(plan, inputs.length)
         written = self.write(budgets, inputs)
         losses: dict[str, int | None] = {}
         if self.coarser:
             at = budgets.known_length if written.at is None else written.at
-            losses |= budget_loss(budgets.entries, self.read(written.files, plan.model, at), self.coarser.format(at=at))
+            losses |= measure_budget_loss(
+                budgets.entries, self.read(written.files, plan.model, at), self.coarser.format(at=at)
+            )
         if self.ranks:
             what = f"the target picks entries as {self.ranks[0]} does, other policies do not"
-            losses |= budgets.policy_loss(what, lambda spec: spec.name not in self.ranks)
-        losses |= {**written.losses, **common_losses(budgets, proportional=self.proportional)}
+            losses |= budgets.measure_policy_loss(what, lambda spec: spec.name not in self.ranks)
+        losses |= {**written.losses, **list_common_losses(budgets, proportional=self.proportional)}
         if not self.matches:
-            losses |= carry_loss(budgets)
+            losses |= find_carry_loss(budgets)
         return replace(written, losses=losses, total=budgets.total)
 
     @abstractmethod
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
-        """Return the files that say these budgets, and what is lost besides; errors as for `export`."""
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:
+        """Write the files of these budgets, with losses besides the budgets; errors as for `export`."""
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-        """Return the entries [L, Hkv] that a target with `coarser` budgets makes of its files at a prompt."""
+        """Read back the entries [L, Hkv] that a target with `coarser` budgets holds at a prompt length."""
         raise NotImplementedError
 
 
 class ProfileExporter(Exporter, ABC):
-    """A target that is told what was measured, for all sizes at once."""
+    """Exports a profile, for all sizes at once."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def export(self, profile: Profile, inputs: Inputs) -> Exported:
+    def export(self, profile: Profile, inputs: ExportInputs) -> ExportedFiles:
         """Make the files.
 
         Raises:
@@ -227,16 +229,16 @@ class ProfileExporter(Exporter, ABC):
         """
 
 
-def budget_loss(planned: Ints, held: Ints, what: str) -> Losses:
-    """Return how many of the `planned` entries [L, Hkv] are not `held`, and how many are held beyond their total."""
+def measure_budget_loss(planned: Ints, held: Ints, what: str) -> Losses:
+    """Measure how many `planned` entries [L, Hkv] are not `held`, and how many are held beyond their total."""
     missing = int(np.maximum(planned - held, 0).sum())
     beyond = int((held - planned).sum())
     losses = {what: missing} if missing else {}
     return losses | ({f"{what}, and more are held than planned": beyond} if beyond > 0 else {})
 
 
-def common_losses(budgets: Budgets, *, proportional: bool | None) -> Losses:
-    """Return what no target has that is told static budgets of prompts.
+def list_common_losses(budgets: PrefillBudgets, *, proportional: bool | None) -> Losses:
+    """List the losses of all targets that take static budgets of prompts.
 
     `proportional`: whether the target's budgets follow the prompt (True), are numbers (False), or are shares of a
     total that it is told elsewhere (None).
@@ -254,20 +256,22 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> Losses:
     return dict.fromkeys(losses)
 
 
-def carry_loss(budgets: Budgets) -> Losses:
-    """Return the loss of entries that carry what leaves, where a target has no word for that; nothing if none does."""
+def find_carry_loss(budgets: PrefillBudgets) -> Losses:
+    """Find the loss of entries that carry evicted ones, for targets without that; empty if none carry."""
     carries = budgets.plan.phase("prefill").carries
     entries = int(budgets.entries[[carry != NO_CARRY for carry in carries]].sum())
     what = "entries carry nothing of what leaves: log weights, and values fitted with them, are left out"
     return {what: entries} if entries else {}
 
 
-def same_for_heads(entries: Sequence[int], heads: int) -> Ints:
-    """Return budgets [L, Hkv] of so many entries per head in every layer."""
+def repeat_for_heads(entries: Sequence[int], heads: int) -> Ints:
+    """Repeat entries per head of every layer for its heads, [L, Hkv]."""
     return np.repeat(np.array(entries, dtype=np.int64)[:, None], heads, axis=1)
 
 
-def heads_lost(budgets: Budgets) -> Losses:
-    """Return the loss where all heads of a layer keep as many entries."""
-    even = same_for_heads(budgets.per_layer, budgets.plan.model.kv_heads)
-    return budget_loss(budgets.entries, even, "budgets of single heads: all heads of a layer keep the same number")
+def measure_head_loss(budgets: PrefillBudgets) -> Losses:
+    """Measure the loss if all heads of a layer keep equally many entries."""
+    even = repeat_for_heads(budgets.per_layer, budgets.plan.model.kv_heads)
+    return measure_budget_loss(
+        budgets.entries, even, "budgets of single heads: all heads of a layer keep the same number"
+    )

@@ -14,14 +14,14 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.yaml_document import YamlDocument
 from kvsearch.exporters.base import (
-    SINGLE,
+    SINGLE_FILE,
     BudgetExporter,
-    Budgets,
-    Exported,
-    Inputs,
+    ExportedFiles,
+    ExportInputs,
     Losses,
-    heads_lost,
-    same_for_heads,
+    PrefillBudgets,
+    measure_head_loss,
+    repeat_for_heads,
 )
 from kvsearch.plan import ModelFingerprint, PolicySpec, canonical_json
 from kvsearch.policies.registry import build_policy
@@ -42,7 +42,7 @@ class AttentionMatching(BudgetExporter):
     proportional: ClassVar[bool | None] = None
     matches: ClassVar[bool] = True
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Write the shares; where a rounding error would cost an entry, a trace above it."""
         mean = budgets.total // budgets.entries.size
         table = budgets.entries / budgets.total
@@ -50,11 +50,11 @@ class AttentionMatching(BudgetExporter):
         shares = {f"L{layer}H{head}": float(share) for (layer, head), share in np.ndenumerate(table)}
         losses = {"no policy: the tool fits entries of its own": budgets.total}
         usage = (f"PerLayerHeadCompaction(..., precomputed_budget_path={{path!r}}), target_size={mean}",)
-        return Exported({SINGLE: canonical_json(shares)}, usage, losses, at=mean)
+        return ExportedFiles({SINGLE_FILE: canonical_json(shares)}, usage, losses, at=mean)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Cut every head's share of a mean of `length` entries off."""
-        shares = json.loads(files[SINGLE])
+        shares = json.loads(files[SINGLE_FILE])
         table = np.array(
             [[shares[f"L{layer}H{head}"] for head in range(model.kv_heads)] for layer in range(model.layers)]
         )
@@ -78,7 +78,7 @@ class HeadKV(BudgetExporter):
     coarser: ClassVar[str] = f"a head holds a window of {WINDOW} and a rounded share of a whole mean"
     ranks: ClassVar[tuple[str, ...]] = ("snapkv", "pyramidkv")
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:
         """Write the line; the query heads of a group have the budget of their kv head."""
         group = inputs.known_architecture.group
         kept = np.maximum(budgets.entries - self.WINDOW, 0)
@@ -98,10 +98,12 @@ class HeadKV(BudgetExporter):
             f"--max_capacity_prompts {mean}",
         )
         at = inputs.length or budgets.plan.length or int(budgets.entries.max()) + self.WINDOW + 1
-        return Exported({SINGLE: json.dumps(line).encode() + b"\n"}, usage, self._ranks_otherwise(budgets), at=at)
+        return ExportedFiles(
+            {SINGLE_FILE: json.dumps(line).encode() + b"\n"}, usage, self._find_ranking_loss(budgets), at=at
+        )
 
-    def _ranks_otherwise(self, budgets: Budgets) -> Losses:
-        """Return the loss of layers that rank by SnapKV, but with other settings than the tool's."""
+    def _find_ranking_loss(self, budgets: PrefillBudgets) -> Losses:
+        """Find the loss of layers that rank by SnapKV with other settings than the tool's."""
 
         def differs(spec: PolicySpec) -> bool:
             policy = build_policy(spec)
@@ -111,11 +113,11 @@ class HeadKV(BudgetExporter):
             )
 
         settings = ", ".join(f"{name} {value}" for name, value in self.RANKING.items())
-        return budgets.policy_loss(f"the tool ranks with {settings}, the policy with others", differs)
+        return budgets.measure_policy_loss(f"the tool ranks with {settings}, the policy with others", differs)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Give heads their share and the window, of a prompt of `length` tokens."""
-        scores = np.array([np.mean(score) for score in json.loads(files[SINGLE]).values()])
+        scores = np.array([np.mean(score) for score in json.loads(files[SINGLE_FILE]).values()])
         mean = round(scores.mean())
         share = np.rint(scores / scores.sum() * mean * scores.size).reshape(model.layers, model.kv_heads, -1)
         held: Ints = np.minimum(np.rint(share.mean(-1)).astype(np.int64) + self.WINDOW, length)
@@ -133,7 +135,7 @@ class DuoAttentionGates(BudgetExporter):
     coarser: ClassVar[str] = "heads keep everything or first and recent entries only"
     ranks: ClassVar[tuple[str, ...]] = ("duo_attention", "streaming")
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Write the folder; as many heads keep everything as come nearest to the plan's total.
 
         The others hold one of the plan's budgets, that from which the fewest entries are in the wrong place.
@@ -171,7 +173,7 @@ class DuoAttentionGates(BudgetExporter):
             "full_attention_heads.tsv": table.encode(),
             "config.json": canonical_json({"sink_size": sinks, "recent_size": streaming - sinks, "sparsity": share}),
         }
-        return Exported(files, usage)
+        return ExportedFiles(files, usage)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Let heads stream whose gates are below the quantile that the folder names."""
@@ -194,7 +196,7 @@ class SparseVLLM(BudgetExporter):
     coarser: ClassVar[str] = "a layer has one budget for all heads"
     ranks: ClassVar[tuple[str, ...]] = ("snapkv", "pyramidkv")
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Write the settings; a quarter of an entry keeps cut-off fractions from costing one."""
         policy = build_policy(budgets.policy)
         kept = budgets.per_layer
@@ -213,15 +215,15 @@ class SparseVLLM(BudgetExporter):
         }
         usage = ("LLM(model, **json.load(open({path!r})))",)
         at = int(budgets.entries.max()) + 1
-        return Exported({SINGLE: canonical_json(settings)}, usage, shared_by_heads(budgets), at=at)
+        return ExportedFiles({SINGLE_FILE: canonical_json(settings)}, usage, describe_shared_heads(budgets), at=at)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Scale the kept entries of the first layer by the ratios, as the engine does."""
-        settings = json.loads(files[SINGLE])
+        settings = json.loads(files[SINGLE_FILE])
         ratios = settings["pyramid_layer_ratios"]
         fixed = settings["sink_keep_tokens"] + settings["recent_keep_tokens"]
         kept = [min(length, fixed + int(settings["decode_keep_tokens"] * ratio / ratios[0])) for ratio in ratios]
-        return same_for_heads(kept, model.kv_heads)
+        return repeat_for_heads(kept, model.kv_heads)
 
 
 class SpectralKV(BudgetExporter):
@@ -230,7 +232,7 @@ class SpectralKV(BudgetExporter):
     needs_model: ClassVar[bool] = True
     proportional: ClassVar[bool | None] = None
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:
         """Write the profile."""
         shape = inputs.known_architecture
         origin = budgets.plan.provenance
@@ -246,14 +248,14 @@ class SpectralKV(BudgetExporter):
             "weights": [int(row.sum()) / budgets.total for row in budgets.entries],
             "calibration": {"tool": "kvsearch", "method": origin.method, "seed": origin.seed},
         }
-        losses = {**heads_lost(budgets), "no policy: the tool ranks by a rule of its own": budgets.total}
+        losses = {**measure_head_loss(budgets), "no policy: the tool ranks by a rule of its own": budgets.total}
         percent = "P, the percent of the prompt that is kept"
         if budgets.length is not None:
             percent = str(max(1, round(100 * budgets.total / (budgets.length * budgets.entries.size))))
         usage = (
             f"python -m spectralkv.cli --model MODEL --layer-budget fixed --profile {{path}} --percentages {percent}",
         )
-        return Exported({SINGLE: canonical_json(profile)}, usage, losses)
+        return ExportedFiles({SINGLE_FILE: canonical_json(profile)}, usage, losses)
 
 
 class Tangram(BudgetExporter):
@@ -267,7 +269,7 @@ class Tangram(BudgetExporter):
     proportional: ClassVar[bool | None] = True
     scorers: ClassVar[Mapping[str, str]] = {"expected_attention": "ea"}
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Sort heads by what they keep, most first, and cut that order into clusters of P."""
         model = budgets.plan.model
         page = model.kv_heads
@@ -304,22 +306,22 @@ class Tangram(BudgetExporter):
         scorer = self.ranks[0] if budgets.policy.name not in self.ranks else budgets.policy.name
         folder = f"{self.scorers.get(scorer, scorer)}/{model.name.rstrip('/').rpartition('/')[2].lower()}"
         files = {
-            f"{folder}/pg{page}_r{kept:.2f}.npz": npz_bytes(cluster_map),
-            f"{folder}/profile.npz": npz_bytes(profile),
+            f"{folder}/pg{page}_r{kept:.2f}.npz": pack_npz(cluster_map),
+            f"{folder}/profile.npz": pack_npz(profile),
         }
         losses = {
             "budgets are not enforced: a head keeps what is above the engine's own threshold": budgets.total,
             "the spread over prompts is not in a plan: p90 is the mean, the deviation 0": None,
         }
         usage = (f"TANGRAM_CLUSTER_MAPS_DIR={{path}} in the engine's environment, with a page group of {page} heads",)
-        return Exported(files, usage, losses)
+        return ExportedFiles(files, usage, losses)
 
 
-BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples
+OPENVINO_BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples
 
 
-class Windows(BudgetExporter):
-    """A target whose layers see the most recent entries of a prompt only."""
+class WindowExporter(BudgetExporter):
+    """Base of targets whose layers see only the most recent entries of a prompt."""
 
     coarser: ClassVar[str] = "budgets are windows of whole layers"
     ranks: ClassVar[tuple[str, ...]] = ("streaming",)
@@ -329,32 +331,32 @@ class Windows(BudgetExporter):
     }
 
 
-class TensorRTLLM(Windows):
+class TensorRTLLM(WindowExporter):
     """TensorRT-LLM's `kv_cache_config` with a window per layer, as YAML.
 
     Its `sink_token_length` is for engines that were built: the PyTorch backend, the default one, has no sinks.
     """
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Give every layer the mean of its heads, and the sinks of its policy."""
         cache = {
             "max_attention_window": budgets.per_layer,
             "sink_token_length": build_policy(budgets.policy).sink_count,
         }
         config = yaml.safe_dump({"kv_cache_config": cache}).encode()
-        losses = self.through | sinks_lost(budgets, budgets.per_layer)
-        return Exported({SINGLE: config}, ("trtllm-serve MODEL --config {path}",), losses)
+        losses = self.through | measure_sink_loss(budgets, budgets.per_layer)
+        return ExportedFiles({SINGLE_FILE: config}, ("trtllm-serve MODEL --config {path}",), losses)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold as much of a prompt as the windows."""
-        windows = YamlDocument(files[SINGLE], SINGLE).data["kv_cache_config"]["max_attention_window"]
-        return same_for_heads([min(window, length) for window in windows], model.kv_heads)
+        windows = YamlDocument(files[SINGLE_FILE], SINGLE_FILE).data["kv_cache_config"]["max_attention_window"]
+        return repeat_for_heads([min(window, length) for window in windows], model.kv_heads)
 
 
-class VLLM(Windows):
+class VLLM(WindowExporter):
     """vLLM's overrides of a model's configuration: which layers have a sliding window, and the one size of it."""
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Choose the layers that keep everything so that the fewest entries are in the wrong place."""
         kept = np.array(budgets.per_layer)
         at = budgets.known_length
@@ -372,13 +374,15 @@ class VLLM(Windows):
         overrides = {"layer_types": kinds.tolist(), "sliding_window": window(whole)}
         usage = ('vllm serve MODEL --hf-overrides "$(cat {path})"',)
         windows = np.where(kinds == "full_attention", at, window(whole)).tolist()
-        return Exported({SINGLE: canonical_json(overrides)}, usage, self.through | sinks_lost(budgets, windows))
+        return ExportedFiles(
+            {SINGLE_FILE: canonical_json(overrides)}, usage, self.through | measure_sink_loss(budgets, windows)
+        )
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold the whole prompt in full layers, the window in the others."""
-        overrides = json.loads(files[SINGLE])
+        overrides = json.loads(files[SINGLE_FILE])
         window = min(overrides["sliding_window"], length)
-        return same_for_heads(
+        return repeat_for_heads(
             [length if kind == "full_attention" else window for kind in overrides["layer_types"]], model.kv_heads
         )
 
@@ -390,18 +394,20 @@ class OpenVINO(BudgetExporter):
     tokens of the last block, which is not full, stay besides.
     """
 
-    coarser: ClassVar[str] = f"one budget for all layers and heads, in blocks of {BLOCK}"
+    coarser: ClassVar[str] = f"one budget for all layers and heads, in blocks of {OPENVINO_BLOCK}"
     ranks: ClassVar[tuple[str, ...]] = ("h2o",)
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Write the sizes: whole blocks, with at least one between the first and the recent entries."""
         policy = build_policy(budgets.policy)
-        start, recent = (max(1, -(-count // BLOCK)) * BLOCK for count in (policy.sink_count, policy.recent_count))
+        start, recent = (
+            max(1, -(-count // OPENVINO_BLOCK)) * OPENVINO_BLOCK for count in (policy.sink_count, policy.recent_count)
+        )
         mean = budgets.total / budgets.entries.size
         sizes = {
             "start_size": start,
             "recent_size": recent,
-            "max_cache_size": max(start + recent + BLOCK, round(mean / BLOCK) * BLOCK),
+            "max_cache_size": max(start + recent + OPENVINO_BLOCK, round(mean / OPENVINO_BLOCK) * OPENVINO_BLOCK),
             "aggregation_mode": "NORM_SUM",
         }
         usage = (
@@ -409,32 +415,34 @@ class OpenVINO(BudgetExporter):
             "SchedulerConfig: use_cache_eviction = True, "
             "cache_eviction_config = CacheEvictionConfig(**sizes, aggregation_mode=mode)",
         )
-        what = f"entries leave in blocks of {BLOCK}, which are ranked as a whole"
-        return Exported({SINGLE: canonical_json(sizes)}, usage, {what: None, **shared_by_heads(budgets)})
+        what = f"entries leave in blocks of {OPENVINO_BLOCK}, which are ranked as a whole"
+        return ExportedFiles(
+            {SINGLE_FILE: canonical_json(sizes)}, usage, {what: None, **describe_shared_heads(budgets)}
+        )
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold the largest size in every head, and what is in the last block."""
-        largest = json.loads(files[SINGLE])["max_cache_size"]
-        kept = length if length < largest + BLOCK else largest + length % BLOCK
-        return same_for_heads([kept] * model.layers, model.kv_heads)
+        largest = json.loads(files[SINGLE_FILE])["max_cache_size"]
+        kept = length if length < largest + OPENVINO_BLOCK else largest + length % OPENVINO_BLOCK
+        return repeat_for_heads([kept] * model.layers, model.kv_heads)
 
 
-def sinks_lost(budgets: Budgets, windows: Sequence[int]) -> dict[str, int | None]:
-    """Return the loss of the first entries of every layer whose window does not have the whole prompt."""
+def measure_sink_loss(budgets: PrefillBudgets, windows: Sequence[int]) -> dict[str, int | None]:
+    """Measure the loss of the first entries of every layer whose window is shorter than the prompt."""
     sinks = build_policy(budgets.policy).sink_count
     moving = [window for window in windows if budgets.length is None or window < budgets.length]
     lost = sum(min(sinks, window) for window in moving) * budgets.plan.model.kv_heads
     return {f"windows have no sinks: the first {sinks} entries of a head leave": lost} if lost else {}
 
 
-def shared_by_heads(budgets: Budgets) -> Losses:
-    """Return the loss where a layer keeps the same tokens for all its heads."""
+def describe_shared_heads(budgets: PrefillBudgets) -> Losses:
+    """Describe the loss of targets that keep the same tokens for all heads of a layer."""
     several = budgets.plan.model.kv_heads > 1
     return {"all heads of a layer keep the same tokens: a plan ranks them for each head": None} if several else {}
 
 
-def npz_bytes(arrays: Mapping[str, Any]) -> bytes:
-    """Return a file of arrays by name; equal arrays give equal bytes."""
+def pack_npz(arrays: Mapping[str, Any]) -> bytes:
+    """Pack arrays by name into an .npz file; equal arrays give equal bytes."""
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()

@@ -7,8 +7,8 @@ from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 
-from kvsearch.exporters.base import CARD, Exported, Inputs, PlanExporter
-from kvsearch.exporters.card import fill_template, folder_card, model_card
+from kvsearch.exporters.base import CARD_FILE, ExportedFiles, ExportInputs, PlanExporter
+from kvsearch.exporters.card import fill_template, render_folder_card, render_model_card
 from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.saved import (
@@ -28,15 +28,15 @@ REQUIREMENTS = b"torch>=2.8\ntransformers>=5.18\n"  # of what `custom_generate` 
 class Folder(PlanExporter):
     """Everything of a plan in one folder, which `load_plan` reads; nothing is lost."""
 
-    def export(self, plan: Plan, inputs: Inputs) -> Exported:
+    def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
         written = {
             **self.plan_files(plan),
-            CARD: folder_card(plan, inputs.scores),
+            CARD_FILE: render_folder_card(plan, inputs.scores),
             "generate.py": fill_template("generate.py", model=repr(plan.model.name)),
         }
         usage = ("python {path}/generate.py --help", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
-        return Exported(written, usage, total=plan.total)
+        return ExportedFiles(written, usage, total=plan.total)
 
     def plan_files(self, plan: Plan) -> dict[str, bytes]:
         """Return the plan and its weights; UsageError if these are not here."""
@@ -51,7 +51,7 @@ class CustomGenerate(Folder):
     Plans without fitted rankings need transformers alone, others the package kvsearch; nothing is lost.
     """
 
-    def export(self, plan: Plan, inputs: Inputs) -> Exported:
+    def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
         from kvsearch.exporters.planned_generate import needs_kvsearch
 
@@ -59,18 +59,18 @@ class CustomGenerate(Folder):
         needs = "torch and transformers alone" if reason is None else f"the package kvsearch: {reason}"
         written = {
             **self.plan_files(plan),
-            CARD: folder_card(plan, inputs.scores, needs),
+            CARD_FILE: render_folder_card(plan, inputs.scores, needs),
             "custom_generate/generate.py": files("kvsearch.exporters").joinpath("planned_generate.py").read_bytes(),
             "custom_generate/requirements.txt": REQUIREMENTS,
         }
         call = "model.generate(**inputs, custom_generate={path!r}, trust_remote_code=True)"
-        return Exported(written, (call, f"needs {needs}"), total=plan.total)
+        return ExportedFiles(written, (call, f"needs {needs}"), total=plan.total)
 
 
 class ModelFolder(Folder):
     """A plan, its weights and a card in the folder of its model, whose `config.json` names it by its size."""
 
-    def export(self, plan: Plan, inputs: Inputs) -> Exported:
+    def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
         """Make what lies beside the model.
 
         Raises:
@@ -85,8 +85,13 @@ class ModelFolder(Folder):
         content = canonical_json(plan)
         listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
-        written = {path: content, **weights, CARD: model_card(plan, path, inputs), MODEL_CONFIG_FILE: config.encode()}
+        written = {
+            path: content,
+            **weights,
+            CARD_FILE: render_model_card(plan, path, inputs),
+            MODEL_CONFIG_FILE: config.encode(),
+        }
         usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
-        return Exported(
-            written, usage, total=plan.total, updated=(*weights, CARD, MODEL_CONFIG_FILE), model=inputs.unsaved
+        return ExportedFiles(
+            written, usage, total=plan.total, updated=(*weights, CARD_FILE, MODEL_CONFIG_FILE), model=inputs.unsaved
         )

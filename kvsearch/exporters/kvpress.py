@@ -9,7 +9,15 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.exporters.base import SINGLE, BudgetExporter, Budgets, Exported, Inputs, ProfileExporter, heads_lost
+from kvsearch.exporters.base import (
+    SINGLE_FILE,
+    BudgetExporter,
+    ExportedFiles,
+    ExportInputs,
+    PrefillBudgets,
+    ProfileExporter,
+    measure_head_loss,
+)
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID_SIZE
 from kvsearch.policies import Policy
@@ -31,7 +39,7 @@ class KvpressLukv(ProfileExporter):
 
     name: ClassVar[str] = "kvpress-lukv"
 
-    def export(self, profile: Profile, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def export(self, profile: Profile, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Make the table and the lines that set it on a press."""
         metadata = profile.metadata
         if EVICTED_RATIO not in profile.arrays:
@@ -39,7 +47,7 @@ class KvpressLukv(ProfileExporter):
         curves = np.zeros((GRID_SIZE, metadata.model.layers, metadata.model.kv_heads))
         curves[:, list(metadata.layers)] = profile.arrays[EVICTED_RATIO]
         policy = build_policy(metadata.policy)
-        press = press_of(policy)
+        press = find_press(policy)
         file = io.BytesIO()
         np.save(file, curves)
         usage = (
@@ -48,7 +56,7 @@ class KvpressLukv(ProfileExporter):
             "press._budget_curves = np.load({path!r})",
         )
         total = metadata.length * metadata.shape[0] * metadata.shape[1]
-        return Exported({SINGLE: file.getvalue()}, usage, dict.fromkeys(press.differs), total)
+        return ExportedFiles({SINGLE_FILE: file.getvalue()}, usage, dict.fromkeys(press.differs), total)
 
 
 class KvpressLayers(BudgetExporter):
@@ -56,16 +64,18 @@ class KvpressLayers(BudgetExporter):
 
     proportional: ClassVar[bool | None] = True
 
-    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Write the list; every share lies half an entry off, as the press cuts fractions of an entry off."""
         at = budgets.known_length
         evicted = [0.0 if entries >= at else 1 - (entries + 0.5) / at for entries in budgets.per_layer]
         spec = budgets.policy
         policy = build_policy(spec)
-        press = press_of(policy)
+        press = find_press(policy)
         losses = {
-            **heads_lost(budgets),
-            **budgets.policy_loss(f"layers that do not rank by {spec.name} do so there", lambda other: other != spec),
+            **measure_head_loss(budgets),
+            **budgets.measure_policy_loss(
+                f"layers that do not rank by {spec.name} do so there", lambda other: other != spec
+            ),
             **dict.fromkeys(press.differs),
         }
         if policy.sink_count > press.sinks:
@@ -73,7 +83,7 @@ class KvpressLayers(BudgetExporter):
         if policy.recent_count > press.recent:
             losses[f"the press does not protect the last {policy.recent_count} entries"] = None
         usage = (f"press = PerLayerCompressionPress({press.code}, compression_ratios=json.load(open({{path!r}})))",)
-        return Exported({SINGLE: canonical_json(evicted)}, usage, losses)
+        return ExportedFiles({SINGLE_FILE: canonical_json(evicted)}, usage, losses)
 
 
 class Press(NamedTuple):
@@ -85,8 +95,8 @@ class Press(NamedTuple):
     differs: tuple[str, ...]
 
 
-def press_of(policy: Policy) -> Press:
-    """Return the press that ranks as a policy does; IncompatibleError if kvpress has none."""
+def find_press(policy: Policy) -> Press:
+    """Find the press that ranks like a policy; IncompatibleError if kvpress has none."""
     for kind, make in _PRESSES.items():
         if isinstance(policy, kind):
             return make(policy)

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, UsageError, require
-from kvsearch.exporters.base import WEIGHTS, Exported, Inputs, ProfileExporter
+from kvsearch.exporters.base import WEIGHTS_FILE, ExportedFiles, ExportInputs, ProfileExporter
 from kvsearch.models.architecture import describe, find_attention_modules
 from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.models.weights import read_effective_bias, read_effective_weight
@@ -37,7 +37,7 @@ class KvpressKvzap(ProfileExporter):
     name: ClassVar[str] = "kvpress-kvzap"
     needs_model: ClassVar[bool] = True
 
-    def export(self, profile: Profile, inputs: Inputs) -> Exported:
+    def export(self, profile: Profile, inputs: ExportInputs) -> ExportedFiles:
         """Make the folder.
 
         Raises:
@@ -76,11 +76,11 @@ class KvpressKvzap(ProfileExporter):
             "press.kvzap_model = KVzapModel.from_pretrained({path!r})",
             f"press.kvzap_model_name = 'nvidia/KVzap-{kind}-' + model.config.name_or_path.split('/')[-1]",
         )
-        files = {WEIGHTS: save(tensors, {"format": "pt"}), MODEL_CONFIG_FILE: canonical_json(config)}
-        return Exported(files, usage, dict.fromkeys(_losses(profile, features, fits)))
+        files = {WEIGHTS_FILE: save(tensors, {"format": "pt"}), MODEL_CONFIG_FILE: canonical_json(config)}
+        return ExportedFiles(files, usage, dict.fromkeys(_losses(profile, features, fits)))
 
     def _features(self, profile: Profile) -> list[str]:
-        """Return what a probe looks at; UsageError if it is none, or looks at what is not linear in hidden states."""
+        """Return the features of a probe; UsageError for other rankings, or features not linear in hidden states."""
         metadata = profile.metadata
         if metadata.method != PROBE_METHOD:
             raise UsageError(f"target {self.name} is made of a probe, and this is a {metadata.method} profile")
@@ -155,7 +155,7 @@ def _network(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]) -> Iterator[str]:
-    """Say what the surrogate cannot see, and what the press does not do."""
+    """List what the surrogate cannot see, and what the press does not do."""
     if SPREAD in features:
         # the other features, which are as wide as a head, share the rest
         wide = (fits[0]["center"].shape[1] - 1) // max(1, len(features) - 1)

@@ -11,7 +11,7 @@ from safetensors.numpy import save
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.printed import escape_markdown
-from kvsearch.exporters.base import CARD, WEIGHTS, Exported, Inputs, ProfileExporter
+from kvsearch.exporters.base import CARD_FILE, WEIGHTS_FILE, ExportedFiles, ExportInputs, ProfileExporter
 from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
@@ -21,7 +21,7 @@ from kvsearch.policies.registry import build_policy
 STATISTICS = "statistics.safetensors"
 
 
-def statistics_of(profile: Profile, target: str) -> dict[str, Floats]:
+def read_statistics(profile: Profile, target: str) -> dict[str, Floats]:
     """Return the arrays of a profile of query statistics, of all layers of its model.
 
     Raises:
@@ -47,9 +47,9 @@ class KvpressEA(ProfileExporter):
 
     name: ClassVar[str] = "kvpress-ea"
 
-    def export(self, profile: Profile, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def export(self, profile: Profile, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Make the folder."""
-        arrays = statistics_of(profile, self.name)
+        arrays = read_statistics(profile, self.name)
         metadata = profile.metadata
         policy = build_policy(metadata.policy)
         if not isinstance(policy, ExpectedAttention):
@@ -61,7 +61,7 @@ class KvpressEA(ProfileExporter):
             "sample_seq_len": metadata.length, "n_sink": policy.sinks,
         }  # fmt: skip
         files = {
-            WEIGHTS: save({name: arrays[name] for name in (QUERY_MEAN, QUERY_COVARIANCE)}),
+            WEIGHTS_FILE: save({name: arrays[name] for name in (QUERY_MEAN, QUERY_COVARIANCE)}),
             MODEL_CONFIG_FILE: canonical_json(config),
         }
         usage = (
@@ -69,7 +69,7 @@ class KvpressEA(ProfileExporter):
             f"n_future_positions={policy.future}, use_covariance={policy.covariance}, use_vnorm={policy.value_norm}, "
             f"epsilon={policy.epsilon}, stats_folder={{path!r}})",
         )
-        return Exported(files, usage)
+        return ExportedFiles(files, usage)
 
 
 class TriAttention(ProfileExporter):
@@ -82,13 +82,13 @@ class TriAttention(ProfileExporter):
 
     name: ClassVar[str] = "triattention"
 
-    def export(self, profile: Profile, inputs: Inputs) -> Exported:  # noqa: ARG002
+    def export(self, profile: Profile, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Make the folder.
 
         Raises:
-            UsageError, IncompatibleError: as `statistics_of`; part of a head is not turned.
+            UsageError, IncompatibleError: as `read_statistics`; part of a head is not turned.
         """
-        arrays = statistics_of(profile, self.name)
+        arrays = read_statistics(profile, self.name)
         mean = arrays[QUERY_MEAN]
         modulus = arrays[QUERY_ABS]
         size = mean.shape[2]
@@ -111,8 +111,8 @@ class TriAttention(ProfileExporter):
         }  # fmt: skip
         told = {"metadata": json.dumps(about)}
         card = _CARD.format(model=escape_markdown(profile.metadata.model.name))
-        files = {STATISTICS: save(named, told), CARD: card.encode()}
-        return Exported(files, ("the script in {path}/README.md makes the .pt file that the tools read",))
+        files = {STATISTICS: save(named, told), CARD_FILE: card.encode()}
+        return ExportedFiles(files, ("the script in {path}/README.md makes the .pt file that the tools read",))
 
 
 _CARD = """\

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from kvsearch.config.options import QUESTIONS, SIZE, Listed, Repeated, option
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.jobs.groups import MODEL, Loading
-from kvsearch.jobs.plan import checked_plan
+from kvsearch.jobs.groups import MODEL, ModelOptions
+from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Listed, Field(min_length=1)]
 
 
-class BenchOptions(Loading):
-    """What is measured, and on which prompts."""
+class BenchOptions(ModelOptions):
+    """Options of `bench`: plans, shapes and prompts."""
 
     model: str | None = option(None, MODEL, help=f"{MODEL.help.removesuffix('.')}; none with --shape.")
     shape: str | None = option(
@@ -59,7 +59,7 @@ class BenchOptions(Loading):
 
     @property
     def size(self) -> Size | None:
-        """The size of what is measured in place of a plan."""
+        """The size that is measured in place of a plan."""
         return None if self.budget is None and self.ratio is None else Size(self.budget, self.ratio)
 
     def check(self) -> None:
@@ -159,7 +159,7 @@ def _load(
     A shape is loaded with its `weights` only if these are wanted.
     """
     options.check()
-    plans = {str(path): checked_plan(path) for path in options.plan}
+    plans = {str(path): load_checked_plan(path) for path in options.plan}
     if options.shape is None:
         loaded = options.load(str(options.model), reporter)
     else:

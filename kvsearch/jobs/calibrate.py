@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from kvsearch.calibration.data import default_data, load_calibration_data
+from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.methods import METHODS, create_calibration
 from kvsearch.calibration.options import CalibrationOptions, RankingOptions
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.steps import SAMPLES, StepCache, count_steps, step_identity
-from kvsearch.calibration.tables import HELD_OUT, LEAST_CONTEXTS
+from kvsearch.calibration.steps import STEPS_FOLDER, StepCache, count_steps, hash_step_inputs
+from kvsearch.calibration.tables import HELD_OUT, MIN_CONTEXTS_TO_JUDGE
 from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
@@ -26,16 +26,16 @@ from kvsearch.core.parsing import list_problems
 from kvsearch.jobs.groups import (
     TASK_DETAILS,
     TASKS,
-    WithModel,
-    WithRun,
-    WithTasks,
-    WithWorkers,
-    asked_flags,
-    flags_of,
-    following,
+    ModelArgument,
+    RunDirOptions,
+    TaskOptions,
+    WorkerOptions,
+    changed_flags,
+    format_command,
+    list_changed_flags,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
+from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, on_interruption
 from kvsearch.models.speed import StageCost
 from kvsearch.plan.profile import load_profile, save_profile
 from kvsearch.plan.profile_arrays import QUERIES
@@ -58,13 +58,13 @@ if TYPE_CHECKING:
     from kvsearch.plan.profile import TableCheck
 
 DEFAULT_METHOD = "lukv"
-FILES = (CONTEXTS, SAMPLES, "*.safetensors")  # the last: the profile, and weights of policies
+FILES = (CONTEXTS, STEPS_FOLDER, "*.safetensors")  # the last: the profile, and weights of policies
 RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may have
 OF_TASKS = {"split", "samples", *TASK_DETAILS} - {"data"}  # what only --tasks reads
 
 
-class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOptions):
-    """Where a profile goes and what it is measured on; what is measured is the method's to say."""
+class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, CalibrationOptions):
+    """Options of all calibrations: output, texts and tasks; methods add their own."""
 
     data: str | None = option(
         None,
@@ -88,19 +88,19 @@ class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOp
     questions: int | None = option(None, "Use only so many questions, and their contexts.", QUESTIONS, ge=1)
 
     @classmethod
-    def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
+    def list_options(cls) -> dict[str, tuple[FieldInfo, Option]]:
         """Return the options of all methods; those of one method where that is chosen."""
-        offered = super().offered()
-        for options in cls.variants().values():
-            offered = {**options.offered(), **offered}
+        offered = super().list_options()
+        for options in cls.list_variants().values():
+            offered = {**options.list_options(), **offered}
         return offered
 
     @classmethod
-    def variants(cls) -> Mapping[str, type[JobOptions]]:
+    def list_variants(cls) -> Mapping[str, type[JobOptions]]:
         return OPTIONS if cls is CalibrateOptions else {}
 
     @classmethod
-    def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:
+    def choose_model(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:
         """Return the model of the method that was given or that the recipe at `path` has stated.
 
         Raises:
@@ -116,14 +116,14 @@ class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOp
             raise UsageError(list_problems([problem], str(path)))
         if typed not in (None, name):
             raise UsageError(f"{path} is a recipe of method {name}, not {typed}: leave --method or --recipe out")
-        options: Any = cls.variants().get(name, cls)
+        options: Any = cls.list_variants().get(name, cls)
         options.check_given(given)
         return cast("type[Self]", options)
 
-    def recorded(self) -> dict[str, Any]:
+    def to_recipe(self) -> dict[str, Any]:
         """Return what is recorded; without tasks there are no options of theirs."""
         unread = set() if self.tasks is not None else OF_TASKS
-        return {key: value for key, value in super().recorded().items() if key not in unread}
+        return {key: value for key, value in super().to_recipe().items() if key not in unread}
 
     def used(self) -> ContextSet | None:
         """Return contexts in whose place others are drawn from tasks."""
@@ -135,7 +135,7 @@ class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOp
             "model": self.model, "data": texts.name, "data_sha256": texts.sha256, "questions": texts.questions,
             "recipe": self.resolved(), "seed": self.seed, "dtype": self.dtype, "revision": self.revision,
         }  # fmt: skip
-        return RunConfig(job="calibrate", options=self.recorded(), content=content)
+        return RunConfig(job="calibrate", options=self.to_recipe(), content=content)
 
 
 # the options of the job with those of a method, by its name
@@ -150,15 +150,15 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
 
     Whatever would stop the calibration at its start is found out; errors as `calibrate`.
     """
-    return forecast_together([options], reporter)
+    return forecast_calibrations([options], reporter)
 
 
-def forecast_together(several: Sequence[CalibrateOptions], reporter: Reporter) -> Forecast:
-    """Return what `calibrate_together` costs, as `dry_run` does of one."""
+def forecast_calibrations(several: Sequence[CalibrateOptions], reporter: Reporter) -> Forecast:
+    """Forecast `calibrate_together`, as `dry_run` does for one calibration."""
     configs, calibrations = _prepare(several, reporter)
     content = configs[0].content
     if not calibrations:
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
         return Forecast(content)
     prompts = _prompts(calibrations)
     first: Calibration[Any] = calibrations[0]
@@ -205,7 +205,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
     if not calibrations:
         for options in several:
             require_unchanged(options.output, PROFILE, "restore it, or start anew with --force")
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
         return [load_profile(options.output / PROFILE) for options in several]
     from kvsearch.evaluation.runner import describe_environment
 
@@ -221,7 +221,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
     prompts = _prompts(calibrations)
     directory = several[-1].output
     content = configs[0].content if len(configs) == 1 else {"together": [config.content for config in configs]}
-    first.steps = StepCache(directory, step_identity(loaded, data, prompts, content))
+    first.steps = StepCache(directory, hash_step_inputs(loaded, data, prompts, content))
 
     def words_to_go_on() -> str:
         count = count_steps(directory)
@@ -238,7 +238,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
         stack.enter_context(on_interruption(reporter, words_to_go_on))
         progress = stack.enter_context(reporter.progress(f"calibrating: {options.unit}"))
         if len(calibrations) == 1:
-            profiles = [_checked_table(first, first.measure(prompts, progress), reporter)]
+            profiles = [_check_table(first, first.measure(prompts, progress), reporter)]
         else:
             from kvsearch.calibration.probe.contexts import fit_rankings
 
@@ -247,7 +247,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
             save_profile(profile, run.directory / PROFILE, overwrite=True)
             write_contexts(run.directory, {"fitted": data.hashes})
             if run is runs[-1]:
-                shutil.rmtree(directory / SAMPLES, ignore_errors=True)
+                shutil.rmtree(directory / STEPS_FOLDER, ignore_errors=True)
             run.finish()
     return profiles
 
@@ -300,8 +300,8 @@ def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[l
     return configs, calibrations
 
 
-def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Reporter) -> Profile:
-    """Return the profile with what its table is worth beside even budgets, and say that; as it is where it has none."""
+def _check_table(calibration: Calibration[Any], profile: Profile, reporter: Reporter) -> Profile:
+    """Check the table of a profile against uniform budgets; return the profile with the checks."""
     from kvsearch.selection.table_check import check_table, shrink_table
 
     settings = calibration.options
@@ -313,8 +313,8 @@ def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Re
             checks = check_table(calibration.loaded, calibration.data, settings, profile, progress)
     if not checks:
         reporter.say(
-            f"the table was not checked against even budgets: that takes {LEAST_CONTEXTS} different contexts with "
-            "answers, and a table by ratios"
+            f"the table was not checked against even budgets: that takes {MIN_CONTEXTS_TO_JUDGE} different contexts "
+            "with answers, and a table by ratios"
         )
         return profile
     for check in checks:
@@ -327,15 +327,15 @@ def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Re
 
 
 def remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
-    """Say what was measured, where it is, and what to do with it."""
+    """Yield a summary of the profile, its path, and commands for the next step."""
     yield from profile_remarks(profile)
     yield f"wrote {options.output / PROFILE}"
-    for words in following_commands(options, profile):
-        yield following(*words)
+    for words in suggest_commands(options, profile):
+        yield format_command(*words)
 
 
-def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:
-    """Yield the words of commands that use what was measured."""
+def suggest_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:
+    """Yield the words of commands that use the profile."""
     place = str(options.output)
     if options.method == QUERIES:
         yield ["export", place, "--to", "kvpress-ea", "-o", f"{place.rstrip('/')}-kvpress"]
@@ -343,15 +343,15 @@ def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[
         losses = find_losses(profile)
         preferred = None if losses is None else losses.preferred
         policy = preferred or f"{options.method}={place}"
-        asked = [*asked_flags(options)]
+        asked = [*changed_flags(options)]
         if options.tasks is not None:  # budgets are measured on others than the ranking was fitted on
             asked += ["--split", "select"]
         elif not profile.metadata.provenance.settings.get("without_questions"):
-            asked += flags_of(options, ("data",))
+            asked += list_changed_flags(options, ("data",))
         yield ["calibrate", options.model, "--policy", policy, "-o", f"{place.rstrip('/')}-budgets", *asked]
     elif isinstance(options, PolykvOptions):
         size = ["--budget", str(options.budgets[0])]
-        yield ["validate", place, *asked_flags(options)] if options.signals != ("entropy",) else ["show", place]
+        yield ["validate", place, *changed_flags(options)] if options.signals != ("entropy",) else ["show", place]
         if options.signals == ("entropy",):  # which can share out budgets only
             size += ["--budget-signal", "entropy"]
         yield ["export", place, *size, "-o", str(options.output / "plan.json")]
@@ -365,14 +365,14 @@ def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[
 
 
 def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationData, LoadedModel | None]:
-    """Return the texts of the file, or of the tasks with the model whose tokenizer they are made for."""
+    """Load the texts of a file, or of tasks with the model whose tokenizer they need."""
     if options.tasks is None:
         for name in sorted(OF_TASKS & options.model_fields_set):
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")
-        data = load_calibration_data(options.data or default_data(options.model), options.bare)
-        return data.limited(options.questions), None
+        data = load_calibration_data(options.data or find_default_data(options.model), options.bare)
+        return data.limit_questions(options.questions), None
     tasks = options.find_tasks(options.model, options.split)
-    from kvsearch.calibration.prompts import data_of_tasks
+    from kvsearch.calibration.prompts import make_task_data
     from kvsearch.selection.splits import refuse_reported
 
     refuse_reported(tasks)
@@ -380,5 +380,5 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
     if any(facts.split == "all" for facts in describe_tasks(options.tasks)):
         reporter.say(f"evaluate asks all examples of {options.tasks} by default: add --split report for held-out ones")
     loaded = options.load(options.model, reporter)
-    data = data_of_tasks(loaded, tasks, options.samples, options.seed, options.max_length, options.used())
-    return data.limited(options.questions), loaded
+    data = make_task_data(loaded, tasks, options.samples, options.seed, options.max_length, options.used())
+    return data.limit_questions(options.questions), loaded

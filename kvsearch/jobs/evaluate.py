@@ -16,7 +16,7 @@ from kvsearch.core.items import Progress
 from kvsearch.core.parsing import read_json, validate_content
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import summarize
-from kvsearch.exporters.base import Exported
+from kvsearch.exporters.base import ExportedFiles
 from kvsearch.jobs.export import write_files
 from kvsearch.jobs.groups import (
     ASKED,
@@ -25,13 +25,13 @@ from kvsearch.jobs.groups import (
     PROTOCOL,
     RATIO,
     SAMPLES_OPTION,
-    Batches,
-    WithModel,
-    WithTasks,
-    WithWorkers,
+    BatchOptions,
+    ModelArgument,
+    TaskOptions,
+    WorkerOptions,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter, open_replies, warn_of_coverage
+from kvsearch.jobs.reporter import Reporter, open_replies, warn_about_coverage
 from kvsearch.plan import Size, load_plan
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report.costs import Forecast
@@ -46,11 +46,11 @@ from kvsearch.tasks.base import Sampling
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.strategies.compared import Request
+    from kvsearch.strategies.ready_methods import Request
 
 
-class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
-    """What is compared, what is asked, and what is kept."""
+class EvaluateOptions(ModelArgument, WorkerOptions, TaskOptions, BatchOptions):
+    """Options of `evaluate`: methods or plans, tasks, and output."""
 
     job: ClassVar[str] = "evaluate"
     recipes: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
 
     @property
     def sampling(self) -> Sampling | None:
-        """How replies are drawn; None: they are greedy."""
+        """Sampling of replies; None: greedy."""
         if self.temperature == 0:
             if self.replies is not None or self.top_p is not None:
                 raise UsageError("--replies and --top-p are of replies that are drawn: give a --temperature above 0")
@@ -151,7 +151,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
 
 
 def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
-    """Return what would be compared and asked, and what that costs; errors as `evaluate` before it asks."""
+    """Forecast `evaluate`; errors as `evaluate` before any reply."""
     request, evaluation = _prepare(options, reporter)
     content = {
         "tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol, **request.as_json(),
@@ -174,7 +174,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
     """
     _, evaluation = _prepare(options, reporter)
     directory = options.output
-    config = evaluation.config().changed(options=options.recorded())
+    config = evaluation.config().changed(options=options.to_recipe())
     with (
         open_replies(directory, config, evaluation.replies, reporter, options.force) as store,
         reporter.progress("asking: context") as progress,
@@ -189,18 +189,18 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
         if options.table is not None:
             write_tables(result, options.table, options.force)
         if options.records is not None:
-            write_files(Exported(record_files(comparison), ()), options.records, force=True)
+            write_files(ExportedFiles(record_files(comparison), ()), options.records, force=True)
     return result
 
 
 def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Evaluation]:
-    """Return what is compared, and the evaluation with its model; warns of what makes it say little."""
+    """Prepare the comparison and its evaluation with the model; warn about weak comparisons."""
     options.check_files()
     sampling = options.sampling
     tasks = options.find_tasks(options.model, options.split)
     for path in options.plan:
         load_plan(path)
-    from kvsearch.strategies.compared import read_request
+    from kvsearch.strategies.ready_methods import read_request
 
     request = read_request(
         options.plan, options.methods, options.budgets, options.ratios, options.phases, options.settings,
@@ -210,9 +210,9 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     from kvsearch.evaluation.totals import find_idle_methods
 
     loaded = options.load(options.model, reporter)
-    asked = replace(options.asked_of(tasks, options.samples, options.protocol), sampling=sampling)
-    evaluation = prepare(loaded, request.ready(loaded), request.subject, asked)
-    warn_of_coverage(reporter, evaluation.encoded)
+    asked = replace(options.make_split(tasks, options.samples, options.protocol), sampling=sampling)
+    evaluation = prepare(loaded, request.prepare(loaded), request.subject, asked)
+    warn_about_coverage(reporter, evaluation.encoded)
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")
@@ -246,15 +246,15 @@ def _output_losses(
 
 
 def read_losses(path: Path) -> list[LayerLoss]:
-    """Return the losses that a run has kept; UsageError if the file is damaged."""
+    """Read the losses stored in a run; UsageError if the file is damaged."""
     return validate_content(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
 
 
 # --- headroom ---------------------------------------------------------------------------------------------------------
 
 
-class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
-    """At which ratio is evicted, and what is asked."""
+class HeadroomOptions(ModelArgument, WorkerOptions, TaskOptions, Seeded):
+    """Options of `headroom`: the ratio to evict, and tasks."""
 
     ratio: Annotated[float, AfterValidator(lambda ratio: Size(ratio=ratio).ratio)] = option(0.8, RATIO)
     samples: Samples = option(20, SAMPLES_OPTION)
@@ -263,7 +263,7 @@ class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
 
 
 def estimate_headroom(options: HeadroomOptions, reporter: Reporter) -> Forecast:
-    """Return what would be asked, and what that costs; errors as `measure_headroom`."""
+    """Forecast `headroom`; errors as `measure_headroom`."""
     from kvsearch.evaluation.headroom import estimate_headroom
 
     full = _full_cache(options, reporter)
@@ -288,7 +288,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
     from kvsearch.evaluation.headroom import measure_headroom as measure
     from kvsearch.tasks.encode import name_contexts
 
-    config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.recorded())
+    config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.to_recipe())
     with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
         with reporter.progress("asking the full cache: context") as progress:
             full.require_answers(progress, store)
@@ -305,14 +305,14 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
 
 
 def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
-    """Return the evaluation of the full cache, with the model."""
+    """Prepare the evaluation of the full cache, with the model."""
     tasks = options.find_tasks(options.model)
     if options.output is not None:
         read_run(options.output, "headroom")
     from kvsearch.evaluation.compare import Split, prepare
-    from kvsearch.strategies.compared import full_method
+    from kvsearch.strategies.ready_methods import make_full_cache_method
 
     loaded = options.load(options.model, reporter)
-    full = prepare(loaded, [full_method(loaded)], FULL, Split(tasks, options.samples, seed=options.seed))
-    warn_of_coverage(reporter, full.encoded)
+    full = prepare(loaded, [make_full_cache_method(loaded)], FULL, Split(tasks, options.samples, seed=options.seed))
+    warn_about_coverage(reporter, full.encoded)
     return full

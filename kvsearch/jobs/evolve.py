@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvsearch.config.options import RULE, Params, Repeated, one_of, option, with_params
+from kvsearch.config.options import RULE, Params, Repeated, drop_alternatives, merge_params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.limits import MOST_NUMBER
@@ -15,17 +15,17 @@ from kvsearch.jobs.groups import (
     BUDGET,
     BUDGETS,
     PROTOCOL,
-    Budgets,
-    Deciding,
-    WithModel,
-    WithRun,
-    WithTasks,
-    WithWorkers,
-    offer_plan,
+    BudgetList,
+    ModelArgument,
+    RunDirOptions,
+    SelectionOptions,
+    TaskOptions,
+    WorkerOptions,
+    suggest_plan_commands,
 )
-from kvsearch.jobs.plan import checked_plan
+from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
+from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
 from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES, QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
@@ -36,7 +36,7 @@ from kvsearch.report.search import describe_decisions, make_search_result
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import read_run, write_contexts
-from kvsearch.search.settings import WHAT, EvolveSettings
+from kvsearch.search.settings import SEARCH_PANEL, EvolveSettings
 from kvsearch.search.trials import TrialLog
 from kvsearch.tasks.metrics import is_forced
 
@@ -52,16 +52,16 @@ SPLITS = {"search": "train", "choice": "select", "report": "report"}
 FILES = (BEST, REPORT, PLAN, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 
 
-class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, EvolveSettings):
-    """What is searched and at which size, on which questions, when to stop, and who does the work."""
+class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, SelectionOptions, EvolveSettings):
+    """Options of `evolve`: policies, sizes, questions, limits and workers."""
 
     job: ClassVar[str] = "evolve"
     recipes: ClassVar[bool] = True
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
-    panel: ClassVar[str] = WHAT
+    panel: ClassVar[str] = SEARCH_PANEL
 
     budget: Entries | None = option(None, BUDGET)
-    budgets: Budgets = option(None, BUDGETS)
+    budgets: BudgetList = option(None, BUDGETS)
     start: Annotated[tuple[Path, ...], Repeated] = option(
         (),
         "A plan to start from; repeatable. The policies of the first one are searched, unless --policy is given.",
@@ -81,55 +81,55 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
     method: Literal["evolkv"] = "evolkv"
 
     @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options; a size takes the place of sizes, parameters are added to those of the policy."""
         if "lambda" in stated:
             stated["lam"] = stated.pop("lambda")
-        stated = one_of(stated, given, cls.alternatives)
-        return with_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
+        stated = drop_alternatives(stated, given, cls.alternatives)
+        return merge_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
 
-    def recorded(self) -> dict[str, Any]:
+    def to_recipe(self) -> dict[str, Any]:
         """Return what config.json has as "options"; a group size that nobody stated suits other models, too."""
         stated = "group_size" in self.model_fields_set
-        return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
+        return {key: value for key, value in super().to_recipe().items() if stated or key != "group_size"}
 
     def plan_file(self, budget: int) -> Path:
-        """Return where the plan of a budget is written."""
+        """Return the path of the plan of a budget."""
         return self.output / (PLAN if self.budgets is None else f"plan-{budget}.json")
 
-    def most(self, searches: Sequence[PreparedSearch]) -> int:
-        """Return how many candidates are evaluated at most."""
-        return min(sum(search.most_candidates for search in searches), self.max_evals or MOST_NUMBER)
+    def count_candidates(self, searches: Sequence[PreparedSearch]) -> int:
+        """Return the maximum number of evaluated candidates."""
+        return min(sum(search.maximum_candidates for search in searches), self.max_evals or MOST_NUMBER)
 
     @property
     def config(self) -> RunConfig:
         """The configuration of the run, still without the content of its searches, see `describe_searches`."""
         execution = {"max_evals": self.max_evals, "workers": self.workers, "ray_address": self.ray_address}
-        return RunConfig(job="evolve", options=self.recorded(), content={}, execution=execution)
+        return RunConfig(job="evolve", options=self.to_recipe(), content={}, execution=execution)
 
 
 def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
-    """Say what was chosen and why, what it took, and where it was written."""
+    """Yield the choice with its reason, the work it took, and its files."""
     yield from describe_decisions(result)
     files = [options.plan_file(budget) for budget in result.found]
     yield f"{result.evaluations} candidates, {result.tokens:,} tokens; wrote {', '.join(map(str, files))}"
-    yield from offer_plan(files[0], options.model, options)
+    yield from suggest_plan_commands(files[0], options.model, options)
 
 
 def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
-    """Return what would be searched, and what that costs; errors as `evolve`, before anything is searched."""
+    """Forecast `evolve`; errors as `evolve` before the search."""
     searches = _prepare(options, reporter)
     from kvsearch.jobs.searching import describe_searches
 
     first = searches[0]
-    candidates = options.most(searches)
+    candidates = options.count_candidates(searches)
     content = {
         **describe_searches(searches),
-        "measured_by": "stored prompts" if first.base.in_prefill else "whole runs",
+        "measured_by": "stored prompts" if first.setup.evicts_prompts_only else "whole runs",
         "most_candidates": candidates,
     }
     decisions = [cost for search in searches for cost in search.decision_costs()]
-    return Forecast(content, [*first.search_costs(candidates), *decisions], first.base.loaded.model)
+    return Forecast(content, [*first.search_costs(candidates), *decisions], first.setup.loaded.model)
 
 
 @job(EvolveOptions)
@@ -152,7 +152,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
     config = options.config
     force = options.force
     searches = _prepare(options, reporter)
-    from kvsearch.jobs.searching import open_search, watching
+    from kvsearch.jobs.searching import open_search, search_progress
     from kvsearch.search.evolve import keep_hard_questions, run_searches
 
     if force or not (directory / CONFIG).exists():
@@ -162,9 +162,12 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         with reporter.progress("finding out how hard questions are: context") as progress:
             searches, words = keep_hard_questions(searches, progress)
         reporter.say(words)
-    store = stage_store(directory, lambda evaluation: evaluation.config(), reporter, force=True)
+    store = make_stage_store(directory, lambda evaluation: evaluation.config(), reporter, force=True)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
-    with opening as (searches, executor, run, log), watching(reporter, log, options.most(searches)) as watcher:
+    with (
+        opening as (searches, executor, run, log),
+        search_progress(reporter, log, options.count_candidates(searches)) as watcher,
+    ):
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, options.max_evals, watcher, store)
@@ -174,12 +177,12 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         run.write(REPORT, result.as_json())
         run.finish()
         if run.state == "finished" and log.count == lines_before:
-            reporter.say(FINISHED)
+            reporter.say(FINISHED_NOTE)
         return result
 
 
 def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch, ...]:
-    """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
+    """Check all options before the model is loaded, load it, and prepare a search for each budget."""
     budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
     if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
@@ -189,12 +192,12 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     read_run(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
-    plans = {path.stem: checked_plan(path) for path in options.start}
+    plans = {path.stem: load_checked_plan(path) for path in options.start}
     from kvsearch.search.evolve import prepare_searches
-    from kvsearch.search.start_plans import Base, check_names
+    from kvsearch.search.start_plans import SearchSetup, check_start_names
 
     names = [path.stem for path in options.start]
-    check_names(names)
+    check_start_names(names)
     check_unique("start plan", names)
     policies = _find_policies(options.space, options.policy, options.params, plans)
     for name, plan in plans.items():
@@ -205,13 +208,13 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
             )
     loaded = options.load(options.model, reporter)
     if options.space == "joint":
-        base = Base.choosing(loaded, policies)
+        setup = SearchSetup.with_choices(loaded, policies)
     else:
-        base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
+        setup = SearchSetup.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
     splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
-    searches = prepare_searches(base, dict.fromkeys(sorted(budgets), plans), options, splits, rule=options.rule)
+    searches = prepare_searches(setup, dict.fromkeys(sorted(budgets), plans), options, splits, rule=options.rule)
     if options.samples is not None:
-        warn_of_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
+        warn_about_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
     return searches
 
 

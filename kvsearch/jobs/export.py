@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsearch.calibration.steps import profile_file
+from kvsearch.calibration.steps import find_profile_file
 from kvsearch.config.options import RULE, JobOptions, option
 from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.core.files import read_text, require_directory, write_atomically
 from kvsearch.core.parsing import read_json
-from kvsearch.exporters import exporter_of
-from kvsearch.jobs.groups import BUDGET, Loading
-from kvsearch.jobs.plan import PlanOptions, Sized, size_or_measured
+from kvsearch.exporters import create_exporter
+from kvsearch.jobs.groups import BUDGET, ModelOptions
+from kvsearch.jobs.plan import PlanOptions, SizeOptions, resolve_size
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.gguf import GGUF_SUFFIX
@@ -28,12 +28,12 @@ from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import finish_run, mark_unfinished
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.from_signals import Strategy, strategy_plan
-from kvsearch.strategies.joint import joint_plan, policy_curves
+from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
+from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
 from kvsearch.strategies.names import UNIFORM
 
 if TYPE_CHECKING:
-    from kvsearch.exporters.base import Exported, Inputs
+    from kvsearch.exporters.base import ExportedFiles, ExportInputs
     from kvsearch.models.loading import LoadedModel
 
 TOOLS_PANEL = "Other tools"
@@ -41,8 +41,8 @@ PANEL = "PolyKV"
 PLAN = "plan"  # the target of every other kind of export: one plan file
 
 
-class ExportOptions(PlanOptions, Sized, Loading):
-    """The profile, the size of the plan, how PolyKV's signals become one, and who it is for."""
+class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
+    """Options of `export`: the profile, the size of the plan, PolyKV's strategy, and the target."""
 
     profile: Path = option(..., "Directory or file that `calibrate` wrote; with --to also a plan.", argument=True)
     budget: int | None = option(None, BUDGET, shown="polykv: that of the calibration", ge=1)
@@ -101,22 +101,22 @@ class ExportOptions(PlanOptions, Sized, Loading):
         """The directory of the profile."""
         return self.profile if self.profile.is_dir() else self.profile.parent
 
-    def asked(self) -> JobOptions:
-        """Return the options of the calibration, where its directory has them."""
+    def evaluation_options(self) -> JobOptions:
+        """Return the options of the calibration, if its directory has them."""
         from kvsearch.jobs.calibrate import CalibrateOptions
 
         with suppress(UsageError):
             return CalibrateOptions.of(recipe=self.folder / CONFIG, output=self.folder)
         return self
 
-    def inputs(self, model: ModelFingerprint, reporter: Reporter) -> Inputs:
-        """Return what the target is told besides a plan or profile of this `model`, which is loaded where it needs it.
+    def inputs(self, model: ModelFingerprint, reporter: Reporter) -> ExportInputs:
+        """Return the inputs of a target besides a plan or profile of this `model`, which is loaded if needed.
 
         Raises:
             UsageError: there is no such target, or no folder of a model to put a plan into.
             IncompatibleError: `--model` is another one.
         """
-        from kvsearch.exporters.base import CARD, Inputs
+        from kvsearch.exporters.base import CARD_FILE, ExportInputs
         from kvsearch.models.architecture import describe
         from kvsearch.models.saving import make_saved_config
 
@@ -126,13 +126,13 @@ class ExportOptions(PlanOptions, Sized, Loading):
             loaded = self.load(self.saved_model(model) if is_new else str(self.output), reporter)
             model.require(loaded.fingerprint, "what is exported")
             config = make_saved_config(loaded.model) if is_new else read_json(self.output / MODEL_CONFIG)
-            card = read_text(self.output / CARD) if (self.output / CARD).exists() else None
-            return Inputs(self.length, config=config, card=card, unsaved=loaded if is_new else None)
-        if self.model is None or not exporter_of(self.to).needs_model:
-            return Inputs(self.length)
+            card = read_text(self.output / CARD_FILE) if (self.output / CARD_FILE).exists() else None
+            return ExportInputs(self.length, config=config, card=card, unsaved=loaded if is_new else None)
+        if self.model is None or not create_exporter(self.to).needs_model:
+            return ExportInputs(self.length)
         loaded = self.load(self.model, reporter)
         model.require(loaded.fingerprint, "what is exported")
-        return Inputs(self.length, describe(loaded.model), loaded.model)
+        return ExportInputs(self.length, describe(loaded.model), loaded.model)
 
     def saved_model(self, model: ModelFingerprint) -> str:
         """Return the name of the model to save beside the plan: `--model`, or that of the plan if it is a GGUF file.
@@ -147,16 +147,16 @@ class ExportOptions(PlanOptions, Sized, Loading):
             "one and --model, and the model is saved there, too",
         )
 
-    def for_target(self, reporter: Reporter) -> Exported:
-        """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
+    def make_target_files(self, reporter: Reporter) -> ExportedFiles:
+        """Make the files of the target from a profile, a plan, or the plan of a profile, without writing them.
 
         Raises:
-            UsageError: there is no such target, it needs a profile, or as `compute`.
+            UsageError: there is no such target, it needs a profile, or as `make_plan`.
             IncompatibleError: the target cannot express all of it, and `lossy` is off.
         """
         from kvsearch.exporters.base import PlanExporter, ProfileExporter
 
-        exporter = exporter_of(self.to)
+        exporter = create_exporter(self.to)
         path = self.profile
         of_plan = path.suffix != ".safetensors"
         if path.is_dir():  # which may be that of a calibration
@@ -166,37 +166,37 @@ class ExportOptions(PlanOptions, Sized, Loading):
                 raise UsageError(
                     f"target {self.to} is made of a profile, and {path} is none: give the directory of one"
                 )
-            profile = load_profile(profile_file(path))
-            found = exporter.export(profile, self.inputs(profile.metadata.model, reporter))
+            profile = load_profile(find_profile_file(path))
+            exported = exporter.export(profile, self.inputs(profile.metadata.model, reporter))
         else:
             assert isinstance(exporter, PlanExporter)
-            plan = load_plan(path) if of_plan else self.compute(reporter)
+            plan = load_plan(path) if of_plan else self.make_plan(reporter)
             inputs = self.inputs(plan.model, reporter)
             if self.to in ("folder", "custom-generate", "model"):
                 from kvsearch.report.artifacts import run_scores
 
                 inputs = replace(inputs, scores=run_scores(self.folder, plan))
-            found = exporter.export(plan, inputs)
-        if found.losses and not self.lossy:
+            exported = exporter.export(plan, inputs)
+        if exported.losses and not self.lossy:
             raise IncompatibleError(
-                f"target {self.to} cannot express all of the plan: {'; '.join(found.describe())}; give --lossy to "
+                f"target {self.to} cannot express all of the plan: {'; '.join(exported.describe())}; give --lossy to "
                 "write it anyway"
             )
-        return found
+        return exported
 
-    def compute(self, reporter: Reporter) -> Plan:
-        """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
-        profile = load_profile(profile_file(self.profile))
+    def make_plan(self, reporter: Reporter) -> Plan:
+        """Make the plan of the profile by its table or signals; refuse or warn of harmful ones."""
+        profile = load_profile(find_profile_file(self.profile))
         if profile.metadata.signals is not None:
-            size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
-            strategy = self.strategy(profile)
-            plan = strategy_plan(profile, strategy, size)
+            size = resolve_size(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
+            strategy = self.make_strategy(profile)
+            plan = make_strategy_plan(profile, strategy, size)
             self._refuse_harmful(find_harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
             return plan
         several = profile.metadata.policies is not None
         of_polykv = {
-            option.called(name): getattr(self, name)
-            for name, (_, option) in self.offered().items()
+            option.format_flag(name): getattr(self, name)
+            for name, (_, option) in self.list_options().items()
             if option.panel == PANEL and not (several and name == "policy")
         }
         unused = [flag for flag, value in of_polykv.items() if value is not None and value is not False]  # 0 is given
@@ -206,35 +206,35 @@ class ExportOptions(PlanOptions, Sized, Loading):
                 f"{profile.metadata.method}"
             )
         if several:
-            return self._joint(profile, reporter)
-        from kvsearch.selection.table_check import harmful_table
+            return self._make_joint_plan(profile, reporter)
+        from kvsearch.selection.table_check import describe_harmful_table
 
         plan = plan_from_profile(profile, self.size)
         pool = self.size.pool(profile.metadata)
-        self._refuse_harmful(harmful_table(profile, 1 - pool.mean / pool.length), reporter)
+        self._refuse_harmful(describe_harmful_table(profile, 1 - pool.mean / pool.length), reporter)
         return plan
 
     def _refuse_harmful(self, warning: str | None, reporter: Reporter) -> None:
-        """Raise the UsageError of what was judged harmful, if it is not allowed."""
+        """Raise UsageError for harmful signals or tables, unless they are allowed."""
         if warning is not None and not self.allow_harmful:
             raise UsageError(f"{warning}; give --allow-harmful to write it anyway")
         if warning is not None:
             reporter.warn(warning)
 
-    def _joint(self, profile: Profile, reporter: Reporter) -> Plan:
+    def _make_joint_plan(self, profile: Profile, reporter: Reporter) -> Plan:
         """Choose a policy for every layer, and budgets."""
-        curves = policy_curves(profile)
+        curves = read_policy_curves(profile)
         if self.policy is not None:
-            curves = curves.only([self.policy])
-        elif seen := curves.fitted_here:
-            reporter.warn(f"{', '.join(seen)}: fitted on contexts that the budgets are measured on, so it looks better "
-                      "than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
-        found = joint_plan(curves, self.size)
-        reporter.say(found.words)
-        return found.plan
+            curves = curves.select([self.policy])
+        elif names := curves.fitted_here:
+            reporter.warn(f"{', '.join(names)}: fitted on contexts that the budgets are measured on, so it looks "
+                      "better than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
+        joint = make_joint_plan(curves, self.size)
+        reporter.say(joint.words)
+        return joint.plan
 
-    def strategy(self, profile: Profile) -> Strategy:
-        """Return what was asked for, or else the defaults of a strategy in what was measured."""
+    def make_strategy(self, profile: Profile) -> Strategy:
+        """Make the requested strategy, by default from the measured signals."""
         table = SignalTable(profile)
         route = self.route or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
         if self.least is not None and self.budget_signal in (None, UNIFORM):
@@ -269,7 +269,7 @@ def export(options: ExportOptions, reporter: Reporter) -> Plan:
 
 
 @job(ExportOptions)
-def export_to(options: ExportOptions, reporter: Reporter) -> Exported:
+def export_to(options: ExportOptions, reporter: Reporter) -> ExportedFiles:
     """Write a plan, or what a profile knows, in the files of another tool (`to`), and return what that loses.
 
     Raises:
@@ -277,14 +277,14 @@ def export_to(options: ExportOptions, reporter: Reporter) -> Exported:
         IncompatibleError: the target cannot express all of it, and `lossy` is off.
         EnvironmentFault: a file cannot be written.
     """
-    found = options.for_target(reporter)
-    for line in found.describe():
+    exported = options.make_target_files(reporter)
+    for line in exported.describe():
         reporter.warn(f"lost: {line}")
-    write_files(found, options.output, options.force)
-    return found
+    write_files(exported, options.output, options.force)
+    return exported
 
 
-def write_files(found: Exported, path: Path, force: bool) -> None:
+def write_files(found: ExportedFiles, path: Path, force: bool) -> None:
     """Write the files of a target at `path`, or into the folder at `path`, with their checksums.
 
     Raises:
@@ -292,10 +292,10 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
             another process is writing to the folder.
         EnvironmentFault: they cannot be written.
     """
-    from kvsearch.exporters.base import SINGLE
+    from kvsearch.exporters.base import SINGLE_FILE
 
-    if SINGLE in found.files:
-        write_atomically(path, found.files[SINGLE], overwrite=force)
+    if SINGLE_FILE in found.files:
+        write_atomically(path, found.files[SINGLE_FILE], overwrite=force)
         return
     with lock_directory(path), _saved(found.model, path) as saved:
         sealed = tuple(name for name in found.files if name not in found.updated)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output
-from kvsearch.jobs.groups import Loading, WithModel, flags_of, following
-from kvsearch.jobs.plan import checked_plan
+from kvsearch.jobs.groups import ModelArgument, ModelOptions, format_command, list_changed_flags
+from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 CHUNK = Option("Read the context so many tokens at a time, in less memory for what the model computes with.")
 
 
-class GenerateOptions(WithModel, Seeded):
-    """What to read, what to ask, and under which plan."""
+class GenerateOptions(ModelArgument, Seeded):
+    """Options of `generate`: the context, prompts and plan."""
 
     plan: Path | None = option(None, "A plan file.", SIZE, shown="beside the model, or the full cache")
     context: str | None = option(None, "The context, or @FILE; compressed before the prompt is read.", QUESTIONS)
@@ -54,7 +54,7 @@ class GenerateOptions(WithModel, Seeded):
                 raise UsageError(f"--cache holds a context that is read already: leave --{name} out, or --cache")
         if len(self.prompt) > 1 and self.cache is None and self.context is None:
             raise UsageError("several prompts are asked of one context: give --context or --cache")
-        plan = None if self.plan is None else checked_plan(self.plan)
+        plan = None if self.plan is None else load_checked_plan(self.plan)
         prompts = [read_text_argument(text) for text in self.prompt]
         if self.cache is not None:
             from kvsearch.runtime.store.cache_file import read_header
@@ -71,14 +71,14 @@ class GenerateOptions(WithModel, Seeded):
     def plan_for(self, loaded: LoadedModel, plan: Plan | None) -> Plan | None:
         """Return the plan that is read, else the one beside the model, None: the full cache; errors as `load_plan`."""
         if plan is None and self.cache is None and getattr(loaded.model.config, MODEL_KEY, None):
-            plan = checked_plan(plan_beside(loaded.model))
+            plan = load_checked_plan(plan_beside(loaded.model))
         if plan is not None:
             plan.model.require(loaded.fingerprint, f"the plan {self.plan or 'beside the model'}")
         return plan
 
 
 def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
-    """Return what would be read and asked, and what that costs; errors as `generate`."""
+    """Forecast `generate`; errors as `generate`."""
     plan, context, prompts, _ = options.inputs
     from kvsearch.tasks.encode import make_token_counter
 
@@ -121,8 +121,8 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
 # --- a context in a file ----------------------------------------------------------------------------------------------
 
 
-class CompressOptions(WithModel, Seeded):
-    """What to read, under which plan, and where to."""
+class CompressOptions(ModelArgument, Seeded):
+    """Options of `compress`: the context, plan and output."""
 
     plan: Path = option(..., "A plan file.", SIZE)
     context: str | None = option(
@@ -135,7 +135,7 @@ class CompressOptions(WithModel, Seeded):
     def read(self) -> tuple[Plan, str]:
         """Return plan and context; UsageError if a file is missing, or there is nothing to read."""
         check_output(self.output, self.force)
-        plan = checked_plan(self.plan)
+        plan = load_checked_plan(self.plan)
         if self.context is not None:
             return plan, read_text_argument(self.context)
         if self.model not in BUNDLED:
@@ -144,7 +144,7 @@ class CompressOptions(WithModel, Seeded):
 
 
 def estimate_compression(options: CompressOptions, reporter: Reporter) -> Forecast:
-    """Return what would be read and written, and what that costs; UsageError if something is missing."""
+    """Forecast `compress`; UsageError if something is missing."""
     _, context = options.read()
     loaded = options.load(options.model, reporter)
     work = Work.over([PromptFormat(loaded.tokenizer).context(context).shape[-1]])
@@ -173,8 +173,8 @@ def compress(options: CompressOptions, reporter: Reporter) -> CompressedContext:
     return held
 
 
-def describe_saved(options: CompressOptions, held: CompressedContext) -> dict[str, Any]:
-    """Return what was written, as JSON: entries are those of all full-attention layers."""
+def summarize_saved(options: CompressOptions, held: CompressedContext) -> dict[str, Any]:
+    """Summarise a saved cache as JSON: entries are those of all full-attention layers."""
     return {
         "path": str(options.output), "context_tokens": held.ids.shape[1], "entries": held.entries,
         "full_entries": held.full_entries, "bytes": held.bytes, "full_bytes": held.full_bytes,
@@ -182,12 +182,12 @@ def describe_saved(options: CompressOptions, held: CompressedContext) -> dict[st
     }  # fmt: skip
 
 
-def saved_words(options: CompressOptions, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Say what was written, and how to ask it."""
+def describe_written(options: CompressOptions, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a description of the saved cache, and the command to query it."""
     on_disk = f"{saved['file_bytes'] / 2**20:.2f} MiB on disk, {100 * saved['file_bytes'] / saved['full_bytes']:.1f}%"
     yield (
         f"wrote {options.output}: {saved['context_tokens']} tokens, {saved['entries']} of {saved['full_entries']} "
         f"entries; {on_disk} of the full cache's {saved['full_bytes'] / 2**20:.2f} MiB"
     )
-    how = flags_of(options, Loading.model_fields)
-    yield following("generate", options.model, "--cache", options.output, "--prompt", "...", *how)
+    how = list_changed_flags(options, ModelOptions.model_fields)
+    yield format_command("generate", options.model, "--cache", options.output, "--prompt", "...", *how)

@@ -69,36 +69,36 @@ OUTPUT_OPTION = Option(
 )
 
 
-Budgets = Annotated[tuple[Entries, ...] | None, Listed]
+BudgetList = Annotated[tuple[Entries, ...] | None, Listed]
 
 
-class Loading(LoadOptions):
-    """A job that loads a model."""
+class ModelOptions(LoadOptions):
+    """Options of jobs that load a model."""
 
     def loading(self, **instead: Any) -> LoadOptions:
-        """Return how the model is loaded, and nothing else of the job, but for what is given `instead`."""
+        """Return only the options for loading the model, with those given `instead` replaced."""
         return LoadOptions(**{**{name: getattr(self, name) for name in LoadOptions.model_fields}, **instead})
 
     _loaded: LoadedModel | None = PrivateAttr(default=None)
 
     def check_model(self) -> None:
-        """Raise the error of a model, dtype or device that is not known; nothing that computes is imported."""
+        """Raise an error for an unknown model, dtype or device, without heavy imports."""
         if self._loaded is None and (name := getattr(self, "model", None)):
             loading.find_source(name, self)
             loading.check_device(self.device)
 
-    def with_model(self, loaded: LoadedModel) -> Self:
-        """Return the options with their model, which is then not loaded again: for the stages of a longer job."""
-        found = self.model_copy()
-        found._loaded = loaded
-        return found
+    def with_loaded_model(self, loaded: LoadedModel) -> Self:
+        """Return a copy of the options with a loaded model, for stages of a longer job."""
+        options = self.model_copy()
+        options._loaded = loaded
+        return options
 
     def load_shape(self, name: str) -> LoadedModel:
-        """Return the model of that name, of which no more than the shape is loaded; errors: see `load`."""
+        """Load the shape of a model by name, without weights; errors as `load`."""
         return self._loaded or loading.load(name, self, weights=False)
 
     def load(self, name: str, reporter: Reporter, **instead: Any) -> LoadedModel:
-        """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""
+        """Load a model by name with these options, those given `instead` replaced; errors: see `load`."""
         if self._loaded is not None:
             return self._loaded
         with reporter.loading(name):
@@ -108,8 +108,8 @@ class Loading(LoadOptions):
         return loaded
 
 
-class WithWorkers(Loading):
-    """Which processes do the work; they decide nothing, so they are no part of a run's configuration."""
+class WorkerOptions(ModelOptions):
+    """Options of worker processes; they change no result and are not part of a run's configuration."""
 
     panel: ClassVar[str] = "Who does the work"
 
@@ -150,29 +150,29 @@ class WithWorkers(Loading):
             self._opened.pop().close()
 
 
-class WithModel(Loading):
-    """A model, by name, and how it is loaded."""
+class ModelArgument(ModelOptions):
+    """The model by name, and options for loading it."""
 
     model: str = option(..., MODEL)
 
 
-class WithRun(JobOptions):
-    """A directory in which a run is kept."""
+class RunDirOptions(JobOptions):
+    """Options of the run directory."""
 
     output: Path = option(..., "Directory of the run.", RESULT, short="-o", recorded=False, locked=True)
     force: bool = option(False, "Start anew, whatever run is in the directory.", recorded=False)
 
 
-def default_tasks(model: str | None) -> str:
-    """Return the spec of what a model is asked by default: bundled ones in their own language, others in English.
+def choose_default_tasks(model: str | None) -> str:
+    """Choose the default tasks of a model: bundled models in their own language, others in English.
 
     Both are generated, so nothing is downloaded, and the latter is as long in the tokens of any model.
     """
     return SYNTHETIC if model in BUNDLED else NO_QA
 
 
-class WithTasks(JobOptions):
-    """Which tasks are asked, and what they are made of: most of that is read by some of them only."""
+class TaskOptions(JobOptions):
+    """Options of tasks; most details are read by some tasks only."""
 
     panel: ClassVar[str] = TASKS
 
@@ -218,19 +218,19 @@ class WithTasks(JobOptions):
     )
 
     def task_options(self, split: str | None = None) -> dict[str, Any]:
-        """Return what tasks are made with, of one split (None: the default of each)."""
+        """Return the options for making tasks of one split (None: the default of each)."""
         return {"split": split, **{name: getattr(self, name) for name in TASK_DETAILS}}
 
     def find_tasks(self, model: str | None, split: str | None = None) -> list[Task]:
-        """Return the tasks for a model, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""
-        return find_tasks(self.tasks or default_tasks(model), self.task_options(split))
+        """Find the tasks for a model, of one split; errors as `kvsearch.tasks.catalog.find_tasks`."""
+        return find_tasks(self.tasks or choose_default_tasks(model), self.task_options(split))
 
 
-TASK_DETAILS = [name for name in WithTasks.model_fields if name != "tasks"]
+TASK_DETAILS = [name for name in TaskOptions.model_fields if name != "tasks"]
 
 
-class Batches(Seeded):
-    """How long prompts may be, and how many are asked at a time."""
+class BatchOptions(Seeded):
+    """Options of prompt length, batches and memory."""
 
     panel: ClassVar[str] = ASKED
 
@@ -249,8 +249,8 @@ class Batches(Seeded):
         gt=0,
     )
 
-    def asked_of(self, tasks: Sequence[Task], samples: int, protocol: Protocol) -> Split:
-        """Return tasks that are asked about up to `samples` contexts each, under a protocol that they all have."""
+    def make_split(self, tasks: Sequence[Task], samples: int, protocol: Protocol) -> Split:
+        """Make a split with up to `samples` contexts per task; UsageError if a task does not support `protocol`."""
         for task in tasks:
             if is_forced(task) and protocol != QUESTION_AGNOSTIC:
                 raise UsageError(f"--protocol {protocol}: task {task.name} is text without questions: leave it out")
@@ -260,8 +260,8 @@ class Batches(Seeded):
         return Split(tasks, samples, protocol, self.seed, self.batch, memory, self.max_length)
 
 
-class Deciding(Batches):
-    """On how many contexts a plan is chosen and reported, and how sure a choice has to be."""
+class SelectionOptions(BatchOptions):
+    """Options of choosing a plan: contexts to choose and report on, and the confidence of the choice."""
 
     panel: ClassVar[str] = ASKED
 
@@ -280,52 +280,58 @@ class Deciding(Batches):
 
     @property
     def rule(self) -> Rule:
-        """How sure to be; UsageError if that is out of range."""
+        """The rule of the choice; UsageError if `sure` is out of range."""
         return Rule(self.sure)
 
     def split(self, name: str, tasks: Sequence[Task], protocol: Protocol) -> Split:
-        """Return a split of some tasks as it is asked; of each task two contexts at least."""
-        return self.asked_of(tasks, self.samples or max(CONTEXTS[name] // len(tasks), 2), protocol)
+        """Make the split `name` of some tasks, with at least two contexts per task."""
+        return self.make_split(tasks, self.samples or max(CONTEXTS[name] // len(tasks), 2), protocol)
 
 
 # --- commands that naturally follow another one, quoted: whoever pastes the line goes on ------------------------------
 
-TYPED_ON = (*WithTasks.model_fields, "samples", *Batches.model_fields, "protocol", *Loading.model_fields)
+FORWARDED_OPTIONS = (
+    *TaskOptions.model_fields,
+    "samples",
+    *BatchOptions.model_fields,
+    "protocol",
+    *ModelOptions.model_fields,
+)
 
 
-def following(*words: object) -> str:
-    """Return the line that offers a command, given without the word kvsearch."""
+def format_command(*words: object) -> str:
+    """Format the line that suggests a command, given without the word kvsearch."""
     return f"next: {format_command_line(['kvsearch', *map(str, words)])}"
 
 
-def flags_of(options: JobOptions, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of these options that are not the default, as they are typed."""
-    offered = options.offered()
+def list_changed_flags(options: JobOptions, names: Iterable[str]) -> Iterator[str]:
+    """Yield the flags of options that differ from their defaults, as they are typed."""
+    offered = options.list_options()
     fields = type(options).model_fields
     for name in names:
         value = getattr(options, name, None)
         if name not in offered or value is None or value == fields[name].get_default(call_default_factory=True):
             continue
-        yield offered[name][1].called(name)
+        yield offered[name][1].format_flag(name)
         if not isinstance(value, bool):
             yield ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def asked_flags(options: JobOptions) -> Iterator[str]:
-    """Yield what these options ask, how, and how the model is loaded, as it is typed.
+def changed_flags(options: JobOptions) -> Iterator[str]:
+    """Yield the changed flags for tasks, prompts and loading the model, as they are typed.
 
     A file without tasks is one to calibrate on, which no other command reads.
     """
     has_tasks = getattr(options, "tasks", None) is not None
-    yield from flags_of(options, [name for name in TYPED_ON if name != "data" or has_tasks])
+    yield from list_changed_flags(options, [name for name in FORWARDED_OPTIONS if name != "data" or has_tasks])
 
 
-def offer_plan(plan: object, model: str, options: JobOptions) -> Iterator[str]:
-    """Yield the lines that offer to show a plan and to evaluate it as a job has asked.
+def suggest_plan_commands(plan: object, model: str, options: JobOptions) -> Iterator[str]:
+    """Yield lines that suggest to show a plan, and to evaluate it with the options of a job.
 
     It is evaluated on the part of its tasks to report on: some ask all of their contexts by default, those of the
     choice, too. Without tasks the default ones are asked.
     """
-    yield following("show", plan)
+    yield format_command("show", plan)
     split = () if getattr(options, "tasks", None) is None else ("--split", "report")
-    yield following("evaluate", model, "--plan", plan, *split, *asked_flags(options))
+    yield format_command("evaluate", model, "--plan", plan, *split, *changed_flags(options))

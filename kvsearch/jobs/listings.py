@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.config.options import JobOptions, Seeded, option
 from kvsearch.config.recipes import JOBS, find_shipped_recipe, list_shipped_recipes, read_description
-from kvsearch.jobs.groups import Loading
+from kvsearch.jobs.groups import ModelOptions
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
@@ -36,7 +36,7 @@ STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn 
 
 
 class ListingOptions(JobOptions):
-    """What to show."""
+    """Options of listings."""
 
     name: str | None = option(
         None,
@@ -125,8 +125,8 @@ def recipes(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: AR
 # --- doctor ---------------------------------------------------------------------------------------------
 
 
-class DoctorOptions(Loading, Seeded):
-    """How the bundled models are loaded."""
+class DoctorOptions(ModelOptions, Seeded):
+    """Options of `doctor`: loading of the bundled models."""
 
 
 @job(DoctorOptions)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import QUESTIONS, SIZE, Commas, Repeated, Seeded, option
 from kvsearch.core.files import check_output, write_atomically
-from kvsearch.jobs.groups import WithModel
-from kvsearch.jobs.plan import checked_plan
+from kvsearch.jobs.groups import ModelArgument
+from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.speed import StageCost, Work
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskManager
 
 
-class LmEvalOptions(WithModel, Seeded):
-    """Which tasks of the harness are run under which plan."""
+class LmEvalOptions(ModelArgument, Seeded):
+    """Options of `lm-eval`: tasks of the harness and the plan."""
 
     plan: Path = option(..., "A plan file.", SIZE)
     tasks: Commas = option(..., "Tasks, groups and tags of the harness, with commas; wildcards too.", QUESTIONS)
@@ -45,7 +45,7 @@ class LmEvalOptions(WithModel, Seeded):
 
 
 def dry_run(options: LmEvalOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it
-    """Return what would be run; errors as `run_lm_eval` before a model is loaded."""
+    """Forecast the run; errors as `run_lm_eval` before a model is loaded."""
     _, _, names = _check(options)
     content = {"tasks": names, "limit": options.limit, "num_fewshot": options.num_fewshot}
     stages = [StageCost(name, options.limit or 0, options.limit or 0, Work()) for name in names]
@@ -91,7 +91,7 @@ def _check(options: LmEvalOptions) -> tuple[Plan, TaskManager, list[str]]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from kvsearch.lm_eval.tasks import find_names, open_manager
 
-    plan = checked_plan(options.plan)
+    plan = load_checked_plan(options.plan)
     if options.log_samples is not None:
         check_output(options.log_samples, options.force)
     manager = open_manager(options.include_path)

@@ -13,7 +13,7 @@ from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, opti
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output, read_text, write_atomically
 from kvsearch.core.limits import MOST_YAML
-from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
+from kvsearch.jobs.groups import BUDGET, RATIO, ModelArgument, format_command
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Plan, Size, arithmetic, load_plan, parse_phases, save_plan
@@ -24,8 +24,8 @@ from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.plans import DifferenceView
 
 
-class Sized(JobOptions):
-    """How much a plan keeps."""
+class SizeOptions(JobOptions):
+    """Options of the size of a plan."""
 
     ratio: float | None = option(None, RATIO)
     budget: int | None = option(None, BUDGET, ge=1)
@@ -38,23 +38,23 @@ class Sized(JobOptions):
 
 
 class PlanOptions(JobOptions):
-    """Where a plan is written to."""
+    """Options of jobs that write a plan."""
 
     output: Path = option(..., "The plan file.", RESULT, short="-o", recorded=False)
     force: bool = option(False, "Replace the plan file.", recorded=False)
 
     @abstractmethod
-    def compute(self, reporter: Reporter) -> Plan:
+    def make_plan(self, reporter: Reporter) -> Plan:
         """Return the plan."""
 
-    def asked(self) -> JobOptions:
-        """Return the options that say what the plan is to be asked, and how its model is loaded."""
+    def evaluation_options(self) -> JobOptions:
+        """Return the options for evaluating the plan and loading its model."""
         return self
 
     def make(self, reporter: Reporter) -> Plan:
-        """Make the plan, which is what a dry run does; UsageError if its parts do not fit together."""
+        """Make and check the plan without writing it, as a dry run does; UsageError if parts do not fit together."""
         check_output(self.output, self.force)  # found out before there is a plan
-        plan = self.compute(reporter)
+        plan = self.make_plan(reporter)
         check_plan(plan, f"the plan for {self.output}")
         return plan
 
@@ -65,8 +65,8 @@ class PlanOptions(JobOptions):
         return plan
 
 
-def size_or_measured(budget: int | None, ratio: float | None, length: int | None, measured: Sequence[int]) -> Size:
-    """Return the size that was asked for, or the one that was measured; UsageError if several were."""
+def resolve_size(budget: int | None, ratio: float | None, length: int | None, measured: Sequence[int]) -> Size:
+    """Resolve the size: the given one, else the one that was measured; UsageError if several were."""
     if budget is not None or ratio is not None:
         return Size(budget, ratio, length)
     if len(measured) == 1:
@@ -75,8 +75,8 @@ def size_or_measured(budget: int | None, ratio: float | None, length: int | None
     raise UsageError(f"signals were measured at {known} entries per kv head: say how many to keep with --budget")
 
 
-def checked_plan(path: Path) -> Plan:
-    """Read a plan file and check its policies; what is wrong with the file is told before torch is loaded.
+def load_checked_plan(path: Path) -> Plan:
+    """Load a plan file and check its policies; errors of the file are raised before torch is loaded.
 
     Raises:
         UsageError: the file, a policy or a budget of it cannot be used.
@@ -86,7 +86,7 @@ def checked_plan(path: Path) -> Plan:
     return plan
 
 
-class UniformOptions(PlanOptions, Sized, WithModel):
+class UniformOptions(PlanOptions, SizeOptions, ModelArgument):
     """One policy, how much it keeps, and when."""
 
     policy: str = option(
@@ -106,21 +106,21 @@ class UniformOptions(PlanOptions, Sized, WithModel):
         "prompt. With options: lava:layers=planned,floor_share=0.",
     )
 
-    def compute(self, reporter: Reporter) -> Plan:
+    def make_plan(self, reporter: Reporter) -> Plan:
         """Return the plan; what can be checked without a model is checked before one is loaded."""
         name, params = parse_policy(self.policy)
         policy = create_policy(name, {**params, **(self.settings or {})})
-        from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
+        from kvsearch.strategies.methods import check_request, make_direct_plan, parse_allocation
 
         allocation = parse_allocation(self.allocation)
         phases = parse_phases(self.phases)
-        allocator = self.allocator(policy)
+        allocator = self.make_allocator(policy)
         size = self.size
         check_request(policy, size, allocation)
-        return direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation)
+        return make_direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation)
 
-    def allocator(self, policy: Policy) -> Uniform | Pyramid:  # noqa: ARG002 - as a pyramid has it
-        """Return what shares the total out between layers and kv heads."""
+    def make_allocator(self, policy: Policy) -> Uniform | Pyramid:  # noqa: ARG002 - as a pyramid has it
+        """Make the allocator that divides the total among layers and kv heads."""
         return Uniform()
 
 
@@ -129,20 +129,20 @@ class PyramidOptions(UniformOptions):
 
     beta: float = option(20.0, "The mean budget divided by that of the last layer, without protected entries.")
 
-    def allocator(self, policy: Policy) -> Uniform | Pyramid:
+    def make_allocator(self, policy: Policy) -> Uniform | Pyramid:
         """Return a pyramid; UsageError if beta is below 1."""
         return Pyramid(self.beta, policy.least)
 
 
-class ScaleOptions(PlanOptions, Sized):
+class ScaleOptions(PlanOptions, SizeOptions):
     """The plan, and its new size."""
 
     plan: Path = option(..., "The plan to scale.", argument=True)
     length: int | None = option(None, "Prompt length the integer budgets are for.", shown="that of the plan", ge=1)
 
-    def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
+    def make_plan(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Return the scaled plan."""
-        plan = checked_plan(self.plan)
+        plan = load_checked_plan(self.plan)
         return arithmetic.scale(plan, budget=self.budget, ratio=self.ratio, length=self.length)
 
 
@@ -151,7 +151,7 @@ class BuildOptions(PlanOptions):
 
     strategy: Path = option(..., "A YAML file as `plan yaml` writes it.", argument=True)
 
-    def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
+    def make_plan(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Return the plan of the YAML; UsageError says all that is wrong with it."""
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
@@ -175,7 +175,7 @@ class YamlOptions(JobOptions):
         plan = self.output.with_suffix(".json")
         if plan.exists():
             plan = plan.with_stem(f"{plan.stem}-edited")
-        return following("plan", "build", self.output, "-o", plan)
+        return format_command("plan", "build", self.output, "-o", plan)
 
 
 class DiffOptions(JobOptions):

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from kvsearch.config.options import JobOptions, Option
 from kvsearch.core.errors import KvsearchError
-from kvsearch.jobs.groups import WithWorkers
-from kvsearch.jobs.reporter import Reporter, Silent
+from kvsearch.jobs.groups import WorkerOptions
+from kvsearch.jobs.reporter import NullReporter, Reporter
 from kvsearch.models.foreign import blame_checkpoint
 from kvsearch.models.loading import LoadedModel, from_loaded, stay_offline
 from kvsearch.report.costs import Forecast
@@ -32,7 +32,7 @@ def job(options: type[Any]) -> Callable[[Callable[[Any, Reporter], Result]], Cal
     """
 
     def decorated(function: Callable[[Any, Reporter], Result]) -> Callable[..., Result]:
-        offered = options.offered()
+        offered = options.list_options()
         places = [name for name, (_, option) in offered.items() if option.argument]
 
         @wraps(function)
@@ -48,7 +48,7 @@ def job(options: type[Any]) -> Callable[[Callable[[Any, Reporter], Result]], Cal
                 checked = read_keywords(options, {**dict(zip(places, arguments, strict=False)), **keywords})
                 return run_job(function, checked, reporter)
             except KvsearchError as error:
-                error.args = (in_python(str(error), offered),)
+                error.args = (translate_flags(str(error), offered),)
                 raise
 
         public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]
@@ -72,13 +72,13 @@ def run_job(
                 refuse_locked(place)
             else:
                 locks.enter_context(lock_for_writing(place))
-        if dry and isinstance(checked, WithWorkers):
+        if dry and isinstance(checked, WorkerOptions):
             checked = checked.model_copy(update={"workers": None})
         locks.callback(checked.close)
         began = perf_counter()
         model = getattr(checked, "model", None)
         with blame_checkpoint(str(model)) if model else nullcontext():
-            result = function(checked, reporter or Silent())
+            result = function(checked, reporter or NullReporter())
         if isinstance(result, Forecast):
             result.start = perf_counter() - began
         return result
@@ -97,17 +97,17 @@ def read_keywords(options: type[Any], given: dict[str, Any]) -> Any:
         given["model"] = str(model)
     if not (isinstance(model, LoadedModel) or hasattr(model, "config")):
         return options.of(**given)
-    loading = [name for name in WithWorkers.model_fields if name != "offline" and given.get(name) is not None]
+    loading = [name for name in WorkerOptions.model_fields if name != "offline" and given.get(name) is not None]
     if loading:
         raise TypeError(f"{loading[0]}= is for a model that is loaded by its name: leave it out")
     loaded = model if isinstance(model, LoadedModel) else from_loaded(model, tokenizer)
-    return options.of(**{**given, "model": loaded.name}).with_model(loaded)
+    return options.of(**{**given, "model": loaded.name}).with_loaded_model(loaded)
 
 
-def in_python(message: str, offered: Mapping[str, tuple[Any, Option]]) -> str:
-    """Return what an error says with keywords in place of flags; commands in backticks stay as they are."""
+def translate_flags(message: str, offered: Mapping[str, tuple[Any, Option]]) -> str:
+    """Translate flags in an error message to keywords; commands in backticks stay as they are."""
     words = {
-        option.called(name): f"{name}={not option.negated}" if field.annotation is bool else f"{name}="
+        option.format_flag(name): f"{name}={not option.negated}" if field.annotation is bool else f"{name}="
         for name, (field, option) in offered.items()
     }
 
@@ -123,7 +123,7 @@ def in_python(message: str, offered: Mapping[str, tuple[Any, Option]]) -> str:
 
 def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspect.Parameter]:
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    offered = {name: field for name, (field, _) in options.offered().items()}
+    offered = {name: field for name, (field, _) in options.list_options().items()}
     for name in sorted(offered, key=lambda name: name not in places):
         default = None if offered[name].is_required() else offered[name].get_default(call_default_factory=True)
         if offered[name].is_required() and not options.recipes:

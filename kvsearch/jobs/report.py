@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ShowOptions(JobOptions):
-    """What to show."""
+    """Options of `show`."""
 
     path: Path = option(
         ..., "A plan, a profile, the directory of a run, or any other file that kvsearch wrote.", argument=True
@@ -52,7 +52,7 @@ def show(options: ShowOptions, reporter: Reporter) -> View:  # noqa: ARG001 - th
 
 
 class VerifyOptions(JobOptions):
-    """What is verified."""
+    """Options of `verify`."""
 
     paths: Annotated[tuple[Path, ...], Repeated] = option(
         ...,
@@ -80,7 +80,7 @@ def verify(options: VerifyOptions, reporter: Reporter) -> Verification:  # noqa:
 
 
 class ReportOptions(JobOptions):
-    """What is in the report, and where it is written to."""
+    """Options of the report: runs and output."""
 
     runs: Annotated[tuple[Path, ...], Repeated] = option(
         ...,

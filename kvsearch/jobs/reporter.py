@@ -1,4 +1,4 @@
-"""What a job says while it runs: remarks, doubts, how far it is, and what is kept of it."""
+"""Reporters of jobs: messages, warnings, progress, and stored replies."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from kvsearch.runs.identity import RunConfig
     from kvsearch.tasks.encode import TaskPrompts
 
-AGAIN = "give the same command again to go on"
-FINISHED = "this run was finished: nothing was left to do"
-PARTS = 1000  # of the whole, as the display counts them
-AT_ONCE = 1.0  # seconds in which a stage ends that was finished before
+RESUME_HINT = "give the same command again to go on"
+FINISHED_NOTE = "this run was finished: nothing was left to do"
+PROGRESS_PARTS = 1000  # of the whole, as the display counts them
+SKIPPED_SECONDS = 1.0  # seconds in which a stage ends that was finished before
 
 
 class Reporter(Protocol):
-    """Hears of what a job does; it decides nothing."""
+    """Receives messages and progress of a job; it decides nothing."""
 
     def say(self, text: str) -> None:
-        """Tell something that is not a result."""
+        """Report a message that is not a result."""
 
     def warn(self, text: str) -> None:
-        """Tell of something doubtful, on one line."""
+        """Report a warning, on one line."""
 
     def progress(self, what: Title) -> AbstractContextManager[Progress]:
-        """Show how far `what` is."""
+        """Show the progress of `what`."""
 
     def loading(self, name: str) -> AbstractContextManager[None]:
-        """Be told that a model is loaded, by libraries that print."""
+        """Enclose the loading of a model, during which libraries print."""
 
 
-class Silent:
-    """Says nothing; doubts become a `KvsearchWarning`. For callers of the Python API."""
+class NullReporter:
+    """Reports nothing but warnings, as `KvsearchWarning`; for callers of the Python API."""
 
     def say(self, text: str) -> None:
         pass
@@ -57,8 +57,8 @@ class Silent:
         return nullcontext()
 
 
-def warn_of_coverage(reporter: Reporter, encoded: Iterable[TaskPrompts], *, few: bool = True) -> None:
-    """Warn of tasks with contexts that were cut, and, if `few`, with fewer contexts than were asked for."""
+def warn_about_coverage(reporter: Reporter, encoded: Iterable[TaskPrompts], *, few: bool = True) -> None:
+    """Warn about tasks with truncated contexts, and, if `few`, with fewer contexts than requested."""
     for task in encoded:
         part = "" if task.coverage.split in (None, "all") else f" in split {task.coverage.split}"
         if few and task.coverage.shortfall is not None:
@@ -69,7 +69,7 @@ def warn_of_coverage(reporter: Reporter, encoded: Iterable[TaskPrompts], *, few:
 
 @contextmanager
 def on_interruption(reporter: Reporter, words: Callable[[], str]) -> Iterator[None]:
-    """Say, after Ctrl-C, what is kept and how to go on."""
+    """After Ctrl-C report what is kept and how to resume."""
     try:
         yield
     except KeyboardInterrupt:
@@ -80,8 +80,8 @@ def on_interruption(reporter: Reporter, words: Callable[[], str]) -> Iterator[No
 # --- one display over all stages of a long job ----------------------------------------------------------------------
 
 
-class Overall:
-    """The stages of a long job by name, with how long each is said to take; what was kept is left out of the whole.
+class StagedProgress:
+    """One progress display over the named stages of a long job, weighted by their estimated times.
 
     `words` returns what is said of a stage that begins, by its name and by how many times as long as was said those
     before it took, None where none was really done.
@@ -101,7 +101,7 @@ class Overall:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageReporter]:
-        """Begin a stage, and give whom its job talks to."""
+        """Begin a stage, and yield the reporter of its job."""
         before = self.done
         began = time.monotonic()
         self.title = name
@@ -116,7 +116,7 @@ class Overall:
 
         yield StageReporter(self.reporter, at)
         self.title = name
-        if (taken := time.monotonic() - began) < AT_ONCE:
+        if (taken := time.monotonic() - began) < SKIPPED_SECONDS:
             self.whole -= self.work[name]
             self.done = before
         else:
@@ -125,28 +125,28 @@ class Overall:
 
     def _at(self, done: float) -> None:
         self.done = max(self.done, done)
-        self.show(round(PARTS * self.done / self.whole), PARTS)
+        self.show(round(PROGRESS_PARTS * self.done / self.whole), PROGRESS_PARTS)
 
 
 @contextmanager
-def overall(
+def show_stages(
     reporter: Reporter,
     work: Mapping[str, float],
     directory: Path,
     words: Callable[[str, float | None], str] | None = None,
-) -> Iterator[Overall]:
-    """Show one bar for stages that take so long, see `Overall`; after Ctrl-C say where what is finished is kept."""
-    display = Overall(reporter, work, words)
-    again = f"what is finished is kept in {directory}: {AGAIN}"
+) -> Iterator[StagedProgress]:
+    """Show one bar over stages, see `StagedProgress`; after Ctrl-C say where what is finished is kept."""
+    display = StagedProgress(reporter, work, words)
+    again = f"what is finished is kept in {directory}: {RESUME_HINT}"
     with on_interruption(reporter, lambda: again), reporter.progress(lambda: display.title) as show:
         display.show = show
         yield display
 
 
 class StageReporter:
-    """A `Reporter` whose progress is that of a stage: each step does a `part` of what is left, and none goes back.
+    """A `Reporter` of one stage: each step advances by a `part` of the remainder, never back.
 
-    `at` is told the share of the stage that is done, and what is being done.
+    `at` receives the finished share of the stage, and the current item.
     """
 
     def __init__(self, reporter: Reporter, at: Callable[[float, str], None]) -> None:
@@ -156,7 +156,7 @@ class StageReporter:
         self.done = 0.0
 
     def say(self, text: str) -> None:
-        """Keep it: what a stage begins with and what it has kept is told once, of all stages."""
+        """Ignore the message: first and last messages are printed once for the whole run."""
 
     def warn(self, text: str) -> None:
         self.reporter.warn(text)
@@ -180,11 +180,11 @@ class StageReporter:
 
 
 @contextmanager
-def going_on(place: Path, store: ReplyStore, replies: int, reporter: Reporter) -> Iterator[None]:
-    """Say which of the `replies` are there already and, after Ctrl-C, how many are kept and how to go on."""
+def resuming_replies(place: Path, store: ReplyStore, replies: int, reporter: Reporter) -> Iterator[None]:
+    """Report how many of the `replies` are stored and, after Ctrl-C, how many are kept and how to resume."""
     if store.samples:
         reporter.say(f"going on with {place}: {len(store.samples)} replies are there, {replies} are needed")
-    with on_interruption(reporter, lambda: f"{len(store.samples)} replies are kept in {place}: {AGAIN}"):
+    with on_interruption(reporter, lambda: f"{len(store.samples)} replies are kept in {place}: {RESUME_HINT}"):
         yield
 
 
@@ -192,23 +192,23 @@ def going_on(place: Path, store: ReplyStore, replies: int, reporter: Reporter) -
 def open_replies(
     directory: Path | None, config: RunConfig, replies: int, reporter: Reporter, force: bool = False
 ) -> Iterator[ReplyStore | None]:
-    """Open the finished ones of the `replies` of a run, if they are kept; the run is sealed at the end.
+    """Open the stored replies of a run, if there is a directory; the run is sealed at the end.
 
-    See `open_run` and `going_on`.
+    See `open_run` and `resuming_replies`.
     """
     if directory is None:
         unkept = "nothing is kept without --output DIR, with which a run can go on where it stopped"
         with on_interruption(reporter, lambda: unkept):
             yield None
         return
-    with open_run(directory, config, force) as (run, store), going_on(directory, store, replies, reporter):
+    with open_run(directory, config, force) as (run, store), resuming_replies(directory, store, replies, reporter):
         yield store
         run.finish()
     if run.state == "finished":
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
 
 
-def stage_store(
+def make_stage_store(
     directory: Path,
     config_of: Callable[[Evaluation], RunConfig],
     reporter: Reporter,
@@ -216,7 +216,7 @@ def stage_store(
     title: str = "",
     force: bool = False,
 ) -> StageStore:
-    """Return what keeps the replies of every stage in a directory of its own, below `directory`.
+    """Make a store that keeps the replies of every stage in its own directory below `directory`.
 
     Args:
         directory: of the command that has the stages.
@@ -232,7 +232,7 @@ def stage_store(
         with (
             open_stage(place, config_of(evaluation), force) as store,
             reporter.progress(f"{title}{stage.replace('/', ', ')}: context") as progress,
-            going_on(place, store, evaluation.replies, reporter),
+            resuming_replies(place, store, evaluation.replies, reporter),
         ):
             yield store, progress
 

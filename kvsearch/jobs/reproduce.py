@@ -15,9 +15,19 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import write_atomically
-from kvsearch.jobs.groups import ASKED, BUDGETS, MODEL, TASK_DETAILS, Batches, Budgets, Loading, WithTasks, WithWorkers
+from kvsearch.jobs.groups import (
+    ASKED,
+    BUDGETS,
+    MODEL,
+    TASK_DETAILS,
+    BatchOptions,
+    BudgetList,
+    ModelOptions,
+    TaskOptions,
+    WorkerOptions,
+)
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, overall
+from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, show_stages
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, find_table, model_of
@@ -50,8 +60,8 @@ RESULTS: Mapping[str, str] = {
 LAST = {**RESULTS, "evolve": REPORT}  # the last file that it writes
 
 
-class ReproduceOptions(WithTasks, WithWorkers, Batches):
-    """Which table, of which model, and what is not as in the paper."""
+class ReproduceOptions(TaskOptions, WorkerOptions, BatchOptions):
+    """Options of `reproduce`: the table, the model, and changes to the paper's setup."""
 
     table: str = option("", "A table, such as lukv-table1; --list has them all.", metavar="TABLE", argument=True)
     model: str = option("", MODEL)
@@ -75,7 +85,7 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
         shown="those of the table",
     )
     samples: Samples | None = option(None, "Contexts per task.", QUESTIONS, panel=ASKED, shown="those of the table")
-    budgets: Budgets = option(None, BUDGETS, help="Entries per kv head.", panel=ASKED, shown="those of the table")
+    budgets: BudgetList = option(None, BUDGETS, help="Entries per kv head.", panel=ASKED, shown="those of the table")
 
     @property
     def place(self) -> Path:
@@ -101,7 +111,7 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
         return table
 
     def scale(self, table: PaperTable) -> Scale:
-        """Return how much is asked: as the table has it for this model, but for what was given."""
+        """Return the scale of the evaluation: that of the table for this model, with given options replaced."""
         scale = table.bundled if self.is_short else table.paper
         if self.length and "lengths" in scale:  # of prompts that are measured
             scale = {**scale, "lengths": self.length}
@@ -122,22 +132,22 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
         for ask in asks:
             length = self.length or (None if self.tasks else ask.get("length"))
             own = {name: value for name, value in ask.items() if name != "length"} | given
-            if length and "length" in options_read(own["tasks"]):
+            if length and "length" in list_read_options(own["tasks"]):
                 own["length"] = length
             if own not in changed:
                 changed.append(own)
         return changed
 
 
-def options_read(spec: str) -> set[str]:
-    """Return which options the tasks of a spec read, by the names of fields; UsageError for an unknown task."""
+def list_read_options(spec: str) -> set[str]:
+    """List the options that the tasks of a spec read, by field name; UsageError for an unknown task."""
     return {option for entry in describe_tasks(spec) for option in entry.reads}
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-class Stages:
+class TableStages:
     """The stages of a table on one model, in their order, each run by the job that it names and kept by its options.
 
     `finished` are those that were run; `impossible` says why the model has none of a stage, by its name.
@@ -154,7 +164,7 @@ class Stages:
         self.impossible: dict[str, str] = {}
         for stage in self.all:
             self.keys[stage.name] = self._key(stage)
-        read = {option for stage in self.asking for option in options_read(stage.options["tasks"])}
+        read = {option for stage in self.asking for option in list_read_options(stage.options["tasks"])}
         read |= {"length" for stage in self.all if stage.job == "bench"}
         for stage in self.asking:
             self.tasks_of(stage)
@@ -164,7 +174,7 @@ class Stages:
 
     @property
     def asking(self) -> list[Stage]:
-        """The stages that ask tasks."""
+        """Stages that evaluate tasks."""
         return [stage for stage in self.all if stage.job in ASKING]
 
     def tasks_of(self, stage: Stage) -> list[Task]:
@@ -175,7 +185,7 @@ class Stages:
 
     def _details(self, stage: Stage) -> dict[str, Any]:
         """Return the options but lengths that say what tasks are made of, those that these tasks read."""
-        read = options_read(stage.options["tasks"]) - {"length"}
+        read = list_read_options(stage.options["tasks"]) - {"length"}
         given = {name: getattr(self.options, name) for name in TASK_DETAILS if name in read}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -206,18 +216,18 @@ class Stages:
         return self.options.place / STAGES / f"{name}-{self.keys[name]}"
 
     def plan_file(self, stage: Stage) -> Path:
-        """Return the file of a plan that has the name of its stage, by which an evaluation calls it."""
+        """Return the plan file of a stage, named after it, as evaluations refer to it."""
         return self.options.place / "plans" / self.keys[stage.name] / f"{stage.name}.json"
 
     def output(self, stage: Stage) -> Path:
-        """Return what a stage gives to later ones: the directory of a profile, or a plan."""
+        """Return the output of a stage for later ones: the directory of a profile, or a plan."""
         if stage.job == "select":
             return self.plan_file(stage)
         return self.place(stage) / (PLAN if stage.job == "evolve" else "")
 
     @property
     def outputs(self) -> dict[str, str]:
-        """What stages give, by their names."""
+        """Outputs of stages by name."""
         return {stage.name: str(self.output(stage)) for stage in self.all}
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -241,8 +251,8 @@ class Stages:
                 options = kind.of(**self._given(usable, kind.model_fields.keys()))
                 if stage.options.get("method") == "polykv":
                     remarks = options.remarks()
-                if isinstance(options, Loading):
-                    options = options.with_model(loaded)
+                if isinstance(options, ModelOptions):
+                    options = options.with_loaded_model(loaded)
                 made = getattr(module, stage.job)(options, reporter=reporter)
                 if stage.job == "bench":  # which writes no file
                     place.mkdir(parents=True, exist_ok=True)
@@ -265,7 +275,7 @@ class Stages:
         """Return all options of a stage's job, which has these `fields`; the folder of a plan is made."""
         own = self.options
         output = self.output(stage)
-        named = {*Loading.model_fields, "model", "seed", "max_length"} & set(fields)
+        named = {*ModelOptions.model_fields, "model", "seed", "max_length"} & set(fields)
         given = {**{name: getattr(own, name) for name in named}, **_filled(stage.options, self.outputs)}
         if output == self.plan_file(stage):
             require_lock(own.place)
@@ -287,15 +297,15 @@ class Stages:
             IncompatibleError: it can run none of them.
         """
         from kvsearch.runtime.cache import check_rotary
-        from kvsearch.strategies.methods import find_methods, find_sizes
+        from kvsearch.strategies.methods import parse_methods, parse_sizes
 
         options = stage.options
         lost = {method: self._lost(method) for method in stage.methods}
         left_out = {method.partition("=")[0]: why for method, why in lost.items() if why is not None}
         kept = [method for method, why in lost.items() if why is None]
         plans = tuple(plan for plan in options.get("plan", ()) if self._lost(plan) is None)
-        methods = find_methods(",".join(_filled(kept, self.outputs)), options.get("settings", ())) if kept else []
-        sizes = find_sizes(options.get("budgets"), options.get("ratios"))
+        methods = parse_methods(",".join(_filled(kept, self.outputs)), options.get("settings", ())) if kept else []
+        sizes = parse_sizes(options.get("budgets"), options.get("ratios"))
         for method in methods:
             try:
                 method.check(sizes)
@@ -312,7 +322,7 @@ class Stages:
     # --- what they read -----------------------------------------------------------------------------------------------
 
     def describe(self, stage: Stage) -> dict[str, Any]:
-        """Return what a stage does, where it is kept, and whether it is finished."""
+        """Describe a stage: its job, its directory, and whether it is finished."""
         place = self.place(stage)
         is_finished = stage.job != "validate" and (place / LAST.get(stage.job, "")).exists()
         state = "finished" if is_finished else "begun" if place.exists() else "to do"
@@ -344,7 +354,7 @@ def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:  # noqa:
     Of the model its configuration and tokenizer are read, of all tasks a context; errors as `reproduce`.
     """
     table = options.chosen_table()
-    stages = Stages(options, table.stages(options.scale(table)))
+    stages = TableStages(options, table.stages(options.scale(table)))
     stages.require_data(options.load_shape(options.model))
     content = {
         "table": table.name, "model": options.model, "directory": str(options.place),
@@ -372,17 +382,17 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> ReproducedTable:
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
     table = options.chosen_table()
-    stages = Stages(options, table.stages(options.scale(table)))
+    stages = TableStages(options, table.stages(options.scale(table)))
     files = [f"{table.name}{suffix}" for suffix in FORMS]
     loaded = options.load(options.model, reporter)
     stages.require_data(loaded)
     mark_unfinished(options.place, files)
     work = {stage.name: 1.0 + stages.count_contexts(stage) for stage in stages.all}  # beside each other
-    with overall(reporter, work, options.place) as whole:
+    with show_stages(reporter, work, options.place) as whole:
         for stage in stages.all:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)
-    stated = {"model": options.model, "options": options.recorded(), "stages": list(map(stages.describe, stages.all))}
+    stated = {"model": options.model, "options": options.to_recipe(), "stages": list(map(stages.describe, stages.all))}
     found = make_reproduced_table(
         table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None
     )
@@ -397,5 +407,5 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> ReproducedTable:
         write_atomically(options.place / name, text)
     finish_run(options.place, files)
     if before == place.read_bytes():
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
     return found.model_copy(update={"files": tuple(options.place / name for name in files)})

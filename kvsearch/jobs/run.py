@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
-from kvsearch.config.options import MACHINE, RULE, SIZE, Names, one_of, option
+from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_POLICIES, LukvOptions
+from kvsearch.config.options import MACHINE, RULE, SIZE, Names, drop_alternatives, option
 from kvsearch.config.recipes import find_shipped_recipe, read_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.fields import Entries, Samples, Time, parse_seconds, refuse
 from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
-from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_together
+from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_calibrations
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import (
     BUDGET,
@@ -27,26 +27,26 @@ from kvsearch.jobs.groups import (
     PROTOCOL,
     RATIO,
     TASK_DETAILS,
-    Budgets,
-    Deciding,
-    Loading,
-    WithModel,
-    WithRun,
-    WithTasks,
-    WithWorkers,
-    default_tasks,
-    offer_plan,
+    BudgetList,
+    ModelArgument,
+    ModelOptions,
+    RunDirOptions,
+    SelectionOptions,
+    TaskOptions,
+    WorkerOptions,
+    choose_default_tasks,
+    suggest_plan_commands,
 )
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import (
-    FINISHED,
-    Overall,
+    FINISHED_NOTE,
+    NullReporter,
     Reporter,
-    Silent,
+    StagedProgress,
     StageReporter,
-    overall,
-    stage_store,
-    warn_of_coverage,
+    make_stage_store,
+    show_stages,
+    warn_about_coverage,
 )
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
@@ -60,8 +60,8 @@ from kvsearch.report.selections import describe_selection, describe_smallest, ma
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
-from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
-from kvsearch.strategies.joint import PolicyCurves, policy_curves
+from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, compute_shared_level
+from kvsearch.strategies.joint import PolicyCurves, read_policy_curves
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
@@ -78,26 +78,35 @@ if TYPE_CHECKING:
     from kvsearch.tasks.encode import TaskPrompts
 
 SIZES_PANEL = "How much is kept"
-SIZES = ("budget", "ratio", "budgets", "smallest")
-FIT = "fit"
-CURVES = "curves"
-REFINE = "refine"
-CHOICE = "choice"
-REPORT = "run.json"
-FILES = (FIT, CURVES, REFINE, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
+SIZE_OPTIONS = ("budget", "ratio", "budgets", "smallest")
+FIT_FOLDER = "fit"
+CURVES_FOLDER = "curves"
+REFINE_FOLDER = "refine"
+CHOICE_FOLDER = "choice"
+RUN_FILE = "run.json"
+FILES = (
+    FIT_FOLDER,
+    CURVES_FOLDER,
+    REFINE_FOLDER,
+    CHOICE_FOLDER,
+    "plan*.json",
+    RUN_FILE,
+    "contexts.json",
+    "*.safetensors",
+)
 FIT_TOKENS = 36_000  # that rankings are fitted on by default, of all tasks together
 MEASURE_TOKENS = 24_000  # that budgets are measured on, and refined on others
-PROTECTED_PART = 6  # of a budget that may be protected: one in so many
-LEAST_FITTED = 24  # contexts, however long they are
-LEAST_MEASURED = 16
-RANKINGS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
-FITTING = "fit rankings"
-MEASURING = "measure budgets"
-SEARCHING = "search"
-SMALLEST = "find the smallest budget, and report"
-ROUND = 0.3  # of what is left of a choice
+BUDGET_PER_PROTECTED = 6  # of a budget that may be protected: one in so many
+MIN_FITTED_CONTEXTS = 24  # contexts, however long they are
+MIN_MEASURED_CONTEXTS = 16
+RANKING_OPTIONS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
+FIT_STAGE = "fit rankings"
+MEASURE_STAGE = "measure budgets"
+SEARCH_STAGE = "search"
+SMALLEST_STAGE = "find the smallest budget, and report"
+ROUND_SHARE = 0.3  # of the rest of a choice that a round takes in the progress
 QUICK = "quick"  # an effort, and the recipe that it stands for
-LEAST_PART = 4  # contexts of a task, below which --time does not shorten a stage
+MIN_CONTEXTS_PER_TASK = 4  # contexts of a task, below which --time does not shorten a stage
 QUICK_TASKS = 4  # that are asked at most
 QUICK_CONTEXTS = {"measure": 4, "samples": 8}  # of all tasks together; as many as the latter are reported on
 LEFT_TO_QUICK = {
@@ -112,26 +121,26 @@ LEFT_TO_QUICK = {
     "refine",
     "evaluations",
 }
-METHODS_ASKED = 15  # about how many --smallest asks at a budget
+METHODS_PER_BUDGET = 15  # that --smallest evaluates at a budget, about
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
 
-class Curves(LukvOptions, CalibrateOptions):
-    """LU-KV's measurement, of policies that protect so many recent entries."""
+class LukvCurveOptions(LukvOptions, CalibrateOptions):
+    """Options of the LU-KV measurement of a run, of policies that protect `protect` recent entries."""
 
-    protect: int = RECENT
+    protect: int = DEFAULT_RECENT
 
     def make_policy(self) -> Policy:
         policy = super().make_policy()
-        protected = {"protect": self.protect} if policy.name in OBSERVING else {}
+        protected = {"protect": self.protect} if policy.name in WINDOW_POLICIES else {}
         return create_policy(policy.name, {**policy.parameters(), **protected})
 
     def with_policies(self, names: Sequence[str]) -> Self:
-        """Return the options of a measurement of these policies, of which there is one at least."""
+        """Return the options for measuring these policies, at least one."""
         return self.model_copy(update={"policy": names[0], "rivals": tuple(names[1:])})
 
     def used(self) -> ContextSet:
-        """Return what the rankings were fitted on, which look better there than they are."""
+        """Return the contexts the rankings were fitted on, where they look better than they are."""
         used = ContextSet()
         for policy in self.policies():
             if isinstance(policy, Fitted):
@@ -140,10 +149,10 @@ class Curves(LukvOptions, CalibrateOptions):
         return used
 
 
-def planned_size(size: Size, measured: int, longest: int) -> Size:
-    """Return the size, with a length, that plans are made at: for prompts as long as those `measured`, in tokens.
+def resolve_plan_length(size: Size, measured: int, longest: int) -> Size:
+    """Resolve the prompt length of a size: the `measured` prompts, in tokens, unless the size has a length.
 
-    A budget that is all of these is for longer ones: then plans are for the `longest` that is chosen by.
+    If the budget keeps every token of the measured prompts, plans are for the `longest` selection prompt instead.
     """
     if size.length is not None:
         return size
@@ -151,17 +160,17 @@ def planned_size(size: Size, measured: int, longest: int) -> Size:
     return replace(size, length=longest if is_all else measured)
 
 
-class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
-    """The size, what plans are made of, and the questions that decide between them."""
+class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, SelectionOptions):
+    """Options of `run`: sizes, policies and rankings, and the questions of every stage."""
 
     job: ClassVar[str] = "run"
     recipes: ClassVar[bool] = True
-    alternatives: ClassVar[tuple[str, ...]] = SIZES
+    alternatives: ClassVar[tuple[str, ...]] = SIZE_OPTIONS
     panel: ClassVar[str] = "What is fitted"
 
     budget: Entries | None = option(None, BUDGET, panel=SIZES_PANEL)
     ratio: float | None = option(None, RATIO, panel=SIZES_PANEL)
-    budgets: Budgets = option(None, BUDGETS, panel=SIZES_PANEL)
+    budgets: BudgetList = option(None, BUDGETS, panel=SIZES_PANEL)
     smallest: bool = option(
         False,
         "Find the smallest budget that loses at most --within of the full cache's score.",
@@ -179,7 +188,9 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         metavar="NAME,...",
         completes="kvsearch.policies.registry:list_policy_names",
     )
-    rankings: Names = option(tuple(RANKINGS), "Rankings to fit, and to measure budgets for, too.", metavar="NAME,...")
+    rankings: Names = option(
+        tuple(RANKING_OPTIONS), "Rankings to fit, and to measure budgets for, too.", metavar="NAME,..."
+    )
     form: Literal["network", "linear"] = option("network", "probe: the largest fit that is tried.")
     protocol: Protocol = option(QUESTION_AGNOSTIC, PROTOCOL)
     fit: Samples | None = option(
@@ -216,30 +227,30 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         return self
 
     @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe has `stated` with what was `given` over it; one size takes the place of others.
 
         --effort quick stands for the recipe of that name, below both, on few contexts of few tasks.
         """
-        both = {**one_of(stated, given, (*SIZES, "within")), **given}
-        if both.get("effort") != QUICK:
-            return both
+        options = {**drop_alternatives(stated, given, (*SIZE_OPTIONS, "within")), **given}
+        if options.get("effort") != QUICK:
+            return options
         quick = read_recipe(find_shipped_recipe(QUICK, cls.job)[1], cls.job)
-        spec = both.get("tasks") or default_tasks(both.get("model"))
+        spec = options.get("tasks") or choose_default_tasks(options.get("model"))
         entries = describe_tasks(spec if isinstance(spec, str) else "+".join(spec))
         if len(entries) > QUICK_TASKS:
-            both["tasks"] = "+".join(entries[n * len(entries) // QUICK_TASKS].spec for n in range(QUICK_TASKS))
+            options["tasks"] = "+".join(entries[n * len(entries) // QUICK_TASKS].spec for n in range(QUICK_TASKS))
         tasks = min(len(entries), QUICK_TASKS)
         counts = {name: count // tasks for name, count in QUICK_CONTEXTS.items()}
-        return {**one_of(quick, both, SIZES), **counts, **both}
+        return {**drop_alternatives(quick, options, SIZE_OPTIONS), **counts, **options}
 
-    def recorded(self) -> dict[str, Any]:
-        """Return what config.json has as "options"; what may be lost is a part of --smallest."""
-        return {name: value for name, value in super().recorded().items() if name != "within" or self.smallest}
+    def to_recipe(self) -> dict[str, Any]:
+        """Return the options for config.json; `within` is part of --smallest."""
+        return {name: value for name, value in super().to_recipe().items() if name != "within" or self.smallest}
 
     @property
     def sizes(self) -> list[Size]:
-        """The sizes that were given, none if one is to be found; UsageError if there are none, or one out of range."""
+        """The given sizes, none with --smallest; UsageError if there are none, or one is out of range."""
         if self.smallest:
             return []
         if self.budgets is not None:
@@ -252,11 +263,11 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         return [Size(self.budget, self.ratio)]
 
     def plan_file(self, size: Size) -> Path:
-        """Return where the plan of a size is written."""
+        """Return the path of the plan of a size."""
         return self.output / (PLAN if self.budgets is None else f"plan-{size}.json")
 
     def with_counts(self, length: float, count: TokenCount) -> RunOptions:
-        """Return the options with how much is protected, fitted on and measured on, the latter in contexts per task.
+        """Fill in the protected entries, and the contexts per task to fit and measure on.
 
         `length` are the tokens of a context, `count` counts them. A task may have few: half of them are fitted on, a
         quarter is measured on, and the rest is searched on.
@@ -266,11 +277,13 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
         """
         protect = self.protect
         if protect is None:
-            smallest = min((size.mean(round(length)) for size in self.sizes), default=float(RECENT * PROTECTED_PART))
-            protect = max(min(RECENT, int(smallest / PROTECTED_PART)), 1)
+            smallest = min(
+                (size.mean(round(length)) for size in self.sizes), default=float(DEFAULT_RECENT * BUDGET_PER_PROTECTED)
+            )
+            protect = max(min(DEFAULT_RECENT, int(smallest / BUDGET_PER_PROTECTED)), 1)
         tasks = self.find_tasks(self.model, "train")
-        fit = self.fit or round(max(FIT_TOKENS / length, LEAST_FITTED) / len(tasks)) or 1
-        measure = self.measure or round(max(MEASURE_TOKENS / length, LEAST_MEASURED) / len(tasks)) or 1
+        fit = self.fit or round(max(FIT_TOKENS / length, MIN_FITTED_CONTEXTS) / len(tasks)) or 1
+        measure = self.measure or round(max(MEASURE_TOKENS / length, MIN_MEASURED_CONTEXTS) / len(tasks)) or 1
         for task in tasks:
             available = len(task.examples(2 * fit + 4 * measure, self.seed, count))
             if self.fit is None:
@@ -285,55 +298,57 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
                 )
         return self.model_copy(update={"fit": fit, "measure": measure, "protect": protect})
 
-    def calibration(
+    def make_calibration(
         self, kind: type[Calibration], stage: str, samples: int | None, seed: int, **more: Any
     ) -> Calibration:
-        """Return the options of the stage in this directory, which calibrates on contexts of the tasks' split train.
+        """Make the options of a calibration stage on contexts of the tasks' split train.
 
         How many `samples` these are is not known before the model is.
         """
-        names = (*Loading.model_fields, *TASK_DETAILS, "max_length")
+        names = (*ModelOptions.model_fields, *TASK_DETAILS, "max_length")
         shared = {name: getattr(self, name) for name in names}
         return kind.of(
             model=self.model, output=self.output / stage, method=kind.model_fields["method"].default, seed=seed,
-            tasks=self.tasks or default_tasks(self.model), samples=samples or 1,
-            protect=RECENT if self.protect is None else self.protect, **shared, **more,
+            tasks=self.tasks or choose_default_tasks(self.model), samples=samples or 1,
+            protect=DEFAULT_RECENT if self.protect is None else self.protect, **shared, **more,
         )  # fmt: skip
 
-    def fits(self) -> dict[str, CalibrateOptions]:
-        """Return the calibration of every ranking that is fitted, by its name."""
+    def make_fits(self) -> dict[str, CalibrateOptions]:
+        """Make the calibration options of every ranking to fit, by name."""
         forms = {"probe": {"form": self.form}}
         return {
-            name: self.calibration(RANKINGS[name], f"{FIT}/{name}", self.fit, self.seed, **forms.get(name, {}))
+            name: self.make_calibration(
+                RANKING_OPTIONS[name], f"{FIT_FOLDER}/{name}", self.fit, self.seed, **forms.get(name, {})
+            )
             for name in self.rankings
         }
 
     def check_names(self) -> None:
-        """Raise UsageError if a ranking is unknown, or a policy is one that is fitted."""
+        """Raise UsageError if a ranking is unknown, or a policy is a fitted one."""
         for name in self.rankings:
-            require_known("ranking", name, list(RANKINGS))
+            require_known("ranking", name, list(RANKING_OPTIONS))
         for name in self.policies:
             if name.partition("=")[0] in FITTED:
                 raise UsageError(
                     f"--policies {name}: policies that are fitted are not for --policies; a run fits its own, those of "
-                    f"--rankings ({', '.join(RANKINGS)})"
+                    f"--rankings ({', '.join(RANKING_OPTIONS)})"
                 )
 
-    def curves(self) -> Curves:
-        """Return the measurement of what the built-in policies keep.
+    def make_curves(self) -> LukvCurveOptions:
+        """Make the options for measuring the importance that built-in policies keep.
 
         It is on other contexts than rankings are fitted on: there they look better than they are. The choice checks it.
         """
-        curves = self.calibration(Curves, CURVES, self.measure, self.seed + 1, check=False)
+        curves = self.make_calibration(LukvCurveOptions, CURVES_FOLDER, self.measure, self.seed + 1, check=False)
         return curves.with_policies(self.policies)
 
     def refinement(self, loaded: LoadedModel) -> Refinement:
-        """Return the search that refines plans, on contexts of the tasks' split train."""
+        """Make the search that refines plans, on contexts of the tasks' split train."""
         from kvsearch.jobs.searching import Refinement
 
-        names = (*Loading.model_fields, "max_length", "batch", "max_memory", "protocol")
+        names = (*ModelOptions.model_fields, "max_length", "batch", "max_memory", "protocol")
         search = EvolveOptions.of(
-            model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2,
+            model=self.model, output=self.output / REFINE_FOLDER, space="joint", seed=self.seed + 2,
             samples=max(self.measure or 1, 2), generations=self.evaluations,
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
@@ -345,9 +360,9 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
 
 
 def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions, RunStages]:
-    """Return the options and stages of a run; with --time those of the most thorough form that it is enough for.
+    """Prepare the options and stages of a run; with --time, the most thorough form that fits into the time.
 
-    Where a form of this run was begun, it is gone on with.
+    A form of this run that was started is resumed.
 
     Raises:
         UsageError: the time is too short for the shortest form; else as `RunStages`.
@@ -363,9 +378,9 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
         if form is not options:
             with warnings.catch_warnings():  # of forms that are not taken nothing is told
                 warnings.simplefilter("ignore", KvsearchWarning)
-                tried = RunStages(form.with_model(stages.loaded), Silent())
+                tried = RunStages(form.with_loaded_model(stages.loaded), NullReporter())
         needed = sum(speed.seconds(cost.work) for cost in tried.costs)
-        if form.recorded() == began.options if began is not None else needed <= parse_seconds(options.time):
+        if form.to_recipe() == began.options if began is not None else needed <= parse_seconds(options.time):
             takes = " to ".join(map(format_clock, speed.range_of(needed)))
             reporter.say(f"--time {options.time}: {left_out}, takes about {takes}")
             return (options, stages) if form is options else (form, RunStages(tried.given, reporter))
@@ -379,16 +394,20 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
 
 
 def find_forms(options: RunOptions, stages: RunStages) -> Iterator[tuple[RunOptions, str]]:
-    """Yield forms of a run, each shorter than the one before, and what is left out of it."""
+    """Yield forms of a run, each shorter than the one before, with a description of what is left out."""
     yield options, "nothing is left out"
     counted = stages.options  # with the contexts of all stages
-    asked = max(task.coverage.contexts for task in stages.encoded["select"])
-    whole = {"fit": counted.fit, "measure": counted.measure, "samples": asked}
+    selection_contexts = max(task.coverage.contexts for task in stages.encoded["select"])
+    full_counts = {"fit": counted.fit, "measure": counted.measure, "samples": selection_contexts}
     if options.effort != QUICK:
         for part in (2, 4, 8):
-            counts = {name: max(count // part, min(count, LEAST_PART)) for name, count in whole.items() if count}
-            words = ", ".join(f"{count} of {whole[name]} for --{name}" for name, count in counts.items())
-            yield options.model_copy(update=counts), f"left out are all but so many contexts per task: {words}"
+            counts = {
+                name: max(count // part, min(count, MIN_CONTEXTS_PER_TASK))
+                for name, count in full_counts.items()
+                if count
+            }
+            reduced = ", ".join(f"{count} of {full_counts[name]} for --{name}" for name, count in counts.items())
+            yield options.model_copy(update=counts), f"left out are all but so many contexts per task: {reduced}"
     stated = {name: getattr(options, name) for name in options.model_fields_set - LEFT_TO_QUICK}
     quick = type(options).of(**{**stated, "effort": QUICK})
     left_out = "left out are rankings, the search, all but three policies and all but"
@@ -399,7 +418,7 @@ def find_forms(options: RunOptions, stages: RunStages) -> Iterator[tuple[RunOpti
 
 
 def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
-    """Say what was chosen, how good that is, where it is, and what to do with it."""
+    """Yield the choice, its scores, its files, and commands for the next step."""
     files = []
     for choice in result.sizes.values():
         which = f"{choice.size.words}: " if len(result.sizes) > 1 else ""
@@ -407,11 +426,11 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
         yield from (f"{which}{first}", *others)
         files.append(options.output / str(choice.plan))
     yield f"wrote {', '.join(map(str, files))}"
-    yield from offer_plan(files[0], options.model, options)
+    yield from suggest_plan_commands(files[0], options.model, options)
 
 
 def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
-    """Return the stages with their costs; errors as `run` before anything is measured."""
+    """Forecast the stages of `run` with their costs; errors as `run` before any measurement."""
     options, stages = prepare_stages(options, reporter)
     content = {"model": options.model, "sizes": [size.as_json() for size in options.sizes]}
     return Forecast(content, stages.costs, stages.loaded.model)
@@ -432,11 +451,11 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
     """
     options, stages = prepare_stages(options, reporter)
     directory = options.output
-    recorded = options.recorded()
+    recorded = options.to_recipe()
     config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
     with Run.open(directory, config, force=options.force, files=FILES) as opened:
         forecast = Forecast({}, stages.costs, stages.loaded.model)
-        with overall(reporter, forecast.work, directory, forecast.words) as display:
+        with show_stages(reporter, forecast.work, directory, forecast.words) as display:
             calibrated = stages.calibrate(display)
             refined = stages.refine(calibrated, display)
             selections = stages.select(calibrated, refined, display)
@@ -452,23 +471,23 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
             sizes[str(selection.job.size)] = make_selection_result(selection, file.name)
         write_contexts(directory, stages.hashes)
         result = RunResult(sizes=sizes, tried=tuple(tried))
-        opened.write(REPORT, result.as_json())
+        opened.write(RUN_FILE, result.as_json())
         opened.finish()
     if tried:
         on_text = bool(selections[0].report.nats)
         reporter.say(describe_smallest(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
     if opened.state == "finished":
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
     return result
 
 
-def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
-    """Yield what leaves in doubt what will be chosen: few contexts, and kinds of questions that are not fitted on."""
+def collect_warnings(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
+    """Yield warnings about the choice: few contexts, and kinds of questions that rankings are not fitted on."""
     contexts = sum(task.distinct for task in asked)
-    if contexts < LEAST_CONTEXTS:
+    if contexts < MIN_CONTEXTS_FOR_PROOF:
         yield (
-            f"there are {contexts} contexts to choose by, and {LEAST_CONTEXTS} are needed to show that a plan beats "
-            "the baselines: what is written is likely better at most"
+            f"there are {contexts} contexts to choose by, and {MIN_CONTEXTS_FOR_PROOF} are needed to show that a plan "
+            "beats the baselines: what is written is likely better at most"
         )
     if not options.rankings:
         return
@@ -490,7 +509,7 @@ def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenC
 
 
 class RunStages:
-    """The stages of a run whose model and questions fit together: all is checked that can be before one has run.
+    """The stages of a run, with model and questions checked as far as possible before the first one.
 
     `options` say how many contexts are fitted and measured on, `splits` are select and report, `encoded` their
     questions before anything was fitted, `policies` the built-in ones that can be used on this model. `refinement` is
@@ -509,8 +528,8 @@ class RunStages:
         tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
         options.check_names()
         self.rule = options.rule
-        options.fits()  # tells of settings that are wrong before the model is loaded
-        measured = options.curves().policies()
+        options.make_fits()  # tells of settings that are wrong before the model is loaded
+        measured = options.make_curves().policies()
         from kvsearch.runtime import Program
         from kvsearch.runtime.cache import check_rotary
         from kvsearch.selection.candidates import find_policy_candidates
@@ -530,69 +549,69 @@ class RunStages:
             raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
         encoded = {name: split.encode(loaded) for name, split in splits.items()}
         refuse_shared(encoded)
-        warn_of_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
+        warn_about_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
         if options.smallest:
             halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
         contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
         options = options.with_counts(sum(contexts) / len(contexts), make_token_counter(loaded.tokenizer))
-        for warning in find_doubts(options, encoded["select"], make_token_counter(loaded.tokenizer)):
+        for warning in collect_warnings(options, encoded["select"], make_token_counter(loaded.tokenizer)):
             reporter.warn(warning)
         self.refinement = options.refinement(loaded) if options.refine and sizes else None
-        least = min(policy.least for policy in options.curves().policies())
-        asked = {}
+        floor = min(policy.least for policy in options.make_curves().policies())
+        baseline_programs = {}
         for size in sizes:
-            if size.mean(max(contexts)) < least:
+            if size.mean(max(contexts)) < floor:
                 raise UsageError(
-                    f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {least} "
+                    f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {floor} "
                     "at least: keep more"
                 )
             baselines = find_policy_candidates(loaded, None, replace(size, length=max(contexts))).baselines
-            asked[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()]
+            baseline_programs[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()]
         self.options = options
         self.loaded = loaded
         self.splits = splits
         self.encoded = encoded
         self.longest = max(contexts)
-        self.costs = self._check_costs(reporter, asked)
+        self.costs = self._check_costs(reporter, baseline_programs)
 
     def _check_costs(self, reporter: Reporter, asked: Mapping[Size, list[Program]]) -> list[StageCost]:
-        """Return the costs of the stages; a context that is too short or too long for one of them is told here.
+        """Estimate the costs of the stages; contexts too short or too long for a stage are refused here.
 
         `asked` are the programs of the baselines of every size, which are about all that is screened.
         """
         from kvsearch.evaluation.compare import estimate_replies
         from kvsearch.runtime.program import make_full_program
-        from kvsearch.selection.comparison import choice_cost, screened_questions
+        from kvsearch.selection.comparison import choose_screening_questions, estimate_choice
         from kvsearch.selection.race import FINALISTS
 
-        calibrations = {FITTING: list(self.options.fits().values())} if self.options.rankings else {}
+        calibrations = {FIT_STAGE: list(self.options.make_fits().values())} if self.options.rankings else {}
         # the rankings add a look at what is read anyway
-        calibrations[MEASURING] = [self.options.curves().with_policies(self.policies)]
+        calibrations[MEASURE_STAGE] = [self.options.make_curves().with_policies(self.policies)]
         costs = []
         quiet = StageReporter(reporter, lambda *_: None)
         for name, several in calibrations.items():
-            anew = [each.model_copy(update={"force": True}).with_model(self.loaded) for each in several]
-            costs += [replace(cost, name=name) for cost in forecast_together(anew, quiet).stages]
+            anew = [each.model_copy(update={"force": True}).with_loaded_model(self.loaded) for each in several]
+            costs += [replace(cost, name=name) for cost in forecast_calibrations(anew, quiet).stages]
         if self.refinement is not None:
-            costs.append(self.refinement.cost(SEARCHING, len(asked)))
-        screened = screened_questions(self.encoded["select"], self.options.seed)
+            costs.append(self.refinement.estimate_cost(SEARCH_STAGE, len(asked)))
+        screened = choose_screening_questions(self.encoded["select"], self.options.seed)
         for size, programs in asked.items():
             name = f"choose at {size.words}"
-            costs.append(choice_cost(name, self.encoded["select"], self.splits["select"], programs, screened))
+            costs.append(estimate_choice(name, self.encoded["select"], self.splits["select"], programs, screened))
         for size, programs in asked.items():
             name = f"report at {size.words}"
             costs.append(
                 estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
             )
         if self.options.smallest:  # some six budgets on half of the questions, under a few methods
-            programs = [make_full_program(self.loaded.model)] * METHODS_ASKED
-            tried = estimate_replies(SMALLEST, self.encoded["select"], self.splits["select"], programs)
+            programs = [make_full_program(self.loaded.model)] * METHODS_PER_BUDGET
+            tried = estimate_replies(SMALLEST_STAGE, self.encoded["select"], self.splits["select"], programs)
             costs.append(replace(tried, work=tried.work * 4))
         return costs
 
     @property
     def hashes(self) -> dict[Use, list[str]]:
-        """The hashes of the contexts that are chosen by and reported on."""
+        """Hashes of the contexts of selection and report."""
         from kvsearch.tasks.encode import list_context_hashes
 
         return {
@@ -601,10 +620,10 @@ class RunStages:
         }
 
     def content(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all that decides the result, as JSON; what is fitted on is in the configurations of the stages."""
+        """Return all settings that decide the result, as JSON; contexts to fit on are in the stages' configurations."""
         from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
 
-        left_out = {"batch", "max_memory", *Loading.model_fields}
+        left_out = {"batch", "max_memory", *ModelOptions.model_fields}
         stated = {name: value for name, value in recorded.items() if name not in left_out}
         rows = {split: {task.task.name: hash_rows(task) for task in tasks} for split, tasks in self.encoded.items()}
         metrics = {task.task.name: find_metric_name(task.task) for task in self.encoded["select"]}
@@ -612,74 +631,78 @@ class RunStages:
 
     # --- what they do -------------------------------------------------------------------------------------------------
 
-    def calibrate(self, display: Overall) -> PolicyCurves:
-        """Fit the rankings, then measure what every policy and every ranking keeps."""
+    def calibrate(self, display: StagedProgress) -> PolicyCurves:
+        """Fit the rankings, then measure the importance that every policy and ranking keeps."""
         rankings = {}
-        if fits := self.options.fits():
-            with display.stage(FITTING) as stage, ExitStack() as locks:
+        if fits := self.options.make_fits():
+            with display.stage(FIT_STAGE) as stage, ExitStack() as locks:
                 for fit in fits.values():
                     locks.enter_context(lock_for_writing(fit.output))
-                profiles = calibrate_together([fit.with_model(self.loaded) for fit in fits.values()], stage)
+                profiles = calibrate_together([fit.with_loaded_model(self.loaded) for fit in fits.values()], stage)
                 for name, profile in zip(fits, profiles, strict=True):
                     if is_last(profile.arrays):
                         stage.warn(f"the ranking {name} is left out: the built-in ones are better on held-out contexts")
                     else:
                         rankings[name] = profile
-        with display.stage(MEASURING) as stage:
-            fitted = [f"{name}={self.options.output / FIT / name}" for name in rankings]
-            curves = self.options.curves().with_policies((*self.policies, *fitted)).with_model(self.loaded)
-            return replace(policy_curves(calibrate(curves, reporter=stage)), rankings=rankings)
+        with display.stage(MEASURE_STAGE) as stage:
+            fitted = [f"{name}={self.options.output / FIT_FOLDER / name}" for name in rankings]
+            curves = self.options.make_curves().with_policies((*self.policies, *fitted)).with_loaded_model(self.loaded)
+            return replace(read_policy_curves(calibrate(curves, reporter=stage)), rankings=rankings)
 
-    def refine(self, calibrated: PolicyCurves, display: Overall) -> RefinedPlans | None:
-        """Search on from what was solved at every size; None where that is not wanted, or not possible."""
+    def refine(self, calibrated: PolicyCurves, display: StagedProgress) -> RefinedPlans | None:
+        """Refine the solved plans of every size by search; None if that is not wanted or not possible."""
         from kvsearch.selection.candidates import find_policy_candidates
 
         refinement = self.refinement
         if refinement is None:
             return None
-        with display.stage(SEARCHING) as stage:
+        with display.stage(SEARCH_STAGE) as stage:
             starts = {}
             for size in self.options.sizes:
-                planned = planned_size(size, calibrated.profile.metadata.length, self.longest)
+                planned = resolve_plan_length(size, calibrated.profile.metadata.length, self.longest)
                 plans = find_policy_candidates(self.loaded, calibrated, planned).plans
                 starts[planned] = calibrated.select_plans(plans)
             return refinement.run(calibrated, starts, stage)
 
-    def select(self, calibrated: PolicyCurves, refined: RefinedPlans | None, display: Overall) -> list[Selection]:
+    def select(
+        self, calibrated: PolicyCurves, refined: RefinedPlans | None, display: StagedProgress
+    ) -> list[Selection]:
         """Choose at every size; then report, as sizes share the chance of a wrong choice."""
         sizes = self.options.sizes
         decided: list[tuple[SelectionJob, PhaseResult]] = []
 
         def level() -> float:
-            return shared_level(self.rule.level, len(sizes), (result for _, result in decided))
+            return compute_shared_level(self.rule.level, len(sizes), (result for _, result in decided))
 
         for size in sizes:
             with display.stage(f"choose at {size.words}") as stage:
                 selection = self._prepare_selection(calibrated, size, refined)
-                stage.part = ROUND
+                stage.part = ROUND_SHARE
                 result = selection.race.decide(self._reply_store(selection, stage), level(), answered=True)
                 decided.append((selection, result))
         selections = []
         for selection, result in decided:
             with display.stage(f"report at {selection.size.words}") as stage:
                 store = self._reply_store(selection, stage)
-                selections.append(selection.report(result.at_level(level()), store))
+                selections.append(selection.report(result.with_level(level()), store))
         return selections
 
-    def find_smallest(self, calibrated: PolicyCurves, display: Overall) -> tuple[Selection, Sequence[TriedBudget]]:
-        """Find the smallest budget, between what policies always keep and the longest context, and report."""
-        from kvsearch.selection.selection_job import find_smallest, ladder
+    def find_smallest(
+        self, calibrated: PolicyCurves, display: StagedProgress
+    ) -> tuple[Selection, Sequence[TriedBudget]]:
+        """Find the smallest budget between the protected entries and the longest context, and report."""
+        from kvsearch.selection.selection_job import find_smallest_budget, list_budgets
 
-        least = min(policy.least for policy in self.options.curves().with_policies(self.policies).policies())
-        with display.stage(SMALLEST) as stage:
-            budgets = ladder(least + 1, self.longest - 1)
-            stage.part = ROUND
+        floor = min(policy.least for policy in self.options.make_curves().with_policies(self.policies).policies())
+        with display.stage(SMALLEST_STAGE) as stage:
+            budgets = list_budgets(floor + 1, self.longest - 1)
+            stage.part = ROUND_SHARE
 
             def selection_at(budget: int) -> tuple[SelectionJob, StageStore]:
                 selection = self._prepare_selection(calibrated, Size(budget), None)
                 return selection, self._reply_store(selection, stage)
 
-            return find_smallest(budgets, self.options.within / 100, selection_at)
+            return find_smallest_budget(budgets, self.options.within / 100, selection_at)
 
     def _prepare_selection(self, calibrated: PolicyCurves, size: Size, refined: RefinedPlans | None) -> SelectionJob:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""
@@ -687,15 +710,15 @@ class RunStages:
         from kvsearch.selection.comparison import prepare_race
         from kvsearch.selection.selection_job import SelectionJob
 
-        known = calibrated.contexts
-        more: Mapping[str, Plan] = {}
-        planned = planned_size(size, calibrated.profile.metadata.length, self.longest)
+        contexts = calibrated.contexts
+        refined_plans: Mapping[str, Plan] = {}
+        planned = resolve_plan_length(size, calibrated.profile.metadata.length, self.longest)
         if refined is not None:
             found, searched = refined
-            known = join_records([known, searched])
-            more = found[planned]
-        used = None if known is None else known.used
-        plans = find_policy_candidates(self.loaded, calibrated, planned, more)
+            contexts = join_records([contexts, searched])
+            refined_plans = found[planned]
+        used = None if contexts is None else contexts.used
+        plans = find_policy_candidates(self.loaded, calibrated, planned, refined_plans)
         race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")
         selection = SelectionJob(size, self.splits["report"].without(used), race)
         selection.check()
@@ -703,4 +726,4 @@ class RunStages:
 
     def _reply_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
         """Return what keeps the replies of all rounds and of the report at a size."""
-        return stage_store(self.options.output / CHOICE / str(selection.size), selection.config, reporter)
+        return make_stage_store(self.options.output / CHOICE_FOLDER / str(selection.size), selection.config, reporter)

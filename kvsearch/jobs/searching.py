@@ -37,12 +37,12 @@ from kvsearch.runs.run import (
 )
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import forced_answers
-from kvsearch.search.bank.prepared import ranking_policies
+from kvsearch.search.bank.prepared import resolve_policies
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
-from kvsearch.search.start_plans import RESERVED, Base
-from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog
+from kvsearch.search.start_plans import RESERVED_NAMES, SearchSetup
+from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog
 from kvsearch.strategies.joint import PolicyCurves
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> t
         return tuple(searches)
     asked = first.settings
     with reporter.progress("own replies: context") as progress:
-        found = forced_answers(first.base.loaded, first.encoded["search"], asked.protocol, asked.answers, progress)
+        found = forced_answers(first.setup.loaded, first.encoded["search"], asked.protocol, asked.answers, progress)
     own = sum(answer.own for answer in found.values())
     reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
              "answer after the others")  # fmt: skip
@@ -106,13 +106,13 @@ def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> t
 
 
 def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
-    """Return all that decides the result, as JSON."""
+    """Return all settings that decide the result, as JSON."""
     first = searches[0]
     return {
-        **describe_environment(first.base.loaded),
+        **describe_environment(first.setup.loaded),
         "settings": first.as_json(),
         "budgets": [search.budget for search in searches],
-        "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.base.policies],
+        "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.setup.policies],
         "starts": [{name: table.tolist() for name, table in search.starts.items()} for search in searches],
         "asked": {
             "samples": {name: split.samples for name, split in first.splits.items()},
@@ -125,10 +125,10 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
 
 
 def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, reporter: Reporter) -> Executor:
-    """Return who evaluates candidates, with the prompts read."""
+    """Make the executor of candidates, which reads the prompts."""
     first = searches[0]
     who = "" if workers is None else f" by each of {workers} workers"
-    if first.base.in_prefill:
+    if first.setup.evicts_prompts_only:
         reporter.say(f"reading {len(first.samples)} questions once for all candidates{who}")
     else:
         reporter.say(
@@ -143,7 +143,7 @@ def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, repo
 
 
 class SearchProgress:
-    """Shows how far a search is on its way to at most `most` candidates; a `Watcher`."""
+    """Shows the progress of a search to at most `most` candidates; a `Watcher`."""
 
     def __init__(self, reporter: Reporter, log: TrialLog, most: int) -> None:
         self.reporter = reporter
@@ -160,9 +160,9 @@ class SearchProgress:
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         self.failures += sum(not math.isfinite(value) for value in values)
-        if stage == STARTS:
+        if stage == START_PLANS:
             self.starts = best.value
-        place = self.place if stage == STARTS else f"{self.place}, generation {generation}"
+        place = self.place if stage == START_PLANS else f"{self.place}, generation {generation}"
         failed = f", {self.failures} failed" if self.failures else ""
         self.title = f"{place}, best {best.value:.6g} (best start {self.starts:.6g}){failed}"
         if self._show is None:
@@ -174,14 +174,14 @@ class SearchProgress:
         self.reporter.say(f"search ended: {why}")
 
     def close(self) -> None:
-        """Give the screen back."""
+        """Close the progress display."""
         self._open.close()
         self._show = None
 
 
 @contextmanager
-def watching(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchProgress]:
-    """Show how a search goes; after Ctrl-C write and say what is best so far, and how to go on."""
+def search_progress(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchProgress]:
+    """Show the progress of a search; after Ctrl-C write and report the best so far, and how to resume."""
     watcher = SearchProgress(reporter, log, most)
     directory = log.path.parent
 
@@ -205,7 +205,7 @@ RefinedPlans = tuple[Mapping[Size, Mapping[str, Plan]], ContextRecord]
 
 @dataclass(frozen=True, eq=False)
 class Refinement:
-    """A search that goes on from plans that were solved, of sizes that share their questions.
+    """A search that refines solved plans, at sizes that share their questions.
 
     Args:
         loaded: the model.
@@ -217,8 +217,8 @@ class Refinement:
     options: EvolveOptions
     searched: Split
 
-    def cost(self, name: str, sizes: int) -> StageCost:
-        """Return what it costs at so many sizes, as a stage: own replies, prompts once, then candidates."""
+    def estimate_cost(self, name: str, sizes: int) -> StageCost:
+        """Estimate the cost at so many sizes, as a stage: own replies, prompts once, then candidates."""
         encoded = self.searched.encode(self.loaded)
         replies = estimate_replies(name, encoded, self.searched, [make_full_program(self.loaded.model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
@@ -229,7 +229,7 @@ class Refinement:
     def run(
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
     ) -> RefinedPlans | None:
-        """Search on from the plans of every size, by name, and return what is better than all of these.
+        """Refine the plans of every size by search, and return the plans that are better than all of them.
 
         None, with a warning, where that cannot be done: a run has other candidates. What is finished is only read.
 
@@ -255,13 +255,13 @@ class Refinement:
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]]
     ) -> tuple[PreparedSearch, ...]:
         """Prepare a search for every size from its `starts`, among the policies that were measured."""
-        base = Base.choosing(self.loaded, [build_policy(spec) for spec in calibrated.policies])
-        ranking_policies(self.loaded.model, base.by_layer)  # told before prompts are read
+        setup = SearchSetup.with_choices(self.loaded, [build_policy(spec) for spec in calibrated.policies])
+        resolve_policies(self.loaded.model, setup.policies_by_layer)  # told before prompts are read
         named = {
-            _budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED}
+            _count_budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED_NAMES}
             for size, solved in starts.items()
         }
-        return prepare_searches(base, named, self.options, {"search": self.searched}, calibrated.contexts)
+        return prepare_searches(setup, named, self.options, {"search": self.searched}, calibrated.contexts)
 
     def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
         """Search at every budget, and write the best plans."""
@@ -281,18 +281,20 @@ class Refinement:
 
 
 def _find_better(search: PreparedSearch, outcome: SearchOutcome) -> list[Candidate]:
-    """Return the best candidates that are worth more than all starts."""
+    """Find the best candidates that are better than all start plans."""
     if outcome.flat:
         return []
-    known = {candidate.table.tobytes(): candidate.value for candidate in outcome.pool}
-    least = min((known.get(table.tobytes(), math.inf) for table in search.starts.values()), default=math.inf)
-    return [candidate for candidate in outcome.pool if candidate.value < least][:MAX_CANDIDATES]
+    value_of_table = {candidate.table.tobytes(): candidate.value for candidate in outcome.pool}
+    best_start = min(
+        (value_of_table.get(table.tobytes(), math.inf) for table in search.starts.values()), default=math.inf
+    )
+    return [candidate for candidate in outcome.pool if candidate.value < best_start][:MAX_CANDIDATES]
 
 
 def _read_plans(directory: Path, size: Size) -> dict[str, Plan]:
-    """Return the plans that were found at a size, by their names as candidates; those of a ratio follow the prompt."""
+    """Read the refined plans of a size, by their names as candidates; plans of a ratio follow the prompt."""
     plans = {}
-    for number, path in enumerate(sorted(directory.glob(f"plan-{_budget(size)}-*.json")), 1):
+    for number, path in enumerate(sorted(directory.glob(f"plan-{_count_budget(size)}-*.json")), 1):
         require_unchanged(directory, path.name, "restore it, or delete the directory and repeat the command")
         plan = load_plan(path)
         if size.ratio is not None:
@@ -301,7 +303,7 @@ def _read_plans(directory: Path, size: Size) -> dict[str, Plan]:
     return plans
 
 
-def _budget(size: Size) -> int:
-    """Return the entries per kv head of a size that has a length."""
+def _count_budget(size: Size) -> int:
+    """Compute the entries per kv head of a size that has a length."""
     assert size.length is not None
     return round(size.mean(size.length))

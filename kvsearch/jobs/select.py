@@ -10,19 +10,19 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.config.options import RESULT, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output, read_bytes
-from kvsearch.jobs.groups import BUDGET, BUDGETS, Budgets, Deciding, offer_plan
-from kvsearch.jobs.plan import size_or_measured
+from kvsearch.jobs.groups import BUDGET, BUDGETS, BudgetList, SelectionOptions, suggest_plan_commands
+from kvsearch.jobs.plan import resolve_size
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
-from kvsearch.jobs.validate import OnSignals
+from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
+from kvsearch.jobs.validate import SignalOptions
 from kvsearch.plan import Size, canonical_json, parse_phases, save_plan
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import make_selection_result, report_ahead_words
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, read_run, write_contexts
-from kvsearch.selection.selection import shared_level
-from kvsearch.selection.verdicts import SETTINGS
+from kvsearch.selection.selection import compute_shared_level
+from kvsearch.selection.verdicts import PHASE_SETTINGS
 
 if TYPE_CHECKING:
     from kvsearch.results.selection import SelectionResult
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from kvsearch.selection.selection_job import SelectionJob
 
 
-class SelectOptions(OnSignals, Deciding):
-    """What is chosen from, by which questions, and where the choice is written."""
+class SelectOptions(SignalOptions, SelectionOptions):
+    """Options of `select`: the profile, candidates, questions and output."""
 
     job: ClassVar[str] = "select"
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "ratio", "budgets")
 
     output: Path = option(..., "The plan file.", RESULT, short="-o", recorded=False)
     budget: int | None = option(None, BUDGET, shown="the one that was measured", ge=1)
-    budgets: Budgets = option(None, BUDGETS, help="Several budgets, each with a plan of its own: PLAN-N.json.")
+    budgets: BudgetList = option(None, BUDGETS, help="Several budgets, each with a plan of its own: PLAN-N.json.")
     phases: str = option("prefill", "When to evict: prefill, decode or both.")
-    routes: Names | None = None  # this and the next are for tables of papers, see `explore`
+    routes: Names | None = None  # this and the next are for tables of papers, see `find_measured`
     allocators: Names | None = None
     run: Path | None = option(
         None,
@@ -73,18 +73,18 @@ class SelectOptions(OnSignals, Deciding):
         """The sizes that were given, or the one that was measured; UsageError if there are several of these."""
         if self.budgets is not None:
             return [Size(budget) for budget in self.budgets]
-        return [size_or_measured(self.budget, self.ratio, None, self.table.axes.budgets)]
+        return [resolve_size(self.budget, self.ratio, None, self.table.axes.budgets)]
 
 
 def remarks(options: SelectOptions, result: SelectionResult | SelectionsResult) -> Iterator[str]:
-    """Say what to do with what was written."""
+    """Yield commands that use the written plans."""
     first = result.choices[0]
     asked = options.model_copy(update={**options.stated_loading(), "protocol": first.protocol})
-    yield from offer_plan(first.plan, first.model, asked)
+    yield from suggest_plan_commands(first.plan, first.model, asked)
 
 
 def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
-    """Return what would be compared and asked, and what that costs; errors as `select` before anything is asked."""
+    """Forecast `select`; errors as `select` before any reply."""
     selections = [selection for *_, selection in _prepare(options, reporter)]
     content = {
         "tasks": [task.task.name for task in selections[0].race.encoded],
@@ -110,16 +110,16 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
             nothing.
     """
     prepared = _prepare(options, reporter)
-    recorded = options.recorded()
+    recorded = options.to_recipe()
     results = []
     were_finished = True
     ended: list[PhaseResult] = []
     for place, output, selection in prepared:
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
-        with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *SETTINGS)) as run:
-            store = stage_store(place, selection.config, reporter, title=f"{selection.size}, ")
-            level = shared_level(options.rule.level, len(prepared), ended)
+        with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *PHASE_SETTINGS)) as run:
+            store = make_stage_store(place, selection.config, reporter, title=f"{selection.size}, ")
+            level = compute_shared_level(options.rule.level, len(prepared), ended)
             found = selection.run(store, level, answered=True)
             ended.append(found.chosen)
             check_plan(found.plan, f"the plan for {output}")
@@ -137,21 +137,21 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
         reporter.say(f"wrote {output} and {place / SELECTION}")
         results.append(make_selection_result(found, plan=str(output)))
     if were_finished:
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
     if options.budgets is None:
         return results[0]
     return SelectionsResult(sizes={str(result.size): result for result in results})
 
 
 def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Path, SelectionJob]]:
-    """Check everything and load the model; return where each selection is kept, its plan file, and the selection."""
+    """Check all options and load the model; return the directory, plan file and selection of each size."""
     profile = options.table.profile
     rule = options.rule
     sizes = options.sizes
     parse_phases(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
-    from kvsearch.selection.signal_candidates import explore
+    from kvsearch.selection.signal_candidates import find_measured
 
     protocol = options.asked_protocol
     choice, reported = (options.split(name, asked, protocol).without(options.used) for name, asked in tasks.items())
@@ -164,9 +164,9 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     loaded = options.load_calibrated(reporter)
     selections = []
     for size in sizes:
-        explored = explore(profile, size, options.routes, options.allocators)
+        explored = find_measured(profile, size, options.routes, options.allocators)
         selection = prepare_selection(loaded, profile, size, choice, reported, options.phases, explored, rule)
         selections.append(selection)
     if options.samples is not None:
-        warn_of_coverage(reporter, [*selections[0].race.encoded, *selections[0].report_prompts])
+        warn_about_coverage(reporter, [*selections[0].race.encoded, *selections[0].report_prompts])
     return list(zip(places, outputs, selections, strict=True))

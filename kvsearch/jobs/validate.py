@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvsearch.calibration.steps import calibration_content
+from kvsearch.calibration.steps import read_calibration_content
 from kvsearch.config.options import RULE, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
@@ -18,15 +18,15 @@ from kvsearch.jobs.groups import (
     RATIO,
     SAMPLES_OPTION,
     TASKS,
-    Batches,
-    WithTasks,
-    WithWorkers,
-    asked_flags,
-    flags_of,
-    following,
+    BatchOptions,
+    TaskOptions,
+    WorkerOptions,
+    changed_flags,
+    format_command,
+    list_changed_flags,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
+from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
 from kvsearch.plan import Size
 from kvsearch.plan.origin import ContextRecord, ContextSet
 from kvsearch.plan.profile import load_profile
@@ -46,8 +46,8 @@ JUDGED = "What is judged"
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
 
-class OnSignals(WithTasks, WithWorkers, Batches):
-    """A PolyKV calibration, and how questions are asked of its model."""
+class SignalOptions(TaskOptions, WorkerOptions, BatchOptions):
+    """Options of jobs on a PolyKV calibration, with tasks for its model."""
 
     recipes: ClassVar[bool] = True
 
@@ -60,7 +60,7 @@ class OnSignals(WithTasks, WithWorkers, Batches):
 
     @property
     def measured(self) -> str | None:
-        """The name of the model; None where it cannot be told."""
+        """The name of the measured model; None if unknown."""
         return _stated(self.directory, "model") if self.model is None else self.model
 
     @cached_property
@@ -111,13 +111,13 @@ class OnSignals(WithTasks, WithWorkers, Batches):
 
 
 def _stated(directory: Path, name: str) -> str | None:
-    """Return what the configuration of a calibration says of the model that was measured; None: nothing."""
-    value = calibration_content(directory).get(name)
+    """Read a setting of the measured model from the configuration of a calibration; None if it has none."""
+    value = read_calibration_content(directory).get(name)
     return value if isinstance(value, str) else None
 
 
-class ValidateOptions(OnSignals):
-    """Which signals are judged, at which sizes, and by which questions."""
+class ValidateOptions(SignalOptions):
+    """Options of `validate`: signals, sizes and questions."""
 
     job: ClassVar[str] = "validate"
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "ratio")
@@ -157,17 +157,17 @@ class ValidateOptions(OnSignals):
 
 
 def remarks(options: ValidateOptions, found: ValidationResult) -> Iterator[str]:
-    """Say where the verdicts are kept, and offer to choose by them."""
+    """Yield where the verdicts are kept, and the command to choose by them."""
     yield f"kept in {options.directory / VALIDATION_FILE}"
     sizes = [f"{at.budget:g}" for at in found.budgets if at.ratio is None]
     if sizes:
         size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
-        asked = (*flags_of(options, ("model",)), *asked_flags(options))
-        yield following("select", options.directory, *size, "-o", options.directory / "selected.json", *asked)
+        asked = (*list_changed_flags(options, ("model",)), *changed_flags(options))
+        yield format_command("select", options.directory, *size, "-o", options.directory / "selected.json", *asked)
 
 
 def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
-    """Return what would be judged and asked, and what that costs; errors as `validate` before anything is asked."""
+    """Forecast the work of `validate`; errors as `validate` before any evaluation."""
     prepared = _prepare(options, reporter)
     first = prepared[0]
     if not options.force:
@@ -207,25 +207,25 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
             replies = validation.evaluation.replies
             many = f"{validation.strategies} strategies and the full cache"
             reporter.say(f"{many} at {validation.budget:g} entries per kv head: {replies} replies")
-            store = stage_store(run.directory, validation.config, reporter)
+            store = make_stage_store(run.directory, validation.config, reporter)
             result = ValidationResult(**dict(conditions), budgets=(validation.run(store, answered=True),))
             found = result if found is None else result.merged(found)
             run.write(path.name, found.as_json())
         run.finish()
     assert found is not None
     if found == before:
-        reporter.say(FINISHED)
+        reporter.say(FINISHED_NOTE)
     return found
 
 
 def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig:
     """Return the configuration of the run: validations of other signals and sizes are the same one."""
     content = prepared.conditions.model_dump(mode="json", exclude={"model"})  # the profile has it
-    return RunConfig(job="validate", options=options.recorded(), content=content)
+    return RunConfig(job="validate", options=options.to_recipe(), content=content)
 
 
 def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValidation]:
-    """Check everything and load the model; return what is to be judged at every size."""
+    """Check all options and load the model; prepare the validation of every size."""
     tasks = options.find_tasks(options.measured, options.split)
     from kvsearch.selection.splits import refuse_reported
     from kvsearch.selection.validate import find_uses, prepare_validation
@@ -236,10 +236,10 @@ def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValid
     sizes = [Size(budget=measured) for measured in table.axes.budgets]
     if options.budget is not None or options.ratio is not None:
         sizes = [Size(options.budget, options.ratio)]
-    asked = options.asked_of(tasks, options.samples, options.asked_protocol).without(options.used)
+    asked = options.make_split(tasks, options.samples, options.asked_protocol).without(options.used)
     loaded = options.load_calibrated(reporter)
     prepared = [prepare_validation(loaded, table.profile, size, asked, uses, options.permutations) for size in sizes]
-    warn_of_coverage(reporter, prepared[0].evaluation.encoded)
+    warn_about_coverage(reporter, prepared[0].evaluation.encoded)
     for note in dict.fromkeys(note for validation in prepared for note in validation.notes):
         reporter.warn(note)
     return prepared

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvsearch.calibration.steps import profile_file
+from kvsearch.calibration.steps import find_profile_file
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import open_file, read_text
 from kvsearch.core.parsing import read_json
@@ -341,7 +341,7 @@ def _load_directory(path: Path) -> LoadedArtifact:
     if (path / PROFILE).exists() or config is not None:
         below = [path / VALIDATION, *sorted(path.glob(f"selection/*/{SELECTION}"))]
         return LoadedArtifact(
-            path, "profile", load_profile(profile_file(path)), config=config, places=_keep_existing(below)
+            path, "profile", load_profile(find_profile_file(path)), config=config, places=_keep_existing(below)
         )
     if (path / FOLDER_PLAN).is_file():
         return replace(_load_json(path / FOLDER_PLAN), path=path)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kvsearch.calibration.steps import SAMPLES as MEASURED
+from kvsearch.calibration.steps import STEPS_FOLDER as MEASURED
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import TEMPORARY, open_file, read_bytes
 from kvsearch.core.parsing import read_json

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from kvsearch.budgets.lukv import MarginalSolver, solve_exactly
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.calibration.analysis import lost_mass, stability
+from kvsearch.calibration.analysis import compute_lost_mass, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.core.items import group_by_key
 from kvsearch.core.printed import format_csv
@@ -336,7 +336,7 @@ def list_selections(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Meas
             yield MeasuredCell(row, "PolyKV Top-1", None, key=row, text="no candidate")
             continue
         top = outcome.leader.name
-        spread = [mean[method.name] for method in outcome.foremost("candidate") if method.name in mean]
+        spread = [mean[method.name] for method in outcome.list_foremost("candidate") if method.name in mean]
         lead = mean[top] - mean[best]
         yield MeasuredCell(row, "PolyKV Top-1", mean[top], key=row, text=f"{mean[top]:.2f} ({top})")
         yield MeasuredCell(row, "Top-5 range", None, key=row, text=f"{min(spread):.2f} to {max(spread):.2f}")
@@ -463,7 +463,7 @@ def list_profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measur
             for column, value in {**lost, "all": loss.sum(), "worst head": loss.max()}.items():
                 yield MeasuredCell(name, column, 100 * float(value), f"Figures 3, 4, 6: {metric}")
     for metric, profile in named:
-        correlation = stability(profile, ratio)
+        correlation = measure_stability(profile, ratio)
         for column in ("questions", "texts", "halves"):
             yield MeasuredCell(metric, column, getattr(correlation, column), "Figure 2b")
         for name, evicted, kept in compare_solvers(profile.arrays["mass"]):
@@ -495,7 +495,7 @@ def _compute_eviction_losses(profile: Profile, ratio: float, shared: Profile | N
     if shared is not None:
         kept["Ada"] = 1 - shared.local_ratios(ratio)
     kept["LU-KV"] = 1 - profile.local_ratios(ratio)
-    return {name: lost_mass(profile, share) for name, share in kept.items()}
+    return {name: compute_lost_mass(profile, share) for name, share in kept.items()}
 
 
 VIEWS: Mapping[str, Callable[[PaperTable, Sequence[Stage]], Iterator[MeasuredCell]]] = {

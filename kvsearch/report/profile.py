@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvsearch.calibration.analysis import lost_mass, ranking_gap, stability
+from kvsearch.calibration.analysis import compute_lost_mass, compute_ranking_gap, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.plan import Phase, Profile, ProfileMetadata
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
@@ -69,8 +69,8 @@ def compute_eviction_losses(profile: Profile, ratio: float) -> dict[str, Floats]
     """Compute the evicted importance under uniform budgets and under the profile's."""
     ratios = profile.local_ratios(ratio)
     return {
-        "uniform": lost_mass(profile, np.full(ratios.shape, 1 - ratio)),
-        profile.metadata.method: lost_mass(profile, 1 - ratios),
+        "uniform": compute_lost_mass(profile, np.full(ratios.shape, 1 - ratio)),
+        profile.metadata.method: compute_lost_mass(profile, 1 - ratios),
     }
 
 
@@ -103,7 +103,7 @@ def _list_lukv_parts(profile: Profile, ratio: float) -> Iterator[ReportPart]:
     if "recall" not in profile.arrays:
         return
     layers = profile.metadata.layers
-    gap = make_layer_map({"": ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
+    gap = make_layer_map({"": compute_ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
     yield Figure("ranking-gap", "recall lost to the oracle ranking", describe_profile(profile), gap)
     losses = compute_eviction_losses(profile, ratio)
     lost: list[tuple[str | int, list[float]]] = [
@@ -122,7 +122,7 @@ def _list_lukv_parts(profile: Profile, ratio: float) -> Iterator[ReportPart]:
 
 def _list_stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
     """Yield a table of how stable local ratios are over what they were measured on, and a verdict."""
-    stabilities = [stability(profile, ratio) for ratio in RATIOS_SHOWN]
+    stabilities = [measure_stability(profile, ratio) for ratio in RATIOS_SHOWN]
     rows = [(f"{stable.ratio:g}", (stable.questions, stable.texts, stable.halves)) for stable in stabilities]
     columns = ["ratio", f"{noun} of one text", "texts", "halves of the texts"]
     yield Table.numbers("rank correlation of local ratios", columns, rows, ".2f")

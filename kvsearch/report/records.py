@@ -20,7 +20,7 @@ from kvsearch.tasks.ruler import DrawnRulerTask, RulerTask
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.strategies.compared import ReadyMethod
+    from kvsearch.strategies.ready_methods import ReadyMethod
 
 PREDICTIONS = "predictions.csv"
 METRICS = "metrics.json"

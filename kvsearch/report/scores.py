@@ -12,7 +12,7 @@ from kvsearch.report.numbers import describe_coverage, format_bounds, format_per
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.results.validation import ValidationResult
-from kvsearch.selection.verdicts import AtBudget
+from kvsearch.selection.verdicts import BudgetVerdicts
 from kvsearch.tasks.metrics.likelihood import read_losses
 
 HEADROOM = {
@@ -84,7 +84,7 @@ def list_harness_lines(results: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def make_validation_tables(result: ValidationResult, at: AtBudget) -> tuple[Table, Table]:
+def make_validation_tables(result: ValidationResult, at: BudgetVerdicts) -> tuple[Table, Table]:
     """Return scores at one size in percent with the verdicts, and what every strategy gains on its controls.
 
     They are two, and narrow, so that 80 columns show them whole.
@@ -126,7 +126,7 @@ def list_validation_parts(result: ValidationResult) -> Iterator[str | Table]:
         yield from list_verdict_lines(at)
 
 
-def list_verdict_lines(at: AtBudget) -> Iterator[str]:
+def list_verdict_lines(at: BudgetVerdicts) -> Iterator[str]:
     """Say why every signal got its verdict, a line each."""
     for judged in at.signals:
         advice = ", do not build strategies of this size on it" if judged.verdict == "harmful" else ""

@@ -38,7 +38,7 @@ def make_search_result(results: Sequence[Evolved], evaluations: int, tokens: int
     coverage = {name: tuple(task.coverage for task in encoded) for name, encoded in first.encoded.items()}
     questions = {name: sum(task.questions for task in tasks) for name, tasks in coverage.items()}
     return SearchResult(
-        model=first.base.loaded.name,
+        model=first.setup.loaded.name,
         questions={**questions, "search": len(first.samples)},
         asked=coverage,
         evaluations=evaluations,

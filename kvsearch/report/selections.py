@@ -20,12 +20,12 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.selection import (
-    LEAST_CONTEXTS,
-    Kind,
+    MIN_CONTEXTS_FOR_PROOF,
+    MethodKind,
     MethodResult,
-    Part,
     PhaseResult,
-    Reported,
+    PlanPart,
+    ReportScores,
     Rule,
     Screening,
     Selection,
@@ -34,7 +34,7 @@ from kvsearch.selection.selection import (
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
-PARTS: dict[Part, tuple[str, str]] = {  # what brings something, and what the plan is with it
+PARTS: dict[PlanPart, tuple[str, str]] = {  # what brings something, and what the plan is with it
     "rankings": ("its rankings bring", "its rankings with even budgets"),
     "budgets": ("its budgets bring", "its rankings with its budgets"),
     "carry": ("what its entries carry brings", ""),
@@ -81,7 +81,11 @@ def describe_decision(result: PhaseResult) -> str:
     if leader is None:
         return f"{result.best}, the best of {baselines}, is written: every strategy is a baseline, too"
     lead = _describe_lead(leader, result)
-    note = "; with fewer than 8 contexts no lead is beyond chance" if result.asked.contexts < LEAST_CONTEXTS else ""
+    note = (
+        "; with fewer than 8 contexts no lead is beyond chance"
+        if result.asked.contexts < MIN_CONTEXTS_FOR_PROOF
+        else ""
+    )
     if result.verdict != "baseline":
         is_better = "is likely better than"
         if result.verdict == "beats":
@@ -98,7 +102,7 @@ def describe_decision(result: PhaseResult) -> str:
     )
 
 
-def _count_kind(result: PhaseResult, kind: Kind) -> str:
+def _count_kind(result: PhaseResult, kind: MethodKind) -> str:
     """Count candidates or baselines, and those among them that were dropped before they replied."""
     text = pluralize(result.count(kind), kind)
     dropped = 0 if result.screening is None else result.screening.count(kind)
@@ -121,7 +125,7 @@ def describe_lower_tasks(result: PhaseResult) -> str:
     return f"; it scores less on {' and '.join(result.lower)}" if result.lower else ""
 
 
-def report_ahead_words(report: Reported) -> str:
+def report_ahead_words(report: ReportScores) -> str:
     """Say of a report what `describe_higher_plans` says."""
     others = len(report.scores) - 2
     if not report.nats:
@@ -270,7 +274,7 @@ def make_report_table(selection: SelectionResult) -> Table:
     return Table(title, header, [("", rows)], (selection.reported, *selection.notes))
 
 
-def score_facts(report: Reported, name: str) -> Iterator[tuple[str, str]]:
+def score_facts(report: ReportScores, name: str) -> Iterator[tuple[str, str]]:
     """Yield what a plan scores in a report, what the full cache does, and what the best candidate leads by, named."""
     if report.nats:
         yield "nats above full", format_nats(report.nats[name].excess)
@@ -282,7 +286,7 @@ def score_facts(report: Reported, name: str) -> Iterator[tuple[str, str]]:
         yield "best candidate's lead", format_interval(report.lead, "+.1f")
 
 
-def _find_heading(report: Reported) -> str:
+def _find_heading(report: ReportScores) -> str:
     """Return the heading of what methods are compared by."""
     return "nats above full" if report.nats else "score"
 

@@ -13,8 +13,8 @@ from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.results.base import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
-from kvsearch.search.trials import BestLine, ResultLine, ToldLine, TrialLog
-from kvsearch.selection.selection import Verdict
+from kvsearch.search.trials import BestRecord, GenerationRecord, JobRecord, TrialLog
+from kvsearch.selection.selection import RaceVerdict
 from kvsearch.tasks.base import Coverage
 
 Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
@@ -47,7 +47,7 @@ class FoundAtBudget(Stored):
     finalists: dict[str, Finalist]
     start: str
     chosen: str
-    verdict: Verdict
+    verdict: RaceVerdict
     best: str
     budgets: SearchedBudgets
     report: dict[str, Estimate]
@@ -63,8 +63,8 @@ class Trace:
     Values are what the search minimises; tokens were read under candidates, seconds are of work, in all sessions.
     """
 
-    generations: tuple[tuple[int, ToldLine], ...]
-    best: BestLine | None
+    generations: tuple[tuple[int, GenerationRecord], ...]
+    best: BestRecord | None
     evaluations: int
     tokens: int
     seconds: float
@@ -106,15 +106,15 @@ def read_trace(path: Path) -> Trace:
     keys = set[str]()
     tokens = 0
     seconds = 0.0
-    best: BestLine | None = None
-    generations = list[tuple[int, ToldLine]]()
+    best: BestRecord | None = None
+    generations = list[tuple[int, GenerationRecord]]()
     for line in read_lines(path, TrialLog.parse):
         seconds = line.at
-        if isinstance(line, ResultLine):
+        if isinstance(line, JobRecord):
             keys.update(line.keys)
             tokens += line.tokens
-        elif isinstance(line, BestLine):
+        elif isinstance(line, BestRecord):
             best = line
-        elif isinstance(line, ToldLine):
+        elif isinstance(line, GenerationRecord):
             generations.append((len(keys), line))
     return Trace(tuple(generations), best, len(keys), tokens, seconds)

@@ -13,7 +13,7 @@ from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result
 from kvsearch.runs.estimates import Difference
-from kvsearch.selection.selection import PhaseResult, Reported, Rule, TriedBudget
+from kvsearch.selection.selection import PhaseResult, ReportScores, Rule, TriedBudget
 from kvsearch.strategies.names import FULL
 
 
@@ -37,7 +37,7 @@ class SelectionResult(Result):
     decision: str
     total: int
     uniform: str
-    report: Reported
+    report: ReportScores
     reported: str
     notes: tuple[str, ...] = ()
     loss: Difference

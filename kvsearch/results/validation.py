@@ -15,7 +15,7 @@ from pydantic import Field
 from kvsearch.core.parsing import read_json
 from kvsearch.plan.saved import PROFILE
 from kvsearch.results.base import Result, read_content
-from kvsearch.selection.verdicts import AtBudget, Conditions, JudgedSignal
+from kvsearch.selection.verdicts import BudgetVerdicts, Conditions, JudgedSignal
 
 if TYPE_CHECKING:
     from kvsearch.strategies.from_signals import Strategy
@@ -27,7 +27,7 @@ class ValidationResult(Result, Conditions):
     """Signals of one profile, judged by the same questions at one or several sizes, smaller budgets first."""
 
     SCHEMA: ClassVar[str] = "kvsearch.validation/3"
-    budgets: tuple[AtBudget, ...] = Field(min_length=1)
+    budgets: tuple[BudgetVerdicts, ...] = Field(min_length=1)
 
     def merged(self, other: ValidationResult) -> ValidationResult:
         """Return all of this validation, and what only the other one, of the same conditions, has judged."""
@@ -74,7 +74,7 @@ def find_harmful(directory: Path, strategy: Strategy, budget: float) -> str | No
 
 def _nearest(
     found: ValidationResult, use: tuple[str, str | None], phases: str, budget: float
-) -> tuple[JudgedSignal, AtBudget] | None:
+) -> tuple[JudgedSignal, BudgetVerdicts] | None:
     """Return what was judged of a signal in its use nearest to a budget, by ratio, and where."""
     there = [
         (one, at) for at in found.budgets for one in at.signals if (one.kind, one.signal, one.phases) == (*use, phases)

@@ -1,4 +1,4 @@
-"""Who evaluates the candidates of a search, here or in each of several workers: a bank, or runs of their plans.
+"""Evaluators of candidates, in this process or in several workers: the candidate bank, or runs of their plans.
 
 Candidates with budgets of the decode phase are run whole, as `evaluate` runs plans: what leaves while decoding depends
 on every token that follows the prompt, so there is no order of entries that serves all candidates. Each has a cache of
@@ -26,11 +26,11 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.replies import find_stop_tokens, has_windows
 from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.memory import Splitting
-from kvsearch.search.bank.passes import predicted_answers
+from kvsearch.search.bank.memory import SplittingRunner
+from kvsearch.search.bank.passes import stack_answers
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.evolve import PreparedSearch
-from kvsearch.search.start_plans import Base
+from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import Evaluator, Executor
 from kvsearch.signals.predictions import answer_losses
 from kvsearch.tasks.splits import group_by_text
@@ -38,17 +38,17 @@ from kvsearch.workers.base import SerialExecutor
 from kvsearch.workers.models import ModelSource, ModelWorkers
 from kvsearch.workers.ray import RayExecutor
 
-Context = list[int]  # the samples that share a prompt
+SampleIndices = list[int]  # the samples that share a prompt
 
 
-class PlanRuns:
+class PlanEvaluator:
     """Measures candidates by running their plans; an `Evaluator`, exact in every phase and under every policy.
 
     Results are data, as those of `CandidateBank`, and do not depend on which candidates are evaluated together.
 
     Args:
         base: policies and phases.
-        samples: of one protocol; see `bank_samples`.
+        samples: of one protocol; see `list_samples`.
         objective: what candidates are judged by, "nll" or "metric".
         batch: contexts that are read together.
         max_memory: bytes for compressed caches; see `compress_prompts`.
@@ -59,22 +59,22 @@ class PlanRuns:
 
     def __init__(
         self,
-        base: Base,
+        setup: SearchSetup,
         samples: Sequence[BankSample],
         *,
         objective: str = "nll",
         batch: int = 8,
         max_memory: int | None = None,
     ) -> None:
-        self.base = base
+        self.setup = setup
         self.objective = objective
         self.samples = tuple(samples)
-        self.model = base.loaded.model
+        self.model = setup.loaded.model
         check_samples(self.model, self.samples)
         # on a model with sliding windows nothing may be padded between a prompt and what follows it
         self.batch = 1 if has_windows(self.model) else batch
         self.memory = max_memory
-        self._splitting = Splitting()
+        self._splitting = SplittingRunner()
         self.tokens_spent = 0  # that the model has read: prompts, and what followed them under every candidate
 
     def evaluate(self, job: Sequence[Ints]) -> Floats:
@@ -86,18 +86,18 @@ class PlanRuns:
         """
         if self.objective != "metric":
             require_answers(self.samples)
-        programs = [Program.from_plan(self.model, self.base.plan(np.asarray(table), {}, 0)) for table in job]
+        programs = [Program.from_plan(self.model, self.setup.plan(np.asarray(table), {}, 0)) for table in job]
         values = np.full((len(programs), len(self.samples)), np.nan)
 
-        def measure(_: object, batch: list[Context], candidates: slice) -> None:
+        def measure(_: object, batch: list[SampleIndices], candidates: slice) -> None:
             numbers = range(candidates.start, candidates.stop)
             for joint in self._read({str(number): programs[number] for number in numbers}, batch):
-                for method, index, value in self._measured(joint, batch):
+                for method, index, value in self._measure_questions(joint, batch):
                     values[int(method), index] = value
 
         with run_attention(self.model):
             contexts = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in self.samples)
-            for batch in make_batches(contexts, self.batch, self._alike):
+            for batch in make_batches(contexts, self.batch, self._batch_key):
                 self._splitting.run(batch, len(programs), len(programs), list, measure)
         return values
 
@@ -106,27 +106,29 @@ class PlanRuns:
 
     # --- contexts -------------------------------------------------------------------------------------------------
 
-    def _alike(self, context: Context) -> tuple[str, bool]:
-        """Return what contexts that are read as one batch have in common."""
+    def _batch_key(self, context: SampleIndices) -> tuple[str, bool]:
+        """Return the key that contexts of one batch share."""
         sample = self.samples[context[0]]
         return sample.task.task.name, is_beyond_switch(self.model, len(sample.prompt))
 
-    def _read(self, programs: Mapping[str, Program], contexts: Sequence[Context]) -> Iterator[JointReplies]:
-        """Read the prompts of some contexts under all programs."""
+    def _read(self, programs: Mapping[str, Program], contexts: Sequence[SampleIndices]) -> Iterator[JointReplies]:
+        """Prefill the prompts of some contexts under all programs."""
         firsts = [self.samples[context[0]] for context in contexts]
         prompts = [sample.prompt for sample in firsts]
-        stop = find_stop_tokens(self.base.loaded, firsts[0].task.format)
-        known = None
+        stop = find_stop_tokens(self.setup.loaded, firsts[0].task.format)
+        last_logits = None
         try:
             for joint in compress_prompts(self.model, programs, prompts, stop, firsts[0].finished, self.memory):
-                if joint.logits is not known:
-                    known = joint.logits
+                if joint.logits is not last_logits:
+                    last_logits = joint.logits
                     self.tokens_spent += sum(map(len, prompts))
                 yield joint
         except NonFiniteError as error:
             raise IncompatibleError(f"{firsts[error.row].place}: {error}") from error
 
-    def _measured(self, joint: JointReplies, contexts: Sequence[Context]) -> Iterator[tuple[str, int, float]]:
+    def _measure_questions(
+        self, joint: JointReplies, contexts: Sequence[SampleIndices]
+    ) -> Iterator[tuple[str, int, float]]:
         """Yield values by method and sample: the first question of every context, then the second, and so on."""
         for number in range(max(map(len, contexts))):
             # a context without a question of that number repeats its first one, unheard
@@ -138,26 +140,28 @@ class PlanRuns:
                 if number < len(contexts[column]):
                     yield joint.methods[method], asked[column], value
 
-    def _scores(self, joint: JointReplies, asked: Context) -> list[float]:
-        """Return the metric of the replies to samples, NaN for all where the model gives NaN for one."""
+    def _scores(self, joint: JointReplies, asked: SampleIndices) -> list[float]:
+        """Score greedy replies to samples by their metric; NaN for all if the model gives NaN for one."""
         samples = [self.samples[index] for index in asked]
         replies = joint.replies
         limits = [sample.limit for sample in samples]
         try:
-            made = replies.ask([sample.asked for sample in samples], limits)
+            reply_ids = replies.ask([sample.asked for sample in samples], limits)
         except NonFiniteError:
             return [math.nan] * len(samples)
-        self.tokens_spent += sum(len(sample.asked) + len(reply) for sample, reply in zip(samples, made, strict=True))
-        return [sample.score(reply) for sample, reply in zip(samples, made, strict=True)]
+        self.tokens_spent += sum(
+            len(sample.asked) + len(reply) for sample, reply in zip(samples, reply_ids, strict=True)
+        )
+        return [sample.score(reply) for sample, reply in zip(samples, reply_ids, strict=True)]
 
-    def _losses(self, joint: JointReplies, asked: Context) -> list[float]:
+    def _losses(self, joint: JointReplies, asked: SampleIndices) -> list[float]:
         """Return the mean losses of the teacher-forced answers of samples, as `CandidateBank.losses` defines them."""
         samples = [self.samples[index] for index in asked]
         sums = np.zeros(len(samples))
         rows = max(sample.predicting for sample in samples)
         if rows:
             logits = joint.replies.force([sample.following for sample in samples], rows)
-            sums += answer_losses(logits, predicted_answers(samples, self.model.device))
+            sums += answer_losses(logits, stack_answers(samples, self.model.device))
             self.tokens_spent += sum(len(sample.following) for sample in samples)
         for row, sample in enumerate(samples):
             if len(sample.answer) > sample.predicting:  # the prompt predicts the first
@@ -167,30 +171,30 @@ class PlanRuns:
 
 
 def make_executor(search: PreparedSearch, cap: int, progress: Progress | None = None) -> Executor:
-    """Return an executor for a search: here, or in each of the model's workers, if it has any.
+    """Make the executor of a search: in this process, or in each of the model's workers if it has any.
 
     `cap` is the largest budget of any candidate.
 
     Raises:
         KvsearchError: see `CandidateBank`.
     """
-    if isinstance(workers := search.base.loaded.workers, ModelWorkers):
-        return RayExecutor(worker_factory(search, workers.source, cap), workers.pool)
+    if isinstance(workers := search.setup.loaded.workers, ModelWorkers):
+        return RayExecutor(make_worker_factory(search, workers.source, cap), workers.pool)
     how = search.settings.objective, search.asked, cap
-    return SerialExecutor(make_evaluator(search.base, search.samples, *how, progress=progress))
+    return SerialExecutor(make_evaluator(search.setup, search.samples, *how, progress=progress))
 
 
-def worker_factory(search: PreparedSearch, source: ModelSource, cap: int) -> partial[Evaluator]:
-    """Return what builds the evaluator of a worker: questions are sent, the model is loaded there."""
+def make_worker_factory(search: PreparedSearch, source: ModelSource, cap: int) -> partial[Evaluator]:
+    """Return a factory of the evaluator in a worker: questions are sent, the model is loaded there."""
     nobody: Any = None
     tasks = {id(sample.task): replace(sample.task, prompts=()) for sample in search.samples}  # its questions alone
     samples = [replace(sample, task=tasks[id(sample.task)]) for sample in search.samples]
     how = search.settings.objective, replace(search.asked, tasks=()), cap
-    return partial(make_evaluator, replace(search.base, loaded=nobody), samples, *how, source)
+    return partial(make_evaluator, replace(search.setup, loaded=nobody), samples, *how, source)
 
 
 def make_evaluator(
-    base: Base,
+    base: SearchSetup,
     samples: Sequence[BankSample],
     objective: str,
     asked: Split,
@@ -198,13 +202,13 @@ def make_evaluator(
     source: ModelSource | None = None,
     progress: Progress | None = None,
 ) -> Evaluator:
-    """Return what measures candidates: a bank where the prompt alone is evicted, else runs of their plans.
+    """Make the evaluator of candidates: a bank where only prompts are evicted, else runs of their plans.
 
-    The model is that of `base`, or loaded from its `source`.
+    The model is that of `setup`, or loaded from its `source`.
     """
     if source is not None:
         base = replace(base, loaded=source.load())
-    judged: dict[str, Any] = {"objective": objective, "max_memory": asked.max_memory}
-    if base.in_prefill:
-        return CandidateBank(base.loaded, base.by_layer, samples, cap, **judged, progress=progress)
-    return PlanRuns(base, samples, **judged, batch=asked.batch)
+    options: dict[str, Any] = {"objective": objective, "max_memory": asked.max_memory}
+    if base.evicts_prompts_only:
+        return CandidateBank(base.loaded, base.policies_by_layer, samples, cap, **options, progress=progress)
+    return PlanEvaluator(base, samples, **options, batch=asked.batch)

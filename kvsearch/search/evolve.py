@@ -32,18 +32,18 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
-from kvsearch.search.bank.samples import BankSample, bank_samples
+from kvsearch.search.bank.samples import BankSample, list_samples
 from kvsearch.search.loop import Search, SearchOutcome, Watcher
 from kvsearch.search.optimisers import default_population
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.stages import Frame, stages_of
-from kvsearch.search.start_plans import Base, start_tables
-from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog, TrialRunner
+from kvsearch.search.stages import BudgetBounds, make_stages
+from kvsearch.search.start_plans import SearchSetup, make_start_tables
+from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog, TrialRunner
 from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.comparison import PlanRace
-from kvsearch.selection.selection import PhaseResult, Rule, shared_level
+from kvsearch.selection.selection import PhaseResult, Rule, compute_shared_level
 from kvsearch.selection.splits import refuse_shared
-from kvsearch.strategies.methods import direct_plan
+from kvsearch.strategies.methods import make_direct_plan
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 from kvsearch.tasks.metrics import is_right
@@ -53,7 +53,7 @@ SPLIT_USES: dict[str, Use] = {"search": "fitted", "choice": "chosen", "report": 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What was chosen on the second split: its name, budgets and plan, and how the race of all finalists ended.
+    """The choice on the second split: its name, budgets and plan, and the result of the race of all finalists.
 
     `finalists` are the start plans by their names, and the best candidates as "#1", "#2", ...; `best` is the one with
     the highest score of those asked to the end, of equal ones the lower loss, then the first. Baselines of the
@@ -70,12 +70,12 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class PreparedSearch:
-    """A search whose model, questions and start plans fit together; see `prepare_searches`.
+    """A search at one budget whose model, questions and start plans are checked; see `prepare_searches`.
 
-    `splits` are those of `SPLIT_USES`, the first one alone where nothing is chosen.
+    `splits` are named as in `SPLIT_USES`; only the first is needed where nothing is chosen.
     """
 
-    base: Base
+    setup: SearchSetup
     budget: int
     settings: EvolveSettings
     starts: Mapping[str, Ints]
@@ -92,79 +92,79 @@ class PreparedSearch:
 
     @cached_property
     def samples(self) -> list[BankSample]:
-        """What is searched on."""
-        samples = bank_samples(self.encoded["search"], self.settings.protocol, self.answers)
+        """Samples of the search split."""
+        samples = list_samples(self.encoded["search"], self.settings.protocol, self.answers)
         return [sample for sample in samples if self.kept is None or sample.sha256 in self.kept]
 
     @property
     def asked(self) -> Split:
-        """The questions that are searched on, and how they are asked."""
+        """The search split: its questions and prompt settings."""
         return self.splits["search"]
 
     @property
     def needs_replies(self) -> bool:
-        """Whether the model's own replies decide what is teacher-forced."""
+        """Whether the teacher-forced answers are the model's own replies."""
         return self.settings.answers == "own" and self.settings.objective != "metric"
 
     @cached_property
     def data_sha256(self) -> str:
-        """Of what is searched on."""
+        """SHA-256 of the samples and answers of the search split."""
         return hash_json([[sample.sha256, sample.answer.tolist()] for sample in self.samples])
 
     @cached_property
-    def frame(self) -> Frame:
-        """Floors, caps and the size that is shared."""
+    def bounds(self) -> BudgetBounds:
+        """Floors and caps of heads, and the total."""
         # budgets above what a sequence has in a phase are of no use, but a start plan may have them
-        share = self.budget * (self.settings.group_size if self.settings.parity else self.base.heads[0])
-        known = np.stack([self.base.floors, *self.starts.values()])
-        leasts = [int(part.max()) for part in np.split(known, len(self.base.phases), axis=1)]
-        most = [
-            max(min(longest(self.samples, phase), share), least)
-            for phase, least in zip(self.base.phases, leasts, strict=True)
+        share = self.budget * (self.settings.group_size if self.settings.parity else self.setup.heads[0])
+        tables = np.stack([self.setup.floors, *self.starts.values()])
+        floors_of_phase = [int(part.max()) for part in np.split(tables, len(self.setup.phases), axis=1)]
+        caps_of_phase = [
+            max(min(find_longest(self.samples, phase), share), floor)
+            for phase, floor in zip(self.setup.phases, floors_of_phase, strict=True)
         ]
-        rows = len(self.base.floors) // len(most)
-        caps = np.repeat(np.array(most), rows)[:, None] * np.ones_like(self.base.floors)
-        return Frame(self.budget, self.base.floors, caps, self.base.phases, self.base.choices)
+        rows = len(self.setup.floors) // len(caps_of_phase)
+        caps = np.repeat(np.array(caps_of_phase), rows)[:, None] * np.ones_like(self.setup.floors)
+        return BudgetBounds(self.budget, self.setup.floors, caps, self.setup.phases, self.setup.choices)
 
     @property
     def cap(self) -> int:
         """The largest budget that a candidate may have."""
-        return int(self.frame.caps.max())
+        return int(self.bounds.caps.max())
 
     @property
-    def most_candidates(self) -> int:
-        """How many candidates are evaluated at the most: start plans, all generations, and the mean of every stage."""
+    def maximum_candidates(self) -> int:
+        """Upper bound of evaluated candidates: start plans, all generations, and the mean of every stage."""
         settings = self.settings
         uniform = next(iter(self.starts.values()))
         populations = [
             settings.population or default_population(stage.space.dimension)
-            for stage in stages_of(settings, self.frame, self.starts, lambda: uniform)
+            for stage in make_stages(settings, self.bounds, self.starts, lambda: uniform)
         ]
         return len(self.starts) + len(populations) + settings.generations * sum(populations)
 
     def search_costs(self, candidates: int) -> list[StageCost]:
-        """Return what it costs to ask the full cache, and to evaluate candidates.
+        """Estimate the cost of full-cache replies and of evaluating candidates.
 
         Prompts are read once for all candidates where plans evict in them.
         """
-        full = make_full_program(self.base.loaded.model)
-        asked = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
+        full = make_full_program(self.setup.loaded.model)
+        full_passes = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
         once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples}
         is_metric = self.settings.objective == "metric"
         read = sum(len(sample.asked if is_metric else sample.following) for sample in self.samples)
         replied = sum(sample.limit for sample in self.samples) if is_metric else 0
-        if not self.base.in_prefill:
+        if not self.setup.evicts_prompts_only:
             read += sum(len(sample.prompt) for sample in self.samples)
         work = Work(tokens=candidates * read) + Work.replying(candidates * replied) + Work.over(once.values())
         return [
-            estimate_replies("ask the full cache", self.encoded["search"], self.asked, [full] * asked),
+            estimate_replies("ask the full cache", self.encoded["search"], self.asked, [full] * full_passes),
             StageCost(f"search, at most {candidates:,} candidates", len(once), len(self.samples), work),
         ]
 
     def decision_costs(self) -> list[StageCost]:
-        """Return what it costs to choose among the finalists, and to report, at most."""
-        model = self.base.loaded.model
-        starts = [Program.from_plan(model, self.base.plan(table, {}, 0)) for table in self.starts.values()]
+        """Estimate the cost, at most, of choosing among the finalists and of the report."""
+        model = self.setup.loaded.model
+        starts = [Program.from_plan(model, self.setup.plan(table, {}, 0)) for table in self.starts.values()]
         chosen = [make_full_program(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
         reported = [make_full_program(model), *starts, *starts[:1] * 3]
         return [
@@ -173,29 +173,29 @@ class PreparedSearch:
         ]
 
     def require_answers(self, progress: Progress | None = None) -> None:
-        """Ask the full cache what is searched on; IncompatibleError if it scores next to nothing."""
-        prepare_plans(self.base.loaded, {}, self.splits["search"]).require_answers(progress)
+        """Evaluate the full cache on the search split; IncompatibleError if it scores next to nothing."""
+        prepare_plans(self.setup.loaded, {}, self.splits["search"]).require_answers(progress)
 
     def search(
         self, executor: Executor, log: TrialLog, allowed: int | None, watcher: Watcher, name: str = ""
     ) -> SearchOutcome:
-        """Do the first part; `allowed` as for `TrialRunner`, `name` and errors as for `Search`."""
+        """Run the search; `allowed` as for `TrialRunner`, `name` and errors as for `Search`."""
         trials = TrialRunner(executor, log, self.settings.objective, allowed)
-        return Search(self.settings, self.frame, self.starts, trials, watcher, name).run()
+        return Search(self.settings, self.bounds, self.starts, trials, watcher, name).run()
 
     def plan(self, table: Ints, settings: Mapping[str, Any], contexts: ContextRecord | None = None) -> Plan:
-        """Return the plan of budgets [phases * L, Hkv]; `settings` and `contexts` go to its provenance."""
-        return self.base.plan(table, settings, self.settings.seed, self.data_sha256, contexts)
+        """Make the plan of budgets [phases * L, Hkv]; `settings` and `contexts` go to its provenance."""
+        return self.setup.plan(table, settings, self.settings.seed, self.data_sha256, contexts)
 
     @property
     def hashes(self) -> dict[Use, list[str]]:
-        """What the contexts of the splits are known by, by what they are for; see `kvsearch.plan.origin`."""
+        """Hashes of the contexts of every split, by use; see `kvsearch.plan.origin`."""
         return {SPLIT_USES[name]: list_context_hashes(encoded) for name, encoded in self.encoded.items()}
 
     def record(self, searched: bool) -> ContextRecord:
-        """Return what a result was fitted, chosen and reported on, its start plans included.
+        """Return the contexts a result was fitted, chosen and reported on, those of its start plans included.
 
-        One that was not `searched` is a start plan, which owes nothing to what is searched on.
+        A result that was not `searched` is a start plan: the search split had no influence on it.
         """
         contexts = {SPLIT_USES[name]: collect_contexts(encoded) for name, encoded in self.encoded.items()}
         if not searched:
@@ -209,11 +209,11 @@ class PreparedSearch:
         store_name: str = "choice",
         level: float | None = None,
     ) -> Choice:
-        """Choose on the second split: a candidate that is better than the best start plan, or else that one.
+        """Choose on the second split: a candidate that is better than the best start plan, else the start plan.
 
         Of several the one with the highest score; with parity the paper's result whatever it scores. See `Choice`.
         """
-        finalists = self._finalists(outcome)
+        finalists = self._find_finalists(outcome)
         settings = {**self.as_json(), "samples": len(self.samples), "ended": outcome.ended}
         plans = {name: self.plan(finalist.table, settings) for name, finalist in finalists.items()}
         ranked = list(finalists)
@@ -222,7 +222,7 @@ class PreparedSearch:
         candidates = {name: plans[name] for name in ranked if name not in self.starts}
         starts = {name: plans[name] for name in ranked if name in self.starts}
         candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
-        prepared = prepare_plans(self.base.loaded, candidate_set.plans, self.splits["choice"])
+        prepared = prepare_plans(self.setup.loaded, candidate_set.plans, self.splits["choice"])
         result = PlanRace(prepared, candidate_set, self.rule, store_name, screens=False).decide(store, level)
         chosen = result.written
         if outcome.result is not None:
@@ -238,7 +238,7 @@ class PreparedSearch:
         return Choice(chosen, table, plan, finalists, best, result)
 
     def reported_plans(self, choice: Choice) -> dict[str, Plan]:
-        """Return what the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets.
+        """Return the plans of the report: the choice as "evolved", start plans, and StreamingLLM with uniform budgets.
 
         Also the best finalist, where something else was chosen.
         """
@@ -248,17 +248,17 @@ class PreparedSearch:
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in tables.items()}}
         streaming = create_policy(STREAMING)
         if self.budget > streaming.sink_count:
-            plans[STREAMING] = direct_plan(
-                self.base.loaded, streaming, Size(budget=self.budget), self.base.phases, Uniform()
+            plans[STREAMING] = make_direct_plan(
+                self.setup.loaded, streaming, Size(budget=self.budget), self.setup.phases, Uniform()
             )
         return plans
 
-    def _finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
+    def _find_finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
         values = {candidate.table.tobytes(): candidate.value for candidate in outcome.pool}
         finalists: dict[str, Candidate] = {}
         for name, table in self.starts.items():
             finalists[name] = Candidate(table, values.get(table.tobytes(), math.inf), f"start {name}")
-        searched = [candidate for candidate in outcome.pool if not candidate.where.startswith(STARTS)]
+        searched = [candidate for candidate in outcome.pool if not candidate.where.startswith(START_PLANS)]
         searched = searched[: self.settings.finalists]
         if outcome.mean is not None:
             searched.append(outcome.mean)
@@ -272,7 +272,7 @@ class PreparedSearch:
 
 @dataclass(frozen=True, eq=False)
 class Evolved:
-    """A finished search: how it went, what was chosen, and how that does on the report split."""
+    """A finished search: its outcome, the choice, and the evaluation on the report split."""
 
     search: PreparedSearch
     outcome: SearchOutcome
@@ -281,14 +281,14 @@ class Evolved:
 
 
 def prepare_searches(
-    base: Base,
+    base: SearchSetup,
     starts: Mapping[int, Mapping[str, Plan]],
     settings: EvolveSettings,
     splits: Mapping[str, Split],
     before: ContextRecord | None = None,
     rule: Rule | None = None,
 ) -> tuple[PreparedSearch, ...]:
-    """Draw the questions of all splits, and prepare a search on them at every budget; all fits together.
+    """Encode the questions of all splits, and prepare and check a search at every budget.
 
     `starts` are start plans by name, by budget: the entries that a kv head keeps on average. `rule` says how sure to
     be. No context is asked that one of these plans was fitted or chosen on, as `before` says (None: as those of the
@@ -296,9 +296,9 @@ def prepare_searches(
 
     Raises:
         UsageError: too few questions, no fresh context, a question in two splits, a group size above the layers, a
-            budget that leaves nothing to search or evicts nothing, or what `start_tables`, `encode_tasks` and spaces
-            refuse.
-        IncompatibleError: see `start_tables` and `encode_tasks`.
+            budget that leaves nothing to search or evicts nothing, or what `make_start_tables`, `encode_tasks` and
+            spaces refuse.
+        IncompatibleError: see `make_start_tables` and `encode_tasks`.
     """
     layers = base.heads[0]
     if "group_size" not in settings.model_fields_set:  # the paper's, as far as the model has so many layers
@@ -306,7 +306,7 @@ def prepare_searches(
         settings = settings.model_copy(update={"group_size": size})
     if settings.space == "groups" and settings.group_size > layers:
         raise UsageError(f"a group of {settings.group_size} layers: the model has {layers}, give at most that many")
-    tables = {budget: start_tables(base, budget, plans) for budget, plans in starts.items()}
+    tables = {budget: make_start_tables(base, budget, plans) for budget, plans in starts.items()}
     plans = next(iter(starts.values()))
     if before is None and plans:
         before = join_records(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
@@ -333,7 +333,7 @@ def run_searches(
     watcher: Watcher,
     store: StageStore | None = None,
 ) -> list[Evolved]:
-    """Search and choose at every budget, then report on all; `allowed` candidates are for all budgets together.
+    """Search and choose at every budget, then report on all; `allowed` bounds the candidates of all budgets together.
 
     Budgets share one bank and one log, and none knows of the others' results. The report split is asked once, at the
     end, of the result of each budget, and beside it of the plan of the smallest budget scaled to that size: these are
@@ -346,49 +346,49 @@ def run_searches(
         outcome = search.search(executor, log, allowed, watcher, f"budget {search.budget}: " if is_front else "")
         if number == len(searches):
             executor.close()  # its memory is for the replies now
-        level = shared_level(alone, len(searches), (choice.race for *_, choice in finished))
+        level = compute_shared_level(alone, len(searches), (choice.race for *_, choice in finished))
         choice = search.choose(outcome, store, f"choice-{search.budget}" if is_front else "choice", level)
         finished.append((search, outcome, choice))
-    level = shared_level(alone, len(searches), (choice.race for *_, choice in finished))
+    level = compute_shared_level(alone, len(searches), (choice.race for *_, choice in finished))
     finished = [
-        (search, outcome, replace(choice, race=choice.race.at_level(level))) for search, outcome, choice in finished
+        (search, outcome, replace(choice, race=choice.race.with_level(level))) for search, outcome, choice in finished
     ]
     smallest = finished[0][2].table
     plans: dict[str, Plan] = {}
-    asked: list[dict[str, str]] = []  # the names in the report, by the name at one budget
+    report_names: list[dict[str, str]] = []  # the names in the report, by the name at one budget
     for search, _, choice in finished:
         compared = search.reported_plans(choice)
         if plans:
-            compared[EXPANDED] = search.plan(search.frame.complete(smallest), {})
-        asked.append({name: f"{name}-{search.budget}" if is_front else name for name in compared})
-        plans |= {asked[-1][name]: plan for name, plan in compared.items()}
+            compared[EXPANDED] = search.plan(search.bounds.complete(smallest), {})
+        report_names.append({name: f"{name}-{search.budget}" if is_front else name for name in compared})
+        plans |= {report_names[-1][name]: plan for name, plan in compared.items()}
     first = searches[0]
-    report = prepare_plans(first.base.loaded, plans, first.splits["report"]).run_stage("report", store)
+    report = prepare_plans(first.setup.loaded, plans, first.splits["report"]).run_stage("report", store)
     evolved = []
-    for (search, outcome, choice), names in zip(finished, asked, strict=True):
+    for (search, outcome, choice), names in zip(finished, report_names, strict=True):
         labels = {FULL: report.names[FULL], **{name: report.names[name_asked] for name, name_asked in names.items()}}
         evolved.append(Evolved(search, outcome, choice, replace(report, names=labels)))
     return evolved
 
 
-def longest(samples: Sequence[BankSample], phase: Phase = "prefill") -> int:
-    """Count the tokens of the longest prompt that is compressed; while decoding, with all that may follow it."""
+def find_longest(samples: Sequence[BankSample], phase: Phase = "prefill") -> int:
+    """Return the tokens of the longest compressed prompt; in the decode phase, with question and longest reply."""
     if phase == "prefill":
         return max(len(sample.prompt) for sample in samples)
     return max(len(sample.prompt) + len(sample.asked) + sample.limit for sample in samples)
 
 
 def check_budget(prepared: PreparedSearch) -> None:
-    """UsageError if the budget leaves nothing to search, evicts nothing, or does not suit the space."""
+    """Raise UsageError if the budget leaves nothing to search, evicts nothing, or does not suit the space."""
     budget = prepared.budget
-    phases = prepared.base.phases
-    choices = np.reshape(prepared.base.floors, (prepared.base.choices, -1, prepared.base.heads[1]))
+    phases = prepared.setup.phases
+    choices = np.reshape(prepared.setup.floors, (prepared.setup.choices, -1, prepared.setup.heads[1]))
     for phase, floors in zip(phases, np.split(choices.min(axis=0), len(phases)), strict=True):
-        most = longest(prepared.samples, phase)
-        what = "prompt" if phase == "prefill" else "prompt and reply"
-        if budget >= most:
+        longest = find_longest(prepared.samples, phase)
+        text = "prompt" if phase == "prefill" else "prompt and reply"
+        if budget >= longest:
             raise UsageError(
-                f"{budget} entries per kv head keep all of the longest {what} ({most} tokens): this budget does not "
+                f"{budget} entries per kv head keep all of the longest {text} ({longest} tokens): this budget does not "
                 "matter here, give a smaller --budget or longer prompts"
             )
         if budget * floors.size <= floors.sum():
@@ -396,13 +396,13 @@ def check_budget(prepared: PreparedSearch) -> None:
                 f"a budget of {budget} is what the policy always keeps: nothing is left to search, raise it"
             )
     uniform = next(iter(prepared.starts.values()))
-    next(stages_of(prepared.settings, prepared.frame, prepared.starts, lambda: uniform))
+    next(make_stages(prepared.settings, prepared.bounds, prepared.starts, lambda: uniform))
 
 
 def keep_hard_questions(
     searches: Sequence[PreparedSearch], progress: Progress | None = None
 ) -> tuple[tuple[PreparedSearch, ...], str]:
-    """Return searches on the questions alone that eviction gets wrong and the full cache right, and how many they are.
+    """Restrict searches to questions that eviction gets wrong and the full cache right; return them and a message.
 
     EvolKV optimises needles on at most 35 instances whose scores are below 60 (arXiv 2509.08315, section 4.2.3). What
     the full cache itself gets wrong tells nothing about budgets, and what even budgets get right leaves nothing to
@@ -426,17 +426,17 @@ def keep_hard_questions(
             f"below {settings.hard_below:g} under even budgets of {first.budget} entries: too few to search on, raise "
             "--samples or --hard-below, or lower the budget"
         )
-    words = (
+    message = (
         f"searching on {len(kept)} of {len(scores)} questions: the full cache answers {len(right)} right, {len(hard)} "
         f"of these score below {settings.hard_below:g} under even budgets of {first.budget} entries"
     )
-    return tuple(replace(search, kept=frozenset(kept)) for search in searches), words
+    return tuple(replace(search, kept=frozenset(kept)) for search in searches), message
 
 
 def measure_difficulty(search: PreparedSearch, progress: Progress | None = None) -> dict[str, dict[str, float]]:
     """Return the scores of all questions, by SHA-256, with the full cache and under even budgets."""
     even = {UNIFORM: search.plan(search.starts[UNIFORM], {})}
     scores: dict[str, dict[str, float]] = {}
-    for reply in prepare_plans(search.base.loaded, even, search.asked).run(progress).samples:
+    for reply in prepare_plans(search.setup.loaded, even, search.asked).run(progress).samples:
         scores.setdefault(reply.prompt_sha256, {})[reply.method] = reply.score
     return scores

@@ -25,20 +25,20 @@ from typing import Protocol
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.search.optimisers import Optimiser, Problem, is_flat, optimiser_of
+from kvsearch.search.optimisers import Optimiser, Problem, create_optimiser, is_flat
 from kvsearch.search.settings import MAX_POOL, EvolveSettings
-from kvsearch.search.stages import Frame, SearchStage, stages_of
-from kvsearch.search.trials import STARTS, Candidate, LimitReachedError, TrialRunner
+from kvsearch.search.stages import BudgetBounds, SearchStage, make_stages
+from kvsearch.search.trials import START_PLANS, Candidate, LimitReachedError, TrialRunner
 
 FLAT_GENERATIONS = 4  # of a stage without any difference, in steps that double; the next stage begins then
 COMPLETED = "completed"
 ALL_LAYERS = slice(None)
-VALUE = attrgetter("value")  # of candidates
+by_value = attrgetter("value")  # of candidates
 
 
 @dataclass
 class SearchOutcome:
-    """What a search found: candidates worth a second look, the best first, and why it ended.
+    """The result of a search: a pool of candidates, best first, and why it ended.
 
     These are the start plans and the best others, so many that no search has more finalists.
 
@@ -60,13 +60,13 @@ class SearchOutcome:
             key = candidate.table.tobytes()
             if math.isfinite(candidate.value) and (key not in pool or candidate.value < pool[key].value):
                 pool[key] = candidate
-        ranked = sorted(pool.values(), key=VALUE)
-        starts = [candidate for candidate in ranked[MAX_POOL:] if candidate.where.startswith(STARTS)]
+        ranked = sorted(pool.values(), key=by_value)
+        starts = [candidate for candidate in ranked[MAX_POOL:] if candidate.where.startswith(START_PLANS)]
         self.pool = [*ranked[:MAX_POOL], *starts]
 
 
-def flatness(values: Collection[float], objective: str) -> str | None:
-    """Return why there is nothing to search, in words; None if the values of different plans differ, or are of one.
+def explain_flat_values(values: Collection[float], objective: str) -> str | None:
+    """Explain why all plans have the same value; None if values differ, or there is only one plan.
 
     It speaks for all layers, so ask it once all stages have varied theirs.
     """
@@ -78,33 +78,33 @@ def flatness(values: Collection[float], objective: str) -> str | None:
 
 
 class Watcher(Protocol):
-    """Told how a search goes; it decides nothing."""
+    """Receives the progress of a search; it decides nothing."""
 
     def stage(self, name: str) -> None:
-        """Hear that something begins."""
+        """A stage begins."""
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
-        """Hear of a generation that is measured; values are to be minimised, NaN for candidates that failed."""
+        """A generation was measured; values are minimised, NaN for failed candidates."""
 
     def ended(self, why: str) -> None:
-        """Hear that the search is over."""
+        """The search is over, for the reason `why`."""
 
 
 @dataclass(eq=False)
 class Search:
-    """One search; `run` may be interrupted at any time and repeated with the same log.
+    """A search at one budget; `run` may be interrupted at any time and repeated with the same log.
 
     Args:
-        settings: what is searched.
+        settings: space, objective and optimiser settings.
         frame: floors and caps of the budgets, and the budget that is shared.
         starts: candidates that are measured first, by name; the first is uniform.
-        trials: what candidates are worth; its log has everything that the search does.
-        watcher: told how it goes.
-        name: in front of the names of stages, where one log has several searches.
+        trials: measures candidates; its log has everything that the search does.
+        watcher: receives progress.
+        name: prefix of stage names, where one log has several searches.
     """
 
     settings: EvolveSettings
-    frame: Frame
+    bounds: BudgetBounds
     starts: Mapping[str, Ints]
     trials: TrialRunner
     watcher: Watcher
@@ -114,7 +114,9 @@ class Search:
 
     def __post_init__(self) -> None:
         self.log = self.trials.log
-        self._current = Candidate(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
+        self._current = Candidate(
+            next(iter(self.starts.values())), math.inf, START_PLANS
+        )  # where the next stage begins
         self._measured: dict[bytes, float] = {}  # the finite values of all plans, as measured
 
     def run(self) -> SearchOutcome:
@@ -125,21 +127,21 @@ class Search:
         """
         try:
             self.watcher.stage(f"{self.name}start plans")
-            line = self.log.begin(self.name + STARTS)
+            line = self.log.begin(self.name + START_PLANS)
             where = [f"start {name}" for name in self.starts]
             values = self._measure(list(self.starts.values()), line, where, ALL_LAYERS)
             if not self.settings.parity:  # the paper begins with even budgets, and with no fitness
                 self._current = self.outcome.pool[0]
-            self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
-            for stage in stages_of(self.settings, self.frame, self.starts, lambda: self._current.table):
+            self.watcher.generation(START_PLANS, 0, values, self.outcome.pool[0])
+            for stage in make_stages(self.settings, self.bounds, self.starts, lambda: self._current.table):
                 self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})")
                 self._current = self._run_stage(stage, self._current)
-            if (verdict := flatness(self._measured.values(), self.settings.objective)) is not None:
+            if (verdict := explain_flat_values(self._measured.values(), self.settings.objective)) is not None:
                 self.outcome.flat = True
                 self.outcome.ended = verdict
         except LimitReachedError as limit:
             self.outcome.ended = str(limit)
-            if flatness(self._measured.values(), self.settings.objective) is not None:
+            if explain_flat_values(self._measured.values(), self.settings.objective) is not None:
                 self.outcome.ended += f"; all {len(self._measured)} plans so far are worth the same"
         if self.settings.parity:
             self._complete()
@@ -149,33 +151,33 @@ class Search:
     # --- stages ---------------------------------------------------------------------------------------------------
 
     def _run_stage(self, stage: SearchStage, best: Candidate) -> Candidate:
-        """Return the best of the stage and of `best`, with which it begins."""
-        optimiser = self._optimiser(stage, best)
+        """Run a stage from `best`; return the best candidate of both."""
+        optimiser = self._create_optimiser(stage, best)
         measured = [best.value] if math.isfinite(best.value) else []  # in all generations of the stage
         for generation in range(self.settings.generations):
             if optimiser.finished is not None or (generation >= FLAT_GENERATIONS and is_flat(measured)):
                 break
             candidate, values = self._run_generation(stage, generation, optimiser)
             measured += values
-            best = min(best, candidate, key=VALUE)
+            best = min(best, candidate, key=by_value)
         if self.settings.parity:  # the paper's procedure has no use for the mean
             return best
         where = f"{stage.name}, mean"
-        mean = stage.space.budgets(optimiser.best_guess)
+        mean = stage.space.make_table(optimiser.best_guess)
         (value,) = self._measure([mean], self.log.begin(self.name + where), [where], stage.rows)
         self.outcome.mean = Candidate(mean, value, where)
-        return min(best, self.outcome.mean, key=VALUE)
+        return min(best, self.outcome.mean, key=by_value)
 
     def _run_generation(
         self, stage: SearchStage, generation: int, optimiser: Optimiser
     ) -> tuple[Candidate, list[float]]:
-        """Ask, measure, tell; return the best candidate, and the values of all that did not fail."""
+        """Run one generation; return its best candidate, and the values of all that did not fail."""
         where = f"{stage.name}, generation {generation}"
         points = optimiser.ask()
         line = self.log.begin(self.name + where)
-        tables = [stage.space.budgets(point) for point in points]
+        tables = [stage.space.make_table(point) for point in points]
         values = self._measure(tables, line, [where] * len(tables), stage.rows)
-        worst = worst_of(values)  # for candidates that failed
+        worst = penalise_failures(values)  # for candidates that failed
         penalised = [value if math.isfinite(value) else worst for value in values]
         measured = [value for value in values if math.isfinite(value)]
         projected = [stage.space.project(point) for point in points]
@@ -186,29 +188,29 @@ class Search:
         self.watcher.generation(stage.name, generation, values, self.outcome.pool[0])
         return best, measured
 
-    def _optimiser(self, stage: SearchStage, start: Candidate) -> Optimiser:
+    def _create_optimiser(self, stage: SearchStage, start: Candidate) -> Optimiser:
         space = stage.space
         settings = self.settings
         seed = f"{settings.seed}/{self.name}{stage.name}"
         problem = Problem(
-            space.point_of(start.table),
+            space.find_point(start.table),
             space.lower,
             space.upper,
             int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"),  # the same on every machine
             settings.population,
             settings.sigma,
-            tolerance=0.5 / self.frame.budget,  # half an entry: smaller steps change no budget
+            tolerance=0.5 / self.bounds.budget,  # half an entry: smaller steps change no budget
             categories=space.categories,
             value=start.value,
         )
-        optimiser = optimiser_of(problem)
-        optimiser.inject([space.point_of(table) for table in stage.inject])
+        optimiser = create_optimiser(problem)
+        optimiser.inject([space.find_point(table) for table in stage.inject])
         return optimiser
 
     # --- what candidates are worth --------------------------------------------------------------------------------
 
     def _measure(self, tables: Sequence[Ints], since: int, where: Sequence[str], rows: slice) -> list[float]:
-        """Return values to minimise; they go to the pool, also where a limit cuts in."""
+        """Measure tables and add them to the pool, even if a limit is reached; return the values to minimise."""
         limit: LimitReachedError | None = None
         try:
             self.trials.measure(tables, since)
@@ -222,7 +224,7 @@ class Search:
         if self.settings.parity:  # the paper's have the cache term of the layers that a stage varies in them
             for place, (table, value) in enumerate(zip(tables, values, strict=True)):
                 score = -value if self.settings.objective == "metric" else loss_score(value)
-                cache = cache_score(float(table[rows].mean()), self.frame.budget, self.settings.gamma)
+                cache = cache_score(float(table[rows].mean()), self.bounds.budget, self.settings.gamma)
                 fitting[place] = -fitness(score, cache, self.settings.lam)
         candidates = list(map(Candidate, tables, fitting, where))
         self.outcome.add(candidates)
@@ -236,7 +238,7 @@ class Search:
         return fitting
 
     def _complete(self) -> None:
-        """Do the paper's last step: the best group state is completed to the total.
+        """Do the last step of EvolKV: scale the best group state to the total.
 
         So are the next best, to be shown beside it; all are measured by the objective alone.
         """
@@ -247,8 +249,8 @@ class Search:
         searched = [*state, *others][: self.settings.finalists]
         completed = []
         for candidate in searched:
-            frame = replace(self.frame, caps=np.maximum(self.frame.caps, candidate.table))
-            completed.append(frame.complete(candidate.table))
+            bounds = replace(self.bounds, caps=np.maximum(self.bounds.caps, candidate.table))
+            completed.append(bounds.complete(candidate.table))
         tables = [*self.starts.values(), *completed]
         with suppress(LimitReachedError):
             self.trials.measure(tables, self.log.begin(self.name + COMPLETED))
@@ -258,12 +260,12 @@ class Search:
         candidates = list(map(Candidate, tables, values, where))
         first = candidates[len(self.starts) :][: len(state)]
         rest = [candidate for candidate in candidates if candidate not in first]
-        self.outcome.pool = [*first, *sorted(rest, key=VALUE)]
+        self.outcome.pool = [*first, *sorted(rest, key=by_value)]
         self.outcome.result = None if self.outcome.flat else next(iter(first), None)
 
 
-def worst_of(values: Iterable[float]) -> float:
-    """Return the finite value of a failed candidate: above (worse than) all finite `values` of its generation.
+def penalise_failures(values: Iterable[float]) -> float:
+    """Return the penalty value of failed candidates: worse than all finite `values` of their generation.
 
     The distance is the spread of the finite values, but at least 1 and at least the size of the largest: enough for any
     optimiser to turn away, not so much that a fitted surface has nothing else in it.

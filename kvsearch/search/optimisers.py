@@ -1,4 +1,4 @@
-"""Optimisers behind one seam: ask for points, tell their values.
+"""Optimisers with an ask/tell interface: ask for points, tell their values.
 
 An optimiser minimises. It sees vectors and numbers only, never a model or a plan. One seed gives one search: no global
 random state is read or changed, so a fresh instance that is told the same values asks for the same points bit for bit,
@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 
 from kvsearch.core.arrays import Ints, Vector
 
-SHARE = (math.sqrt(5) - 1) / 2  # of the bracket that is left after each generation of golden section search
-GROW = 1.5  # of the step of `Mixed` after a generation that found something better
-WIDEN = 2.0  # of the step after a generation that told nothing apart
-FLAT = 1e-6  # relative; values that differ by less are the same
-SHRINK = GROW**-0.25  # else: steps stay where a fifth of the generations find something (Rechenberg 1973)
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # of the bracket that is left after each generation of golden section search
+STEP_GROWTH = 1.5  # of the step of `MixedSearch` after a generation that found something better
+FLAT_STEP_GROWTH = 2.0  # of the step after a generation that told nothing apart
+FLAT_TOLERANCE = 1e-6  # relative; values that differ by less are the same
+STEP_SHRINK = STEP_GROWTH**-0.25  # else: steps stay where a fifth of the generations find something (Rechenberg 1973)
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Where to search, and how.
+    """An optimisation problem: bounds, start, seed and step sizes.
 
     Args:
         start: where to begin, [d] within the bounds.
@@ -55,12 +55,12 @@ class Problem:
 
 
 def is_flat(values: Collection[float]) -> bool:
-    """Return whether values are all the same, up to a relative difference of `FLAT`."""
-    return max(values) - min(values) <= FLAT * max(1.0, abs(max(values)))
+    """Tell whether all values are equal, up to a relative difference of `FLAT_TOLERANCE`."""
+    return max(values) - min(values) <= FLAT_TOLERANCE * max(1.0, abs(max(values)))
 
 
 class Optimiser(ABC):
-    """Searches the box [lower, upper] for the point with the smallest value."""
+    """Minimises a function over the box [lower, upper] by ask and tell."""
 
     def __init__(self, problem: Problem) -> None:
         self.start = problem.start
@@ -82,13 +82,13 @@ class Optimiser(ABC):
         self._injected += points
 
     def ask(self) -> list[Vector]:
-        """Return points of the next generation, each float64 [d] within the bounds."""
+        """Propose the points of the next generation, each float64 [d] within the bounds."""
         points = [*self._injected, *self._ask()]
         self._injected = []
         return [point.copy() for point in points]
 
     def tell(self, points: Sequence[Vector], values: Sequence[float], measured: Sequence[float] | None = None) -> None:
-        """Say how good the points of the generation are that was asked for.
+        """Report the values of the points of the generation that was asked for last.
 
         Args:
             points: where they really were, each [d] within the bounds, in the order asked: `Space.project` of them.
@@ -108,32 +108,32 @@ class Optimiser(ABC):
         self._tell(inside, list(values))
 
     @property
-    def _nothing_told_apart(self) -> bool:
+    def _all_values_equal(self) -> bool:
         """Whether all values measured so far, that of the start included, are the same."""
         return is_flat(self._extremes)
 
     @property
-    def _is_flat(self) -> bool:
-        """Whether the last generation, too, has told nothing apart, not even what can be measured from what fails."""
-        return self._nothing_told_apart and not self._has_failed
+    def _learned_nothing(self) -> bool:
+        """Whether all values so far are equal and no candidate of the last generation failed."""
+        return self._all_values_equal and not self._has_failed
 
-    def _widened(self, step: float) -> float:
-        """Return a step for the next generation after one that told nothing apart: wider, as far as the box goes."""
-        return max(step, min(WIDEN * step, float((self.upper - self.lower).max())))
+    def _widen_step(self, step: float) -> float:
+        """Return a wider step for the generation after one with equal values, at most as wide as the box."""
+        return max(step, min(FLAT_STEP_GROWTH * step, float((self.upper - self.lower).max())))
 
     @property
     def best_guess(self) -> Vector:
-        """The best point told, [d]; among equals the one nearest to the start, then the first. At first the start."""
+        """The best point so far, [d], at first the start; of equal ones the nearest to the start, then the first."""
         return self._best_point.copy()
 
     @property
     def finished(self) -> str | None:
-        """Why the search is over, in words; None while it is not."""
+        """Reason why the optimiser has converged, for messages; None while it has not."""
         return None
 
     @abstractmethod
     def _ask(self) -> list[Vector]:
-        """Return the optimiser's own points of the next generation, within the bounds."""
+        """Propose the optimiser's own points of the next generation, within the bounds."""
 
     @abstractmethod
     def _tell(self, points: list[Vector], values: list[float]) -> None:
@@ -146,7 +146,7 @@ def default_population(dimension: int) -> int:
 
 
 class CMA(Optimiser):
-    """CMA-ES (Hansen and Ostermeier 2001) by pycma, made so that a search can be replayed from what it was told.
+    """CMA-ES (Hansen and Ostermeier 2001) by pycma, set up so that a search can be replayed from its log.
 
     - pycma reseeds numpy's global generator unless it is given a generator and a seed of NaN. It is given both.
     - pycma's rules for when to stop are never asked. They are meant for smooth functions: equal values in one
@@ -204,14 +204,14 @@ class CMA(Optimiser):
         return [np.clip(point, self.lower, self.upper) for point in self._strategy.ask()]
 
     def _tell(self, points: list[Vector], values: list[float]) -> None:
-        if not self._is_flat:
+        if not self._learned_nothing:
             self._strategy.tell(points, values)
             return
-        self._strategy.sigma = self._widened(self._strategy.sigma)
+        self._strategy.sigma = self._widen_step(self._strategy.sigma)
 
 
 class Normal:
-    """Normal deviates by shape, as pycma asks for them, from a generator of its own; it can be pickled."""
+    """Standard normal samples of any shape, for pycma, from its own generator; picklable."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -220,7 +220,7 @@ class Normal:
         return self._rng.standard_normal(shape)
 
 
-class Golden(Optimiser):
+class GoldenSection(Optimiser):
     """Golden section search (Kiefer 1953) of [lower, upper] for the minimum of a function of one variable.
 
     Two inner points divide the bracket; the side behind the worse one is cut off, and the better one divides what is
@@ -235,7 +235,7 @@ class Golden(Optimiser):
         super().__init__(problem)
         self._low = float(self.lower[0])
         self._high = float(self.upper[0])
-        self._inner = [self._divide(1 - SHARE), self._divide(SHARE)]
+        self._inner = [self._divide(1 - GOLDEN_RATIO), self._divide(GOLDEN_RATIO)]
         self._values: list[float | None] = [None, None]  # of the inner points
         self._at_bounds: bool | None = None  # whether the bounds come next; None: they were not asked for yet
 
@@ -258,7 +258,7 @@ class Golden(Optimiser):
         fresh = iter(values[-self._values.count(None) :])
         left, right = (next(fresh) if value is None else value for value in self._values)
         self._values = [left, right]
-        if self._at_bounds is None and self._nothing_told_apart:
+        if self._at_bounds is None and self._all_values_equal:
             self._at_bounds = True
             return
         self._shrink(left, right)
@@ -269,25 +269,25 @@ class Golden(Optimiser):
         Inner points are equal, or one has failed.
         """
         left, right = (value for value in self._values if value is not None)
-        if min(lowest, highest) >= min(left, right) or self._nothing_told_apart:
+        if min(lowest, highest) >= min(left, right) or self._all_values_equal:
             self._shrink(left, right)
             return
         if lowest <= highest:
             self._high = self._inner[0]
         else:
             self._low = self._inner[1]
-        self._inner = [self._divide(1 - SHARE), self._divide(SHARE)]
+        self._inner = [self._divide(1 - GOLDEN_RATIO), self._divide(GOLDEN_RATIO)]
         self._values = [None, None]
 
     def _shrink(self, left: float, right: float) -> None:
         """Cut off the side of the bracket behind the worse of the inner points, given their values."""
         if (left, self._distance(0)) <= (right, self._distance(1)):
             self._high = self._inner[1]
-            self._inner = [self._divide(1 - SHARE), self._inner[0]]
+            self._inner = [self._divide(1 - GOLDEN_RATIO), self._inner[0]]
             self._values = [None, left]
         else:
             self._low = self._inner[0]
-            self._inner = [self._inner[1], self._divide(SHARE)]
+            self._inner = [self._inner[1], self._divide(GOLDEN_RATIO)]
             self._values = [right, None]
 
     def _divide(self, share: float) -> float:
@@ -297,7 +297,7 @@ class Golden(Optimiser):
         return abs(self._inner[inner] - float(self.start[0]))
 
 
-class Mixed(Optimiser):
+class MixedSearch(Optimiser):
     """A (1 + lambda) evolution strategy in the numbers, in turns with a coordinate search of the choices.
 
     A generation of choices has the best point so far with one choice changed, for as many coordinates as there is
@@ -331,7 +331,7 @@ class Mixed(Optimiser):
     def _ask(self) -> list[Vector]:
         first = [self._centre] if not np.isfinite(self._value) else []
         if self._by_choice:
-            return [*self._other_choices(), *first]
+            return [*self._list_other_choices(), *first]
         drawn = self._rng.standard_normal((self._population, self._numbers.size))
         points = np.repeat(self._centre[None], self._population, axis=0)
         points[:, self._numbers] += self._step * drawn
@@ -349,33 +349,33 @@ class Mixed(Optimiser):
         if self._by_choice:
             self._next = (self._next + self._asked_choices) % len(self._choices)
             self._untried = len(self._choices) if is_better else max(self._untried - self._asked_choices, 0)
-        elif self._is_flat:
-            self._step = self._widened(self._step)
+        elif self._learned_nothing:
+            self._step = self._widen_step(self._step)
         else:
-            self._step *= GROW if is_better else SHRINK
+            self._step *= STEP_GROWTH if is_better else STEP_SHRINK
             if is_better:
                 self._untried = len(self._choices)
         steps = self._numbers.size > 0 and self._step >= self.tolerance
         self._by_choice = self._untried > 0 and (not self._by_choice or not steps)
 
-    def _other_choices(self) -> list[Vector]:
-        found: list[Vector] = []
+    def _list_other_choices(self) -> list[Vector]:
+        points: list[Vector] = []
         self._asked_choices = 0
         for turn in range(len(self._choices)):
             at, count = self._choices[(self._next + turn) % len(self._choices)]
-            if found and len(found) + count - 1 > self._population:
+            if points and len(points) + count - 1 > self._population:
                 break
             self._asked_choices += 1
             for choice in range(count):
                 if choice != round(self._centre[at]):
                     point = self._centre.copy()
                     point[at] = choice
-                    found.append(point)
-        return found
+                    points.append(point)
+        return points
 
 
-def optimiser_of(problem: Problem) -> Optimiser:
-    """Return what searches a problem: choices need `Mixed`, one dimension `Golden`, all others `CMA`."""
+def create_optimiser(problem: Problem) -> Optimiser:
+    """Create the optimiser of a problem: `MixedSearch` for choices, `GoldenSection` for one dimension, else `CMA`."""
     if problem.categories is not None and problem.categories.any():
-        return Mixed(problem)
-    return Golden(problem) if len(problem.start) == 1 else CMA(problem)
+        return MixedSearch(problem)
+    return GoldenSection(problem) if len(problem.start) == 1 else CMA(problem)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from kvsearch.calibration.options import ANSWERS
+from kvsearch.calibration.options import ANSWERS_OPTION
 from kvsearch.config.options import option
 from kvsearch.core.fields import Record, refuse
 from kvsearch.plan import PhaseNames
@@ -15,9 +15,9 @@ from kvsearch.tasks.base import Answers
 
 SpaceName = Literal["groups", "layers", "heads", "joint"]
 ObjectiveName = Literal["nll", "metric"]
-FEWEST = 4  # points of a generation that the update of the covariance of CMA-ES works with
+MIN_POPULATION = 4  # points of a generation that the update of the covariance of CMA-ES works with
 MAX_POOL = 1024  # candidates of a search that are worth a second look, beside the start plans
-WHAT = "What is searched"  # headings of the help
+SEARCH_PANEL = "What is searched"  # headings of the help
 
 
 class EvolveSettings(Record):
@@ -28,7 +28,7 @@ class EvolveSettings(Record):
     group, and the result is completed to the total at the end.
     """
 
-    panel: ClassVar[str] = WHAT
+    panel: ClassVar[str] = SEARCH_PANEL
 
     space: SpaceName = option(
         "groups",
@@ -47,9 +47,9 @@ class EvolveSettings(Record):
         "What the search lowers or raises: nll of teacher-forced answers (cheap), or metric, the task's own of "
         "free replies. The best are judged by the metric in any case.",
     )
-    answers: Answers = option("own", ANSWERS)
+    answers: Answers = option("own", ANSWERS_OPTION)
     generations: int = option(10, "Of each group.", ge=1)
-    population: int | None = option(None, "Of each generation.", shown="4 + 3 ln dimension", ge=FEWEST)
+    population: int | None = option(None, "Of each generation.", shown="4 + 3 ln dimension", ge=MIN_POPULATION)
     sigma: float = option(0.3, "First step, in units of the budget.", gt=0, allow_inf_nan=False)
     parity: bool = option(False, "The paper's literal choices (soft total, cache term).")
     lam: float = option(

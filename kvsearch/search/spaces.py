@@ -1,4 +1,4 @@
-"""The Space seam: vectors that an optimiser can vary, and the tables of budgets they stand for.
+"""Search spaces: the vectors that an optimiser varies, and the tables of budgets they encode.
 
 Budgets are equal for the heads of a layer, of one group of layers after the other or of all layers; or there are
 multipliers of what the heads of each group of layers get around a table, with a policy for every layer, or not.
@@ -17,11 +17,11 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
 from kvsearch.plan.size import GUARD
 
-EXACT = 1e-9  # relative; sums that are nearer to the total than that are on it
+SUM_TOLERANCE = 1e-9  # relative; sums that are nearer to the total than that are on it
 
 
 class Space(ABC):
-    """Which tables of budgets [L, Hkv] can be found, and by which points [d] in a box.
+    """Encodes tables of budgets [L, Hkv] as points [d] in a box.
 
     Many points stand for one table: bounds clip them, the total scales them, and budgets are whole. `project` moves a
     point to where its table is, before rounding: what an optimiser should be told, so that it learns where it has been.
@@ -41,37 +41,37 @@ class Space(ABC):
 
     @property
     def dimension(self) -> int:
-        """Coordinates of a point, d."""
+        """Number of coordinates of a point, d."""
         return len(self.lower)
 
     @property
     def categories(self) -> Ints:
-        """How many choices each coordinate has that stands for one of several things, [d]; 0: it is a number."""
+        """Number of choices of each categorical coordinate, [d] int64; 0 for a continuous one."""
         return np.zeros(self.dimension, dtype=np.int64)
 
-    def budgets(self, x: Vector) -> Ints:
-        """Return the table of a point [d]: int64 [L, Hkv], entries per kv head. The same for `x` and `project(x)`."""
-        return self._table(self.project(x))
+    def make_table(self, x: Vector) -> Ints:
+        """Decode a point [d] to budgets, int64 [L, Hkv], entries per kv head; equal for `x` and `project(x)`."""
+        return self._make_table(self.project(x))
 
     def project(self, x: Vector) -> Vector:
-        """Return where the table of a point [d] is, float64 [d] within the bounds; projecting twice changes no more."""
+        """Move a point [d] onto the feasible set (bounds and total), float64 [d]; idempotent."""
         return self._project(self._clip(x))
 
-    def point_of(self, table: Ints) -> Vector:
-        """Return the point [d] within bounds that is nearest to a table [L, Hkv]; `budgets` undone where it can be."""
-        return self._clip(self._point_of(table))
+    def find_point(self, table: Ints) -> Vector:
+        """Encode budgets [L, Hkv] as the nearest point [d] within the bounds; inverts `make_table` where possible."""
+        return self._clip(self._find_point(table))
 
     def _project(self, x: Vector) -> Vector:
-        """`project` of a point within the bounds; only bounds move it unless a space says otherwise."""
+        """Project a point that is within the bounds already; by default it stays where it is."""
         return x
 
     @abstractmethod
-    def _table(self, x: Vector) -> Ints:
-        """Return the table of a projected point."""
+    def _make_table(self, x: Vector) -> Ints:
+        """Decode a projected point."""
 
     @abstractmethod
-    def _point_of(self, table: Ints) -> Vector:
-        """`point_of`, before it is clipped to the bounds."""
+    def _find_point(self, table: Ints) -> Vector:
+        """Encode a table, without clipping to the bounds."""
 
     def _clip(self, x: Vector) -> Vector:
         clipped: Vector = np.clip(x, self.lower, self.upper)
@@ -101,16 +101,18 @@ class Phases(Space):
         points = np.split(x, self._ends)
         return np.concatenate([space.project(point) for space, point in zip(self._spaces, points, strict=True)])
 
-    def _table(self, x: Vector) -> Ints:
+    def _make_table(self, x: Vector) -> Ints:
         points = iter(np.split(x, self._ends))
-        return np.concatenate([part.budgets(next(points)) if isinstance(part, Space) else part for part in self.parts])
+        return np.concatenate(
+            [part.make_table(next(points)) if isinstance(part, Space) else part for part in self.parts]
+        )
 
-    def _point_of(self, table: Ints) -> Vector:
+    def _find_point(self, table: Ints) -> Vector:
         pairs = zip(self.parts, np.split(table, self._rows), strict=True)
-        return np.concatenate([part.point_of(rows) for part, rows in pairs if isinstance(part, Space)])
+        return np.concatenate([part.find_point(rows) for part, rows in pairs if isinstance(part, Space)])
 
 
-def layer_groups(layers: int, size: int) -> Ints:
+def number_groups(layers: int, size: int) -> Ints:
     """Return the group of each layer, [L]: `size` consecutive layers from the bottom up; the last may have fewer.
 
     Raises:
@@ -142,12 +144,12 @@ class Parity(Space):
         least = floors[rows].max(axis=1)
         super().__init__(table.shape, least / budget, np.full(len(rows), float(len(rows))))
 
-    def _table(self, x: Vector) -> Ints:
+    def _make_table(self, x: Vector) -> Ints:
         table = self._rest.copy()
         table[self._rows] = np.floor(x * self.budget + 0.5 + GUARD).astype(np.int64)[:, None]
         return table
 
-    def _point_of(self, table: Ints) -> Vector:
+    def _find_point(self, table: Ints) -> Vector:
         point: Vector = table[self._rows].mean(axis=1) / self.budget
         return point
 
@@ -185,13 +187,13 @@ class Group(Space):
 
     def _project(self, x: Vector) -> Vector:
         wanted = float(x.sum()) * self.average
-        slack = EXACT * self.total
+        slack = SUM_TOLERANCE * self.total
         if self._fewest - slack <= wanted <= self._fullest + slack:
             return x
         nearest = self._fewest if wanted < self._fewest else self._fullest
         return self._clip(water_level(x, nearest, self._least, self._most) / self.average)
 
-    def _table(self, x: Vector) -> Ints:
+    def _make_table(self, x: Vector) -> Ints:
         shares = x * self.average
         wanted = min(max(math.floor(shares.sum() + 0.5 + GUARD), self._fewest), self._fullest)
         table = self._rest.copy()
@@ -200,7 +202,7 @@ class Group(Space):
         table[self._others] = water_fill(self._rest[self._others], left, self._low, self._high)
         return table
 
-    def _point_of(self, table: Ints) -> Vector:
+    def _find_point(self, table: Ints) -> Vector:
         point: Vector = table[self._rows].mean(axis=1) / self.average
         return point
 
@@ -229,28 +231,30 @@ class Layers(Space):
         self._floors = floor[:, None]
         self._caps = cap[:, None]
 
-    def _shares(self, x: Vector) -> Floats:
-        """Return the entries per head that a point says, [L, Hkv], whatever they sum to."""
+    def _share_entries(self, x: Vector) -> Floats:
+        """Return the entries per head of a point, [L, Hkv], before they are scaled to the total."""
         return np.broadcast_to((x * self.average)[:, None], self.shape)
 
     def _project(self, x: Vector) -> Vector:
-        if abs(self.shape[1] * float(x.sum()) * self.average - self.total) <= EXACT * self.total:
+        if abs(self.shape[1] * float(x.sum()) * self.average - self.total) <= SUM_TOLERANCE * self.total:
             return x
-        filled = water_level(self._shares(x), self.total, self._floors, self._caps)[:, 0]
+        filled = water_level(self._share_entries(x), self.total, self._floors, self._caps)[:, 0]
         return self._clip(filled / self.average)
 
-    def _table(self, x: Vector) -> Ints:
-        return largest_remainder(self._shares(x), self.total, self._floors, self._caps)
+    def _make_table(self, x: Vector) -> Ints:
+        return largest_remainder(self._share_entries(x), self.total, self._floors, self._caps)
 
-    def _point_of(self, table: Ints) -> Vector:
+    def _find_point(self, table: Ints) -> Vector:
         """Return the average of each layer."""
         point: Vector = table.sum(axis=1) / (self.shape[1] * self.average)
         return point
 
 
-FAINT = 1e-9  # stands for a multiplier of zero, so that heads of such groups keep their proportions
-REACH = 3.0  # bound of the logarithm of a multiplier in space joint
-LEAST = 0.5  # entries that all layers at their floors have together: too few to change a table that is rounded
+SMALLEST_MULTIPLIER = 1e-9  # stands for a multiplier of zero, so that heads of such groups keep their proportions
+LOG_BOUND = 3.0  # bound of the logarithm of a multiplier in space joint
+EMPTY_GROUP_ENTRIES = (
+    0.5  # entries that all layers at their floors have together: too few to change a table that is rounded
+)
 
 
 class Heads(Space):
@@ -277,7 +281,7 @@ class Heads(Space):
         self._room = caps - floors
         self._free = base - floors
         self._above = int(self._free.sum())
-        self._group = layer_groups(len(base), size)
+        self._group = number_groups(len(base), size)
         self._members = [np.flatnonzero(self._group == group) for group in np.unique(self._group)]
         for rows in self._members:
             self._free[rows] += not self._free[rows].any()
@@ -285,31 +289,31 @@ class Heads(Space):
         for rows in self._members:
             free = self._free[rows]
             room = self._room[rows]
-            some = free > 0
-            most = water_level(free[some], min(self._above, int(room[some].sum())), 0, room[some])
-            largest.append(float((most / free[some]).max()) or 1.0)  # one without room has no effect
+            has_free = free > 0
+            most = water_level(free[has_free], min(self._above, int(room[has_free].sum())), 0, room[has_free])
+            largest.append(float((most / free[has_free]).max()) or 1.0)  # one without room has no effect
         super().__init__(base.shape, np.zeros(len(largest)), np.array(largest))
 
-    def _filled(self, x: Vector) -> Floats:
-        """Return the entries above the floors with the right sum, [L, Hkv]."""
-        weights = np.maximum(x, FAINT)[self._group][:, None] * self._free
+    def _fill(self, x: Vector) -> Floats:
+        """Water-fill the entries above the floors to the total, [L, Hkv]."""
+        weights = np.maximum(x, SMALLEST_MULTIPLIER)[self._group][:, None] * self._free
         return water_level(weights, self._above, 0, self._room)
 
     def _project(self, x: Vector) -> Vector:
         literal = np.minimum(x[self._group][:, None] * self._free, self._room)  # whatever they sum to
-        if abs(float(literal.sum()) - self._above) <= EXACT * self.total:
+        if abs(float(literal.sum()) - self._above) <= SUM_TOLERANCE * self.total:
             return x
-        return self._clip(self._levels(self._filled(x), x))
+        return self._clip(self._find_multipliers(self._fill(x), x))
 
-    def _levels(self, above: Floats, otherwise: Vector) -> Vector:
-        """The multiplier of each group, [d], that gives its heads `above` entries; heads that are full do not tell."""
+    def _find_multipliers(self, above: Floats, otherwise: Vector) -> Vector:
+        """Return the multiplier of each group, [d], that gives its heads `above` entries; full heads are ignored."""
         ratio = np.divide(above, self._free, out=np.full(above.shape, -1.0), where=self._free > 0)
         levels = np.array([ratio[rows].max() for rows in self._members])
-        found: Vector = np.where(levels < 0, otherwise, levels)
-        return found
+        multipliers: Vector = np.where(levels < 0, otherwise, levels)
+        return multipliers
 
-    def _table(self, x: Vector) -> Ints:
-        filled = self._filled(x)
+    def _make_table(self, x: Vector) -> Ints:
+        filled = self._fill(x)
         sums = np.array([filled[rows].sum() for rows in self._members])
         room = np.array([self._room[rows].sum() for rows in self._members])
         table = self._floors.copy()
@@ -317,24 +321,24 @@ class Heads(Space):
             table[rows] += water_fill(self._free[rows], int(kept), 0, self._room[rows])
         return table
 
-    def _point_of(self, table: Ints) -> Vector:
+    def _find_point(self, table: Ints) -> Vector:
         """Return the multipliers that give the groups their sums in `table`."""
         above = np.zeros(self.shape)
         for rows in self._members:
             room = self._room[rows]
             wanted = int(np.clip((table - self._floors)[rows].sum(), 0, room.sum()))
             above[rows] = water_level(self._free[rows], wanted, 0, room)
-        return self._levels(above, np.ones(self.dimension))
+        return self._find_multipliers(above, np.ones(self.dimension))
 
 
-def chosen_of(table: Ints, choices: int) -> Ints:
-    """Return which choice each layer of a table [choices * L, Hkv] has, [L]: the one with entries; else the first."""
-    found: Ints = table.reshape(choices, -1, table.shape[1]).any(axis=2).argmax(axis=0)
-    return found
+def decode_choices(table: Ints, choices: int) -> Ints:
+    """Read the choice of each layer from a table [choices * L, Hkv], [L]: the one with entries, else the first."""
+    choice_of_layer: Ints = table.reshape(choices, -1, table.shape[1]).any(axis=2).argmax(axis=0)
+    return choice_of_layer
 
 
-def placed(budgets: Ints, chosen: Ints, choices: int) -> Ints:
-    """Return the table [choices * L, Hkv] of budgets [L, Hkv] where each layer has a choice, [L]."""
+def encode_choices(budgets: Ints, chosen: Ints, choices: int) -> Ints:
+    """Place budgets [L, Hkv] in a table [choices * L, Hkv], each layer under its choice, `chosen` [L]."""
     layers, heads = budgets.shape
     table = np.zeros((choices, layers, heads), dtype=np.int64)
     table[chosen, np.arange(layers)] = budgets
@@ -351,7 +355,7 @@ class Joint(Space):
     exact total by largest remainders.
 
     The first table is the start, with x = 0, but for groups that have nothing above their floors: these have a part of
-    `LEAST` there, and begin at the lower bound, so that they can gain entries.
+    `EMPTY_GROUP_ENTRIES` there, and begin at the lower bound, so that they can gain entries.
 
     Args:
         tables: start plans, each int64 [choices * L, Hkv]; the first one's sum is the total.
@@ -372,7 +376,7 @@ class Joint(Space):
         self._low = floors.reshape(stacked)
         self._high = caps.reshape(stacked)
         self._rows = np.arange(self._layers)
-        self._first = chosen_of(tables[0], choices)
+        self._first = decode_choices(tables[0], choices)
         least = self._low[self._first, self._rows]
         base = tables[0].reshape(stacked)[self._first, self._rows]
         self.total = int(base.sum())
@@ -384,23 +388,23 @@ class Joint(Space):
                 f"a total of {self.total} is below the {most} entries that layers always keep under the policy that "
                 "protects most: raise the budget, or give all policies the same protection"
             )
-        self._group = layer_groups(self._layers, size)
+        self._group = number_groups(self._layers, size)
         groups = int(self._group.max()) + 1
         above = (base - least).sum(axis=1)
-        self._least = LEAST / max(int((above == 0).sum()), 1)
+        self._least = EMPTY_GROUP_ENTRIES / max(int((above == 0).sum()), 1)
         empty = np.bincount(self._group, weights=above, minlength=groups) == 0
-        self._begin = np.where(empty, -REACH, 0.0)  # x of the first table
-        self._free = self._shares([table.reshape(stacked) for table in tables], base)
-        bound = np.concatenate([np.zeros(self._layers), np.full(groups, REACH)])
-        upper = np.concatenate([np.full(self._layers, choices - 1.0), np.full(groups, REACH)])
+        self._begin = np.where(empty, -LOG_BOUND, 0.0)  # x of the first table
+        self._free = self._share_entries([table.reshape(stacked) for table in tables], base)
+        bound = np.concatenate([np.zeros(self._layers), np.full(groups, LOG_BOUND)])
+        upper = np.concatenate([np.full(self._layers, choices - 1.0), np.full(groups, LOG_BOUND)])
         super().__init__((len(floors), heads), -bound, upper)
 
     @property
     def categories(self) -> Ints:
         return np.where(np.arange(self.dimension) < self._layers, self.choices, 0)
 
-    def _shares(self, tables: Sequence[Ints], base: Ints) -> Floats:
-        """Return what heads get above the floors under each choice at x = 0, [C, L, Hkv]."""
+    def _share_entries(self, tables: Sequence[Ints], base: Ints) -> Floats:
+        """Return entries of heads above the floors under each choice at x = 0, [C, L, Hkv]."""
         free = np.zeros((self.choices, self._layers, base.shape[1]))
         for choice in range(self.choices):
             for layer in range(self._layers):
@@ -415,7 +419,7 @@ class Joint(Space):
     def _project(self, x: Vector) -> Vector:
         return np.concatenate([np.rint(x[: self._layers]), x[self._layers :]])
 
-    def _table(self, x: Vector) -> Ints:
+    def _make_table(self, x: Vector) -> Ints:
         chosen = x[: self._layers].astype(np.int64)
         low = self._low[chosen, self._rows]
         high = self._high[chosen, self._rows]
@@ -423,10 +427,10 @@ class Joint(Space):
         weights = self._free[chosen, self._rows] * np.exp(logs - logs.max())[:, None]
         above = self.total - int(low.sum())
         shares = water_level(weights, above, 0, high - low)
-        return placed(low + largest_remainder(shares, above, 0, high - low), chosen, self.choices)
+        return encode_choices(low + largest_remainder(shares, above, 0, high - low), chosen, self.choices)
 
-    def _point_of(self, table: Ints) -> Vector:
-        chosen = chosen_of(table, self.choices)
+    def _find_point(self, table: Ints) -> Vector:
+        chosen = decode_choices(table, self.choices)
         stacked = table.reshape(self.choices, self._layers, -1)
         above = (stacked - self._low)[chosen, self._rows].sum(axis=1)
         free = self._free[chosen, self._rows].sum(axis=1)
@@ -434,5 +438,5 @@ class Joint(Space):
         wanted = np.maximum(np.bincount(self._group, weights=above, minlength=groups), self._least)
         known = np.maximum(np.bincount(self._group, weights=free, minlength=groups), self._least)
         begun = float((free * np.exp(self._begin[self._group])).sum())
-        logs = np.log(wanted / known) - math.log(float(wanted.sum()) / max(begun, LEAST))
+        logs = np.log(wanted / known) - math.log(float(wanted.sum()) / max(begun, EMPTY_GROUP_ENTRIES))
         return np.concatenate([chosen, logs])

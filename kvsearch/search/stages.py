@@ -15,12 +15,12 @@ from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.spaces import Group, Heads, Joint, Layers, Parity, Phases, Space
 from kvsearch.strategies.names import PYRAMID, UNIFORM
 
-EVEN = (UNIFORM, PYRAMID)  # start plans that need no measurement
+UNMEASURED = (UNIFORM, PYRAMID)  # start plans that need no measurement
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
-    """What all candidates keep to: `budget` entries per kv head on average in each phase, and bounds of each head.
+class BudgetBounds:
+    """Constraints on every candidate: `budget` entries per kv head on average in each phase, and bounds for each head.
 
     A candidate of several phases has the layers of the first, then those of the next: [phases * L, Hkv]. Where a layer
     may have one of several policies (`choices`), it has the layers under the first policy, then under the next.
@@ -65,9 +65,9 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class SearchStage:
-    """One optimisation, `number` of `count`.
+    """One optimisation run of a search, `number` of `count`.
 
-    `rows` are what is varied of a table, `inject` what the optimiser is told first.
+    The optimiser varies the `rows` of a table of budgets; the tables `inject` join its first generation.
     """
 
     name: str
@@ -78,66 +78,66 @@ class SearchStage:
     inject: list[Ints] = field(default_factory=list)
 
 
-def stages_of(
-    settings: EvolveSettings, frame: Frame, starts: Mapping[str, Ints], current: Callable[[], Ints]
+def make_stages(
+    settings: EvolveSettings, bounds: BudgetBounds, starts: Mapping[str, Ints], current: Callable[[], Ints]
 ) -> Iterator[SearchStage]:
-    """Yield the stages of a search, each made when it begins; `current` is the best table then, where joint begins.
+    """Yield the stages of a search, each built when it begins; `current` returns the best table so far.
 
     Raises:
         UsageError: the spaces "heads" and "joint" without start plans, and what spaces refuse.
     """
     if settings.space == "groups":
-        groups = groups_of(frame.layers, settings.group_size)
-        count = len(frame.parts) * len(groups)
-        for phase, part in zip(frame.phases, frame.parts, strict=True):
+        groups = split_into_groups(bounds.layers, settings.group_size)
+        count = len(bounds.parts) * len(groups)
+        for phase, part in zip(bounds.phases, bounds.parts, strict=True):
             for rows in groups:
                 name = f"layers {rows.start}-{rows.stop - 1}" if rows.stop - rows.start > 1 else f"layer {rows.start}"
-                number = part.start // frame.layers * len(groups) + groups.index(rows) + 1
-                where = slice(part.start + rows.start, part.start + rows.stop)
-                of_phase = f"{phase}, " if len(frame.parts) > 1 else ""
-                space = _of_group(settings, frame, current(), part, rows)
-                yield SearchStage(of_phase + name, number, count, space, where)
+                number = part.start // bounds.layers * len(groups) + groups.index(rows) + 1
+                table_rows = slice(part.start + rows.start, part.start + rows.stop)
+                prefix = f"{phase}, " if len(bounds.parts) > 1 else ""
+                space = _make_group_space(settings, bounds, current(), part, rows)
+                yield SearchStage(prefix + name, number, count, space, table_rows)
         return
     tables = list(starts.values())
-    given = [table for name, table in starts.items() if name not in EVEN]
-    if settings.space != "layers" and not given:
+    measured_starts = [table for name, table in starts.items() if name not in UNMEASURED]
+    if settings.space != "layers" and not measured_starts:
         raise UsageError(f"space {settings.space} is made of start plans: give some with --start")
     if settings.space == "joint":  # the best of them first: what heads get is multiplied from there
         best = current()
-        given = [best, *(table for table in given if not np.array_equal(table, best))]
-    spaces = [_of_layers(settings, frame, given, part) for part in frame.parts]
-    whole = spaces[0] if len(spaces) == 1 else Phases(spaces)
-    yield SearchStage(settings.space, 1, 1, whole, slice(0, len(frame.floors)), tables)
+        measured_starts = [best, *(table for table in measured_starts if not np.array_equal(table, best))]
+    spaces = [_make_layers_space(settings, bounds, measured_starts, part) for part in bounds.parts]
+    space_of_all = spaces[0] if len(spaces) == 1 else Phases(spaces)
+    yield SearchStage(settings.space, 1, 1, space_of_all, slice(0, len(bounds.floors)), tables)
 
 
-def _of_group(settings: EvolveSettings, frame: Frame, table: Ints, part: slice, rows: slice) -> Space:
-    """Return the space of a group of layers of one phase; the other phases stay as the best table has them."""
+def _make_group_space(settings: EvolveSettings, bounds: BudgetBounds, table: Ints, part: slice, rows: slice) -> Space:
+    """Make the space of one group of layers in one phase; other phases keep the budgets of `table`."""
     members = np.arange(rows.start, rows.stop)
-    floors = frame.floors[part]
+    floors = bounds.floors[part]
     space: Space
     if settings.parity:
-        space = Parity(table[part], members, frame.budget, floors)
-    elif len(members) == frame.layers:
-        space = Layers(frame.total, floors, frame.caps[part])
+        space = Parity(table[part], members, bounds.budget, floors)
+    elif len(members) == bounds.layers:
+        space = Layers(bounds.total, floors, bounds.caps[part])
     else:
-        space = Group(table[part], members, floors, frame.caps[part])
-    if len(frame.parts) == 1:
+        space = Group(table[part], members, floors, bounds.caps[part])
+    if len(bounds.parts) == 1:
         return space
-    return Phases([space if other == part else table[other] for other in frame.parts])
+    return Phases([space if other == part else table[other] for other in bounds.parts])
 
 
-def _of_layers(settings: EvolveSettings, frame: Frame, given: Sequence[Ints], part: slice) -> Space:
-    """Return the space of all layers of one phase; start plans that were `given` come after the even ones."""
-    floors = frame.floors[part]
-    caps = frame.caps[part]
+def _make_layers_space(settings: EvolveSettings, bounds: BudgetBounds, starts: Sequence[Ints], part: slice) -> Space:
+    """Make the space of all layers of one phase; `starts` are the start plans besides the uniform and pyramid ones."""
+    floors = bounds.floors[part]
+    caps = bounds.caps[part]
     if settings.space == "layers":
-        return Layers(frame.total, floors, caps)
+        return Layers(bounds.total, floors, caps)
     if settings.space == "joint":
-        others = [table[part] for table in given[1:]]
-        return Joint([given[0][part], *others], floors, caps, frame.choices, settings.group_size)
-    return Heads(given[0][part], floors, caps, settings.group_size)
+        others = [table[part] for table in starts[1:]]
+        return Joint([starts[0][part], *others], floors, caps, bounds.choices, settings.group_size)
+    return Heads(starts[0][part], floors, caps, settings.group_size)
 
 
-def groups_of(layers: int, size: int) -> list[slice]:
+def split_into_groups(layers: int, size: int) -> list[slice]:
     """List groups of `size` consecutive layers from the bottom up; the last may be smaller."""
     return [slice(first, min(first + size, layers)) for first in range(0, layers, size)]

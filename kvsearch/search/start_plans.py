@@ -24,17 +24,17 @@ from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import build_policy
 from kvsearch.runtime.decode.rule import decode_needs
-from kvsearch.search.spaces import chosen_of, placed
-from kvsearch.strategies.build import Chosen, build_plan
+from kvsearch.search.spaces import decode_choices, encode_choices
+from kvsearch.strategies.build import PhaseChoice, build_plan
 from kvsearch.strategies.names import PYRAMID, STREAMING, UNIFORM
 
-METHOD = "evolkv"
-RESERVED = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")
+EVOLKV = "evolkv"
+RESERVED_NAMES = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")
 
 
 @dataclass(frozen=True, eq=False)
-class Base:
-    """The policy of every full-attention layer, ascending, in the phases that are searched, one after the other.
+class SearchSetup:
+    """The model of a search, with the eviction policy of every full-attention layer (ascending) in each searched phase.
 
     Where layers may have one of several policies, `choices` of them, there are all layers under the first, then under
     the next, and so have tables of budgets: [choices * L, Hkv], with entries under one of them.
@@ -46,8 +46,8 @@ class Base:
     choices: int = 1
 
     @classmethod
-    def of(cls, loaded: LoadedModel, policy: Policy | Plan, phases: tuple[Phase, ...] = ("prefill",)) -> Base:
-        """Take one policy in all layers and phases, or those of a plan.
+    def of(cls, loaded: LoadedModel, policy: Policy | Plan, phases: tuple[Phase, ...] = ("prefill",)) -> SearchSetup:
+        """Set up a search under one policy in all layers and phases, or under the policies of a plan.
 
         Raises:
             IncompatibleError: the plan is of another model.
@@ -56,51 +56,51 @@ class Base:
         """
         layers = describe(loaded.model).full_layers
         if isinstance(policy, Policy):
-            base = cls(loaded, (policy,) * len(layers) * len(phases), phases)
+            setup = cls(loaded, (policy,) * len(layers) * len(phases), phases)
         else:
             tables = [part.layers for part in _require_static(loaded, policy, "this plan", phases)]
             specs = [table[layer] for table in tables for layer in layers]
-            base = cls(loaded, tuple(build_policy(spec.policy) for spec in specs if spec is not None), phases)
+            setup = cls(loaded, tuple(build_policy(spec.policy) for spec in specs if spec is not None), phases)
         if "decode" in phases:
-            for member in dict.fromkeys(base.policies[-len(layers) :]):
+            for member in dict.fromkeys(setup.policies[-len(layers) :]):
                 decode_needs(member)
-        return base
+        return setup
 
     @classmethod
-    def choosing(cls, loaded: LoadedModel, policies: Sequence[Policy]) -> Base:
-        """Let every layer have any of several policies, in the prefill phase.
+    def with_choices(cls, loaded: LoadedModel, policies: Sequence[Policy]) -> SearchSetup:
+        """Set up a search that also chooses the policy of every layer, in the prefill phase.
 
         Raises:
             UsageError: there is only one.
         """
-        known = list(dict.fromkeys(policies))
-        if len(known) < 2:
+        distinct = list(dict.fromkeys(policies))
+        if len(distinct) < 2:
             raise UsageError(
-                f"space joint chooses between policies, and there is only {known[0].name}: name others with --policy, "
-                "or give a --start that has some"
+                f"space joint chooses between policies, and there is only {distinct[0].name}: name others with "
+                "--policy, or give a --start that has some"
             )
         layers = describe(loaded.model).full_layers
-        return cls(loaded, tuple(policy for policy in known for _ in layers), choices=len(known))
+        return cls(loaded, tuple(policy for policy in distinct for _ in layers), choices=len(distinct))
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Layers and kv heads."""
+        """Full-attention layers and kv heads, (L, Hkv)."""
         return len(self.policies) // len(self.phases) // self.choices, describe(self.loaded.model).kv_heads
 
     @property
-    def in_prefill(self) -> bool:
-        """Whether the prompt alone is evicted, once, so that its entries in the order of their ranks say everything."""
+    def evicts_prompts_only(self) -> bool:
+        """Whether eviction happens once, after the prompt: entries sorted by rank then describe every candidate."""
         return self.phases == ("prefill",)
 
     @property
     def floors(self) -> Ints:
-        """Entries that are always kept of a layer, at least 1, by row of a candidate, [phases * choices * L, Hkv]."""
+        """Entries per head that policies always keep, at least 1, like a candidate [phases * choices * L, Hkv]."""
         least = np.array([policy.least for policy in self.policies], dtype=np.int64)
         return np.repeat(least[:, None], self.heads[1], axis=1)
 
     @property
-    def by_layer(self) -> dict[int, tuple[Policy, ...]]:
-        """The policies of the first phase by model layer, as many as there are choices."""
+    def policies_by_layer(self) -> dict[int, tuple[Policy, ...]]:
+        """Policies of the first phase by model layer, one per choice."""
         layers = describe(self.loaded.model).full_layers
         rows = [self.policies[at * len(layers) : (at + 1) * len(layers)] for at in range(self.choices)]
         return dict(zip(layers, zip(*rows, strict=True), strict=True))
@@ -113,56 +113,57 @@ class Base:
         data: str | None = None,
         contexts: ContextRecord | None = None,
     ) -> Plan:
-        """Return the plan of a table of budgets, as entries for prompts of any length."""
+        """Make the plan of a table of budgets [phases * choices * L, Hkv], in entries for prompts of any length."""
         layers = self.heads[0]
         rows = np.arange(len(table))
         if self.choices > 1:
-            rows = chosen_of(table, self.choices) * layers + np.arange(layers)
+            rows = decode_choices(table, self.choices) * layers + np.arange(layers)
         chosen = {
-            phase: Chosen(tuple(self.policies[row].spec for row in part), table[part])
+            phase: PhaseChoice(tuple(self.policies[row].spec for row in part), table[part])
             for phase, part in zip(self.phases, np.split(rows, len(self.phases)), strict=True)
         }
         return build_plan(
             self.loaded.fingerprint,
             describe(self.loaded.model).full_layers,
             chosen,
-            make_provenance(METHOD, seed, data, settings, contexts),
+            make_provenance(EVOLKV, seed, data, settings, contexts),
             int(min(self.floors.min(), table[rows].min())),
         )
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise UsageError if a start plan has a name that something else has in a search or its report."""
+def check_start_names(names: Iterable[str]) -> None:
+    """Raise UsageError if the name of a start plan is reserved in the search or its report."""
     for name in names:
-        if name in RESERVED or name.startswith("#"):
+        if name in RESERVED_NAMES or name.startswith("#"):
             raise UsageError(
                 f"a start plan cannot be called {name!r}: that names something else in the report, rename the file"
             )
 
 
-def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:
-    """Return even budgets, PyramidKV's, and those of plans scaled to `budget` entries per kv head; equal ones once.
+def make_start_tables(setup: SearchSetup, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:
+    """Make the budgets a search starts from: uniform, PyramidKV's and given plans, all at `budget` per kv head.
 
-    Of several phases each has that size, and the first two have the same budgets in all of them.
+    Equal tables are returned once, under the first name. Every phase has that size; uniform and PyramidKV budgets are
+    the same in all phases.
 
     Raises:
         UsageError: the budget is below what some policy always keeps, or a plan cannot be a start.
         IncompatibleError: a plan is of another model.
     """
-    check_names(plans)
-    if base.choices > 1:
-        return _joint_tables(base, budget, plans)
-    floors = base.floors
-    (layers, heads) = base.heads
+    check_start_names(plans)
+    if setup.choices > 1:
+        return _make_joint_tables(setup, budget, plans)
+    floors = setup.floors
+    (layers, heads) = setup.heads
     if budget < floors.max():
-        worst = max(base.policies, key=lambda policy: policy.least)
+        worst = max(setup.policies, key=lambda policy: policy.least)
         raise UsageError(
             f"a budget of {budget} is below the {int(floors.max())} entries that {worst.name} always keeps: give a "
             f"larger --budget, or lower --set {' or '.join(worst.protecting)}"
         )
     total = budget * layers * heads
     signals = np.zeros((layers, heads))
-    parts = np.split(floors, len(base.phases))
+    parts = np.split(floors, len(setup.phases))
     caps = np.full_like(parts[0], MOST_ENTRIES)
     allocators: dict[str, Allocator] = {UNIFORM: Uniform()}
     if layers > 1:
@@ -172,43 +173,47 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
         for name, allocator in allocators.items()
     }
     for name, plan in plans.items():
-        _require_static(base.loaded, plan, f"start plan {name}", base.phases)
+        _require_static(setup.loaded, plan, f"start plan {name}", setup.phases)
         scaled = scale(plan, total=total)
         tables = []
-        for phase, low in zip(base.phases, parts, strict=True):
+        for phase, low in zip(setup.phases, parts, strict=True):
             rows = [budget for budget in scaled.budgets(phase) if budget is not None]
             tables.append(water_fill(np.array(rows, dtype=np.float64), total, low, caps))
         starts[name] = np.concatenate(tables)
-    return _distinct(starts)
+    return _drop_duplicates(starts)
 
 
-def _distinct(tables: Mapping[str, Ints]) -> dict[str, Ints]:
+def _drop_duplicates(tables: Mapping[str, Ints]) -> dict[str, Ints]:
     alike = group_by_key(tables, lambda name: tables[name].tobytes())
     return {name: tables[name] for name, *_ in alike.values()}
 
 
-def _joint_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:
-    """Return the tables of start plans with their own policies; even budgets and PyramidKV's have the first one's.
+def _make_joint_tables(setup: SearchSetup, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:
+    """Make start tables [choices * L, Hkv] whose layers have the policies of their plans.
 
-    Each is made as it would be if there were nothing to choose from.
+    Uniform and PyramidKV budgets take the policies of the first plan.
     """
     if not plans:
         raise UsageError("space joint begins with the policies of a plan: give one with --start")
-    layers = base.heads[0]
-    known = list(base.policies[::layers])
+    layers = setup.heads[0]
+    policies = list(setup.policies[::layers])
     starts: dict[str, Ints] = {}
     for name, plan in plans.items():
-        alone = Base.of(base.loaded, plan)
+        alone = SearchSetup.of(setup.loaded, plan)
         for policy in alone.policies:
-            if policy not in known:
+            if policy not in policies:
                 raise UsageError(f"start plan {name} has policy {policy.name} with other parameters than are searched")
-        chosen = np.array([known.index(policy) for policy in alone.policies])
-        own = start_tables(alone, budget, {name: plan})
-        table = own.get(name, own[UNIFORM])  # equal to even budgets
+        chosen = np.array([policies.index(policy) for policy in alone.policies])
+        own_tables = make_start_tables(alone, budget, {name: plan})
+        table = own_tables.get(name, own_tables[UNIFORM])  # equal to even budgets
         if not starts:
-            starts = {even: placed(own[even], chosen, base.choices) for even in (UNIFORM, PYRAMID) if even in own}
-        starts[name] = placed(table, chosen, base.choices)
-    return _distinct(starts)
+            starts = {
+                even: encode_choices(own_tables[even], chosen, setup.choices)
+                for even in (UNIFORM, PYRAMID)
+                if even in own_tables
+            }
+        starts[name] = encode_choices(table, chosen, setup.choices)
+    return _drop_duplicates(starts)
 
 
 def _require_static(loaded: LoadedModel, plan: Plan, name: str, phases: Sequence[Phase]) -> list[PhasePlan]:

@@ -1,4 +1,4 @@
-"""The trials of a search: what was measured and told, on disk, so that a search goes on where it stopped.
+"""The log of a search on disk: measured candidates and optimiser generations, so that it resumes where it stopped.
 
 A line of the log says what it is, the seconds of work on the run before it (`at`, the time between sessions left
 out), and the fields of its class:
@@ -31,13 +31,13 @@ from kvsearch.runs.ledger import Ledger, LedgerFormatError
 from kvsearch.workers import base
 from kvsearch.workers.base import OutcomeKind
 
-STARTS = "start"  # where start plans were found
+START_PLANS = "start"  # where start plans were found
 JOB_SIZE = 4  # candidates that a worker takes at a time, at most
-DIGITS = 9  # of a value that are told: what differs by less is rounding
+VALUE_DIGITS = 9  # of a value that are told: what differs by less is rounding
 MAX_MESSAGES = 3  # of failures that an error names
 
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Told = Annotated[float, Field(strict=True, ge=-MOST_MEASURED, le=MOST_MEASURED)]
+Measured = Annotated[float, Field(strict=True, ge=-MOST_MEASURED, le=MOST_MEASURED)]
 # JSON has no NaN and no infinity: they are written as texts
 Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -66,20 +66,20 @@ def candidate_key(candidate: Ints, objective: str) -> str:
     return hash_json({"budgets": candidate.tolist(), "objective": objective})
 
 
-class Line(Record):
-    """What all lines have: `at`, the seconds of work on the run before it was written."""
+class TrialRecord(Record):
+    """A line of the log; `at` are the seconds of work on the run before it was written."""
 
     at: Seconds
 
 
-class StageLine(Line):
-    """The begin of a stage, or of one of its generations."""
+class StageRecord(TrialRecord):
+    """The start of a stage, or of one of its generations."""
 
     name: Text
 
 
-class ResultLine(Line):
-    """Candidates, by `candidate_key`, that were measured together, and what became of them, see `JobOutcome`."""
+class JobRecord(TrialRecord):
+    """The outcome (`JobOutcome`) of candidates that were measured together, by `candidate_key`."""
 
     keys: list[Sha256] = Field(min_length=1)
     outcome: OutcomeKind
@@ -89,38 +89,43 @@ class ResultLine(Line):
     tokens: Index
 
     @model_validator(mode="after")
-    def _rows_for_keys(self) -> ResultLine:
+    def _rows_for_keys(self) -> JobRecord:
         if self.values is not None and len(self.values) != len(self.keys):
             refuse([(("values",), f"must have a row for each of {len(self.keys)} keys, not {len(self.values)}")])
         return self
 
 
-class ToldLine(Line):
-    """The points of a generation as the optimiser was told them, with their values, which it minimises."""
+class GenerationRecord(TrialRecord):
+    """The points of a generation and their values (minimised), as passed to `Optimiser.tell`."""
 
     stage: Text
     generation: Index
     points: list[list[Finite]]
-    values: list[Told]
+    values: list[Measured]
 
 
-class BestLine(Line):
+class BestRecord(TrialRecord):
     """The best candidate so far: budgets [L, Hkv], its value, and where it was found."""
 
     candidate: list[list[Floor]]
-    value: Told
+    value: Measured
     where: Text
 
 
-LINES: dict[str, type[Line]] = {"stage": StageLine, "result": ResultLine, "told": ToldLine, "best": BestLine}
+TRIAL_RECORDS: dict[str, type[TrialRecord]] = {
+    "stage": StageRecord,
+    "result": JobRecord,
+    "told": GenerationRecord,
+    "best": BestRecord,
+}
 
 
 class LimitReachedError(Exception):
-    """The search may not measure any more; the message says which limit it is."""
+    """A limit of the search (candidates or time) is reached; the message names it."""
 
 
 class Trial(NamedTuple):
-    """What became of a candidate on some samples: `values` [S], where there are any.
+    """The outcome of a candidate on S samples: `values` [S] where it was measured.
 
     It counts after the line of that number: the one that it was measured in, or that its failure was told in.
     """
@@ -131,8 +136,8 @@ class Trial(NamedTuple):
     line: int
 
 
-class TrialLog(Ledger[Line]):
-    """The lines of a search; one that is repeated finds there what it asks for, and writes what it does not find.
+class TrialLog(Ledger[TrialRecord]):
+    """The log of a search: a repeated search reads known results from it and appends new ones.
 
     `trials` are by `candidate_key`. A failure is among them once the optimiser was told it: until then it may be that
     of a machine since repaired, and the candidate is measured again. All that writes raises EnvironmentFault if the
@@ -143,7 +148,7 @@ class TrialLog(Ledger[Line]):
 
     def __init__(self, path: Path, identity: str = "") -> None:
         self.trials: dict[str, Trial] = {}
-        self.best: BestLine | None = None  # the best candidate that was written last
+        self.best: BestRecord | None = None  # the best candidate that was written last
         self.failed: dict[str, Trial] = {}  # that the optimiser was not told yet
         self._begun: dict[str, int] = {}  # numbers of lines, by stage
         self._told: set[tuple[str, int]] = set()
@@ -154,27 +159,27 @@ class TrialLog(Ledger[Line]):
         self._before = self._at
 
     @staticmethod
-    def parse(content: dict[str, Any]) -> Line:
+    def parse(content: dict[str, Any]) -> TrialRecord:
         kind = content.pop("kind", None)
-        if not isinstance(kind, str) or kind not in LINES:
+        if not isinstance(kind, str) or kind not in TRIAL_RECORDS:
             raise LedgerFormatError(f"there is no kind {kind!r}")
         try:
-            return LINES[kind].model_validate(content)
+            return TRIAL_RECORDS[kind].model_validate(content)
         except ValidationError as error:
             raise LedgerFormatError(list_validation_problems(error)[0]) from error
 
     def append(self, kind: str, **fields: Any) -> int:
-        """Write a line of one of the `LINES`; it is on the disk when this returns its number."""
-        line = LINES[kind](at=self.seconds, **fields)
+        """Write a line of one of the `TRIAL_RECORDS`; it is on the disk when this returns its number."""
+        line = TRIAL_RECORDS[kind](at=self.seconds, **fields)
         self._append(line, json.dumps({"kind": kind, **line.model_dump()}, allow_nan=False))
         return self.count
 
     def begin(self, stage: str) -> int:
-        """Return the number of the line where a stage, or a generation, began, or begins now."""
+        """Return the number of the line where a stage or generation began; append it if it is new."""
         return self._begun.get(stage) or self.append("stage", name=stage)
 
     def record(self, keys: Sequence[str], outcome: JobOutcome) -> None:
-        """Write what became of a job, by keys; "non-finite" if values of some candidate hold NaN or infinity."""
+        """Append the outcome of a job by candidate keys; "non-finite" if a value is NaN or infinite."""
         kind: OutcomeKind = outcome.kind
         message = outcome.message
         bad = [] if outcome.values is None else np.argwhere(~np.isfinite(outcome.values)).tolist()
@@ -193,20 +198,20 @@ class TrialLog(Ledger[Line]):
         )  # fmt: skip
 
     def tell(self, stage: str, generation: int, points: Sequence[Vector], values: Sequence[float]) -> None:
-        """Write what the optimiser is told of a generation, unless it is there."""
+        """Append a generation with the values passed to the optimiser, unless it is in the log."""
         if (stage, generation) not in self._told:
             rows = [point.tolist() for point in points]
             self.append("told", stage=stage, generation=generation, points=rows, values=list(values))
 
     def record_best(self, candidate: Candidate, name: str = "") -> None:
-        """Write the best candidate so far if it is better than the one written last; `name` is in front of `where`."""
+        """Append the best candidate so far if it improves on the last one; `name` is put before its `where`."""
         if self.best is None or candidate.value < self.best.value:
             rows = candidate.table.tolist()
             self.append("best", candidate=rows, value=candidate.value, where=name + candidate.where)
 
     @property
     def evaluations(self) -> int:
-        """How many different candidates were evaluated in all sessions."""
+        """Number of distinct candidates evaluated in all sessions."""
         return len(self.trials.keys() | self.failed.keys())
 
     @property
@@ -214,26 +219,26 @@ class TrialLog(Ledger[Line]):
         """Seconds of work in all sessions."""
         return self._before + (time.monotonic() - self._opened)
 
-    def _note(self, line: Line) -> None:
+    def _note(self, line: TrialRecord) -> None:
         self._at = line.at
-        if isinstance(line, ResultLine):
+        if isinstance(line, JobRecord):
             self.tokens += line.tokens
-            for key, trial in trials_of(line, self.count).items():
+            for key, trial in read_trials(line, self.count).items():
                 self.failed.pop(key, None)
                 (self.trials if trial.state == "ok" else self.failed)[key] = trial
-        elif isinstance(line, ToldLine):
+        elif isinstance(line, GenerationRecord):
             self._told.add((line.stage, line.generation))
             for key, trial in self.failed.items():
                 self.trials[key] = trial._replace(line=self.count)
             self.failed.clear()
-        elif isinstance(line, BestLine):
+        elif isinstance(line, BestRecord):
             self.best = line
-        elif isinstance(line, StageLine):
+        elif isinstance(line, StageRecord):
             self._begun.setdefault(line.name, self.count)
 
 
-def trials_of(line: ResultLine, number: int) -> dict[str, Trial]:
-    """Return what became of each candidate of a line, by its key; others than those that are not finite are "ok"."""
+def read_trials(line: JobRecord, number: int) -> dict[str, Trial]:
+    """Read the outcome of each candidate of a job, by key; "ok" for all with finite values."""
     if line.values is None:
         return dict.fromkeys(line.keys, Trial(line.outcome, None, line.message, number))
     trials = {}
@@ -248,7 +253,7 @@ def trials_of(line: ResultLine, number: int) -> dict[str, Trial]:
 
 @dataclass
 class TrialRunner:
-    """Says what candidates are worth: from the log where they are known, else measured and written down before that.
+    """Measures candidates: values in the log are reused, all others are measured and logged first.
 
     Values are means over samples, to be minimised (a metric's with its sign turned), NaN where a candidate failed.
     At most so many different candidates are `allowed` in all (None: any number).
@@ -295,14 +300,14 @@ class TrialRunner:
             if trial is None or trial.state != "ok" or trial.values is None:
                 values.append(math.nan)
             else:
-                values.append(sign * round(float(np.mean(trial.values)), DIGITS))
+                values.append(sign * round(float(np.mean(trial.values)), VALUE_DIGITS))
         return values
 
     def _keys(self, candidates: Sequence[Ints]) -> list[str]:
         return [candidate_key(candidate, self.objective) for candidate in candidates]
 
     def _run(self, tables: Mapping[str, Ints], generation: int) -> None:
-        """Have candidates measured by key, and write each job down as soon as it is finished, in any order.
+        """Measure candidates by key, and log each job as soon as it is finished, in any order.
 
         `generation` is the number of candidates that failures are counted against.
         """

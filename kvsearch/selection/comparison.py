@@ -1,4 +1,4 @@
-"""The one place that decides between candidates and baselines, for `run`, `select` and `evolve`.
+"""The decision between candidates and baselines, for `run`, `select` and `evolve`.
 
 A `PlanRace` asks the questions of a split in rounds; who stays for the next round, and which verdict ends it, is said
 in `kvsearch.selection.race`.
@@ -23,19 +23,19 @@ from kvsearch.plan import Size
 from kvsearch.runtime import Program
 from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.race import (
+    ELIMINATION_LEVEL,
     FINALISTS,
-    LEAVES,
-    SCREENED,
-    WEIGHED,
+    MIN_HOPEFUL_CONTEXTS,
+    MIN_SCREENED_CONTEXTS,
     Race,
+    bound_lead,
     find_hopeless,
-    lead_bound,
     plan_rounds,
     plan_screening,
 )
 from kvsearch.selection.scores import Scores
 from kvsearch.selection.selection import (
-    FOREMOST,
+    REPORTED_PER_KIND,
     DroppedMethod,
     MethodResult,
     PhaseResult,
@@ -43,21 +43,22 @@ from kvsearch.selection.selection import (
     Rule,
     Screening,
 )
-from kvsearch.selection.splits import divide_contexts, texts_of
+from kvsearch.selection.splits import divide_contexts, list_texts
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, force_replies
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import read_loss
 
-HOPEFUL = 16  # methods that are about left after the first screening, for forecasts
+EXPECTED_HOPEFUL = 16  # methods that are about left after the first screening, for forecasts
 SCREENED_TOKENS = 32  # of a right reply that are forced to screen methods: the logits of all rows are held at once
 
 
 @dataclass(frozen=True, eq=False)
 class PlanRace:
-    """Candidates and baselines, ready to be asked the questions of a split in rounds.
+    """A race of candidates and baselines, evaluated in rounds on the questions of a split.
 
-    The replies of a round are kept by the name of the race and its number. It `screens`: the hopeless do not reply.
+    Replies of a round are stored under the name of the race and the number of the round. If it `screens`, hopeless
+    methods are dropped by their losses before they reply.
     """
 
     prepared: Evaluation  # all candidates and baselines on the questions of all rounds
@@ -71,37 +72,37 @@ class PlanRace:
         """The questions of all rounds."""
         return self.prepared.encoded
 
-    def on(self, questions: list[TaskPrompts]) -> PlanRace:
-        """Return the race on a part of its questions."""
+    def with_questions(self, questions: list[TaskPrompts]) -> PlanRace:
+        """Restrict the race to some of its questions."""
         return replace(self, prepared=replace(self.prepared, encoded=questions))
 
     @property
     def available(self) -> int:
-        """How many contexts all rounds have."""
+        """Number of contexts of all rounds."""
         return sum(task.distinct for task in self.encoded)
 
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
         """The questions of each round."""
-        counts = [len(texts_of(task)) for task in self.encoded]
+        counts = [len(list_texts(task)) for task in self.encoded]
         return divide_contexts(self.encoded, plan_rounds(counts), self.prepared.split.seed)
 
     @cached_property
     def screened(self) -> list[list[TaskPrompts]] | None:
-        """The questions of each screening, with right replies to force; None where nobody is screened.
+        """Questions of each screening, with right replies to teacher-force; None without screening.
 
-        That is where screening is not wanted, cannot be done, could not drop half of the methods, or is no cheaper.
+        Nothing is screened where it is not wanted or possible, could not drop half of the methods, or is no cheaper.
         """
         plans = self.candidate_set
-        spare = sum(max(len(kind) - FOREMOST, 0) for kind in (plans.candidates, plans.baselines))
+        spare = sum(max(len(kind) - REPORTED_PER_KIND, 0) for kind in (plans.candidates, plans.baselines))
         if not self.screens or 2 * spare < len(plans.plans):
             return None
-        return screened_questions(self.encoded, self.prepared.split.seed)
+        return choose_screening_questions(self.encoded, self.prepared.split.seed)
 
     def cost(self, name: str) -> StageCost:
-        """Return what the stage `name` costs that decides, at most."""
+        """Estimate the cost of the race, as the stage `name`, at most."""
         programs = [method.program for method in self.prepared.methods]
-        return choice_cost(name, self.encoded, self.prepared.split, programs, self.screened)
+        return estimate_choice(name, self.encoded, self.prepared.split, programs, self.screened)
 
     def ask(
         self,
@@ -112,17 +113,18 @@ class PlanRace:
         *,
         answered: bool = False,
     ) -> Evaluation:
-        """Ask some candidates and baselines; their replies are kept as those of `stage`, `answered` as for `decide`."""
+        """Evaluate some methods on `questions`; replies are stored under `stage`, `answered` as for `decide`."""
         part = self.prepared.of(names, questions)
         return part.run_stage("/".join(filter(None, (self.name, stage))), store, answered=answered)
 
     def decide(
         self, store: StageStore | None = None, level: float | None = None, *, answered: bool = False
     ) -> PhaseResult:
-        """Ask in rounds until it is decided what is written.
+        """Run rounds until the plan to write is decided.
 
-        Of names that score the same the first is the best. `level` is that of this race, where several share that of
-        the rule, see `shared_level`. `answered`: only if the full cache can answer, see `Evaluation.require_answers`.
+        Of equal scores the first name is the best. `level` is that of this race, where several share that of
+        the rule, see `compute_shared_level`. `answered`: only if the full cache can answer, see
+        `Evaluation.require_answers`.
 
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
@@ -141,7 +143,7 @@ class PlanRace:
             left_out = {method.name for method in screening.dropped}
             race.candidates = [name for name in race.candidates if name not in left_out]
             race.baselines = [name for name in race.baselines if name not in left_out]
-            race.losses = losses_of(forced)
+            race.losses = score_losses(forced)
         is_text = all(is_forced(task.task) for task in self.encoded)
         for number, questions in enumerate(self.rounds, 1):
             names = [*race.candidates, *race.baselines]
@@ -149,45 +151,45 @@ class PlanRace:
             rounds.append(comparison)
             if is_text:  # scores are losses within bounds, beyond which methods still differ
                 forced = rounds
-                race.losses = losses_of(forced)
-            behind |= behind_on_kinds(rounds, race.candidates, race.baselines)
+                race.losses = score_losses(forced)
+            behind |= find_behind_on_kinds(rounds, race.candidates, race.baselines)
             race.candidates = [name for name in race.candidates if name not in behind]
             asked = Scores.of(comparison.samples, comparison.contexts)
-            race.judge_round(asked, is_last=number == len(self.rounds), available=self.available)
+            race.eliminate(asked, is_last=number == len(self.rounds), available=self.available)
             if race.winner is not None:
                 break
-        result = self._result(race, rounds, forced, tuple(behind.values()), level)
+        result = self._make_result(race, rounds, forced, tuple(behind.values()), level)
         return replace(result, screening=screening)
 
     def _screen(
         self, questions: Sequence[list[TaskPrompts]], store: StageStore | None
     ) -> tuple[list[Evaluation], Screening]:
-        """Drop all but the finalists, by the losses of right replies: first of all methods, then of those with hope."""
+        """Drop all but the finalists by the losses of right replies: first of all methods, then of the hopeful ones."""
         plans = self.candidate_set
         names = list(plans.plans)
-        first, *others = questions
+        first, *later = questions
         forced = [self.ask(first, names, "screen", store)]
-        losses = losses_of(forced)
+        losses = score_losses(forced)
         hopeless = find_hopeless(losses, list(plans.candidates), list(plans.baselines))
-        dropped = self._dropped(losses, hopeless)
+        dropped = self._record_dropped(losses, hopeless)
         hopeful = [name for name in names if name not in hopeless]
-        for number, more in enumerate(others, 2):
-            forced.append(self.ask(more, hopeful, f"screen-{number}", store))
-        losses = losses_of(forced)
+        for number, part in enumerate(later, 2):
+            forced.append(self.ask(part, hopeful, f"screen-{number}", store))
+        losses = score_losses(forced)
         kinds = ([name for name in hopeful if name in kind] for kind in (plans.candidates, plans.baselines))
-        dropped += self._dropped(losses, [name for kind in kinds for name in losses.ranked(kind)[FINALISTS:]])
-        return forced, Screening(losses.ranked(hopeful)[0], QuestionCount.of(forced), tuple(dropped))
+        dropped += self._record_dropped(losses, [name for kind in kinds for name in losses.rank(kind)[FINALISTS:]])
+        return forced, Screening(losses.rank(hopeful)[0], QuestionCount.of(forced), tuple(dropped))
 
-    def _dropped(self, losses: Scores, names: Sequence[str]) -> list[DroppedMethod]:
-        """Return the record of methods that do not reply, with what they lose more than the best one."""
-        least = max(losses.mean(name) for name in self.candidate_set.plans if name in losses.sums)
+    def _record_dropped(self, losses: Scores, names: Sequence[str]) -> list[DroppedMethod]:
+        """Record dropped methods, with their excess loss over the best method, in nats per token."""
+        best = max(losses.mean(name) for name in self.candidate_set.plans if name in losses.sums)
         candidates = self.candidate_set.candidates
         return [
-            DroppedMethod(name, "candidate" if name in candidates else "baseline", least - losses.mean(name))
+            DroppedMethod(name, "candidate" if name in candidates else "baseline", best - losses.mean(name))
             for name in names
         ]
 
-    def _result(
+    def _make_result(
         self,
         race: Race,
         rounds: Sequence[Evaluation],
@@ -195,7 +197,7 @@ class PlanRace:
         behind: tuple[str, ...],
         level: float,
     ) -> PhaseResult:
-        """Return how a race ended; methods that were asked longest come first, then the foremost of the race."""
+        """Make the result of a race; methods that stayed longest come first, then better ones."""
         assert race.winner is not None
         assert race.verdict is not None
         plans = self.candidate_set
@@ -223,102 +225,104 @@ class PlanRace:
             asked=QuestionCount.of(rounds),
             available=self.available,
             notes=(*plans.notes, *behind, *rounds[-1].notes),
-            lower=tuple(lower_kinds(samples, contexts, race.winner, race.best)),
+            lower=tuple(find_lower_kinds(samples, contexts, race.winner, race.best)),
         )
 
 
 def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: Sequence[Evaluation]) -> MethodResult:
-    """Return what a candidate or baseline scored in the rounds that asked it, and what a candidate leads by there."""
+    """Return the score of a method in the rounds it took part in, and the lead of a candidate there."""
     contexts = rounds[-1].contexts  # of all rounds
-    asked_in = [asked for asked in rounds if name in asked.names]
-    samples = [sample for asked in asked_in for sample in asked.samples]
+    own_rounds = [asked for asked in rounds if name in asked.names]
+    samples = [sample for asked in own_rounds for sample in asked.samples]
     row = summarize([sample for sample in samples if sample.method in {name, race.best}], race.best, contexts)[-1]
     score = row.scores[name]
     nats = row.nats.get(name)
-    count = sum(sum(asked.distinct.values()) for asked in asked_in)
+    count = sum(sum(asked.distinct.values()) for asked in own_rounds)
     if name not in race.wealths:
         return MethodResult(name, "baseline", score, count, nats=nats)
     signs = {name: 1.0, race.best: -1.0}
     lead = contrast_scores(samples, signs, contexts)
     chance = min(1.0, math.exp(-race.evidence(name)))
-    spared = contrast_scores(_minus_losses(forced), signs, forced[-1].contexts) if forced and nats is None else None
+    spared = contrast_scores(_negate_losses(forced), signs, forced[-1].contexts) if forced and nats is None else None
     return MethodResult(name, "candidate", score, count, lead, chance, nats, spared)
 
 
-def _minus_losses(forced: Sequence[Evaluation]) -> list[Sample]:
-    """Return teacher-forced samples whose scores are minus their losses, in nats per token."""
+def _negate_losses(forced: Sequence[Evaluation]) -> list[Sample]:
+    """Replace the scores of teacher-forced samples by minus their losses, in nats per token."""
     return [replace(sample, score=-read_loss(sample.reply)) for asked in forced for sample in asked.samples]
 
 
-def losses_of(forced: Sequence[Evaluation]) -> Scores:
-    """Return minus the losses of teacher-forced replies, of methods that all evaluations asked."""
-    parts = (Scores.of(_minus_losses([asked]), asked.contexts) for asked in forced)
-    return reduce(Scores.beside, parts)
+def score_losses(forced: Sequence[Evaluation]) -> Scores:
+    """Return minus the losses of teacher-forced replies as scores, for methods in all evaluations."""
+    parts = (Scores.of(_negate_losses([asked]), asked.contexts) for asked in forced)
+    return reduce(Scores.concatenate, parts)
 
 
-def screened_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[list[TaskPrompts]] | None:
-    """Return the questions of each screening, with right replies to force, so that methods are ranked by their losses.
+def choose_screening_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[list[TaskPrompts]] | None:
+    """Choose the questions of each screening, with right replies to force, for a ranking of methods by loss.
 
     The first is about contexts that the first round of a race asks about, too; a second one is about others, if there
     are any. None where some question has no right reply, or all are answered by force anyway.
     """
     if all(is_forced(task.task) for task in encoded):
         return None
-    counts = [len(texts_of(task)) for task in encoded]
-    ends = [plan_screening(counts, least) for least in (SCREENED, WEIGHED)]
+    counts = [len(list_texts(task)) for task in encoded]
+    ends = [plan_screening(counts, least) for least in (MIN_SCREENED_CONTEXTS, MIN_HOPEFUL_CONTEXTS)]
     parts = divide_contexts(encoded, ends if ends[0] != ends[1] else ends[:1], seed)
     forced = [force_replies(part, SCREENED_TOKENS) for part in parts]
     return None if any(part is None for part in forced) else [part for part in forced if part is not None]
 
 
-def choice_cost(
+def estimate_choice(
     name: str,
     encoded: Sequence[TaskPrompts],
     split: Split,
     programs: Sequence[Program],
     screened: Sequence[list[TaskPrompts]] | None,
 ) -> StageCost:
-    """Return what the stage `name` costs that chooses among some programs, at most as many as are likely to be left."""
+    """Estimate the cost of a choice among programs, as the stage `name`, with as many finalists as are likely."""
     if screened is None:
         return estimate_replies(name, encoded, split, programs)
     cost = estimate_replies(name, encoded, split, programs[: 2 * FINALISTS + 1])
-    left = (programs, programs[:HOPEFUL])
-    screenings = [estimate_replies(name, part, split, some) for part, some in zip(screened, left, strict=False)]
+    remaining = (programs, programs[:EXPECTED_HOPEFUL])
+    screenings = [
+        estimate_replies(name, part, split, subset) for part, subset in zip(screened, remaining, strict=False)
+    ]
     return replace(cost, work=sum((screening.work for screening in screenings), cost.work))
 
 
-def lower_kinds(samples: Sequence[Sample], contexts: Contexts, written: str, best: str) -> list[str]:
-    """Return the kinds of questions on which what is written scores less than the best baseline."""
+def find_lower_kinds(samples: Sequence[Sample], contexts: Contexts, written: str, best: str) -> list[str]:
+    """Find the kinds of questions on which the written plan scores less than the best baseline."""
     compared = [sample for sample in samples if sample.method in {written, best}]
-    scores = {kind: Scores.of(of_kind, contexts) for kind, of_kind in by_kind(compared).items()}
+    scores = {kind: Scores.of(of_kind, contexts) for kind, of_kind in group_by_kind(compared).items()}
     return [kind for kind, of_kind in scores.items() if of_kind.mean(written) < of_kind.mean(best) - TIE]
 
 
-def behind_on_kinds(
+def find_behind_on_kinds(
     rounds: Sequence[Evaluation], candidates: Sequence[str], baselines: Sequence[str]
 ) -> dict[str, str]:
-    """Return the candidates that the best baseline leads on a kind of question beyond chance, with a reason each.
+    """Find candidates that the best baseline leads on a kind of question beyond chance, with a reason for each.
 
     Kinds are tasks, or the categories of a task that has several. A mean over all may hide that one is lost. With one
     kind there is none to hide.
     """
     samples = [sample for comparison in rounds for sample in comparison.samples]
     contexts = rounds[-1].contexts  # of all rounds
-    asked = [sample for sample in samples if sample.method in {*candidates, *baselines}]
-    best = Scores.of(asked, contexts).ranked(baselines)[0]
-    kinds = by_kind(asked)
+    remaining = [sample for sample in samples if sample.method in {*candidates, *baselines}]
+    best = Scores.of(remaining, contexts).rank(baselines)[0]
+    kinds = group_by_kind(remaining)
     behind = {}
     for kind, of_kind in kinds.items() if len(kinds) > 1 else ():
         scores = Scores.of(of_kind, contexts)
-        level = 1 - (1 - LEAVES) / len(kinds)
+        level = 1 - (1 - ELIMINATION_LEVEL) / len(kinds)
         for name in candidates:
-            if lead_bound(scores, best, name, level) > 0:
+            if bound_lead(scores, best, name, level) > 0:
                 behind[name] = f"{name} is out: {best} is ahead of it on {kind}"
     return behind
 
 
-def by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """Return samples by the kind of their question: the task, or its category where the task has several."""
+def group_by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """Group samples by the kind of their question: the task, or its category where the task has several."""
     categories: dict[str, set[str]] = {}
     for sample in samples:
         categories.setdefault(sample.task, set()).add(sample.category)
@@ -332,7 +336,7 @@ def by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 def prepare_race(
     loaded: LoadedModel, plans: CandidateSet, split: Split, rule: Rule, size: Size, name: str | None = None
 ) -> PlanRace:
-    """Return a race of plans of a size that evict something.
+    """Prepare a race of plans at a size; check that they evict something.
 
     Replies are kept by its `name`; None: it is named after the phases of the plans.
 

@@ -42,31 +42,31 @@ from scipy.special import logsumexp, stdtrit
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import assert_present
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import FOREMOST, HOPELESS, LEAST_CONTEXTS, Rule, Verdict
+from kvsearch.selection.selection import HOPELESS_LEVEL, MIN_CONTEXTS_FOR_PROOF, REPORTED_PER_KIND, RaceVerdict, Rule
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
-LEAVES = 0.95  # of the one-sided bound by which one that is behind leaves
-SCREENED = 6  # contexts at least that losses of all methods are of, as far as there are so many
-WEIGHED = 24  # and of those that are not hopeless
+ELIMINATION_LEVEL = 0.95  # of the one-sided bound by which one that is behind leaves
+MIN_SCREENED_CONTEXTS = 6  # contexts at least that losses of all methods are of, as far as there are so many
+MIN_HOPEFUL_CONTEXTS = 24  # and of those that are not hopeless
 FINALISTS = 3  # candidates, and as many baselines, that reply
-OPEN = 24  # contexts, before which no proof is given up
-GROWTH = 1.5  # of the contexts from one round to the next
+MIN_CONTEXTS_TO_GIVE_UP = 24  # contexts, before which no proof is given up
+ROUND_GROWTH = 1.5  # of the contexts from one round to the next
 
 
-def log_wealths(leads: Floats) -> Floats:
-    """Return the logarithms of what bettors make of 1, [..., stakes], of `leads` [..., contexts] in [-1, 1]."""
+def compute_log_wealths(leads: Floats) -> Floats:
+    """Compute log wealths [..., stakes] of bettors that start with 1, from `leads` [..., contexts] in [-1, 1]."""
     return np.stack([np.log1p(stake * leads).sum(axis=-1) for stake in STAKES], axis=-1)
 
 
 def mix_bettors(wealths: Floats) -> Floats:
-    """Return the logarithm of the mean wealth of all bettors, [...], of their log wealths [..., stakes]."""
+    """Average the wealth of all bettors: log of the mean, [...], from log wealths [..., stakes]."""
     mixed: Floats = logsumexp(wealths, axis=-1) - np.log(len(STAKES))
     return mixed
 
 
 def adjust_for_several(wealths: Floats) -> Floats:
-    """Return the evidence for each of several candidates together, [candidates], of their log wealths.
+    """Adjust log wealths [candidates] for several candidates: the log evidence for each, [candidates].
 
     It is the least mean wealth of any set of candidates that has the candidate in it (closed testing with averages,
     Vovk and Wang 2021, "E-values: calibration, combination and applications", 5): the chance that it reaches 1 / level
@@ -82,23 +82,23 @@ def adjust_for_several(wealths: Floats) -> Floats:
     return evidence
 
 
-def bets(scores: Scores, method: str, other: str) -> Floats:
-    """Return the lead of a method over another in each context as a bet, [contexts] in [-1, 1].
+def make_bets(scores: Scores, method: str, other: str) -> Floats:
+    """Scale the lead of a method over another in each context to a bet, [contexts] in [-1, 1].
 
     Contexts that count more for the mean stake more, so that all tasks have the same stake together.
     """
     worth = scores.questions * scores.weights
-    leads: Floats = (scores.added(method) - scores.added(other)) / worth.max()
+    leads: Floats = (scores.contributions(method) - scores.contributions(other)) / worth.max()
     return leads
 
 
-def lead_bound(scores: Scores, method: str, other: str, level: float) -> float:
-    """Return the one-sided lower bound of the mean lead of a method over another, by Student's t over contexts.
+def bound_lead(scores: Scores, method: str, other: str, level: float) -> float:
+    """Bound the mean lead of a method over another from below (one-sided), by Student's t over contexts.
 
     The variance is that of the contexts within each task. Tasks with one context say nothing of it: they count as one
     task. With one context in all there is no bound, minus infinity.
     """
-    leads = scores.added(method) - scores.added(other)
+    leads = scores.contributions(method) - scores.contributions(other)
     numbers = np.unique(scores.tasks, return_inverse=True)[1]
     groups = np.where(np.bincount(numbers)[numbers] > 1, numbers, -1)
     variance = 0.0
@@ -114,39 +114,40 @@ def lead_bound(scores: Scores, method: str, other: str, level: float) -> float:
 
 
 def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence[str]) -> list[str]:
-    """Return the methods that need not reply, by their losses of the right replies; scores are minus the losses.
+    """Find methods that are dropped before they reply, by their losses on right replies; scores are minus losses.
 
     Such a method loses more than the best one by over `MOST_LOST` nats per token, beyond a one-sided bound at
-    `HOPELESS` by Student's t on differences in the same contexts, and it is none of the `FOREMOST` of its kind. So at
-    that level a pair of methods that differ by no more is taken for one that does. That may drop the best one of many
-    that are alike, but not before as many of its kind as a report asks look better.
+    `HOPELESS_LEVEL` by Student's t on differences in the same contexts, and it is none of the `REPORTED_PER_KIND` of
+    its kind. So at that level a pair of methods that differ by no more is taken for one that does. That may drop the
+    best one of many that are alike, but not before as many of its kind as a report asks look better.
     """
     methods = [*candidates, *baselines]
-    best = losses.ranked(methods)[0]
-    kept = {*losses.ranked(candidates)[:FOREMOST], *losses.ranked(baselines)[:FOREMOST]}
-    return [name for name in methods if name not in kept and lead_bound(losses, best, name, HOPELESS) > MOST_LOST]
+    best = losses.rank(methods)[0]
+    kept = {*losses.rank(candidates)[:REPORTED_PER_KIND], *losses.rank(baselines)[:REPORTED_PER_KIND]}
+    return [name for name in methods if name not in kept and bound_lead(losses, best, name, HOPELESS_LEVEL) > MOST_LOST]
 
 
-def plan_screening(counts: Sequence[int], least: int = SCREENED) -> list[int]:
-    """Return on how many contexts of each task methods are screened, of `counts` in all: some of every task."""
-    most = max(counts)
-    shares = ([-(-size * count // most) for count in counts] for size in range(1, most + 1))
-    return next((asked for asked in shares if sum(asked) >= least), list(counts))
+def plan_screening(counts: Sequence[int], minimum: int = MIN_SCREENED_CONTEXTS) -> list[int]:
+    """Return the number of contexts of each task in the screening, of `counts` in all: some of every task."""
+    largest = max(counts)
+    shares = ([-(-size * count // largest) for count in counts] for size in range(1, largest + 1))
+    return next((asked for asked in shares if sum(asked) >= minimum), list(counts))
 
 
 def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
-    """Return how many contexts of each task have been asked after every round, of `counts` in all.
+    """Return the contexts of each task evaluated after every round, of `counts` in all.
 
-    Every round has contexts of every task. The first has `LEAST_CONTEXTS` at least, the others half as many more each.
+    Every round has contexts of every task. The first has `MIN_CONTEXTS_FOR_PROOF` at least, the others half as many
+    more each.
     """
-    most = max(counts)
+    largest = max(counts)
     rounds = [[0] * len(counts)]
     size = 1
-    while size < most:
-        asked = [-(-size * count // most) for count in counts]  # rounded up
-        if sum(asked) >= LEAST_CONTEXTS and all(new > old for new, old in zip(asked, rounds[-1], strict=True)):
+    while size < largest:
+        asked = [-(-size * count // largest) for count in counts]  # rounded up
+        if sum(asked) >= MIN_CONTEXTS_FOR_PROOF and all(new > old for new, old in zip(asked, rounds[-1], strict=True)):
             rounds.append(asked)
-            size = max(size, int(GROWTH * size) - 1)
+            size = max(size, int(ROUND_GROWTH * size) - 1)
         size += 1
     if any(count == old for count, old in zip(counts, rounds[-1], strict=True)):
         rounds.pop()  # a task would have nothing left for a last round
@@ -154,10 +155,10 @@ def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
 
 
 class Race:
-    """Candidates and baselines that answer contexts in rounds; see the head of this file.
+    """A race of candidates and baselines over rounds of contexts; see the head of this file.
 
-    `candidates` and `baselines` are those that the next round asks, `scores` all rounds of those that the last one
-    asked, and `wealths` the logarithm of what bets on every candidate made of 1 as of the last round that asked it.
+    `candidates` and `baselines` are still in the race, `scores` are all rounds of the methods of the last round, and
+    `wealths` the log wealth of bets on every candidate as of its last round.
     `losses` have minus the losses of the right replies; None: methods are ranked by their scores.
     `winner` and `verdict` are None until the race ends. `best` is the foremost baseline, `bound` the one-sided bound at
     `Rule.sure` of what the foremost candidate scores above it, and `loss_bound` that of what it loses less.
@@ -175,68 +176,70 @@ class Race:
         self.best = ""
         self.bound = self.loss_bound = -math.inf
         self.winner: str | None = None
-        self.verdict: Verdict | None = None
+        self.verdict: RaceVerdict | None = None
         self._bettors: dict[tuple[str, str], Floats] = {}
 
-    def judge_round(self, asked: Scores, *, is_last: bool, available: int) -> None:
-        """Take in the scores of a round, let those leave that cannot win any more, and end the race if it is decided.
+    def eliminate(self, round_scores: Scores, *, is_last: bool, available: int) -> None:
+        """Add the scores of a round, drop methods that cannot win any more, and end the race if it is decided.
 
         `available` are about the contexts of all rounds, of which this one may be the last.
         """
-        scores = asked if self.scores is None else self.scores.beside(asked)
+        scores = round_scores if self.scores is None else self.scores.concatenate(round_scores)
         self.scores = scores
         for name in self.candidates:
             for other in self.baselines:
                 before = self._bettors.get((name, other), 0.0)
-                self._bettors[name, other] = before + log_wealths(bets(asked, name, other))
+                self._bettors[name, other] = before + compute_log_wealths(make_bets(round_scores, name, other))
             against = np.stack([self._bettors[name, other] for other in self.baselines])
             self.wealths[name] = float(mix_bettors(against).min())
-        self._let_leave(scores)
+        self._drop(scores)
         self.best = self.rank(self.baselines)[0]
         leader = self.rank(self.candidates)[0] if self.candidates else None
         if leader is None:
             if is_last or len(self.baselines) == 1:
                 self._end(self.best, "baseline")
             return
-        self.bound = lead_bound(scores, leader, self.best, self.rule.sure)
+        self.bound = bound_lead(scores, leader, self.best, self.rule.sure)
         if self.losses is not None:
-            self.loss_bound = lead_bound(self.losses, leader, self.best, self.rule.sure)
-        if self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= LEAST_CONTEXTS:
+            self.loss_bound = bound_lead(self.losses, leader, self.best, self.rule.sure)
+        if self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= MIN_CONTEXTS_FOR_PROOF:
             self._end(leader, "beats")
-        elif is_last or (self._is_told_by_losses(leader) and self._is_out_of_reach(leader, available)):
+        elif is_last or (self._is_decided_by_losses(leader) and self._is_out_of_reach(leader, available)):
             is_likely = self.rule.writes_likely and max(self.bound, self.loss_bound) > 0
             self._end(leader if is_likely else self.best, "likely" if is_likely else "baseline")
 
     def rank(self, names: Sequence[str]) -> list[str]:
         """Rank candidates or baselines, the foremost first."""
         ranking = assert_present(self.scores, "no round was judged") if self.losses is None else self.losses
-        return ranking.ranked(names)
+        return ranking.rank(names)
 
     def evidence(self, name: str) -> float:
-        """Return the logarithm of the evidence for a candidate, with all others taken into account."""
+        """Return the log evidence for a candidate, adjusted for all candidates."""
         names = list(self.wealths)
         return float(adjust_for_several(np.array(list(self.wealths.values())))[names.index(name)])
 
-    def _is_told_by_losses(self, leader: str) -> bool:
-        """Tell whether losses say which of the leader and the best baseline is better."""
+    def _is_decided_by_losses(self, leader: str) -> bool:
+        """Tell whether losses separate the leader from the best baseline."""
         if self.losses is None:
             return False
-        return max(self.loss_bound, lead_bound(self.losses, self.best, leader, self.rule.sure)) > 0
+        return max(self.loss_bound, bound_lead(self.losses, self.best, leader, self.rule.sure)) > 0
 
     def _is_out_of_reach(self, leader: str, available: int) -> bool:
         """Tell whether the evidence for the leader grows too slowly for a proof."""
         asked = len(assert_present(self.scores, "no round was judged").tasks)
-        return asked >= OPEN and self.evidence(leader) * available / asked < -math.log(self.rule.level)
+        return asked >= MIN_CONTEXTS_TO_GIVE_UP and self.evidence(leader) * available / asked < -math.log(
+            self.rule.level
+        )
 
-    def _let_leave(self, scores: Scores) -> None:
-        ahead = [scores.ranked(kind)[0] for kind in (self.candidates, self.baselines) if kind]
+    def _drop(self, scores: Scores) -> None:
+        ahead = [scores.rank(kind)[0] for kind in (self.candidates, self.baselines) if kind]
 
         def stays(name: str, others: Sequence[str]) -> bool:
-            return all(lead_bound(scores, other, name, LEAVES) <= 0 for other in others if other != name)
+            return all(bound_lead(scores, other, name, ELIMINATION_LEVEL) <= 0 for other in others if other != name)
 
         self.candidates = [name for name in self.candidates if stays(name, ahead)]
         self.baselines = [name for name in self.baselines if stays(name, ahead[-1:])]
 
-    def _end(self, winner: str, verdict: Verdict) -> None:
+    def _end(self, winner: str, verdict: RaceVerdict) -> None:
         self.winner = winner
         self.verdict = verdict

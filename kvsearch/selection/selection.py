@@ -1,4 +1,4 @@
-"""How sure one has to be of a plan that is written, and what a selection finds; it imports nothing that computes."""
+"""The decision rule of a selection, and the records of its result; imports nothing that computes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.selection.selection_job import SelectionJob
 
-Kind = Literal["candidate", "baseline"]
-FOREMOST: Final = 5  # candidates, and as many baselines, that a report asks
-LEAST_CONTEXTS: Final = 8  # with fewer nothing beats
-HOPELESS: Final = 0.95  # of the one-sided bound by which a loss of right replies is so much above the least
+MethodKind = Literal["candidate", "baseline"]
+REPORTED_PER_KIND: Final = 5  # candidates, and as many baselines, that a report asks
+MIN_CONTEXTS_FOR_PROOF: Final = 8  # with fewer nothing beats
+HOPELESS_LEVEL: Final = 0.95  # of the one-sided bound by which a loss of right replies is so much above the least
 
-Verdict = Literal["beats", "likely", "baseline"]
-Part = Literal["rankings", "budgets", "carry"]  # of a plan, in the order in which a report adds them to even budgets
+RaceVerdict = Literal["beats", "likely", "baseline"]
+PlanPart = Literal[
+    "rankings", "budgets", "carry"
+]  # of a plan, in the order in which a report adds them to even budgets
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How sure one has to be.
+    """The confidence that a candidate needs to be written.
 
     Args:
         sure: level of the one-sided bound by which a candidate has to lead the best baseline to be written. From .95 on
@@ -52,13 +54,13 @@ class Rule:
 
     @property
     def writes_likely(self) -> bool:
-        """Whether a candidate that is not proven to be better is written."""
+        """Whether a candidate is written that is likely, but not proven to be better."""
         return self.sure < 1 - Rule.level
 
 
 @dataclass(frozen=True)
 class QuestionCount:
-    """How many questions were asked, about how many different contexts, and how long the shortest and longest are."""
+    """Number of questions and of distinct contexts, and the shortest and longest context in tokens."""
 
     contexts: int
     questions: int
@@ -67,7 +69,7 @@ class QuestionCount:
 
     @classmethod
     def of(cls, rounds: Sequence[Evaluation]) -> QuestionCount:
-        """Count what was asked in all rounds."""
+        """Count the questions and contexts of all rounds."""
         lengths = [sample.context_tokens for comparison in rounds for sample in comparison.samples]
         contexts = sum(sum(comparison.distinct.values()) for comparison in rounds)
         questions = sum(task.questions for comparison in rounds for task in comparison.coverage)
@@ -76,7 +78,7 @@ class QuestionCount:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What a candidate or baseline scored on the contexts that it was asked about before it left.
+    """The score of a candidate or baseline on the contexts it answered before it left the race.
 
     Of a candidate `lead` is what it scored there above the best baseline, and `chance` a bound of the probability that
     any candidate leads so much by luck, whenever one looks. `nats` are its losses there, with the difference to
@@ -85,7 +87,7 @@ class MethodResult:
     """
 
     name: str
-    kind: Kind
+    kind: MethodKind
     score: Estimate
     contexts: int
     lead: Difference | None = None
@@ -96,29 +98,29 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class DroppedMethod:
-    """A candidate or baseline that did not reply: it loses so many nats per token of the right replies more."""
+    """A candidate or baseline that was dropped before it replied, by its loss in nats per token of right replies."""
 
     name: str
-    kind: Kind
+    kind: MethodKind
     loss: float  # above that of the best method
 
 
 @dataclass(frozen=True)
 class Screening:
-    """What was dropped before it replied, by the loss of right replies, see `PlanRace`; `best` has the least."""
+    """Methods dropped before they replied, by the loss of right replies, see `PlanRace`; `best` loses least."""
 
     best: str
     asked: QuestionCount
     dropped: tuple[DroppedMethod, ...]
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: MethodKind) -> int:
         """Count candidates or baselines that were dropped."""
         return sum(method.kind == kind for method in self.dropped)
 
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """How the race of one phase setting ended; methods that were asked longest come first, then the higher score.
+    """The result of the race of one phase setting; methods that stayed longest come first, then higher scores.
 
     `best` is the best baseline; `winner` the candidate that is written, None if it is the baseline. `verdict` says what
     is known of it, see `kvsearch.selection.race`; `level` is what chances are compared with. `bound` is what the
@@ -132,7 +134,7 @@ class PhaseResult:
     full: Estimate
     best: str
     winner: str | None
-    verdict: Verdict
+    verdict: RaceVerdict
     level: float
     sure: float
     bound: float | None
@@ -142,54 +144,55 @@ class PhaseResult:
     lower: tuple[str, ...] = ()
     screening: Annotated[Screening | None, Field(exclude_if=is_none)] = None
 
-    def at_level(self, level: float) -> PhaseResult:
-        """Return the result at another level: what is likely better may beat the baselines at a higher one."""
+    def with_level(self, level: float) -> PhaseResult:
+        """Judge the result at another level: a likely better candidate may beat the baselines at a higher one."""
         chance = self.method(self.written).chance
         if self.verdict != "likely" or chance is None:
             return self
-        beats = chance <= level and self.asked.contexts >= LEAST_CONTEXTS
+        beats = chance <= level and self.asked.contexts >= MIN_CONTEXTS_FOR_PROOF
         return replace(self, level=level, verdict="beats" if beats else "likely")
 
     @property
     def written(self) -> str:
-        """What this setting ends with: its winner, or else its best baseline."""
+        """Name of the plan to write: the winner, else the best baseline."""
         return self.winner or self.best
 
     def method(self, name: str) -> MethodResult:
-        """Return what is known of a candidate or baseline."""
+        """Return the result of a candidate or baseline by name."""
         return {method.name: method for method in self.methods}[name]
 
     @property
     def score(self) -> float:
-        """The score of what this setting ends with."""
+        """Mean score of the plan to write."""
         return self.method(self.written).score.mean
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: MethodKind) -> int:
         """Count candidates or baselines, with those that were dropped before they replied."""
         replied = sum(method.kind == kind for method in self.methods)
         return replied if self.screening is None else replied + self.screening.count(kind)
 
-    def foremost(self, kind: Kind) -> list[MethodResult]:
-        """Return the candidates or baselines that are reported: those that were asked longest and score highest."""
-        return [method for method in self.methods if method.kind == kind][:FOREMOST]
+    def list_foremost(self, kind: MethodKind) -> list[MethodResult]:
+        """List the candidates or baselines for the report: those that stayed longest and score highest."""
+        return [method for method in self.methods if method.kind == kind][:REPORTED_PER_KIND]
 
     @property
     def leader(self) -> MethodResult | None:
         """The winner, or else the foremost candidate; None without candidates."""
-        return self.method(self.winner) if self.winner else next(iter(self.foremost("candidate")), None)
+        return self.method(self.winner) if self.winner else next(iter(self.list_foremost("candidate")), None)
 
 
-def shared_level(level: float, races: int, ended: Iterable[PhaseResult]) -> float:
-    """Return the level of the next of several `races` that share one by Holm's rule, of which some have `ended`.
+def compute_shared_level(level: float, races: int, ended: Iterable[PhaseResult]) -> float:
+    """Compute the level of the next of several `races` that share one by Holm's rule; some have `ended`.
 
-    Whoever beats the baselines leaves his part. After the last race it is that of all in which nobody did.
+    A race in which a candidate beats the baselines passes its part of the level on. After the last race the result is
+    the level of all races without such a candidate.
     """
     return level / max(races - sum(result.verdict == "beats" for result in ended), 1)
 
 
 @dataclass(frozen=True)
-class Reported:
-    """The report split, which nothing was chosen by: scores by name, the full cache among them.
+class ReportScores:
+    """Scores by name on the report split, which nothing was chosen by; the full cache is among them.
 
     `ahead` are those that score higher than what was written, the full cache aside, with what they score above it.
     `gain` is of the winner over the best baseline, `share` what it recovers of the gap to the full cache; None without
@@ -208,28 +211,28 @@ class Reported:
     lead: Difference | None = None
     notes: tuple[str, ...] = ()
     nats: Annotated[dict[str, TextLoss], Field(exclude_if=lambda nats: not nats)] = field(default_factory=dict)
-    parts: Annotated[dict[Part, Estimate], Field(exclude_if=lambda parts: not parts)] = field(default_factory=dict)
+    parts: Annotated[dict[PlanPart, Estimate], Field(exclude_if=lambda parts: not parts)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """A finished selection at one size, with the plan of what was chosen.
+    """A finished selection at one size, with the chosen plan.
 
-    `chosen` is how the race ended, `loss` how far the full cache is above the plan on the report split.
+    `chosen` is the result of the race, `loss` the lead of the full cache over the plan on the report split.
     """
 
     job: SelectionJob
     chosen: PhaseResult
-    report: Reported
+    report: ReportScores
     loss: Difference
     plan: Plan
 
 
 @dataclass(frozen=True)
 class TriedBudget:
-    """What the best plan of a budget loses against the full cache, in [0, 1].
+    """The loss of the best plan of a budget against the full cache, in [0, 1].
 
-    `confirmed`: on other contexts than the budget was looked for on.
+    `confirmed`: measured on other contexts than the search for the budget.
     """
 
     budget: int

@@ -1,6 +1,6 @@
 """A selection at one size: candidates against baselines, then a report on another split.
 
-What counts is said in `kvsearch.selection.race`.
+The rule of the decision is described in `kvsearch.selection.race`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvsearch.selection.candidates import content_hash
 from kvsearch.selection.comparison import PlanRace, prepare_race
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import (
-    FOREMOST,
-    Part,
+    REPORTED_PER_KIND,
     PhaseResult,
+    PlanPart,
     QuestionCount,
-    Reported,
+    ReportScores,
     Rule,
     Selection,
     TriedBudget,
@@ -45,13 +45,13 @@ from kvsearch.selection.splits import halve_contexts, refuse_shared
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 
-METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
-STEP: Final = 1.1  # from one budget that is tried to the next
+RUN_METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
+BUDGET_STEP: Final = 1.1  # from one budget that is tried to the next
 
 
 @dataclass(frozen=True, eq=False)
 class SelectionJob:
-    """A selection that is ready to run: `race` decides, `reported` is asked once.
+    """A selection that is ready to run: `race` decides, the split `reported` is evaluated once.
 
     With a `profile` candidates are strategies of its signals, else each has its own origin.
     """
@@ -69,7 +69,7 @@ class SelectionJob:
 
     @cached_property
     def report_prompts(self) -> list[TaskPrompts]:
-        """What is asked once, of what was chosen and what it is compared with."""
+        """Prompts of the report split."""
         return self.reported.encode(self.race.prepared.loaded)
 
     @property
@@ -79,24 +79,24 @@ class SelectionJob:
 
     @property
     def costs(self) -> list[StageCost]:
-        """What the race and the report cost, at most."""
+        """Costs of the race and the report, at most."""
         prepared = self.race.prepared
         choice = self.race.cost(f"choose at {self.size.words}")
         programs = cycle(method.program for method in prepared.methods)
         # of either kind, best baseline and even budgets, the full cache
-        most = FOREMOST + 3 if self.profile is not None else 2 * FOREMOST + 3
-        reported = list(islice(programs, most))
+        count = REPORTED_PER_KIND + 3 if self.profile is not None else 2 * REPORTED_PER_KIND + 3
+        reported = list(islice(programs, count))
         report = estimate_replies(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
         return [choice, report]
 
     @property
     def content(self) -> dict[str, Any]:
-        """All that decides replies, as JSON; selections of other candidates or phases are the same run."""
+        """All settings that decide replies, as JSON; selections of other candidates or phases are the same run."""
         content = self.config(self.race.prepared).content
         return {**content, "reported": {task.task.name: hash_rows(task) for task in self.report_prompts}}
 
     def config(self, evaluation: Evaluation) -> RunConfig:
-        """Return the configuration of a stage; it says what plans the names stand for.
+        """Return the configuration of a stage, which identifies the plans behind the names.
 
         With a profile and a size a name says it, so other candidates or finalists go on with the same replies.
         """
@@ -107,7 +107,7 @@ class SelectionJob:
         return evaluation.stage_config("run", plans=plans, **self.size.as_json())
 
     def run(self, store: StageStore | None = None, level: float | None = None, *, answered: bool = False) -> Selection:
-        """Decide, and report; `store` keeps the replies, the rest is as for `PlanRace.decide`.
+        """Run the race and the report; `store` keeps the replies, other arguments as for `PlanRace.decide`.
 
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
@@ -115,13 +115,13 @@ class SelectionJob:
         return self.report(self.race.decide(store, level, answered=answered), store)
 
     def report(self, chosen: PhaseResult, store: StageStore | None = None) -> Selection:
-        """Report what was chosen; errors as for `Evaluation.run`."""
+        """Evaluate the chosen plan on the report split; errors as for `Evaluation.run`."""
         candidate_set = self.race.candidate_set
         plans = candidate_set.plans
         leader = chosen.leader
-        foremost = chosen.foremost("candidate")
+        foremost = chosen.list_foremost("candidate")
         if self.profile is None:
-            foremost += chosen.foremost("baseline")
+            foremost += chosen.list_foremost("baseline")
         names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
         partial_plans = {} if self.profile is not None else self._find_partial_plans(chosen.written)
         asked = {name: plans[name] for name in dict.fromkeys(names)} | dict(partial_plans.values())
@@ -133,7 +133,7 @@ class SelectionJob:
             gain = report.gain(chosen.winner, [chosen.best])
             scores = Scores.of(report.samples, report.contexts)
             share = measure_gap_closed(scores, chosen.winner, chosen.best, seed=self.seed)
-        reported = Reported(
+        reported = ReportScores(
             asked=QuestionCount.of([report]),
             scores={name: report.score(name) for name in report.names},
             held={name: report.held[label] for name, label in report.names.items()},
@@ -145,18 +145,18 @@ class SelectionJob:
             nats=report.nats(chosen.written),
             parts=measure_parts(report, candidate_set.even, {part: name for part, (name, _) in partial_plans.items()}),
         )
-        return Selection(self, chosen, reported, report.gain(FULL, [chosen.written]), self._plan(chosen))
+        return Selection(self, chosen, reported, report.gain(FULL, [chosen.written]), self._make_plan(chosen))
 
-    def _find_partial_plans(self, written: str) -> dict[Part, tuple[str, Plan]]:
-        """Return the plans that the written one grows by, each with a name: that of a method that keeps the same.
+    def _find_partial_plans(self, written: str) -> dict[PlanPart, tuple[str, Plan]]:
+        """Find the partial plans of the written one (rankings, budgets, carry), each with the name of an equal method.
 
-        The first has its rankings with even budgets, the second its budgets, too, the last is the plan itself. Those
+        The first has its rankings with uniform budgets, the second its budgets, too, the last is the plan itself. Plans
         that keep the same as the one before are left out.
         """
         plans = self.race.candidate_set.plans
         known = {content_hash(plan): name for name, plan in reversed(plans.items())}
         plan = plans[written]
-        partial_plans: dict[Part, Plan] = {
+        partial_plans: dict[PlanPart, Plan] = {
             "rankings": even_out_budgets(plan),
             "budgets": add_carry(plan, NO_CARRY),
             "carry": plan,
@@ -170,8 +170,8 @@ class SelectionJob:
             before = content
         return named
 
-    def _plan(self, chosen: PhaseResult) -> Plan:
-        """Return the plan to write; its provenance says how it was chosen, and what on."""
+    def _make_plan(self, chosen: PhaseResult) -> Plan:
+        """Make the plan to write; its provenance records how it was chosen, and on which contexts."""
         candidate_set = self.race.candidate_set
         plan = candidate_set.plans[chosen.written]
         selected = chosen.method(chosen.written)
@@ -192,7 +192,7 @@ class SelectionJob:
             "lead": None if selected.lead is None else selected.lead.mean,
             "chance": selected.chance,
         }
-        method = METHOD
+        method = RUN_METHOD
         contexts = fitted.contexts
         if self.profile is not None:
             method = SIGNALLED
@@ -207,17 +207,17 @@ class SelectionJob:
         return plan.model_copy(update={"provenance": origin})
 
 
-def measure_parts(report: Evaluation, even: str, names: Mapping[Part, str]) -> dict[Part, Estimate]:
-    """Return what each part of a plan adds, by the `names` of the plans that have it and those before it.
+def measure_parts(report: Evaluation, even: str, names: Mapping[PlanPart, str]) -> dict[PlanPart, Estimate]:
+    """Measure the gain of each part of a plan over the parts before it, by the `names` of the partial plans.
 
-    The first is compared with the baseline `even`. In scores, or on text in nats per token that are lost less.
+    The first is compared with the baseline `even`. Gains are scores, or on text nats per token of reduced loss.
     """
-    added: dict[Part, Estimate] = {}
+    gains: dict[PlanPart, Estimate] = {}
     for (part, name), before in zip(names.items(), [even, *names.values()], strict=False):
         losses = report.nats(name)
-        less = losses[before].difference if losses else report.gain(name, [before])
-        added[part] = assert_present(less, f"{name} and {before} are one plan")
-    return added
+        gain = losses[before].difference if losses else report.gain(name, [before])
+        gains[part] = assert_present(gain, f"{name} and {before} are one plan")
+    return gains
 
 
 def prepare_selection(
@@ -230,7 +230,7 @@ def prepare_selection(
     explored: Explored | None = None,
     rule: Rule | None = None,
 ) -> SelectionJob:
-    """Make all strategies of a profile and baselines, to be chosen by one split and `reported` on another.
+    """Prepare the choice among strategies of a profile and baselines on one split, `reported` on another.
 
     `settings.samples` is how many contexts of every task are asked in each of the two splits.
 
@@ -246,20 +246,20 @@ def prepare_selection(
     return selection
 
 
-def ladder(least: int, most: int) -> list[int]:
-    """Return the budgets that are tried: `least`, and then each a tenth larger, rounded up, as far as `most`."""
+def list_budgets(least: int, most: int) -> list[int]:
+    """List the budgets to try from `least` to `most`, each a tenth larger than the one before, rounded up."""
     budgets = []
     budget = float(least)
     while budget <= most:
         budgets.append(round(budget))
-        budget = max(budget * STEP, round(budget) + 1)
+        budget = max(budget * BUDGET_STEP, round(budget) + 1)
     return budgets
 
 
-def find_smallest(
+def find_smallest_budget(
     budgets: Sequence[int], within: float, selection_at: Callable[[int], tuple[SelectionJob, StageStore | None]]
 ) -> tuple[Selection, list[TriedBudget]]:
-    """Return what is chosen at the smallest budget at which that loses at most `within`, in [0, 1], and what was tried.
+    """Find the smallest budget whose chosen plan loses at most `within`, in [0, 1]; return its selection and all tries.
 
     A plan is better the more it may keep, so `budgets`, which ascend, are bisected by what the best candidate loses on
     the questions of one half of the contexts. The smallest that looks good there is flattered by these questions: what
@@ -286,7 +286,7 @@ def find_smallest(
     for budget in budgets[bisect_left(budgets, True, key=looks_good) :]:
         selection, store = selection_at(budget)
         _, second = halve_contexts(selection.race.encoded, selection.seed)
-        result = selection.race.on(second).decide(store, answered=True)
+        result = selection.race.with_questions(second).decide(store, answered=True)
         loss = result.full.mean - result.score
         tried.append(TriedBudget(budget, result.written, loss, confirmed=True))
         if loss <= within + TIE:

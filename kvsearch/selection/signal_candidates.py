@@ -29,24 +29,31 @@ from kvsearch.policies import Policy
 from kvsearch.policies.registry import create_policy, find_policy_class
 from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, check_kept, choose, floor_of, floors_of, signals_plan
+from kvsearch.strategies.build import PhaseChoice
+from kvsearch.strategies.from_signals import (
+    Strategy,
+    check_kept,
+    choose_by_signals,
+    find_floor,
+    find_floors,
+    make_signals_plan,
+)
 from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
 
-NONE: Final = "none"  # the route that stands for every pattern alone
+NO_ROUTE: Final = "none"  # the route that stands for every pattern alone
 CURVES: Final = "curves"
 JOINT_CURVES: Final = "curves-joint"  # which bring their own patterns
-STANDARD_ROUTES: Final = (NONE, *ROUTES)
+STANDARD_ROUTES: Final = (NO_ROUTE, *ROUTES)
 STANDARD_ALLOCATORS: Final = (
     UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", CURVES, JOINT_CURVES,
 )  # fmt: skip
 Explored = tuple[tuple[str, ...], tuple[str, ...]]  # candidates are every route (or pattern) with every allocator
 
 
-def explore(
+def find_measured(
     profile: Profile, size: Size, routes: Sequence[str] | None = None, allocators: Sequence[str] | None = None
 ) -> Explored:
-    """Return the standard routes and allocators, or these, as far as they were measured.
+    """Filter routes and allocators, by default the standard ones, to those that were measured.
 
     A route is one of `ROUTES`, or "none", which is every pattern in all layers. An allocator is a sensitivity; "curves"
     shares by loss curves of the routed patterns, no layer below the smallest measured budget; "curves-joint" by those
@@ -55,7 +62,7 @@ def explore(
     """
     table = SignalTable(profile)
     measured = table.axes.budgets
-    known_routes = {NONE, *table.routes}
+    known_routes = {NO_ROUTE, *table.routes}
     known_allocators = {UNIFORM, PYRAMID, *table.sensitivities}
     if "nll" in table.routes and len(measured) > 1 and measured[0] < size.pool(profile.metadata).mean:
         known_allocators |= {CURVES, JOINT_CURVES}
@@ -70,7 +77,7 @@ def find_signal_candidates(
 ) -> CandidateSet:
     """Make candidates and baselines of one phase setting ("prefill", "decode" or "both"), all with the same total.
 
-    Plans that differ in nothing but their origin are there once, as a baseline if one of them is.
+    Duplicate plans are kept once, as a baseline if one of them is.
 
     Raises:
         UsageError: a phase was not measured, or no pattern can be used at `size`.
@@ -82,20 +89,20 @@ def find_signal_candidates(
     baselines = factory.collect([*factory.single(), *factory.methods()])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KvsearchWarning)
-        candidates = factory.collect(factory.strategies(*(explored or explore(profile, size))))
+        candidates = factory.collect(factory.strategies(*(explored or find_measured(profile, size))))
     notes = factory.notes
     for warning in caught:  # of signals: they mean candidates that are there already
         if not issubclass(warning.category, KvsearchWarning):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         elif str(warning.message) not in notes:
             notes.append(str(warning.message))
-    own = profile.metadata.policy.name
-    even = own if own in baselines else next(iter(baselines))
+    pattern = profile.metadata.policy.name
+    even = pattern if pattern in baselines else next(iter(baselines))
     return CandidateSet(phases, candidates, baselines, even, factory.origins, tuple(notes))
 
 
-def tuned_policy(name: str, profile: Profile) -> Policy:
-    """Return a policy with the settings that the patterns of a profile have, so that comparing them is fair.
+def create_tuned_policy(name: str, profile: Profile) -> Policy:
+    """Create a policy with the settings of the patterns of a profile, for a fair comparison.
 
     One that is no pattern takes over their `window` and `protect`, those of the profile's own policy first.
     """
@@ -103,10 +110,10 @@ def tuned_policy(name: str, profile: Profile) -> Policy:
     for pattern in patterns:
         if pattern.name == name:
             return create_policy(name, pattern.params)
-    known = {field.name for field in fields(find_policy_class(name))} & {"window", "protect"}
+    shared = {field.name for field in fields(find_policy_class(name))} & {"window", "protect"}
     for pattern in (profile.metadata.policy, *patterns):
-        if "window" in known & pattern.params.keys():
-            return create_policy(name, {key: pattern.params[key] for key in known & pattern.params.keys()})
+        if "window" in shared & pattern.params.keys():
+            return create_policy(name, {key: pattern.params[key] for key in shared & pattern.params.keys()})
     return create_policy(name)
 
 
@@ -122,31 +129,31 @@ class _SignalPlans(PlanFactory):
         self.notes += [f"{name} is left out: {why}" for name, why in barred.items()]
 
     def single(self) -> Iterator[NamedPlan]:
-        """Make every pattern with equal budgets."""
+        """Make plans of single patterns with uniform budgets."""
         for name in self._usable:
-            chosen = choose(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
+            chosen = choose_by_signals(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
             yield self._name_plan(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
 
     def methods(self) -> Iterator[NamedPlan]:
-        """Make the methods of papers with their own allocators."""
+        """Make plans of the methods of papers with their own allocators."""
         for method, recipe in METHODS.items():
             name = f"{method}, own budgets" if method in self.table.patterns else method
             yield name, partial(self._method_plan, recipe), {"baseline": name, "policy": recipe.policy}
 
     def strategies(self, routes: Sequence[str], allocators: Sequence[str]) -> Iterator[NamedPlan]:
-        """Make every route with every allocator; the joint allocator brings its own patterns."""
+        """Make plans of every route with every allocator; the joint allocator chooses its own patterns."""
         for strategy in self._make_routes(routes):
             for allocator in allocators:
                 if allocator == JOINT_CURVES:
                     continue
                 is_sensitivity = allocator in SENSITIVITIES
                 routed = replace(strategy, budgets=allocator if is_sensitivity else UNIFORM)
-                chosen = choose(self.table, routed, self.size)
+                chosen = choose_by_signals(self.table, routed, self.size)
                 if allocator in (PYRAMID, CURVES):
-                    budgets = self._budgets(allocator, chosen)
+                    budgets = self._allocate(allocator, chosen)
                     chosen = {phase: part._replace(budgets=budgets) for phase, part in chosen.items()}
                 name = strategy.name + (f" + {allocator}" if allocator != UNIFORM else "")
-                origin = {"strategy": name, "route": strategy.route or NONE, "budget_signal": allocator}
+                origin = {"strategy": name, "route": strategy.route or NO_ROUTE, "budget_signal": allocator}
                 yield self._name_plan(name, chosen, origin)
         if JOINT_CURVES in allocators:
             origin = {"strategy": JOINT_CURVES, "route": JOINT_CURVES, "budget_signal": JOINT_CURVES}
@@ -158,47 +165,47 @@ class _SignalPlans(PlanFactory):
                 yield Strategy(name, phases=self.phases, exclude=self.barred)
             else:
                 for pattern in self._usable:
-                    if name in (NONE, pattern):
+                    if name in (NO_ROUTE, pattern):
                         yield Strategy(None, policy=pattern, phases=self.phases)
 
-    def _name_plan(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> NamedPlan:
-        return name, signals_plan(self.table.profile, chosen, self.size), origin
+    def _name_plan(self, name: str, chosen: Mapping[Phase, PhaseChoice], origin: Mapping[str, str]) -> NamedPlan:
+        return name, make_signals_plan(self.table.profile, chosen, self.size), origin
 
     def _method_plan(self, recipe: Recipe) -> Plan:
-        policy = tuned_policy(recipe.policy, self.table.profile)
+        policy = create_tuned_policy(recipe.policy, self.table.profile)
         check_kept(self.pool.mean, policy)
         size = replace(self.size, length=self.pool.length)  # as for candidates, no head gets more
-        return self.direct_plan(policy, recipe, size)
+        return self.make_direct_plan(policy, recipe, size)
 
-    def _budgets(self, allocator: str, routed: Mapping[Phase, Chosen]) -> Ints:
-        """Return PyramidKV's budgets or those by loss curves for the patterns of all phases together, [L, Hkv]."""
+    def _allocate(self, allocator: str, routed: Mapping[Phase, PhaseChoice]) -> Ints:
+        """Allocate budgets [L, Hkv] by PyramidKV or by loss curves for the patterns of all phases together."""
         phase, part = next(iter(routed.items()))
-        floors = self._floors(floors_of({when: other.policies for when, other in routed.items()}))
+        floors = self._floors(find_floors({when: other.policies for when, other in routed.items()}))
         bounds = self.pool.total, floors, self._caps
         if allocator == PYRAMID:
             return Pyramid(window=0).allocate(np.zeros(0), *bounds)
         indices = [self.table.patterns.index(pattern.name) for pattern in part.policies]
         return self._curves.allocate(self._losses(phase)[np.arange(len(indices)), indices], *bounds)
 
-    def _choose_jointly(self) -> dict[Phase, Chosen]:
-        """Return budgets by the best patterns of the first phase, and every phase's best patterns at these budgets."""
+    def _choose_jointly(self) -> dict[Phase, PhaseChoice]:
+        """Choose budgets by the best patterns of the first phase, then the best patterns of every phase for them."""
         usable = [self.table.patterns.index(name) for name in self._usable]
         specs = [self.table.axes.patterns[index] for index in usable]
-        low = self._floors([max(map(floor_of, specs))] * self.pool.shape[0])
+        low = self._floors([max(map(find_floor, specs))] * self.pool.shape[0])
         high = self._caps
-        found = dict[Phase, Chosen]()
+        choices = dict[Phase, PhaseChoice]()
         for phase in PHASES[self.phases]:
             budgets, best = self._curves.allocate_jointly(self._losses(phase)[:, usable], self.pool.total, low, high)
-            found[phase] = Chosen(tuple(specs[index] for index in best.tolist()), budgets)
+            choices[phase] = PhaseChoice(tuple(specs[index] for index in best.tolist()), budgets)
             low = high = budgets  # which leaves other phases no choice but of patterns
-        return found
+        return choices
 
     @property
     def _curves(self) -> LossCurves:
         return LossCurves((*self._measured, self.table.profile.metadata.length))
 
     def _losses(self, phase: Phase) -> Floats:
-        """Return nats per token that the model loses at the measured budgets below the length, [L, R, N]."""
+        """Return the loss increase in nats per token at the measured budgets below the length, [L, R, N]."""
         return np.stack([self.table.measured("nll", phase, budget) for budget in self._measured], axis=-1)
 
     def _floors(self, by_layer: Sequence[int]) -> Ints:
@@ -210,7 +217,7 @@ class _SignalPlans(PlanFactory):
 
     @property
     def _measured(self) -> tuple[int, ...]:
-        """Budgets at which something can be lost."""
+        """Measured budgets below the length, at which something can be lost."""
         return tuple(budget for budget in self.table.axes.budgets if budget < self.table.profile.metadata.length)
 
     @cached_property
@@ -219,13 +226,13 @@ class _SignalPlans(PlanFactory):
 
 
 def _find_barred(table: SignalTable, mean: float) -> dict[str, str]:
-    """Return patterns that cannot be used, and why; UsageError if none is left."""
-    found = {
-        pattern.name: f"it always keeps {floor_of(pattern)} entries per kv head, above the mean of {mean:g}"
+    """Find patterns that cannot be used, with a reason each; UsageError if none is left."""
+    reasons = {
+        pattern.name: f"it always keeps {find_floor(pattern)} entries per kv head, above the mean of {mean:g}"
         for pattern in table.evicting
-        if floor_of(pattern) > mean
+        if find_floor(pattern) > mean
     }
-    if len(found) == len(table.evicting):
-        listed = "; ".join(f"{name}: {why}" for name, why in found.items())
+    if len(reasons) == len(table.evicting):
+        listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         raise UsageError(f"no pattern of the profile can be used ({listed}): keep more, or calibrate other patterns")
-    return found
+    return reasons

@@ -1,4 +1,4 @@
-"""Questions that a result is found by and questions that it is reported on: how they are divided, and kept apart."""
+"""Splits of contexts for choosing and for reporting: how they are divided and kept disjoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, count_coverage, hash_tokens
 
-REPORTED = ("report", "all")  # splits with examples that results are reported on
+REPORTED_SPLITS = ("report", "all")  # splits with examples that results are reported on
 
 
 def refuse_shared(splits: Mapping[str, Sequence[TaskPrompts]]) -> None:
-    """Raise UsageError if a context, or a question with what it follows, is in several splits."""
+    """Raise UsageError if a context, or a question with its context, is in several splits."""
     split_of: dict[str, str] = {}
     for split, encoded in splits.items():
         for task in encoded:
@@ -35,18 +35,18 @@ def refuse_shared(splits: Mapping[str, Sequence[TaskPrompts]]) -> None:
 
 
 def refuse_reported(tasks: Sequence[Task]) -> None:
-    """Raise UsageError if a task asks what results are reported on: what is fitted or picked would be by them."""
+    """Raise UsageError if a task has the report split: nothing may be fitted or chosen on it."""
     for task in tasks:
         split = getattr(task, "split", None)
-        if split in REPORTED:
+        if split in REPORTED_SPLITS:
             raise UsageError(
                 f"task {task.name}: split {split!r} has the examples that results are reported on: nothing may be "
                 "fitted to them or judged by them, choose the split train or select"
             )
 
 
-def texts_of(task: TaskPrompts) -> list[tuple[str, ...]]:
-    """Return the different texts that a task asks about, as they are recorded."""
+def list_texts(task: TaskPrompts) -> list[tuple[str, ...]]:
+    """List the distinct texts of a task, as they are recorded."""
     return list(dict.fromkeys(task.recorded[prompt.key] for prompt in task.prompts))
 
 
@@ -59,11 +59,11 @@ def divide_contexts(
     """
     parts: list[list[TaskPrompts]] = [[] for _ in ends]
     for number, task in enumerate(encoded):
-        texts = texts_of(task)
+        texts = list_texts(task)
         random.Random(f"{seed}/{task.task.name}").shuffle(texts)
         begin = 0
         for part, end in zip(parts, ends, strict=True):
-            part.append(_part(task, set(texts[begin : end[number]])))
+            part.append(_select_texts(task, set(texts[begin : end[number]])))
             begin = end[number]
     return parts
 
@@ -71,14 +71,14 @@ def divide_contexts(
 def halve_contexts(encoded: Sequence[TaskPrompts], seed: int) -> tuple[list[TaskPrompts], list[TaskPrompts]]:
     """Divide the contexts of every task at random into halves that have no text in common.
 
-    A text that several tasks ask about is where the task with the fewest contexts has it.
+    A text of several tasks goes to the half it has in the task with the fewest contexts.
 
     Raises:
         UsageError: a task has one context, or shares with others all that is left for one half.
     """
     is_first: dict[tuple[str, ...], bool] = {}
-    for task in sorted(encoded, key=lambda task: len(texts_of(task))):
-        texts = texts_of(task)
+    for task in sorted(encoded, key=lambda task: len(list_texts(task))):
+        texts = list_texts(task)
         random.Random(f"{seed}/{task.task.name}").shuffle(texts)
         count = (len(texts) + 1) // 2
         shared = sum(is_first.get(text, False) for text in texts)
@@ -91,10 +91,10 @@ def halve_contexts(encoded: Sequence[TaskPrompts], seed: int) -> tuple[list[Task
             )
     first = {text for text, early in is_first.items() if early}
     second = is_first.keys() - first
-    return [_part(task, first) for task in encoded], [_part(task, second) for task in encoded]
+    return [_select_texts(task, first) for task in encoded], [_select_texts(task, second) for task in encoded]
 
 
-def _part(task: TaskPrompts, texts: set[tuple[str, ...]]) -> TaskPrompts:
-    """Return the part of a task that is about some texts."""
+def _select_texts(task: TaskPrompts, texts: set[tuple[str, ...]]) -> TaskPrompts:
+    """Restrict a task to the prompts on some texts."""
     prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in texts)
     return replace(task, prompts=prompts, coverage=replace(task.coverage, **count_coverage(prompts)))

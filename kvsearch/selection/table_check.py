@@ -1,4 +1,4 @@
-"""Whether a table of budgets is worth having: beside even budgets, on contexts that it was not made of.
+"""Cross-validation of a table of budgets against uniform budgets, on held-out contexts.
 
 Every context is asked under the table that the other contexts make (`held_out_ratio` of its profile), so none judges
 what it was part of. A table may be too sure of itself: where a mixture with even budgets keeps more of the answers, it
@@ -21,8 +21,8 @@ from torch import Tensor
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.options import CalibrationOptions
-from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
-from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
+from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
+from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, assign_folds, floor_entries
 from kvsearch.core.arrays import TIE, Floats, Ints
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.core.sign_flips import compute_chances
@@ -37,9 +37,9 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import run_attention
 
-MIXES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
+TABLE_SHARES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
 TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
-WRONG = 0.05  # chance that a table is said wrongly to be better, or worse, at any of the ratios
+FALSE_VERDICT_LEVEL = 0.05  # chance that a table is said wrongly to be better, or worse, at any of the ratios
 
 
 def check_table(
@@ -49,7 +49,7 @@ def check_table(
     profile: Profile,
     progress: Progress | None = None,
 ) -> tuple[TableCheck, ...]:
-    """Ask the table of a profile with `held_out_ratio`, and even budgets, what the answers of `data` lose.
+    """Measure the answers of `data` kept under the table of a profile with `held_out_ratio`, and under uniform budgets.
 
     With `options.shrink` mixtures of the two are asked as well, see `shrink_table`. Takes a pass over every context,
     and 1 + M R over every question, for M mixtures and R ratios. Nothing where no answer has a token that is predicted
@@ -57,15 +57,15 @@ def check_table(
     """
     protocol, minimum = getattr(options, "protocol", QUESTION_AGNOSTIC), getattr(options, "minimum", 0.0)
     answer_tokens = getattr(options, "answer_tokens", None)
-    mixes = MIXES if getattr(options, "shrink", False) else TABLE_AND_EVEN
-    prompts = prompts_of(loaded, data, protocol, answer_tokens, options.max_length)
-    policy, folds, tables = options.make_policy(), folds_of(data), profile.arrays[HELD_OUT]
-    asked: dict[int, list[Floats]] = {}
+    mixes = TABLE_SHARES if getattr(options, "shrink", False) else TABLE_AND_EVEN
+    prompts = encode_prompts(loaded, data, protocol, answer_tokens, options.max_length)
+    policy, folds, tables = options.make_policy(), assign_folds(data), profile.arrays[HELD_OUT]
+    shares_by_text: dict[int, list[Floats]] = {}
     items = [(prompt, tables[folds[prompt.context]].astype(np.float64)) for prompt in prompts]
-    found = loaded.map(partial(_measure_kept_shares, policy=policy, minimum=minimum, mixes=mixes), items)
-    for prompt, stays in zip(prompts, with_progress(found, len(prompts), progress), strict=True):
-        asked.setdefault(prompt.text, []).extend(stays)
-    scores = {text: np.mean(stays, axis=0) for text, stays in asked.items() if stays}
+    measured = loaded.map(partial(_measure_kept_shares, policy=policy, minimum=minimum, mixes=mixes), items)
+    for prompt, stays in zip(prompts, with_progress(measured, len(prompts), progress), strict=True):
+        shares_by_text.setdefault(prompt.text, []).extend(stays)
+    scores = {text: np.mean(stays, axis=0) for text, stays in shares_by_text.items() if stays}
     if not scores:
         return ()
     by_context = np.stack(list(scores.values()))  # [contexts, R, mixes]
@@ -76,8 +76,8 @@ def check_table(
 
 
 def estimate_check(prompts: Sequence[CalibrationPrompt], options: CalibrationOptions) -> Work:
-    """Return the work of `check_table`, of a table that can be checked."""
-    mixes = MIXES if getattr(options, "shrink", False) else TABLE_AND_EVEN
+    """Estimate the work of `check_table`."""
+    mixes = TABLE_SHARES if getattr(options, "shrink", False) else TABLE_AND_EVEN
     times = 1 + len(mixes) * len(CHECKED_RATIOS)
     return sum((prompt.work(times) for prompt in prompts), Work())
 
@@ -89,26 +89,27 @@ def _measure_kept_shares(
     minimum: float,
     mixes: tuple[float, ...],
 ) -> list[Floats]:
-    """Return the share of each answer's tokens that stays under mixtures of a table [R, L, Hkv], [R, mixes].
+    """Measure the share of each answer's tokens that stays, [R, mixes], under mixtures of a table [R, L, Hkv].
 
     The `item` is a prompt with its table.
     """
     prompt, table = item
     ids, length = prompt.ids.to(loaded.device), prompt.length
-    found = []
+    shares = []
     with run_attention(loaded.model):
-        passed = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
-        ranks, heads = passed.ranks(), table[0].size
+        context_pass = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
+        ranks, heads = context_pass.ranks(), table[0].size
         floor = floor_entries(length, policy, minimum)
-        for after in prompt.continuations:
-            if not after.predicted:
+        for continuation in prompt.continuations:
+            if not continuation.predicted:
                 continue
-            tokens = after.tokens.to(loaded.device)
+            tokens = continuation.tokens.to(loaded.device)
 
-            def said(keep: dict[int, Tensor]) -> Tensor:
-                return passed.logits_seeing(tokens, keep)[after.predicting].argmax(-1)  # noqa: B023 - used at once
+            def predict(keep: dict[int, Tensor]) -> Tensor:
+                logits = context_pass.logits_seeing(tokens, keep)  # noqa: B023 - used at once
+                return logits[continuation.predicting].argmax(-1)  # noqa: B023
 
-            full = said({})
+            full = predict({})
             stays = np.empty((len(CHECKED_RATIOS), len(mixes)))
             for row, ratio in enumerate(CHECKED_RATIOS):
                 total = max(round((1 - ratio) * length * heads), floor * heads)
@@ -116,22 +117,22 @@ def _measure_kept_shares(
                     weights = 1 - mix_with_even(table[row], mix)
                     budgets = torch.from_numpy(water_fill(weights, total, floor, length))
                     kept = dict(enumerate(ranks < budgets[..., None]))
-                    stays[row, column] = float((said(kept) == full).double().cumprod(0).mean())
-            found.append(stays)
-    return found
+                    stays[row, column] = float((predict(kept) == full).double().cumprod(0).mean())
+            shares.append(stays)
+    return shares
 
 
 def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, ...]) -> TableCheck:
-    """Judge the scores [contexts, mixes] of a table, of mixtures with even budgets, and of even budgets, at one ratio.
+    """Judge the scores [contexts, mixes] of a table and its mixtures with uniform budgets (last) at one ratio.
 
     Every context is judged under the mixture that is best on the contexts of the other `folds` [contexts], so none
     judges what it has chosen; the mixture that is stated is the best of all contexts.
     """
     best = _best_mixture if mixes != TABLE_AND_EVEN else lambda _: 0
     chosen = np.array([best(scores[folds != fold]) for fold in folds])
-    mine, even = scores[np.arange(len(scores)), chosen], scores[:, -1]
-    leads = mine - even
-    level = WRONG / len(CHECKED_RATIOS)
+    table_scores, even_scores = scores[np.arange(len(scores)), chosen], scores[:, -1]
+    leads = table_scores - even_scores
+    level = FALSE_VERDICT_LEVEL / len(CHECKED_RATIOS)
     lead = estimate_by_student(leads)
     (better,) = compute_chances(leads[None] / len(leads)) <= level
     (worse,) = compute_chances(-leads[None] / len(leads)) <= level
@@ -140,8 +141,8 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
     return TableCheck(
         ratio=ratio,
         contexts=len(scores),
-        table=float(mine.mean()),
-        even=float(even.mean()),
+        table=float(table_scores.mean()),
+        even=float(even_scores.mean()),
         low=lead.low,
         high=lead.high,
         verdict=verdict,
@@ -150,7 +151,7 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
 
 
 def _best_mixture(scores: Floats) -> int:
-    """Return the column with the best mean of scores [contexts, mixes], even budgets last.
+    """Find the column with the best mean of scores [contexts, mixes], uniform budgets last.
 
     Of equal ones it is the even one, as what is not shown to help is left out, and else the one with most of the table.
     """
@@ -160,13 +161,13 @@ def _best_mixture(scores: Floats) -> int:
 
 
 def mix_with_even(table: Floats, mix: float) -> Floats:
-    """Return local eviction ratios [..., L, Hkv] that are the share `mix` of a table, and even ones for the rest."""
+    """Mix the share `mix` of a table of local eviction ratios [..., L, Hkv] with uniform ones."""
     shared: Floats = mix * table + (1 - mix) * table.mean((-2, -1), keepdims=True)
     return shared
 
 
 def shrink_table(profile: Profile, checks: tuple[TableCheck, ...]) -> Profile:
-    """Return the profile with every row of its table mixed with even budgets as the checks found best.
+    """Mix every row of the table of a profile with uniform budgets, as the checks found best.
 
     Between the ratios that were checked the mixture is linear in the logarithm of what is kept, beyond them it is that
     of the nearest.
@@ -181,8 +182,8 @@ def shrink_table(profile: Profile, checks: tuple[TableCheck, ...]) -> Profile:
     return replace(profile, arrays={**profile.arrays, EVICTED_RATIO: rows.astype(np.float32)})
 
 
-def harmful_table(profile: Profile, ratio: float) -> str | None:
-    """Return a line about a table that lost to even budgets at the ratio nearest to this one, by what is kept."""
+def describe_harmful_table(profile: Profile, ratio: float) -> str | None:
+    """Describe a table that lost to uniform budgets at the nearest checked ratio; None if it did not lose."""
     checks = profile.metadata.checks or ()
     nearest = min(checks, key=lambda one: abs(np.log((1 - one.ratio) / (1 - ratio))), default=None)
     if nearest is None or nearest.verdict != "harmful":

@@ -25,31 +25,31 @@ from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, Profile, Size
 from kvsearch.policies.registry import build_policy
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.verdicts import (
-    KINDS,
-    SETTINGS,
-    AtBudget,
+    PHASE_SETTINGS,
+    SIGNAL_KINDS,
+    BudgetVerdicts,
     Conditions,
-    Kind,
+    SignalKind,
     SignalUse,
     StrategyNames,
     TaskContent,
     judge_signal,
 )
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, check_kept, choose, signals_plan
+from kvsearch.strategies.build import PhaseChoice
+from kvsearch.strategies.from_signals import Strategy, check_kept, choose_by_signals, make_signals_plan
 from kvsearch.strategies.names import FULL
 
-SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
-PAPER: Final[dict[Kind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
+SIGNALS_OF_KIND: Final[dict[SignalKind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
+PAPER_SIGNALS: Final[dict[SignalKind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
 # the paper's budgets by ppl take the worst of all patterns, which may be one that explodes
-DEFAULTS: Final[dict[Kind, tuple[str, ...]]] = {**PAPER, "budgets": ("entropy", "ppl-chosen")}
+DEFAULT_SIGNALS: Final[dict[SignalKind, tuple[str, ...]]] = {**PAPER_SIGNALS, "budgets": ("entropy", "ppl-chosen")}
 
 
 def find_uses(
     table: SignalTable, signals: Sequence[str] | None = None, phases: Sequence[str] | None = None
 ) -> list[SignalUse]:
-    """List every signal in every phase setting; by default `DEFAULTS` and all settings that were measured.
+    """List every signal in every phase setting; by default `DEFAULT_SIGNALS` and all settings that were measured.
 
     A signal is named as `cosine`, `route:cosine` or `budgets:cosine`. Without its kind it is what the paper uses it
     for; one that the paper does not use is all that it can be.
@@ -58,18 +58,18 @@ def find_uses(
         UsageError: a name is unknown, or was not measured.
     """
     settings = _choose_phases(table, phases)
-    measured: dict[Kind, tuple[str, ...]] = {"route": table.routes, "budgets": table.sensitivities}
+    measured: dict[SignalKind, tuple[str, ...]] = {"route": table.routes, "budgets": table.sensitivities}
     if signals is None:
-        found = [(kind, name) for kind in KINDS for name in DEFAULTS[kind] if name in measured[kind]]
+        pairs = [(kind, name) for kind in SIGNAL_KINDS for name in DEFAULT_SIGNALS[kind] if name in measured[kind]]
     else:
-        found = list(dict.fromkeys(each for typed in signals for each in _parse_signal(typed)))
-    for kind, name in found:
+        pairs = list(dict.fromkeys(pair for typed in signals for pair in _parse_signal(typed)))
+    for kind, name in pairs:
         if name not in measured[kind]:
-            there = ", ".join(measured[kind]) or "none"
-            raise UsageError(f"this profile has no {name!r} signal for {kind} (it has {there}): calibrate with it")
-    if not found:
+            available = ", ".join(measured[kind]) or "none"
+            raise UsageError(f"this profile has no {name!r} signal for {kind} (it has {available}): calibrate with it")
+    if not pairs:
         raise UsageError("this profile has none of cosine, ppl and entropy: name the signals to validate")
-    return [SignalUse(name, kind, setting) for kind, name in found for setting in settings]
+    return [SignalUse(name, kind, setting) for kind, name in pairs for setting in settings]
 
 
 def prepare_validation(
@@ -80,7 +80,7 @@ def prepare_validation(
     uses: Sequence[SignalUse],
     permutations: int,
 ) -> PreparedValidation:
-    """Make all strategies and controls at `size`, and check that they, the model and the questions fit together.
+    """Prepare all strategies and controls at `size`, and check that they fit the model and the questions.
 
     Random controls of a route have a random pattern in every layer; those of budgets have the forward budgets of the
     layers in another order. There are `permutations` of them, or all other orders if these are no more.
@@ -95,7 +95,7 @@ def prepare_validation(
     compared: dict[SignalUse, StrategyNames] = {}
     for use in uses:
         compared[use], made = _make_strategies(table, use, size, permutations, split.seed)
-        plans |= {name: signals_plan(profile, chosen, size) for name, chosen in made.items() if name not in plans}
+        plans |= {name: make_signals_plan(profile, chosen, size) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, split)
     for task in prepared.encoded:
         if task.distinct < 2:
@@ -108,9 +108,9 @@ def prepare_validation(
 
 @dataclass(frozen=True, eq=False)
 class PreparedValidation:
-    """A validation at one size that is ready to run; `compared` says what each use is judged by.
+    """A validation at one size that is ready to run; `compared` has the strategy and controls of each use.
 
-    `notes` are what to know before the verdicts are trusted.
+    `notes` are warnings about the verdicts.
     """
 
     evaluation: Evaluation
@@ -126,12 +126,12 @@ class PreparedValidation:
 
     @property
     def strategies(self) -> int:
-        """How many different strategies and controls there are, besides the full cache."""
+        """Number of distinct strategies and controls, besides the full cache."""
         return len(self.evaluation.methods) - 1
 
     @cached_property
     def conditions(self) -> Conditions:
-        """What has to be equal for two validations to be merged."""
+        """Conditions that must be equal for two validations to be merged."""
         splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
         asked, metrics = self.evaluation.config().content["tasks"], self.evaluation.metrics
         return Conditions(
@@ -152,39 +152,39 @@ class PreparedValidation:
         )
 
     def config(self, evaluation: Evaluation) -> RunConfig:
-        """Return the configuration of its replies; with profile and size, the name of each strategy says what it is.
+        """Return the configuration of replies; with profile and size, a strategy is identified by its name.
 
         So a run with other signals, phases or more permutations goes on with the same replies.
         """
         digest = self.conditions.profile_sha256
         return evaluation.stage_config("validate", profile_sha256=digest, budget=self.budget, ratio=self.size.ratio)
 
-    def run(self, store: StageStore | None = None, *, answered: bool = False) -> AtBudget:
-        """Ask everything that is not in the store, and judge; see `Evaluation.run_stage`."""
+    def run(self, store: StageStore | None = None, *, answered: bool = False) -> BudgetVerdicts:
+        """Evaluate all that is not in the store, and judge the signals; see `Evaluation.run_stage`."""
         size = f"ratio-{self.size.ratio}" if self.size.budget is None else self.size.budget
         stage = f"{size}-{self.evaluation.split.protocol}"
         result = self.evaluation.run_stage(stage, store, answered=answered)
         signals = tuple(judge_signal(result, use, names) for use, names in self.compared.items())
-        return AtBudget(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
+        return BudgetVerdicts(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
 
 
-def _parse_signal(typed: str) -> list[tuple[Kind, str]]:
-    """Return the kinds of a signal as it was typed."""
+def _parse_signal(typed: str) -> list[tuple[SignalKind, str]]:
+    """Parse a signal, with or without its kind, to (kind, name) pairs."""
     kind, colon, name = typed.rpartition(":")
-    if colon and kind not in KINDS:
-        raise UsageError(f"unknown kind of signal {kind!r} in {typed!r}{suggest(kind, KINDS)}")
-    known = [one for one in KINDS if name in SIGNALS[one] and kind in ("", one)]
-    if not known:
-        names = SIGNALS["route" if kind == "route" else "budgets"]  # all routes are sensitivities, too
+    if colon and kind not in SIGNAL_KINDS:
+        raise UsageError(f"unknown kind of signal {kind!r} in {typed!r}{suggest(kind, SIGNAL_KINDS)}")
+    kinds = [use for use in SIGNAL_KINDS if name in SIGNALS_OF_KIND[use] and kind in ("", use)]
+    if not kinds:
+        names = SIGNALS_OF_KIND["route" if kind == "route" else "budgets"]  # all routes are sensitivities, too
         raise UsageError(describe_unknown("signal", name, names))
-    usual = [one for one in known if name in PAPER[one]]
-    return [(one, name) for one in usual or known] if not kind else [(one, name) for one in known]
+    paper_kinds = [use for use in kinds if name in PAPER_SIGNALS[use]]
+    return [(use, name) for use in paper_kinds or kinds] if not kind else [(use, name) for use in kinds]
 
 
 def _choose_phases(table: SignalTable, typed: Sequence[str] | None) -> list[PhaseNames]:
-    measured = [setting for setting in SETTINGS if set(PHASES[setting]) <= set(table.axes.phases)]
+    measured = [setting for setting in PHASE_SETTINGS if set(PHASES[setting]) <= set(table.axes.phases)]
     for setting in typed or ():
-        require_known("phases", setting, SETTINGS)
+        require_known("phases", setting, PHASE_SETTINGS)
         for phase in PHASES[setting]:
             table.phase_index(phase)  # refuses one that was not measured
     return [setting for setting in measured if typed is None or setting in typed]
@@ -192,8 +192,8 @@ def _choose_phases(table: SignalTable, typed: Sequence[str] | None) -> list[Phas
 
 def _make_strategies(
     table: SignalTable, use: SignalUse, size: Size, permutations: int, seed: int
-) -> tuple[StrategyNames, dict[str, dict[Phase, Chosen]]]:
-    """Make what a signal is judged by, by name.
+) -> tuple[StrategyNames, dict[str, dict[Phase, PhaseChoice]]]:
+    """Make the strategy and controls of a signal, by name.
 
     Controls that do not depend on the signal have the same names for all signals, so they run once.
     """
@@ -208,28 +208,33 @@ def _make_strategies(
         forward = Strategy(None, signal, phases)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KvsearchWarning)  # of constant signals: the verdict says it
-        chosen = choose(table, forward, size)
-        worst = choose(table, forward, size, inverse=True)
-        even = choose(table, uniform, size)
-    draws = (np.random.default_rng((seed, KINDS.index(kind), SETTINGS.index(phases), number)) for number in count())
+        chosen = choose_by_signals(table, forward, size)
+        worst = choose_by_signals(table, forward, size, inverse=True)
+        uniform_choice = choose_by_signals(table, uniform, size)
+    draws = (
+        np.random.default_rng((seed, SIGNAL_KINDS.index(kind), PHASE_SETTINGS.index(phases), number))
+        for number in count()
+    )
     if kind == "route":
-        exact, random = False, [_reroute(table, chosen, rng) for rng in islice(draws, permutations)]
+        exact, random = False, [_draw_random_patterns(table, chosen, rng) for rng in islice(draws, permutations)]
     else:
-        exact, random = _reorder(chosen, draws, permutations)
-    own = f"{signal} {kind}"
-    chance = "random patterns" if kind == "route" else f"{own} permuted"
+        exact, random = _permute_budgets(chosen, draws, permutations)
+    signal_name = f"{signal} {kind}"
+    chance = "random patterns" if kind == "route" else f"{signal_name} permuted"
     names = StrategyNames(
-        f"{own} ({phases})",
-        f"{own} inverse ({phases})",
+        f"{signal_name} ({phases})",
+        f"{signal_name} inverse ({phases})",
         f"uniform ({phases})",
         tuple(f"{chance} {number} ({phases})" for number in range(1, len(random) + 1)),
         exact,
     )
-    made = {names.forward: chosen, names.inverse: worst, names.uniform: even}
-    return names, made | dict(zip(names.random, random, strict=True))
+    strategies = {names.forward: chosen, names.inverse: worst, names.uniform: uniform_choice}
+    return names, strategies | dict(zip(names.random, random, strict=True))
 
 
-def _reroute(table: SignalTable, forward: Mapping[Phase, Chosen], rng: np.random.Generator) -> dict[Phase, Chosen]:
+def _draw_random_patterns(
+    table: SignalTable, forward: Mapping[Phase, PhaseChoice], rng: np.random.Generator
+) -> dict[Phase, PhaseChoice]:
     """Draw random patterns of every phase, under the forward budgets."""
     candidates = table.evicting
     layers = table.profile.metadata.shape[0]
@@ -240,17 +245,17 @@ def _reroute(table: SignalTable, forward: Mapping[Phase, Chosen], rng: np.random
     }
 
 
-def _reorder(
-    forward: Mapping[Phase, Chosen], draws: Iterable[np.random.Generator], wanted: int
-) -> tuple[bool, list[dict[Phase, Chosen]]]:
-    """Return forward budgets in other orders of the layers, all different, and whether these are all orders.
+def _permute_budgets(
+    forward: Mapping[Phase, PhaseChoice], draws: Iterable[np.random.Generator], wanted: int
+) -> tuple[bool, list[dict[Phase, PhaseChoice]]]:
+    """Permute forward budgets over the layers, in distinct orders; also tell whether these are all orders.
 
     The order is the same in all phases, as budgets are. Layers of one pattern have the same bounds, so budgets in any
     order keep them.
     """
     rows, kinds = np.unique(next(iter(forward.values())).budgets, axis=0, return_inverse=True)
     own = tuple(kinds.ravel().tolist())
-    orders = list(islice(distinct_orders(own), wanted + 2))  # one more than forward and what is wanted, if there is
+    orders = list(islice(permute_distinct(own), wanted + 2))  # one more than forward and what is wanted, if there is
     exact = 1 < len(orders) <= wanted + 1
     if len(rows) == 1:
         orders = [own] * wanted  # of equal budgets, which have no other order
@@ -269,7 +274,7 @@ def _reorder(
     return exact, made
 
 
-def distinct_orders(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def permute_distinct(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield every distinct order of some items once, in lexicographic order; equal items have one order."""
     row = sorted(items)
     while True:

@@ -17,8 +17,8 @@ from kvsearch.plan.schema import STATIC
 from kvsearch.plan.size import Pool
 
 
-class Chosen(NamedTuple):
-    """What is kept in one phase: a policy and budgets for every planned layer, ascending."""
+class PhaseChoice(NamedTuple):
+    """The choice of one phase: a policy and budgets for every planned layer, ascending."""
 
     policies: tuple[PolicySpec, ...]
     budgets: NDArray[np.int64]  # [L, Hkv]
@@ -27,14 +27,14 @@ class Chosen(NamedTuple):
 def build_plan(
     model: ModelFingerprint,
     layers: Sequence[int],
-    chosen: Mapping[Phase, Chosen],
+    chosen: Mapping[Phase, PhaseChoice],
     origin: Provenance,
     floor: int,
     scaling: Literal["fixed", "proportional"] = "fixed",
     length: int | None = None,
     allocation: Allocation | None = None,
 ) -> Plan:
-    """Return the plan of what was `chosen` for model layers `layers` in its phases; other layers keep everything."""
+    """Build a plan from the `chosen` policies and budgets of model layers `layers`; other layers keep everything."""
     phases = {}
     for phase, part in chosen.items():
         policies = dict(zip(layers, part.policies, strict=True))
@@ -56,7 +56,7 @@ def build_plan(
 
 
 def plan_from_profile(profile: Profile, size: Size) -> Plan:
-    """Return the static plan of a profile at `size`: interpolated lookup, one global exact rounding.
+    """Make the static plan of a profile at `size`: interpolated lookup, one global exact rounding.
 
     Raises:
         UsageError: the size is below the protected entries or above the length.
@@ -68,18 +68,18 @@ def plan_from_profile(profile: Profile, size: Size) -> Plan:
     check_pool(pool, floor)
     ratios = profile.local_ratios(1 - total / (length * heads) if size.ratio is None else size.ratio)
     budgets = round_ratios(ratios, length, total, floor)
-    return plan_of(profile, {"prefill": Chosen((metadata.policy,) * len(budgets), budgets)}, size, floor)
+    return make_profile_plan(profile, {"prefill": PhaseChoice((metadata.policy,) * len(budgets), budgets)}, size, floor)
 
 
-def plan_of(
+def make_profile_plan(
     profile: Profile,
-    chosen: Mapping[Phase, Chosen],
+    chosen: Mapping[Phase, PhaseChoice],
     size: Size,
     floor: int,
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Return the plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
+    """Make the plan of the choices for the layers of a profile; `settings` join those of the calibration."""
     metadata = profile.metadata
     origin = metadata.provenance
     joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **(settings or {})}
@@ -95,13 +95,13 @@ def plan_of(
 
 
 def check_pool(pool: Pool, floor: int = 0) -> None:
-    """Raise UsageError if what may be kept is below the floor of every head, or is all of a prompt."""
+    """Raise UsageError if the size is below the floor of every head, or keeps all of a prompt."""
     kept = "are always kept (sinks, recent entries, minimum share)"
     check_mean(pool.mean, floor, pool.length, kept, "calibrate with a smaller --set protect or window")
 
 
 def check_mean(mean: float, floor: int, length: int | None, kept: str, remedy: str) -> None:
-    """Raise UsageError if the mean budget of kv heads is below the `floor` that `kept` words, or is all of a prompt."""
+    """Raise UsageError if the mean budget is below `floor`, described by `kept`, or is all of a prompt."""
     if mean < floor:
         raise UsageError(f"{mean:g} entries per kv head is below the {floor} that {kept}: keep more, or {remedy}")
     if length is not None and mean >= length:

@@ -24,7 +24,7 @@ from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import build_policy
 from kvsearch.signals.table import MEASURES, ROUTES, SENSITIVITIES, SignalTable, is_constant
-from kvsearch.strategies.build import Chosen, check_pool, plan_of
+from kvsearch.strategies.build import PhaseChoice, check_pool, make_profile_plan
 from kvsearch.strategies.names import FULL, UNIFORM
 
 SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the measured budget that was read
@@ -32,7 +32,7 @@ SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the me
 
 @dataclass(frozen=True)
 class Strategy:
-    """How signals become a plan: a route chooses patterns, a sensitivity budgets.
+    """A strategy: a route signal chooses patterns, a sensitivity signal budgets.
 
     Args:
         route: by which every layer takes its best pattern, one of `ROUTES`; None: `policy` in every layer.
@@ -66,34 +66,36 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """What the strategy is called in tables, e.g. "cosine + entropy"; the phases are not part of it."""
+        """Name of the strategy in tables, e.g. "cosine + entropy"; the phases are not part of it."""
         parts = [self.route or self.policy or "policy"]
         if self.budgets != UNIFORM:
             parts.append(self.budgets)
         return " + ".join(parts) + ("" if self.least is None else f" (least {self.least})")
 
 
-def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
-    """Return the plan of a strategy at `size`; its provenance says what was chosen and from which signals.
+def make_strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
+    """Make the plan of a strategy at `size`; its provenance records the choices and their signals.
 
     Budgets by the worst pattern of every layer come with a KvsearchWarning of patterns that explode.
 
     Raises:
-        UsageError: as `choose` raises it.
+        UsageError: as `choose_by_signals` raises it.
     """
     table = SignalTable(profile)
-    chosen = choose(table, strategy, size)
+    chosen = choose_by_signals(table, strategy, size)
     if strategy.budgets in MEASURES:
-        for one in table.explosions(PHASES[strategy.phases][0], _pool(profile, size).mean):
+        for one in table.explosions(PHASES[strategy.phases][0], _size_pool(profile, size).mean):
             _warn(one.words)
     settings = asdict(strategy)
     settings["budget_signal"] = settings.pop("budgets")
     settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name
-    settings[SIGNAL_BUDGET] = table.nearest(_pool(profile, size).mean)
-    return signals_plan(profile, chosen, size, settings)
+    settings[SIGNAL_BUDGET] = table.nearest(_size_pool(profile, size).mean)
+    return make_signals_plan(profile, chosen, size, settings)
 
 
-def choose(table: SignalTable, strategy: Strategy, size: Size, inverse: bool = False) -> dict[Phase, Chosen]:
+def choose_by_signals(
+    table: SignalTable, strategy: Strategy, size: Size, inverse: bool = False
+) -> dict[Phase, PhaseChoice]:
     """Choose patterns and budgets of every phase of a strategy, by signals at the measured budget nearest to the mean.
 
     Among equally good patterns the first one is taken. Budgets are the same in all phases and add up to `size`
@@ -106,32 +108,32 @@ def choose(table: SignalTable, strategy: Strategy, size: Size, inverse: bool = F
         UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the size is below what
             patterns always keep or keeps everything.
     """
-    pool = _pool(table.profile, size)
+    pool = _size_pool(table.profile, size)
     routed = {phase: _route(table, strategy, phase, pool.mean, inverse) for phase in PHASES[strategy.phases]}
     patterns = {phase: [table.axes.patterns[index] for index in indices] for phase, indices in routed.items()}
-    floors = floors_of(patterns)
+    floors = find_floors(patterns)
     row = int(np.argmax(floors))
     for phase, own in patterns.items():
         instead = f"calibrate without {own[row].name}" if strategy.route else "use another policy"
         where = f" in {phase} layer {table.profile.metadata.layers[row]}"
         check_kept(pool.mean, build_policy(own[row]), where, instead)
     low = np.broadcast_to(np.array(floors)[:, None], pool.shape)
-    budgets = _share(table, strategy, routed, pool, low, inverse)
-    return {phase: Chosen(tuple(own), budgets) for phase, own in patterns.items()}
+    budgets = _share_total(table, strategy, routed, pool, low, inverse)
+    return {phase: PhaseChoice(tuple(own), budgets) for phase, own in patterns.items()}
 
 
-def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
-    """Return what every layer always keeps per kv head, by its patterns in all phases; at least one entry."""
-    return [max(map(floor_of, patterns)) for patterns in zip(*chosen.values(), strict=True)]
+def find_floors(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
+    """Find the entries per kv head that every layer always keeps, by its patterns in all phases; at least one."""
+    return [max(map(find_floor, patterns)) for patterns in zip(*chosen.values(), strict=True)]
 
 
-def floor_of(pattern: PolicySpec) -> int:
-    """Return entries per kv head that a pattern always keeps, at least one."""
+def find_floor(pattern: PolicySpec) -> int:
+    """Find the entries per kv head that a pattern always keeps, at least one."""
     return build_policy(pattern).least
 
 
 def check_kept(mean: float, policy: Policy, where: str = "", instead: str = "") -> None:
-    """Raise UsageError if the mean budget of kv heads is below what a policy always keeps."""
+    """Raise UsageError if the mean budget is below the entries that a policy always keeps."""
     if mean < policy.least:
         lower = [name for name in policy.protecting if name in ("protect", "window")]
         remedies = ["keep more", instead, *(f"calibrate with a smaller --set {name}" for name in lower)]
@@ -141,22 +143,22 @@ def check_kept(mean: float, policy: Policy, where: str = "", instead: str = "") 
         )
 
 
-def signals_plan(
-    profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any] | None = None
+def make_signals_plan(
+    profile: Profile, chosen: Mapping[Phase, PhaseChoice], size: Size, settings: Mapping[str, Any] | None = None
 ) -> Plan:
-    """Return the plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
-    floors = [floor_of(policy) for part in chosen.values() for policy in part.policies]
-    return plan_of(profile, chosen, size, min(floors), settings=settings)
+    """Make the plan of the choices for the layers of a profile; `settings` join those of the calibration."""
+    floors = [find_floor(policy) for part in chosen.values() for policy in part.policies]
+    return make_profile_plan(profile, chosen, size, min(floors), settings=settings)
 
 
-def _pool(profile: Profile, size: Size) -> Pool:
+def _size_pool(profile: Profile, size: Size) -> Pool:
     pool = size.pool(profile.metadata)
     check_pool(pool)
     return pool
 
 
 def _route(table: SignalTable, strategy: Strategy, phase: Phase, mean: float, inverse: bool) -> list[int]:
-    """Return the pattern of every layer in a phase, as an index into the patterns of the table."""
+    """Choose the pattern of every layer in a phase, as an index into the patterns of the table."""
     own = table.profile.metadata.policy.name
     candidates = _candidates(table, strategy)
     if strategy.route is None:
@@ -180,7 +182,7 @@ def _route(table: SignalTable, strategy: Strategy, phase: Phase, mean: float, in
 
 
 def _candidates(table: SignalTable, strategy: Strategy) -> list[int]:
-    """Return the patterns that a layer may take, as indices into those of the table.
+    """List the patterns that a layer may take, as indices into those of the table.
 
     No signal can judge the full cache, which agrees with itself: it takes no layer's place.
     """
@@ -199,7 +201,7 @@ def _index(table: SignalTable, name: str, what: str) -> int:
     return known.index(name)
 
 
-def _share(
+def _share_total(
     table: SignalTable,
     strategy: Strategy,
     routed: Mapping[Phase, Sequence[int]],

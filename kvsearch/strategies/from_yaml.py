@@ -30,7 +30,7 @@ _LAYERS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 
 
 def plan_from_yaml(text: bytes | str, name: str) -> Plan:
-    """Read and check a plan in YAML; `name` is what to call it, usually its file.
+    """Read and check a plan in YAML; `name` is its name in messages, usually the file.
 
     Raises:
         UsageError: it is no YAML or no strategy; or values, layers, policies or budgets that do not fit, in one message
@@ -47,7 +47,7 @@ def plan_of_document(document: YamlDocument) -> Plan:
 
 
 class _Reader:
-    """Turns a document into the data of a plan file, and what is wrong with that into problems of the document."""
+    """Converts a YAML document to the data of a plan file, and reports problems by their place in the document."""
 
     def __init__(self, document: YamlDocument) -> None:
         self.document = document
@@ -73,7 +73,7 @@ class _Reader:
         return plan
 
     def _plan_data(self) -> dict[str, Any]:
-        """Return the data of a plan file, as far as the document has it."""
+        """Convert the document to the data of a plan file, as far as it has it."""
         data: dict[str, Any] = {key: self.data[key] for key in ("length", "scaling", "floor") if key in self.data}
         for key, record in (("allocation", PolicySpec), ("provenance", Provenance)):
             if key in self.data:
@@ -141,7 +141,7 @@ class _Reader:
         return range(first, min(last + 1, count or MOST_LAYERS))
 
     def _entry(self, place: YamlPlace, value: Any, heads: int) -> dict[str, Any] | None:
-        """Return the plan of a layer; None for the whole cache."""
+        """Convert the plan of a layer; None for the whole cache."""
         if not isinstance(value, dict):
             if value != WHOLE:
                 self.tell(place, f"must be {WHOLE} (the whole cache) or a mapping such as {EXAMPLE}")
@@ -158,7 +158,7 @@ class _Reader:
         return entry
 
     def _check_plan(self, plan: Plan) -> None:
-        """Note what `check_plan` finds wrong with policies, budgets and the allocation."""
+        """Report the problems that `check_plan` finds with policies, budgets and the allocation."""
         self._check_whole(plan)
         try:
             check_plan(plan, "")
@@ -182,7 +182,7 @@ class _Reader:
                     )
 
     def _source(self, place: YamlPlace) -> YamlPlace:
-        """Return where in the document a place of the plan comes from."""
+        """Map a place in the plan to its place in the document."""
         if place[:1] == ("model",):
             return ("model",) if place[1:2] == ("name",) else ("fingerprint", *place[1:])
         key = self.rows.get(place[:3], place[:3])

@@ -1,8 +1,8 @@
 """Methods by name, as papers compare them: an eviction policy, a layout of budgets, and what is shared out per prompt.
 
 Budgets are laid out anew for every prompt length, with the same exact total for all methods of one size. A policy with
-budgets that need no measurement can be written as a plan, too, see `direct_plan`. `find_methods` and `find_sizes` read
-what was typed: a list of methods with their settings, and the sizes to compare them at.
+budgets that need no measurement can be written as a plan, too, see `make_direct_plan`. `parse_methods` and
+`parse_sizes` read what was typed: a list of methods with their settings, and the sizes to compare them at.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from kvsearch.policies.fitted import parse_policy, split_settings
 from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import FITTED, build_policy, find_policy_class, list_policy_names
 from kvsearch.runtime import Program
-from kvsearch.strategies.build import Chosen, build_plan, check_mean, round_ratios
-from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, method_names
+from kvsearch.strategies.build import PhaseChoice, build_plan, check_mean, round_ratios
+from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, list_method_names
 
 Heads = tuple[int, int]  # layers, kv heads
 Settings = Mapping[str, Any]
 BETA = "beta"  # the option of the pyramid
 
 
-def even_or_pyramid(allocator: Uniform | Pyramid, floor: int, total: int, length: int, heads: Heads) -> Ints:
-    """Return budgets [L, Hkv] that need no measurement and sum to `total`, each at most `length`.
+def allocate_unmeasured(allocator: Uniform | Pyramid, floor: int, total: int, length: int, heads: Heads) -> Ints:
+    """Allocate budgets [L, Hkv] that need no measurement and sum to `total`, each at most `length`.
 
     Every head gets `floor` first, as far as the total reaches.
     """
-    least = min(floor, length, total // (heads[0] * heads[1]))
-    budgets: Ints = allocator.allocate(np.zeros(heads), total, np.full(heads, least), np.full(heads, length))
+    head_floor = min(floor, length, total // (heads[0] * heads[1]))
+    budgets: Ints = allocator.allocate(np.zeros(heads), total, np.full(heads, head_floor), np.full(heads, length))
     return budgets
 
 
 @dataclass(frozen=True)
 class Method:
-    """A policy for all full-attention layers, what lays out its budgets, and an allocation (None: they hold as laid).
+    """A policy for all full-attention layers, the layout of its budgets, and a dynamic allocation (None: static).
 
     Budgets are laid out by an allocator, or looked up in a profile; `source` is where that was read from, for messages.
     """
@@ -71,11 +71,11 @@ class Method:
 
     @property
     def contexts(self) -> ContextRecord | None:
-        """What its profile was fitted on: nothing without one, None where that is not known."""
+        """Contexts its profile was fitted on: none without a profile, None if unknown."""
         return self.layout.metadata.provenance.contexts if isinstance(self.layout, Profile) else ContextRecord()
 
     def check(self, sizes: Sequence[Size]) -> None:
-        """Find what is wrong with the sizes before a model is loaded.
+        """Check the sizes before a model is loaded.
 
         Raises:
             UsageError: a budget below what the policy protects, or an allocation that cannot share its entries.
@@ -90,7 +90,7 @@ class Method:
             raise UsageError(f"method {self.name}: {error}") from error
 
     def program(self, loaded: LoadedModel, size: Size, phases: str = "prefill") -> Program:
-        """Return the method on a model, in the phases of that name: prefill, decode or both.
+        """Make the program of the method on a model, in the phases of that name: prefill, decode or both.
 
         Prefill budgets sum to `Size.held`, or to all of a shorter prompt. Decode budgets sum to `Size.held` always.
 
@@ -103,25 +103,25 @@ class Method:
             self.layout.metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")
         shape = describe(loaded.model)
         heads = (len(shape.full_layers), shape.kv_heads)
-        tables = {phase: partial(self.sized_budgets, size, heads, phase) for phase in PHASES[phases]}
+        tables = {phase: partial(self.allocate_at_size, size, heads, phase) for phase in PHASES[phases]}
         return Program.of_policy(loaded.model, self.policy, tables, self.policy.least, self.allocation)
 
-    def sized_budgets(self, size: Size, heads: Heads, phase: Phase, length: int) -> Ints:
-        """Return the budgets at a size, [L, Hkv], for a prompt of `length` tokens."""
+    def allocate_at_size(self, size: Size, heads: Heads, phase: Phase, length: int) -> Ints:
+        """Allocate the budgets at a size, [L, Hkv], for a prompt of `length` tokens."""
         count = heads[0] * heads[1]
         total = size.held(length, count)
         # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
-        most = max(length, -(-total // count)) if phase == "decode" else length
-        return self.budgets(min(total, most * count), most, heads)
+        maximum = max(length, -(-total // count)) if phase == "decode" else length
+        return self.budgets(min(total, maximum * count), maximum, heads)
 
     def budgets(self, total: int, length: int, heads: Heads) -> Ints:
-        """Return budgets [L, Hkv] that sum to `total`, each at most `length`.
+        """Allocate budgets [L, Hkv] that sum to `total`, each at most `length`.
 
         Those of a profile are looked up at the share that the total evicts of the prompt at hand; UsageError if it has
         no table of local ratios.
         """
         if not isinstance(self.layout, Profile):
-            return even_or_pyramid(self.layout, self.policy.least, total, length, heads)
+            return allocate_unmeasured(self.layout, self.policy.least, total, length, heads)
         size = heads[0] * heads[1]
         if total >= length * size:
             return np.full(heads, length, dtype=np.int64)
@@ -129,7 +129,7 @@ class Method:
         return round_ratios(self.layout.local_ratios(1 - total / (length * size)), length, total, floor)
 
     def definition(self, size: Size, phases: str) -> dict[str, Any]:
-        """Return everything that decides what is kept, as JSON."""
+        """Return all settings that decide what is kept, as JSON."""
         budgets: dict[str, Any]
         shared = None
         if self.allocation is not None:
@@ -147,7 +147,7 @@ class Method:
 
 
 def parse_allocation(text: str) -> Allocation | None:
-    """Read an allocation from NAME or NAME:option=value,option=value; None is "static".
+    """Parse an allocation from NAME or NAME:option=value,option=value; None is "static".
 
     Raises:
         UsageError: the text is not of that form, or there is no such allocation, option or value.
@@ -162,7 +162,7 @@ def parse_allocation(text: str) -> Allocation | None:
 
 
 def check_request(policy: Policy, size: Size, allocation: Allocation | None = None) -> None:
-    """Find what is wrong with a request before a model is loaded.
+    """Check a request before a model is loaded.
 
     Raises:
         UsageError: a size below what the policy protects or that evicts nothing, or an
@@ -181,7 +181,7 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
         allocation.check(policy, "--allocation")
 
 
-def direct_plan(
+def make_direct_plan(
     loaded: LoadedModel,
     policy: Policy,
     size: Size,
@@ -189,7 +189,7 @@ def direct_plan(
     allocator: Uniform | Pyramid,
     allocation: Allocation | None = None,
 ) -> Plan:
-    """`policy` for every full-attention layer of a model, with budgets that need no measurement.
+    """Make the plan of one policy for all full-attention layers, with budgets that need no measurement.
 
     With a ratio, budgets are for prompts of `size.laid_out().length` tokens and scale with the prompt at hand. The
     total is exact: what is left by rounding goes to the first heads. `allocation` shares what the budgets add up to
@@ -205,8 +205,8 @@ def direct_plan(
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)
     total = size.total(size.length or 0, heads[0] * heads[1])
-    budgets = even_or_pyramid(allocator, policy.least, total, size.length or MOST_ENTRIES, heads)
-    chosen = Chosen((policy.spec,) * heads[0], budgets)
+    budgets = allocate_unmeasured(allocator, policy.least, total, size.length or MOST_ENTRIES, heads)
+    chosen = PhaseChoice((policy.spec,) * heads[0], budgets)
     settings = {"ratio": size.ratio, "budget": size.budget, **asdict(allocator)}
     return build_plan(
         loaded.fingerprint,
@@ -223,8 +223,8 @@ def direct_plan(
 # --- from what was typed -------------------------------------------------------------------------------------------
 
 
-def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
-    """Return the methods of a list such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
+def parse_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
+    """Parse a list of methods such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
 
     METHOD:POLICY puts another policy under the budgets of a method, METHOD:KEY=VALUE sets one of its parameters or
     options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). A fitted policy is given with the
@@ -252,7 +252,7 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
         else:
             recipe, stated, fitted = recipes[item]
             shared = {**fitted, **agreed.get(recipe.policy, {}), **common}
-            methods.append(_resolve(item, recipe, stated, shared))
+            methods.append(_make_method(item, recipe, stated, shared))
             unread -= {*_parameters(recipe), *_options(recipe)}
     for key in sorted(unread, key=list(common).index):
         raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
@@ -263,8 +263,8 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     return methods
 
 
-def find_sizes(budgets: str | None, ratios: str | None) -> list[Size]:
-    """Return the sizes of two lists such as `128,256` and `0.5,0.8`, in this order.
+def parse_sizes(budgets: str | None, ratios: str | None) -> list[Size]:
+    """Parse the sizes of two lists such as `128,256` and `0.5,0.8`, in this order.
 
     Raises:
         UsageError: no size, one that is no number or out of range, or one twice.
@@ -288,13 +288,13 @@ def _parse_numbers(text: str | None, kind: Callable[[str], Any], noun: str, exam
 
 
 def _is_profile(item: str) -> bool:
-    """Return whether NAME=DIR was typed, which is no fitted policy."""
+    """Tell whether an item is NAME=DIR of a profile, not of a fitted policy."""
     name, is_given, _ = item.partition("=")
     return bool(is_given) and ":" not in name and name not in FITTED
 
 
 def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
-    """Return what METHOD or METHOD:POLICY stands for, the :KEY=VALUE after it, and the settings of a fit (probe=DIR).
+    """Parse METHOD or METHOD:POLICY, the :KEY=VALUE after it, and the settings of a fit (probe=DIR).
 
     The weights of a fitted policy are among the former.
     """
@@ -309,7 +309,7 @@ def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
         require_known("method", method, METHODS)
         require_known("policy", policy, list_policy_names())
     elif method not in FITTED:
-        require_known("method", method, method_names())
+        require_known("method", method, list_method_names())
     recipe = METHODS.get(method, Recipe(method))
     weights = {key: fitted.pop(key) for key in (WEIGHTS,) if key in fitted}
     recipe = recipe if policy is None else recipe._replace(policy=policy)
@@ -331,15 +331,15 @@ def _options(recipe: Recipe) -> list[str]:
 
 
 def _find_agreed_settings(profiles: Iterable[Method]) -> dict[str, Settings]:
-    """Return the parameters of the profiles' policies by their names, of those of which all profiles agree."""
+    """Find the parameters of policies, by name, on which all profiles of the policy agree."""
     stated: dict[str, list[Settings]] = {}
     for method in profiles:
         stated.setdefault(method.policy.name, []).append(method.policy.parameters())
     return {policy: several[0] for policy, several in stated.items() if all(other == several[0] for other in several)}
 
 
-def _resolve(name: str, recipe: Recipe, stated: Settings, shared: Settings) -> Method:
-    """Return the method of a recipe; settings that are stated in its name win over the `shared` ones."""
+def _make_method(name: str, recipe: Recipe, stated: Settings, shared: Settings) -> Method:
+    """Make the method of a recipe; settings `stated` in its name win over the `shared` ones."""
     known = [*_parameters(recipe), *_options(recipe)]
     for key in stated:
         if key not in known:
@@ -360,10 +360,10 @@ def _resolve(name: str, recipe: Recipe, stated: Settings, shared: Settings) -> M
 
 
 def _read_calibrated(item: str, common: Settings) -> Method:
-    """Return the method of a profile, NAME=DIR."""
+    """Make the method of a profile, NAME=DIR."""
     name, _, place = (part.strip() for part in item.partition("="))
     source = Path(place)
-    if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
+    if name in (*list_method_names(), FULL) or not name or set(":@.") & set(name):
         raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
     profile = load_profile(source / PROFILE if source.is_dir() else source)
     if EVICTED_RATIO not in profile.arrays:

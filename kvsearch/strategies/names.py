@@ -1,4 +1,4 @@
-"""Names of what is compared; reports and completion need them, and nothing that runs a model."""
+"""Names of methods, for reports and completion; imports nothing that runs a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAMING = "streaming"
 
 
 class Recipe(NamedTuple):
-    """What a method's name stands for."""
+    """The policy, allocator and allocation of a named method."""
 
     policy: str
     allocator: str = "uniform"  # or "pyramid"
@@ -42,7 +42,7 @@ METHODS: dict[str, Recipe] = {
 }
 
 
-def method_names() -> list[str]:
-    """Return all names that `find_methods` knows; profiles are given as NAME=DIR, a fitted policy as POLICY=DIR."""
+def list_method_names() -> list[str]:
+    """List all names of `parse_methods`; profiles are given as NAME=DIR, a fitted policy as POLICY=DIR."""
     policies = [name for name in list_policy_names() if name not in METHODS and name not in (FULL, *FITTED)]
     return [*METHODS, *policies, RANDOM]

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from kvsearch.budgets.convex import compute_oracle_recall, compute_recall
 from kvsearch.calibration.analysis import (
-    lost_mass,
-    ranking_gap,
-    spearman,
-    stability,
+    compute_lost_mass,
+    compute_ranking_gap,
+    correlate_ranks,
+    measure_stability,
 )
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.plan import Profile, ProfileMetadata
@@ -51,18 +51,18 @@ def test_spearman_is_scipys(a: list[float], seed: int) -> None:
 
     b = np.random.default_rng(seed).integers(0, 4, len(a)).astype(float)
     if len(set(a)) > 1 and len(set(b)) > 1:
-        assert spearman(np.array(a), b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
+        assert correlate_ranks(np.array(a), b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
 
 
 def test_spearman_of_constants() -> None:
     flat, rising = np.ones(4), np.arange(4.0)
-    assert spearman(flat, 2 * flat) == 1.0
-    assert spearman(flat, rising) == spearman(rising, flat) == 0.0
+    assert correlate_ranks(flat, 2 * flat) == 1.0
+    assert correlate_ranks(flat, rising) == correlate_ranks(rising, flat) == 0.0
 
 
 def test_questions_of_one_context_and_contexts_are_told_apart() -> None:
     """Two contexts that want the opposite of each other, two questions each that agree."""
-    found = stability(asked(UP, 1 - UP, UP, 1 - UP, contexts=[0, 1, 0, 1]), 0.8)
+    found = measure_stability(asked(UP, 1 - UP, UP, 1 - UP, contexts=[0, 1, 0, 1]), 0.8)
     assert (found.questions, found.texts, found.halves) == pytest.approx((1.0, -1.0, -1.0))
     assert found.verdict.startswith("unstable")
 
@@ -73,8 +73,8 @@ def test_a_context_is_the_mean_of_its_questions() -> None:
     reverse = 2 * UP.mean() - UP
     mixed = 0.75 * UP + 0.25 * reverse  # the order of UP
     tables = [mixed + noise, mixed - noise]
-    found = stability(asked(*tables, *tables, contexts=[0, 0, 1, 1]), 0.5)
-    assert found.questions == pytest.approx(spearman(tables[0].ravel(), tables[1].ravel())) != 1.0
+    found = measure_stability(asked(*tables, *tables, contexts=[0, 0, 1, 1]), 0.5)
+    assert found.questions == pytest.approx(correlate_ranks(tables[0].ravel(), tables[1].ravel())) != 1.0
     assert found.texts == pytest.approx(1.0)
 
 
@@ -82,15 +82,15 @@ def test_half_agreement_is_doubtful() -> None:
     ranks = np.array([0, 1, 2, 3, 4, 5.0])
     other = np.array([2, 1, 0, 3, 5, 4.0])  # rank correlation 1 - 6 * 10 / 210 = 0.714
     tables = ranks.reshape(2, 3) / 10, other.reshape(2, 3) / 10
-    found = stability(asked(*tables, contexts=[0, 1]), 0.5)
+    found = measure_stability(asked(*tables, contexts=[0, 1]), 0.5)
     assert found.halves == pytest.approx(1 - 60 / 210)
     assert found.verdict.startswith("doubtful")
     assert math.isnan(found.questions)
-    assert math.isnan(stability(asked(*tables, contexts=[0, 0]), 0.5).halves)
+    assert math.isnan(measure_stability(asked(*tables, contexts=[0, 0]), 0.5).halves)
 
 
 def test_one_question_tells_nothing_about_stability() -> None:
-    found = stability(asked(UP, contexts=[0]), 0.5)
+    found = measure_stability(asked(UP, contexts=[0]), 0.5)
     assert all(math.isnan(value) for value in (found.questions, found.texts, found.halves))
     assert found.verdict.startswith("unknown")
 
@@ -103,8 +103,8 @@ def test_the_nearest_stored_ratio_is_used(asked_for: float, stored: float) -> No
     at = STABILITY_RATIOS.index(stored)
     ratios[1, at] = UP  # the questions agree at this ratio only
     made = profile(question_ratio=ratios, question_context=np.zeros(2, np.int32))
-    assert stability(made, asked_for).ratio == stored
-    assert stability(made, asked_for).questions == pytest.approx(1.0)
+    assert measure_stability(made, asked_for).ratio == stored
+    assert measure_stability(made, asked_for).questions == pytest.approx(1.0)
 
 
 def random_importance(length: int, seed: int = 0) -> NDArray[np.float64]:
@@ -124,14 +124,14 @@ def test_lost_mass_is_the_eviction_loss(data: st.DataObject) -> None:
     importance = random_importance(length, data.draw(st.integers(0, 9)))
     percent = np.array(data.draw(st.lists(st.integers(0, 100), min_size=6, max_size=6))).reshape(LAYERS, HEADS)
     expected = eviction_loss(importance, percent * length // 100) / importance.sum()
-    got = lost_mass(profile(mass=mass_of(importance)), percent / 100)
+    got = compute_lost_mass(profile(mass=mass_of(importance)), percent / 100)
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_lost_mass_between_grid_points_is_linear() -> None:
     made = profile(mass=mass_of(random_importance(100)))
-    low, high = (lost_mass(made, np.full((LAYERS, HEADS), share)) for share in (0.30, 0.31))
-    between = lost_mass(made, np.full((LAYERS, HEADS), 0.3025))
+    low, high = (compute_lost_mass(made, np.full((LAYERS, HEADS), share)) for share in (0.30, 0.31))
+    between = compute_lost_mass(made, np.full((LAYERS, HEADS), 0.3025))
     np.testing.assert_allclose(between, 0.75 * low + 0.25 * high, rtol=1e-6)
 
 
@@ -139,7 +139,7 @@ def test_ranking_gap_is_the_area_between_the_recall_curves() -> None:
     importance = random_importance(100)
     importance[0, 0] = np.sort(importance[0, 0])[::-1]  # this head is ranked perfectly
     curves = {"recall": compute_recall(importance), "oracle_recall": compute_oracle_recall(importance)}
-    gap = ranking_gap(profile(**{name: curve.astype(np.float32) for name, curve in curves.items()}))
+    gap = compute_ranking_gap(profile(**{name: curve.astype(np.float32) for name, curve in curves.items()}))
     np.testing.assert_allclose(gap, (curves["oracle_recall"] - curves["recall"]).mean(-1), atol=1e-6)
     assert gap[0, 0] == pytest.approx(0.0, abs=1e-6)
     assert gap[1, 1] > 0.1

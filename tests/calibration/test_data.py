@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.calibration.data import CalibrationData, default_data, load_calibration_data
+from kvsearch.calibration.data import CalibrationData, find_default_data, load_calibration_data
 from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import find_resource
 from kvsearch.tasks.prompts import PLAIN_PROMPT
@@ -122,7 +122,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("limit", "expected"), [(None, [3, 2, 2]), (1, [1]), (3, [3]), (4, [3, 1]), (99, [3, 2, 2])])
 def test_limited(limit: int | None, expected: list[int], tmp_path: Path) -> None:
     data = load(tmp_path, text(1, 3), text(2, 2), text(3, 2))
-    some = data.limited(limit)
+    some = data.limit_questions(limit)
     assert [len(context.questions) for context in some.contexts] == expected
     assert some.questions == sum(expected)
     assert [pair.question for pair in some.contexts[0].questions] == ["q10", "q11", "q12"][: expected[0]]
@@ -131,9 +131,11 @@ def test_limited(limit: int | None, expected: list[int], tmp_path: Path) -> None
 
 def test_the_texts_of_other_models() -> None:
     """Five kinds of text, none of which is what needles are hidden in; questions and answers are about their text."""
-    assert default_data("meta-llama/Llama-3.1-8B") == default_data("./bundled") != default_data("bundled")
-    assert default_data("bundled-redundant") == default_data("bundled")
-    data = load_calibration_data(default_data("some/model"))
+    assert (
+        find_default_data("meta-llama/Llama-3.1-8B") == find_default_data("./bundled") != find_default_data("bundled")
+    )
+    assert find_default_data("bundled-redundant") == find_default_data("bundled")
+    data = load_calibration_data(find_default_data("some/model"))
     assert (len(data.contexts), data.questions, data.prompt) == (5, 65, PLAIN_PROMPT)
     assert all(len(context.text.split()) >= 1700 and context.text.isascii() for context in data.contexts)
     assert find_resource("data/calibration/novel.txt").read_text() not in {context.text for context in data.contexts}
@@ -147,9 +149,9 @@ def test_the_texts_of_other_models() -> None:
 
 
 def test_the_bundled_data_is_what_the_generator_writes() -> None:
-    written = default_data("bundled").read_text()
+    written = find_default_data("bundled").read_text()
     assert written == json.dumps(calibration_file(), indent=1) + "\n"
-    data = load_calibration_data(default_data("bundled"))
+    data = load_calibration_data(find_default_data("bundled"))
     assert 20 <= data.questions <= 40
     known = set(WORDS)
     for context in data.contexts:
@@ -179,4 +181,4 @@ def test_plain_text_files_are_a_context_each(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no file .*c\.txt"):
         load_calibration_data(f"{tmp_path}/a.txt,{tmp_path}/c.txt", bare=True)
     with pytest.raises(UsageError, match="have no questions to limit: leave --questions out"):
-        folder.limited(3)
+        folder.limit_questions(3)

@@ -15,9 +15,9 @@ from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.dynamic import decisions, observe_demands
+from kvsearch.calibration.dynamic import decide_budgets, observe_demands
 from kvsearch.calibration.options import STABILITY_RATIOS, DynamicOptions
-from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
@@ -74,7 +74,7 @@ def uneven() -> LoadedModel:
 
 def decided(model: LoadedModel, prompt: CalibrationPrompt, how: tuple[Policy, Allocation], floor: int) -> np.ndarray:
     with running(model.model, NAME):
-        return decisions(how[1], observe_demands(model, prompt, *how), prompt.length, floor)
+        return decide_budgets(how[1], observe_demands(model, prompt, *how), prompt.length, floor)
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def assert_runtime_agrees(
 
 @pytest.mark.parametrize("how", [*METHODS, *VARIANTS])
 def test_the_runtime_decides_the_same(how: str, model: LoadedModel, data: CalibrationData) -> None:
-    prompt, rule = prompts_of(model, data)[1], {**METHODS, **VARIANTS}[how]
+    prompt, rule = encode_prompts(model, data)[1], {**METHODS, **VARIANTS}[how]
     assert_runtime_agrees(model, prompt, rule, PROTECTED, (0, 20, 49, 79, 88, 98))
     at_eighty = decided(model, prompt, rule, PROTECTED)[79]
     assert np.ptp(at_eighty) > 3 or how == "lava, equal heads", "something should be decided"
@@ -118,12 +118,12 @@ def test_the_runtime_decides_the_same(how: str, model: LoadedModel, data: Calibr
 @in_turn(method=METHODS, family=["qwen2", "qwen3", "gemma2", "gemma3"])
 def test_every_family_decides_as_the_runtime_does(method: str, family: str, data: CalibrationData) -> None:
     other = tiny.loaded(family)
-    assert_runtime_agrees(other, prompts_of(other, data)[0], METHODS[method], PROTECTED, (9, 49, 84))
+    assert_runtime_agrees(other, encode_prompts(other, data)[0], METHODS[method], PROTECTED, (9, 49, 84))
 
 
 @methods
 def test_with_the_question_in_the_prompt(method: str, model: LoadedModel, data: CalibrationData) -> None:
-    context, aware = prompts_of(model, data)[0], prompts_of(model, data, "question-aware")
+    context, aware = encode_prompts(model, data)[0], encode_prompts(model, data, "question-aware")
     assert_runtime_agrees(model, aware[0], METHODS[method], PROTECTED, (49, 79))
     assert decided(model, aware[0], METHODS[method], PROTECTED)[79].tolist() != (
         decided(model, context, METHODS[method], PROTECTED)[79].tolist()
@@ -159,7 +159,10 @@ def test_the_table_is_the_mean_of_the_decisions(
 ) -> None:
     made = profiles[method]
     each = np.stack(
-        [1 - decided(model, prompt, METHODS[method], PROTECTED) / prompt.length for prompt in prompts_of(model, data)]
+        [
+            1 - decided(model, prompt, METHODS[method], PROTECTED) / prompt.length
+            for prompt in encode_prompts(model, data)
+        ]
     )
     reach = slice(0, 90)  # every prompt can be cut that far
     np.testing.assert_allclose(made.arrays["evicted_ratio"][reach], each[:, reach].mean(0), atol=1e-6)

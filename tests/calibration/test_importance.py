@@ -113,7 +113,7 @@ def test_texts_look_at_the_same_side_by_side(family: str) -> None:
     texts = [question[0], question[0, 2:], tokens(seed=7, rows=11)[1][0]]
     with running(model, NAME):
         passed = pass_over(model, context)
-        together = passed.importance_of(texts)
+        together = passed.measure_importance_of(texts)
         for text, importance in zip(texts, together, strict=True):
             assert_close(importance, passed.ask(text[None])[0])
 

@@ -13,18 +13,18 @@ from pydantic import ValidationError
 
 from kvsearch.budgets.convex import sum_prefixes
 from kvsearch.budgets.lukv import MarginalSolver, solve_grid
-from kvsearch.calibration.analysis import lost_mass
+from kvsearch.calibration.analysis import compute_lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
-from kvsearch.calibration.importance import ImportancePass, output_errors
+from kvsearch.calibration.importance import ImportancePass, measure_output_errors
 from kvsearch.calibration.lukv import (
     KEPT_POINTS,
     LukvCalibration,
     MeasuredQuestion,
-    _table_of_mean,
+    _solve_mean_table,
     measure_importance,
 )
 from kvsearch.calibration.options import LukvOptions, Normalization
-from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of, with_own_replies
+from kvsearch.calibration.prompts import CalibrationPrompt, add_own_replies, encode_prompts
 from kvsearch.calibration.tables import RatioTables
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -126,17 +126,17 @@ def test_questions_that_need_different_heads_both_keep_theirs() -> None:
     """The one needs 12 of 100 entries, the other a tenth; layer 1, which nobody looks at, keeps the floor of 1."""
     questions = [question(0, 12, 100), question(1, 5, 50)]
     tables = RatioTables(create_policy("knorm"), 0.01)
-    table = _table_of_mean(questions, tables, GIVEN, [0, 1])
+    table = _solve_mean_table(questions, tables, GIVEN, [0, 1])
     assert_rows_average_to_their_ratio(table, 100, 1)
     budgets = (1 - table) * 100
     np.testing.assert_allclose(budgets[93], [[12, 10], [1, 1]], atol=1e-4)
-    alone = (1 - _table_of_mean(questions, tables, GIVEN, [1])) * 50  # the second one by itself, as long as it is
+    alone = (1 - _solve_mean_table(questions, tables, GIVEN, [1])) * 50  # the second one by itself, as long as it is
     np.testing.assert_allclose(alone[95], [[1, 5], [1, 1]], atol=1e-4)
 
 
 def test_the_ablation_of_the_gap_leaves_protected_entries_in_front(model: LoadedModel, data: CalibrationData) -> None:
     options = LukvOptions(normalization="none", gap=False, minimum=0.0, answers="given")
-    one = data.limited(1)
+    one = data.limit_questions(1)
     (item,) = measured(model, one, options)
     fixed, ranked = item.importance[..., :PROTECTED], item.importance[..., PROTECTED:]
     assumed = np.concatenate([fixed, -np.sort(-ranked, axis=-1)], -1)
@@ -159,12 +159,14 @@ def test_normalised_mass(model: LoadedModel, data: CalibrationData, profile: Pro
 
 def test_an_entry_is_worth_the_error_that_it_takes_away(model: LoadedModel, data: CalibrationData) -> None:
     """What is kept is worth the most that was taken away on the way there; an entry that adds to it, nothing."""
-    (prompt,) = prompts_of(model, data.limited(1))
-    (item,) = measured(model, data.limited(1), GIVEN)
+    (prompt,) = encode_prompts(model, data.limit_questions(1))
+    (item,) = measured(model, data.limit_questions(1), GIVEN)
     with running(model.model, NAME):
         passed = ImportancePass(model.model, [POLICY], prompt.ids)
         ranks = passed.ranks()
-        [errors] = next(output_errors(passed, prompt.continuations, ranks < PROTECTED, [ranks.argsort(-1)])).numpy()
+        [errors] = next(
+            measure_output_errors(passed, prompt.continuations, ranks < PROTECTED, [ranks.argsort(-1)])
+        ).numpy()
     assert (np.diff(errors) > 0).any()
     may_go = errors[..., PROTECTED:]
     taken = np.maximum.accumulate(may_go[..., :1] - may_go, axis=-1)
@@ -199,7 +201,7 @@ def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     assert made.arrays["mass"].max() == 0.0
     assert made.arrays["recall"].min() == 1.0
-    assert lost_mass(made, np.full((4, 2), 0.5)).sum() == 0.0
+    assert compute_lost_mass(made, np.full((4, 2), 0.5)).sum() == 0.0
 
 
 def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
@@ -225,7 +227,7 @@ def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: Calibr
 
 def test_an_own_reply_fills_the_positions_that_are_left(data: CalibrationData) -> None:
     model = tiny.loaded(max_position_embeddings=length_of(data) + 3 + 9)
-    [prompt] = with_own_replies(model, [prompts_of(model, data.limited(1))], 128)
+    [prompt] = add_own_replies(model, [encode_prompts(model, data.limit_questions(1))], 128)
     (after,) = prompt.continuations
     assert (after.answer, after.tokens.shape[1]) == (3, 3 + 9)
 
@@ -236,8 +238,8 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
     with torch.no_grad():
         model.model.lm_head.weight.zero_()
         model.model.generation_config.eos_token_id = 0  # of equal logits the first is taken
-    prompts = prompts_of(model, data)
-    kept = list(with_own_replies(model, [prompts], 128))
+    prompts = encode_prompts(model, data)
+    kept = list(add_own_replies(model, [prompts], 128))
     assert [[one.tokens.tolist() for one in prompt.continuations] for prompt in kept] == [
         [one.tokens.tolist() for one in prompt.continuations] for prompt in prompts
     ]
@@ -249,15 +251,15 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
 def test_replies_go_on_from_a_pass_as_they_do_from_a_reading_of_their_own(family: str, data: CalibrationData) -> None:
     """Contexts of different lengths, several questions of each."""
     model = tiny.loaded(family)
-    prompts = prompts_of(model, data)
+    prompts = encode_prompts(model, data)
     passes: list[int] = []
 
     def read(prompt: CalibrationPrompt) -> ImportancePass:
         passes.append(prompt.context)
         return ImportancePass(model.model, [POLICY], prompt.ids)
 
-    alone = with_own_replies(model, [prompts], 20)
-    continued = with_own_replies(model, [prompts], 20, read=read)
+    alone = add_own_replies(model, [prompts], 20)
+    continued = add_own_replies(model, [prompts], 20, read=read)
     for one, other in zip(alone, continued, strict=True):
         assert [after.tokens.tolist() for after in one.continuations] == [
             after.tokens.tolist() for after in other.continuations
@@ -266,15 +268,15 @@ def test_replies_go_on_from_a_pass_as_they_do_from_a_reading_of_their_own(family
 
 
 def test_questions_are_rows_of_one_pass_with_the_same_errors(model: LoadedModel, data: CalibrationData) -> None:
-    (prompt,) = prompts_of(model, data.limited(1))
+    (prompt,) = encode_prompts(model, data.limit_questions(1))
     short, long = (replace(prompt.continuations[0], tokens=prompt.ids[:, 5 : 5 + count]) for count in (6, 11))
     with running(model.model, NAME):
         passed = ImportancePass(model.model, [POLICY], prompt.ids)
         ranks = passed.ranks()
         rest = (ranks < PROTECTED, [ranks.argsort(-1), ranks.argsort(-1).flip(-1)])
-        together = list(output_errors(passed, [short, long], *rest))
+        together = list(measure_output_errors(passed, [short, long], *rest))
         for after, errors in zip((short, long), together, strict=True):
-            assert_close(errors, next(output_errors(passed, [after], *rest)))
+            assert_close(errors, next(measure_output_errors(passed, [after], *rest)))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_questions_are_rows_of_one_pass_with_the_same_errors(model: LoadedModel,
     ],
 )
 def test_other_families(family: str, layers: tuple[int, ...], data: CalibrationData) -> None:
-    made = calibrate_lukv(tiny.loaded(family), data.limited(2), POLICY, OWN)
+    made = calibrate_lukv(tiny.loaded(family), data.limit_questions(2), POLICY, OWN)
     assert made.metadata.layers == layers
     assert made.arrays["evicted_ratio"].shape == (99, len(layers), 2)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.data import default_data, load_calibration_data
-from kvsearch.calibration.importance import ImportancePass, output_errors, output_slopes
-from kvsearch.calibration.prompts import Continuation, prompts_of
+from kvsearch.calibration.data import find_default_data, load_calibration_data
+from kvsearch.calibration.importance import ImportancePass, measure_output_errors, measure_output_slopes
+from kvsearch.calibration.prompts import Continuation, encode_prompts
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import load
 from kvsearch.policies import Policy, create_policy
@@ -59,7 +59,7 @@ def test_slopes_are_finite_differences_of_the_log_odds(family: str, monkeypatch:
     generator = torch.Generator().manual_seed(1)
     layers = len(describe(model).full_layers)
     with asked(model) as (passed, after, protected):
-        [(slopes, _)] = output_slopes(passed, [after], protected, 1)
+        [(slopes, _)] = measure_output_slopes(passed, [after], protected, 1)
         answer = after.tokens[0, -ANSWER:]
 
         def odds(row: int, added: Tensor) -> float:
@@ -90,13 +90,13 @@ def test_layers_that_stand_in_for_each_other_all_have_errors() -> None:
     Gradients there would give them errors of .7, .3 and .2, and layer 2 .7.
     """
     loaded = load("bundled-redundant")
-    data = load_calibration_data(default_data("bundled-redundant")).limited(1)
+    data = load_calibration_data(find_default_data("bundled-redundant")).limit_questions(1)
     policy = create_policy("snapkv", {"sinks": 4})
-    [prompt] = prompts_of(loaded, data)
+    [prompt] = encode_prompts(loaded, data)
     with running(loaded.model, NAME):
         passed = ImportancePass(loaded.model, [policy], prompt.ids)
         ranks, kept = passed.ranks(), policy.protected(prompt.length)
-        errors = next(output_errors(passed, prompt.continuations, ranks < kept, [ranks.argsort(-1)]))[0]
+        errors = next(measure_output_errors(passed, prompt.continuations, ranks < kept, [ranks.argsort(-1)]))[0]
     of_layers = errors[..., kept].sum(-1)
     assert of_layers[3:].min() > 3
     assert of_layers[:3].max() < 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair
-from kvsearch.calibration.prompts import check_lengths, prompts_of
+from kvsearch.calibration.prompts import check_lengths, encode_prompts
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
@@ -22,7 +22,7 @@ def ids(text: str, first: bool = False) -> list[int]:
 
 
 def test_a_context_is_a_prompt(model: LoadedModel) -> None:
-    prompts = prompts_of(model, DATA)
+    prompts = encode_prompts(model, DATA)
     assert [prompt.context for prompt in prompts] == [0, 1]
     for prompt, context in zip(prompts, DATA.contexts, strict=True):
         assert prompt.ids.tolist() == [ids(context.text, first=True)]
@@ -38,7 +38,7 @@ def test_a_context_is_a_prompt(model: LoadedModel) -> None:
 
 
 def test_a_context_with_a_question_is_a_prompt(model: LoadedModel) -> None:
-    prompts = prompts_of(model, DATA, "question-aware")
+    prompts = encode_prompts(model, DATA, "question-aware")
     assert [prompt.context for prompt in prompts] == [0, 0, 1, 1]
     pairs = [(context, pair) for context in DATA.contexts for pair in context.questions]
     for prompt, (context, pair) in zip(prompts, pairs, strict=True):
@@ -48,19 +48,19 @@ def test_a_context_with_a_question_is_a_prompt(model: LoadedModel) -> None:
 
 def test_the_template_leads_to_the_reply_in_the_prompt(model: LoadedModel) -> None:
     chat = LoadedModel("chat", model.model, tiny.chat_tokenizer(), model.fingerprint)
-    aware = prompts_of(chat, DATA, "question-aware")[0]
-    agnostic = prompts_of(chat, DATA)[0]
+    aware = encode_prompts(chat, DATA, "question-aware")[0]
+    agnostic = encode_prompts(chat, DATA)[0]
     assert aware.ids[0, -2:].tolist() == ids("mark =")
     assert aware.ids[0, : agnostic.length].tolist() == agnostic.ids[0].tolist()
 
 
 def test_answers_are_cut(model: LoadedModel) -> None:
-    assert [after.predicted for after in prompts_of(model, DATA, answer_tokens=1)[0].continuations] == [1, 1]
-    assert prompts_of(model, DATA, "question-aware", 2)[0].continuations[0].tokens.shape == (1, 2)
+    assert [after.predicted for after in encode_prompts(model, DATA, answer_tokens=1)[0].continuations] == [1, 1]
+    assert encode_prompts(model, DATA, "question-aware", 2)[0].continuations[0].tokens.shape == (1, 2)
 
 
 def test_lengths(model: LoadedModel) -> None:
-    prompts = prompts_of(model, DATA)
+    prompts = encode_prompts(model, DATA)
     check_lengths(prompts, POLICY, lambda length: 6)
     least = prompts[0].length
     with pytest.raises(
@@ -74,7 +74,7 @@ def test_lengths(model: LoadedModel) -> None:
 
 def whole_and_asked() -> tuple[list[int], list[int]]:
     """Tokens of every context, and of the longest question with its answer."""
-    prompts = prompts_of(tiny.loaded(), DATA)
+    prompts = encode_prompts(tiny.loaded(), DATA)
     return [p.length for p in prompts], [max(after.tokens.shape[1] for after in p.continuations) for p in prompts]
 
 
@@ -82,12 +82,12 @@ def whole_and_asked() -> tuple[list[int], list[int]]:
 def test_what_does_not_fit_is_cut_in_the_middle(by: str) -> None:
     (_, whole), (_, asked) = whole_and_asked()
     limit = whole + asked
-    assert [p.length for p in prompts_of(tiny.loaded(max_position_embeddings=limit), DATA)] == whole_and_asked()[0]
+    assert [p.length for p in encode_prompts(tiny.loaded(max_position_embeddings=limit), DATA)] == whole_and_asked()[0]
     small = tiny.loaded(max_position_embeddings=limit - 9) if by == "positions" else tiny.loaded()
     words = f"the middle of 1 of 2 calibration contexts was cut out, .* fit {limit - 9} tokens: .* --data, .* --tasks"
     with pytest.warns(KvsearchWarning, match=words):
-        cut = prompts_of(small, DATA, max_length=None if by == "positions" else limit - 9)
-    full = prompts_of(tiny.loaded(), DATA)
+        cut = encode_prompts(small, DATA, max_length=None if by == "positions" else limit - 9)
+    full = encode_prompts(tiny.loaded(), DATA)
     assert [cut[0].ids.tolist(), cut[0].length] == [full[0].ids.tolist(), whole_and_asked()[0][0]]
     assert cut[1].length == whole - 9
     tail = (whole - 9 - 1) // 2  # <bos> is no part of the text
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_cut_in_the_middle(by: str) -> None:
 
 def test_a_question_that_leaves_no_room() -> None:
     with pytest.raises(IncompatibleError, match=r"^calibration context 0: .* within 7 tokens: raise --max-length, or"):
-        prompts_of(tiny.loaded(), DATA, max_length=7)
+        encode_prompts(tiny.loaded(), DATA, max_length=7)
 
 
 def test_a_context_with_a_form_of_its_own(model: LoadedModel) -> None:
@@ -109,8 +109,8 @@ def test_a_context_with_a_form_of_its_own(model: LoadedModel) -> None:
     chat = LoadedModel("chat", model.model, tiny.chat_tokenizer(), model.fingerprint)
     data = CalibrationData("x", " {question}", (context,), "0")
     for loaded in (model, chat):
-        (prompt,) = prompts_of(loaded, data)
+        (prompt,) = encode_prompts(loaded, data)
         assert prompt.continuations[0].tokens[0].tolist() == ids("mark ? vote code anchor")
     with pytest.warns(KvsearchWarning, match="cut out"):
-        (prompt,) = prompts_of(model, data, max_length=60)
+        (prompt,) = encode_prompts(model, data, max_length=60)
     assert prompt.length == 60 - 4 - 30

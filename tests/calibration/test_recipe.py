@@ -166,7 +166,7 @@ def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
 def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
     """config.json says everything, and saying everything again changes nothing."""
     recipe = typed(method=method)
-    path = write(tmp_path, yaml.safe_dump(recipe.recorded()))
+    path = write(tmp_path, yaml.safe_dump(recipe.to_recipe()))
     assert resolve_recipe(path, {}, []) == recipe
 
 

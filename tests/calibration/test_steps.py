@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import load, save
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.prompts import prompts_of
-from kvsearch.calibration.steps import SAMPLES, StepCache, count_steps, step_identity
+from kvsearch.calibration.prompts import encode_prompts
+from kvsearch.calibration.steps import STEPS_FOLDER, StepCache, count_steps, hash_step_inputs
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from tests import tiny
@@ -36,7 +36,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_what_is_stored_is_not_made_again(directory: Path) -> None:
-    sorted((directory / SAMPLES).iterdir())[1].unlink()
+    sorted((directory / STEPS_FOLDER).iterdir())[1].unlink()
     made: list[int] = []
 
     def make(items: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -65,7 +65,7 @@ def test_steps_of_another_calibration_are_refused(directory: Path) -> None:
     ],
 )
 def test_damaged_steps_are_told(change: Callable[[dict[str, Any]], object], directory: Path) -> None:
-    path = min((directory / SAMPLES).iterdir())
+    path = min((directory / STEPS_FOLDER).iterdir())
     with safe_open(path, "np") as file:
         metadata = file.metadata()
     arrays = load(path.read_bytes())
@@ -76,7 +76,7 @@ def test_damaged_steps_are_told(change: Callable[[dict[str, Any]], object], dire
 
 
 def test_steps_cut_short_or_in_the_place_of_another(directory: Path) -> None:
-    first, second, _ = sorted((directory / SAMPLES).iterdir())
+    first, second, _ = sorted((directory / STEPS_FOLDER).iterdir())
     second.write_bytes(first.read_bytes())
     with pytest.raises(UsageError, match=rf"{second.name} is damaged"):
         list(StepCache(directory, "this").stage([1, 2], doubled))
@@ -87,7 +87,7 @@ def test_steps_cut_short_or_in_the_place_of_another(directory: Path) -> None:
 
 def test_all_that_steps_depend_on_is_in_their_identity() -> None:
     def identity(model: LoadedModel, data: CalibrationData = DATA, seed: int = 0) -> str:
-        return step_identity(model, data, prompts_of(model, data), {"seed": seed})
+        return hash_step_inputs(model, data, encode_prompts(model, data), {"seed": seed})
 
     model = tiny.loaded()
     other = tiny.loaded()

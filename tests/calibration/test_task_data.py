@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.calibration.prompts import data_of_tasks, prompts_of, with_own_replies
+from kvsearch.calibration.prompts import add_own_replies, encode_prompts, make_task_data
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import hash_context
@@ -34,11 +34,11 @@ def file(tmp_path: Path) -> Path:
 def test_contexts_and_questions_are_those_of_an_evaluation(model: LoadedModel, file: Path) -> None:
     """The same token ids before every answer, cut or not."""
     tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"length": (512,), "split": "train"})
-    data = data_of_tasks(model, tasks, 3, 1)
+    data = make_task_data(model, tasks, 3, 1)
     assert (data.name, len(data.contexts)) == ("mine+multikey", 6)
     encoded = encode_tasks(model, tasks, 3, 1)
     asked = [(prompt, question) for task in encoded for prompt in task.prompts for question in prompt.questions]
-    found = [(prompt, after) for prompt in prompts_of(model, data) for after in prompt.continuations]
+    found = [(prompt, after) for prompt in encode_prompts(model, data) for after in prompt.continuations]
     assert len(asked) == len(found) == data.questions
     for (prompt, question), (made, after) in zip(asked, found, strict=True):
         assert made.ids[0].tolist() == prompt.context.tolist()
@@ -52,22 +52,22 @@ def test_other_splits_and_seeds_are_other_contexts(model: LoadedModel, file: Pat
 
     def texts(split: str | None, seed: int = 0) -> set[str]:
         tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"length": (512,), "split": split})
-        return {context.text for context in data_of_tasks(model, tasks, 20, seed).contexts}
+        return {context.text for context in make_task_data(model, tasks, 20, seed).contexts}
 
     train, report = texts("train"), texts("report")
     assert train and report and not train & report
     synthetic = find_tasks("synthetic:multikey", {"length": (512,)})
-    assert not train & {context.text for context in data_of_tasks(model, synthetic, 20, 0).contexts}
-    assert data_of_tasks(model, synthetic, 2, 0).sha256 != data_of_tasks(model, synthetic, 2, 1).sha256
+    assert not train & {context.text for context in make_task_data(model, synthetic, 20, 0).contexts}
+    assert make_task_data(model, synthetic, 2, 0).sha256 != make_task_data(model, synthetic, 2, 1).sha256
 
 
 def test_questions_without_an_answer_are_left_out(model: LoadedModel) -> None:
     queries = (Query("? vote", ("", "anchor")), Query("? vote", ("",)), Query(" ", ("anchor",)), Query("? vote", ()))
     rows = (Example("listed", "0", "the calm fox .", queries), Example("listed", "1", "the calm fox .", queries[1:]))
-    (context,) = data_of_tasks(model, [tiny.Listed("listed", rows)], 2, 0).contexts
+    (context,) = make_task_data(model, [tiny.Listed("listed", rows)], 2, 0).contexts
     assert [(pair.question, pair.answer) for pair in context.questions] == [("? vote", "anchor")]
     with pytest.raises(UsageError, match="task listed has no question with an answer to calibrate on"):
-        data_of_tasks(model, [tiny.Listed("listed", rows[1:])], 2, 0)
+        make_task_data(model, [tiny.Listed("listed", rows[1:])], 2, 0)
 
 
 def test_all_answers_are_forced_in_the_form_of_the_task(model: LoadedModel, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_all_answers_are_forced_in_the_form_of_the_task(model: LoadedModel, tmp_
     tasks = find_tasks(f"jsonl:{tmp_path}/string_match_all.jsonl+jsonl:{tmp_path}/exact.jsonl")
     encoded = encode_tasks(model, tasks, 2)
     right = [question.right.tolist() for task in encoded for prompt in task.prompts for question in prompt.questions]
-    prompts = prompts_of(model, data_of_tasks(model, tasks, 2, 0))
+    prompts = encode_prompts(model, make_task_data(model, tasks, 2, 0))
     found = [after.tokens[0, after.answer :].tolist() for prompt in prompts for after in prompt.continuations]
     assert found == right
     assert len(found[0]) > len(found[1]) == 1
@@ -107,14 +107,14 @@ def test_own_replies_are_those_of_an_evaluation(model: LoadedModel) -> None:
         for row in rows
     )  # fmt: skip
     task = _Judged("judged", right)
-    data = data_of_tasks(model, [task], 2, 0)
+    data = make_task_data(model, [task], 2, 0)
     forced = forced_answers(model, encode_tasks(model, [task], 2), QUESTION_AGNOSTIC, "own")
     assert {answer.own for answer in forced.values()} == {True, False}
-    for limited in (data, data.limited(4)):
-        prompts = list(with_own_replies(model, [prompts_of(model, limited)], 128))
+    for limited in (data, data.limit_questions(4)):
+        prompts = list(add_own_replies(model, [encode_prompts(model, limited)], 128))
         found = [after.tokens[0, after.answer :].tolist() for prompt in prompts for after in prompt.continuations]
         assert found == [answer.ids.tolist() for answer in forced.values()][: limited.questions]
-    short = next(with_own_replies(model, [prompts_of(model, data)], 2)).continuations[0]
+    short = next(add_own_replies(model, [encode_prompts(model, data)], 2)).continuations[0]
     assert short.tokens[0, short.answer :].tolist() == forced["judged", "0", 0].ids[:2].tolist()
 
 
@@ -126,7 +126,7 @@ def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> No
         for number, question in enumerate(("? vote", "? green", "? calm"))
     )
     task = tiny.Listed("listed", rows)
-    data = data_of_tasks(model, [task], 3, 0)
+    data = make_task_data(model, [task], 3, 0)
     (encoded,) = encode_tasks(model, [task], 3)
     assert data.hashes == list_context_hashes([encoded])
     assert len(data.asked.ids) == 3
@@ -138,4 +138,4 @@ def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> No
     )
     assert [prompt.key for prompt in fresh[0].prompts] == ["3"]
     several = tiny.listed((60, 2), (90, 1))
-    assert data_of_tasks(model, [several], 2, 0).hashes == [hash_context(row.context) for row in several.rows]
+    assert make_task_data(model, [several], 2, 0).hashes == [hash_context(row.context) for row in several.rows]

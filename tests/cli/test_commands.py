@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.calibration.data import default_data, load_calibration_data
+from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.cli.registry import VERBS
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
@@ -40,7 +40,7 @@ def test_what_does_not_exist_is_told_on_one_line(run: Run, arguments: tuple[str,
 
 
 def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:
-    texts = load_calibration_data(default_data("bundled")).limited(2)
+    texts = load_calibration_data(find_default_data("bundled")).limit_questions(2)
     known = [hash_context(context.text) for context in texts.contexts]
     profile, plan = load_profile(calibrated / "profile.safetensors"), load_plan(calibrated / "plan.json")
     record = ContextRecord(fitted=ContextSet.of(known))

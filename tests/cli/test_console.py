@@ -15,7 +15,7 @@ import pytest
 from kvsearch.cli.console import Console
 from kvsearch.cli.progress import Count, lines
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.jobs.reporter import Overall, on_interruption
+from kvsearch.jobs.reporter import StagedProgress, on_interruption
 from kvsearch.models.speed import Speed, StageCost, Work
 from kvsearch.report.costs import Forecast
 from tests import tiny
@@ -125,7 +125,7 @@ def test_stages_have_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     console = Console(quiet=True)
     monkeypatch.setattr(Console, "say", lambda _, text: said.append(text))
-    display = Overall(console, forecast.work, forecast.words)
+    display = StagedProgress(console, forecast.work, forecast.words)
     with display.stage("fit") as stage, stage.progress("context") as show:
         show(5, 10)
         assert display.title == "fit: context 6 of 10"

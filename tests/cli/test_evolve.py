@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.cli.console import Console
-from kvsearch.jobs.searching import watching
+from kvsearch.jobs.searching import search_progress
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.origin import ContextSet
@@ -181,7 +181,7 @@ def console_on(terminal: bool) -> tuple[Console, io.StringIO]:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_search_ends_and_gives_the_screen_back(terminal: bool, log: TrialLog) -> None:
     console, screen = console_on(terminal)
-    with watching(console, log, 40) as watcher:
+    with search_progress(console, log, 40) as watcher:
         watcher.stage("start plans")
         watcher.generation("start", 0, [2.5], START)
         watcher.stage("layers 0-1 (1 of 2)")
@@ -199,7 +199,7 @@ def test_a_search_ends_and_gives_the_screen_back(terminal: bool, log: TrialLog) 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_an_interruption_tells_the_best_so_far(terminal: bool, log: TrialLog) -> None:
     console, screen = console_on(terminal)
-    with pytest.raises(KeyboardInterrupt), watching(console, log, 40) as watcher:
+    with pytest.raises(KeyboardInterrupt), search_progress(console, log, 40) as watcher:
         log.append("best", candidate=BETTER.table.tolist(), value=BETTER.value, where=BETTER.where)
         watcher.stage("start plans")
         watcher.generation("start", 0, [2.5], START)

@@ -9,7 +9,7 @@ import pytest
 
 from kvsearch.jobs import export as export_job
 from kvsearch.plan import Size, load_plan, load_profile
-from kvsearch.strategies.from_signals import Strategy, strategy_plan
+from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
 from tests.cli.conftest import Run, done, polykv_in
 from tests.cli.test_bad_input import USAGE, refused
 
@@ -26,7 +26,9 @@ def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -
     code, out, talk = run("export", polykv, "-o", path, "--budget", 32, "--phases", "both")
     assert (code, out) == (0, "")
     plan = load_plan(path)
-    assert plan == strategy_plan(load_profile(polykv / "profile.safetensors"), Strategy(phases="both"), Size(budget=32))
+    assert plan == make_strategy_plan(
+        load_profile(polykv / "profile.safetensors"), Strategy(phases="both"), Size(budget=32)
+    )
     first, *lines = talk.splitlines()
     assert first == f"wrote {path}: 768 entries, 32.0 per kv head of a 200-token prompt, fixed"
     assert [line.partition(":")[0] for line in lines] == ["next", "next"]
@@ -47,7 +49,7 @@ def test_options_reach_the_strategy(polykv: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     for strategy, options in given:
         done("export", polykv, "-o", path, "--budget", 64, "--length", 300, *options, "--force")
-        assert load_plan(path) == strategy_plan(profile, strategy, Size(budget=64, length=300))
+        assert load_plan(path) == make_strategy_plan(profile, strategy, Size(budget=64, length=300))
 
 
 def test_a_budget_must_be_named_where_several_were_measured(run: Run, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
 from kvsearch.config.options import option
 from kvsearch.config.recipes import list_shipped_recipes
-from kvsearch.jobs.groups import TASK_DETAILS, WithTasks
+from kvsearch.jobs.groups import TASK_DETAILS, TaskOptions
 from kvsearch.policies import registry
 from kvsearch.tasks.catalog import ENTRIES, SETS, format_flag
 from tests.cli.conftest import Run, done
@@ -83,7 +83,7 @@ def test_readme_names_every_policy() -> None:
     assert [name for name in registry.BUILT_IN if f"`{name}`" not in readme] == []
 
 
-class Probe(WithTasks):
+class Probe(TaskOptions):
     """Which tasks are asked."""
 
     job: ClassVar[str] = "probe"

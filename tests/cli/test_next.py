@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvsearch.core.resources import find_resource
-from kvsearch.jobs.calibrate import CalibrateOptions, following_commands
+from kvsearch.jobs.calibrate import CalibrateOptions, suggest_commands
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.groups import offer_plan
+from kvsearch.jobs.groups import suggest_plan_commands
 from kvsearch.jobs.run import RunOptions
 from kvsearch.jobs.run import remarks as remarks_on_run
 from kvsearch.jobs.select import SelectOptions
@@ -108,7 +108,7 @@ def test_from_a_search_to_an_evaluation(place: Path, kind: type[RunOptions | Evo
     plan = place / f"{kind.job}.json"
     _, (_, first) = paste(("plan", "uniform", options.model, "--policy", "snapkv:window=8", "--budget", 40, "-o", plan))
     assert first == ["evaluate", options.model, "--plan", str(plan)]
-    _, words = offered(offer_plan(plan, options.model, options))
+    _, words = offered(suggest_plan_commands(plan, options.model, options))
     found = asked(words)
     assert (found["protocol"], found["contexts"]) == ("question-aware", 3)
 
@@ -130,12 +130,12 @@ def test_budgets_are_offered_for_the_ranking_that_is_better(fit: float, policy: 
     provenance = SimpleNamespace(settings=settings)
     profile: Any = SimpleNamespace(arrays={"text_loss": losses}, metadata=SimpleNamespace(provenance=provenance))
     own = {"data": "own.json", "max_length": 300}
-    (words,) = following_commands(CalibrateOptions.of(model="bundled", method="probe", output="fit", **own), profile)
+    (words,) = suggest_commands(CalibrateOptions.of(model="bundled", method="probe", output="fit", **own), profile)
     assert words == [
         "calibrate", "bundled", "--policy", policy, "-o", "fit-budgets", "--max-length", "300", "--data", "own.json",
     ]  # fmt: skip
     tasks = {"tasks": "jsonl:own.jsonl", "samples": 4, "dtype": "float32"}
-    (words,) = following_commands(CalibrateOptions.of(model="m", method="probe", output="fit", **tasks), profile)
+    (words,) = suggest_commands(CalibrateOptions.of(model="m", method="probe", output="fit", **tasks), profile)
     assert words[6:] == [
         "--tasks", "jsonl:own.jsonl", "--samples", "4", "--dtype", "float32", "--split", "select",
     ]  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 from kvsearch.cli.console import LOGGER, Console, set_up_log
 from kvsearch.core.errors import UsageError
 from kvsearch.core.printed import FORMULA, PLAIN, escape_invisible, escape_line
-from kvsearch.jobs.groups import following
+from kvsearch.jobs.groups import format_command
 from kvsearch.report.table import Table
 from tests.cli.conftest import Run, done
 from tests.payloads import COUNT, file_name, passed, payloads, without_surrogates
@@ -178,7 +178,7 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
     try:
         console.say(text)
         console.warn(text)
-        console.say(following("show", text))
+        console.say(format_command("show", text))
         LOGGER.debug("%s", text)
         with console.loading(text):
             pass

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.core.resources import find_resource
-from kvsearch.jobs.reproduce import ReproduceOptions, Stages
+from kvsearch.jobs.reproduce import ReproduceOptions, TableStages
 from kvsearch.models.loading import load
 from kvsearch.papers.tables import TABLES, Stage
 from kvsearch.report.artifacts import open_path
@@ -75,7 +75,7 @@ def test_the_papers_numbers_are_beside_its_model(tmp_path: Path) -> None:
 def test_what_a_model_cannot_run_is_left_out() -> None:
     options = {"budgets": "6", "settings": ("window=8",)}
     stage = Stage("scores", "evaluate", "asking", options, ("uniform", "streaming"))
-    stages = Stages(ReproduceOptions.of(table="lava-table2", model="bundled"), [])
+    stages = TableStages(ReproduceOptions.of(table="lava-table2", model="bundled"), [])
     usable, left = stages.usable(stage, load("bundled"))
     assert usable.methods == ("streaming",)
     assert list(left) == ["uniform"]

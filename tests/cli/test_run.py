@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 from kvsearch.cli.console import Console
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.run import RunOptions, planned_size, prepare_stages
+from kvsearch.jobs.run import RunOptions, prepare_stages, resolve_plan_length
 from kvsearch.models.speed import Speed
 from kvsearch.plan import Size, load_plan
 from kvsearch.report.integrity import Verification
@@ -185,7 +185,7 @@ def test_a_quick_run_is_the_quick_recipe(questions: Path, tmp_path: Path) -> Non
     assert quick == RunOptions.of(recipe="quick", **model)
     assert (quick.ratio, quick.rankings, quick.refine, quick.measure, quick.samples) == (0.8, (), False, 1, 2)
     assert len(quick.find_tasks("some/model")) == 4
-    assert RunOptions.of(**quick.recorded() | model) == quick
+    assert RunOptions.of(**quick.to_recipe() | model) == quick
     mine = RunOptions.of(**model, tasks=f"jsonl:{questions}", effort="quick", budget=40, refine=True)
     assert (mine.budget, mine.ratio, mine.measure, mine.samples, mine.refine) == (40, None, 4, 8, True)
     assert RunOptions.of(**model, budget=40, effort="full") == RunOptions.of(**model, budget=40)
@@ -207,7 +207,7 @@ def test_what_can_be_had_in_a_time(
         return options_of_form, capsys.readouterr().err
 
     taken, talk = form_in(full + 1)
-    assert (taken.recorded(), "nothing is left out" in talk) == (whole.recorded(), True)
+    assert (taken.to_recipe(), "nothing is left out" in talk) == (whole.to_recipe(), True)
     taken, talk = form_in(full * 0.7)
     assert f"{taken.samples} of {max(task.distinct for task in stages.encoded['select'])} for --samples" in talk
     assert taken.rankings == whole.rankings
@@ -215,13 +215,13 @@ def test_what_can_be_had_in_a_time(
     _, stages = prepare_stages(quick, console)
     needed = sum(cost.work.tokens for cost in stages.costs) / 100
     taken, talk = form_in(needed + 1)
-    assert (taken.recorded(), "--effort quick: left out are rankings" in talk) == (quick.recorded(), True)
+    assert (taken.to_recipe(), "--effort quick: left out are rankings" in talk) == (quick.to_recipe(), True)
     with pytest.raises(UsageError, match="--time 1s: the shortest run there is takes about "):
         form_in(1)
-    config = RunConfig(job="run", options=quick.recorded(), content={})
+    config = RunConfig(job="run", options=quick.to_recipe(), content={})
     with Run.open(tmp_path / "run", config):
         pass
-    assert form_in(full + 1)[0].recorded() == quick.recorded()
+    assert form_in(full + 1)[0].to_recipe() == quick.to_recipe()
 
 
 @pytest.mark.parametrize("time", ["30", "0s", "-5m", "1d", "m", "1h30", "1.5h", "90s "])
@@ -254,7 +254,7 @@ def test_the_smallest_budget_that_loses_little(questions: Path, tmp_path: Path) 
 def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
     options = json.loads((finished[0] / "config.json").read_bytes())["options"]
     again = RunOptions.of(finished[0] / "config.json", output=Path("elsewhere"))
-    assert again.recorded() == options
+    assert again.to_recipe() == options
     assert RunOptions.of(finished[0] / "config.json", output=Path("x"), ratio=0.9).budgets is None
 
 
@@ -279,8 +279,8 @@ def test_what_is_said_of_the_smallest_budget(
 
 
 def test_a_budget_above_the_contexts_of_the_measurement_is_for_longer_ones() -> None:
-    assert planned_size(Size(150), 110, 226) == Size(150, length=226)
-    assert planned_size(Size(110), 110, 226) == Size(110, length=226)
-    assert planned_size(Size(109), 110, 226) == Size(109, length=110)
-    assert planned_size(Size(None, 0.9), 110, 226) == Size(None, 0.9, length=110)
-    assert planned_size(Size(150), 110, 90) == Size(150, length=110)  # refused, as nothing would be evicted
+    assert resolve_plan_length(Size(150), 110, 226) == Size(150, length=226)
+    assert resolve_plan_length(Size(110), 110, 226) == Size(110, length=226)
+    assert resolve_plan_length(Size(109), 110, 226) == Size(109, length=110)
+    assert resolve_plan_length(Size(None, 0.9), 110, 226) == Size(None, 0.9, length=110)
+    assert resolve_plan_length(Size(150), 110, 90) == Size(150, length=110)  # refused, as nothing would be evicted

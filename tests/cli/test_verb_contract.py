@@ -26,7 +26,7 @@ from tests.combinations import every_value
 from tests.runs.guard import locked_elsewhere
 from tests.shared import Finished, finished_once
 
-FINISHED = "this run was finished: nothing was left to do"
+FINISHED_NOTE = "this run was finished: nothing was left to do"
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     run: Run, inputs: Path, finished_by: Callable[[str], Finished], verb: str
 ) -> None:
     folder, out, talk = finished_by(verb)
-    assert FINISHED not in talk
+    assert FINISHED_NOTE not in talk
     if KEPT[verb].reads_run:
         run(*KEPT[verb].words(inputs, folder))  # notes in its configuration where the copy is
     before = contents(folder)
     code, again, talk = run(*KEPT[verb].words(inputs, folder))
-    assert (code, again, FINISHED in talk) == (0, out, True)
+    assert (code, again, FINISHED_NOTE in talk) == (0, out, True)
     told, _ = done(*KEPT[verb].words(inputs, folder, "--json"))
     printed = KEPT[verb].printed
     found = json.loads(told)
@@ -222,7 +222,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(
     assert (code, out) == (INTERRUPTED, ""), talk
     assert not (tmp_path / KEPT[verb].results[0]).exists()
     _, talk = done(*KEPT[verb].words(inputs, tmp_path))
-    assert FINISHED not in talk
+    assert FINISHED_NOTE not in talk
     assert results(verb, tmp_path) == results(verb, finished_by(verb).folder)
 
 
@@ -233,7 +233,7 @@ def test_force_starts_anew_and_comes_to_the_same(
     folder = tmp_path / "copy"
     shutil.copytree(finished_by(verb).folder, folder)
     _, talk = done(*KEPT[verb].words(inputs, folder, "--force"))
-    assert FINISHED not in talk
+    assert FINISHED_NOTE not in talk
     assert results(verb, folder) == results(verb, finished_by(verb).folder)
 
 

@@ -23,13 +23,13 @@ from kvsearch.config.options import (
     Params,
     Repeated,
     Seeded,
-    one_of,
+    drop_alternatives,
+    merge_params,
     option,
-    with_params,
 )
 from kvsearch.core.errors import UsageError
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter, Silent
+from kvsearch.jobs.reporter import NullReporter, Reporter
 from kvsearch.runs.identity import RunConfig
 
 
@@ -165,11 +165,11 @@ def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:
 
 def test_a_configuration_is_a_recipe(tmp_path: Path) -> None:
     options = Brewing.of(leaf="assam", cups=4, params=["x=1"], output=tmp_path, plan=[Path("a")])
-    assert "output" not in options.recorded()
+    assert "output" not in options.to_recipe()
     config = tmp_path / "config.json"
-    config.write_bytes(RunConfig(job="evaluate", options=options.recorded(), content={}).to_bytes())
+    config.write_bytes(RunConfig(job="evaluate", options=options.to_recipe(), content={}).to_bytes())
     assert Brewing.of(config, output=tmp_path) == options
-    config.write_bytes(RunConfig(job="select", options=options.recorded(), content={}).to_bytes())
+    config.write_bytes(RunConfig(job="select", options=options.to_recipe(), content={}).to_bytes())
     with pytest.raises(UsageError, match="is of kvsearch select, not of evaluate"):
         Brewing.of(config)
     config.write_text('{"schema": "kvsearch.evaluation.config/1"}')
@@ -181,8 +181,8 @@ def test_a_configuration_is_a_recipe(tmp_path: Path) -> None:
 
 
 def test_a_narrowed_field_is_offered_as_before() -> None:
-    assert Narrower.offered().keys() == Brewing.offered().keys()
-    assert Narrower.offered()["heat"][1] == Brewing.offered()["heat"][1]
+    assert Narrower.list_options().keys() == Brewing.list_options().keys()
+    assert Narrower.list_options()["heat"][1] == Brewing.list_options()["heat"][1]
     with pytest.raises(UsageError, match="--heat: "):
         Narrower.of(leaf="assam", heat="high")
 
@@ -199,7 +199,7 @@ def test_a_job_is_a_function_with_the_same_options(tmp_path: Path) -> None:
     assert brewed(Brewing(leaf="green")) == Brewing(leaf="green")
     (tmp_path / "tea.yaml").write_text("leaf: assam\ncups: 4\n")
     assert brewed(recipe=tmp_path / "tea.yaml", cups=5) == Brewing(leaf="assam", cups=5)
-    assert all(isinstance(reporter, Silent) for reporter in heard)
+    assert all(isinstance(reporter, NullReporter) for reporter in heard)
     with pytest.raises(TypeError, match="at most 1 positional"):
         brewed("assam", "green")
     with pytest.raises(UsageError, match="milk: unknown key"):
@@ -215,20 +215,22 @@ def test_a_job_is_a_function_with_the_same_options(tmp_path: Path) -> None:
 def test_parameters_are_merged_one_by_one() -> None:
     for stated in ({"x": 1, "y": 2}, ["x=1", "y=2"]):
         for given in ({"y": 3}, ["y=3"]):
-            assert with_params({"params": stated}, {"params": given}, None)["params"] == {"x": 1, "y": 3}
-        assert with_params({"params": stated}, {"policy": "other"}, "own")["params"] == {}
-        assert with_params({"params": stated}, {"policy": "own", "params": ["y=4"]}, "own")["params"] == {
+            assert merge_params({"params": stated}, {"params": given}, None)["params"] == {"x": 1, "y": 3}
+        assert merge_params({"params": stated}, {"policy": "other"}, "own")["params"] == {}
+        assert merge_params({"params": stated}, {"policy": "own", "params": ["y=4"]}, "own")["params"] == {
             "x": 1,
             "y": 4,
         }
-    assert "params" not in with_params({"cups": 1}, {}, "own")
-    assert with_params({"params": 5}, {"params": ["x=1"]}, None)["params"] == 5, "what is wrong in a recipe stays wrong"
+    assert "params" not in merge_params({"cups": 1}, {}, "own")
+    assert merge_params({"params": 5}, {"params": ["x=1"]}, None)["params"] == 5, (
+        "what is wrong in a recipe stays wrong"
+    )
 
 
 def test_one_size_takes_the_place_of_another() -> None:
     stated = {"budget": 64, "cups": 1}
-    assert one_of(dict(stated), {"ratio": 0.5}, ("budget", "ratio")) == {"cups": 1}
-    assert one_of(dict(stated), {"cups": 2}, ("budget", "ratio")) == stated
+    assert drop_alternatives(dict(stated), {"ratio": 0.5}, ("budget", "ratio")) == {"cups": 1}
+    assert drop_alternatives(dict(stated), {"cups": 2}, ("budget", "ratio")) == stated
 
 
 def test_what_belongs_to_the_command_cannot_be_in_a_recipe(tmp_path: Path) -> None:

@@ -58,6 +58,6 @@ def test_the_configuration_of_a_run_names_files_from_the_root(tmp_path: Path, mo
     options = EvaluateOptions.of(
         model="./m", tasks="ruler:vt+jsonl:mine.jsonl+jsonl:other.jsonl", plan="plan.json", methods="snapkv"
     )
-    recorded = options.recorded()
+    recorded = options.to_recipe()
     assert recorded["tasks"] == f"ruler:vt+jsonl:{tmp_path}/mine.jsonl+jsonl:other.jsonl"
     assert (recorded["plan"], recorded["methods"]) == ([f"{tmp_path}/plan.json"], "snapkv")

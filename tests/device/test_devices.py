@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsearch.calibration.lukv import LukvCalibration, measure_importance
 from kvsearch.calibration.options import LukvOptions
-from kvsearch.calibration.probe.context_pass import recalls
+from kvsearch.calibration.probe.context_pass import measure_recalls
 from kvsearch.kernels import attention, blocks, rows, step
 from kvsearch.kernels.jit import attention as attention_kernels
 from kvsearch.policies import create_policy
@@ -133,7 +133,7 @@ def test_entries_are_ranked_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     calibration = LukvCalibration(loaded, tiny.calibration_data(110), [snapkv], LukvOptions(answers="given"))
     assert list(measure_importance(loaded, calibration.prepare(), snapkv, LukvOptions(answers="given")))
     context_pass: Any = SimpleNamespace(passed=SimpleNamespace(model=loaded.model), largest=torch.rand(1, 2, 40))
-    recalls([torch.rand(1, 2, 40)], context_pass)
+    measure_recalls([torch.rand(1, 2, 40)], context_pass)
     assert places == [device(1)] * 2
 
 

@@ -11,8 +11,8 @@ import torch
 from kvsearch.benchmark import speed
 from kvsearch.benchmark.capacity import require_memory
 from kvsearch.benchmark.speed import Roofline, Workload, list_cache_kinds, make_program, measure, measure_peak_bytes
-from kvsearch.calibration.polykv.layer_sweep import needs_of
-from kvsearch.calibration.polykv.measure import replay_bytes
+from kvsearch.calibration.polykv.layer_sweep import collect_needs
+from kvsearch.calibration.polykv.measure import estimate_replay_bytes
 from kvsearch.calibration.polykv.tree import Tree
 from kvsearch.core.errors import EnvironmentFault, KvsearchWarning
 from kvsearch.evaluation.answer import CompressedContext
@@ -111,8 +111,8 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
     monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
     model = build("llama", max_position_embeddings=1024, num_hidden_layers=2).to(device(HERE))
     what, prompts = tried(model, small(NAMES[:9]), 64), batch((500, (12,)), (450, (9,)), (490, (12,)))
-    needs = dict.fromkeys(what.layers, needs_of(what.policies, what.phases, ("cosine",)))
-    expected = together * 3 * replay_bytes(describe(model), model.dtype.itemsize, 500, 12, 1)
+    needs = dict.fromkeys(what.layers, collect_needs(what.policies, what.phases, ("cosine",)))
+    expected = together * 3 * estimate_replay_bytes(describe(model), model.dtype.itemsize, 500, 12, 1)
     taken = {}
     with use_attention(model, NAME):
         tree = Tree(model, needs, *prompts.padded(model.device))

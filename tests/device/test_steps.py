@@ -10,7 +10,7 @@ import torch
 
 from kvsearch.runtime import Program, attach
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.samples import bank_samples
+from kvsearch.search.bank.samples import list_samples
 from tests import tiny
 from tests.device.accelerator import device, events, recording
 from tests.families import build, prompts
@@ -60,7 +60,7 @@ def test_replayed_steps_are_those_of_every_policy(name: str, decode: bool) -> No
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_replayed_replies_of_the_bank_wait_for_nothing(family: str) -> None:
     loaded = tiny.wrap(build(family, vocab_size=len(tiny.WORDS), tie_word_embeddings=False).to(device(1)))
-    samples = bank_samples([longer(encoded(loaded, (60, 3), (90, 1))[0], 20)], "question-agnostic")
+    samples = list_samples([longer(encoded(loaded, (60, 3), (90, 1))[0], 20)], "question-agnostic")
     strict = Strict()
     with CandidateBank(loaded, SNAPKV, samples, 50) as bank:
         candidates = random_candidates(loaded, 3, 50)

@@ -21,14 +21,14 @@ from kvsearch.plan.schema import LayerPlan, ModelFingerprint, PhasePlan, Plan, P
 from kvsearch.runs.identity import RunConfig, read_config, read_identity
 from kvsearch.runs.run import ContextsFile, read_contexts
 from kvsearch.runtime.store.cache_file import CacheHeader
-from kvsearch.search.trials import LINES
+from kvsearch.search.trials import TRIAL_RECORDS
 from tests.runs.sealing import sealed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 EXAMPLES: dict[str, str] = dict(re.findall(r"^```json (\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 RECORDS: tuple[type[Record], ...] = (
     Plan, PhasePlan, LayerPlan, PolicySpec, ModelFingerprint, Provenance, ContextRecord, ContextSet,
-    ProfileMetadata, TableCheck, SignalAxes, RunConfig, ContextsFile, CacheHeader, *LINES.values(),
+    ProfileMetadata, TableCheck, SignalAxes, RunConfig, ContextsFile, CacheHeader, *TRIAL_RECORDS.values(),
 )  # fmt: skip
 
 
@@ -82,4 +82,4 @@ def test_every_field_is_named(record: type[Record]) -> None:
 
 
 def test_every_kind_of_line_is_named() -> None:
-    assert [kind for kind in LINES if f"| `{kind}` |" not in PAGE] == []
+    assert [kind for kind in TRIAL_RECORDS if f"| `{kind}` |" not in PAGE] == []

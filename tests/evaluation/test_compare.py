@@ -17,7 +17,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.report.table import to_markdown
 from kvsearch.runs.estimates import Estimate, find_doubt
-from kvsearch.strategies.compared import check_plans, with_baselines
+from kvsearch.strategies.ready_methods import check_plans, prepare_with_baselines
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 from tests import tiny
@@ -35,7 +35,7 @@ def studied(
 ) -> Evaluation:
     subject = settings.pop("subject", next(iter(plans)))
     split = Split(tasks, **{"samples": 3, "seed": 5, "batch": 2, **settings})
-    return prepare(model, with_baselines(model, plans, names, subject), subject, split).run()
+    return prepare(model, prepare_with_baselines(model, plans, names, subject), subject, split).run()
 
 
 def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Evaluation:

@@ -56,7 +56,7 @@ def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
     with running(model.model, NAME):
         context, asked = given(model, example)
         passed = ImportancePass(model.model, [], context[None])
-        importance = passed.importance_of([torch.cat(pair) for pair in asked])
+        importance = passed.measure_importance_of([torch.cat(pair) for pair in asked])
     assert importance.dtype == torch.float32
     largest = importance.amax(0)
     return (largest / largest.sum((1, 2), keepdim=True)).double().numpy()

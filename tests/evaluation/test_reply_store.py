@@ -22,8 +22,8 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runs.identity import CONFIG, LEDGER, SCHEMA
-from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.methods import find_methods
+from kvsearch.strategies.methods import parse_methods
+from kvsearch.strategies.ready_methods import prepare_methods
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import Reading, encode_tasks
 from tests import tiny
@@ -41,7 +41,7 @@ METHODS = "pyramid,lava,streaming"
 def evaluation(
     model: LoadedModel, methods: str = METHODS, phases: str = "prefill", tasks: Sequence[Any] = TASKS, **settings: Any
 ) -> Evaluation:
-    ready = sweep(model, find_methods(methods, ["window=3"]), [Size(8), Size(ratio=0.6)], phases)
+    ready = prepare_methods(model, parse_methods(methods, ["window=3"]), [Size(8), Size(ratio=0.6)], phases)
     return prepare(model, ready, ready[1].name, Split(tasks, **{"seed": 3, "batch": 2, **settings}))
 
 

@@ -22,7 +22,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
-from kvsearch.strategies.compared import full_method
+from kvsearch.strategies.ready_methods import make_full_cache_method
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics.likelihood import FORCED
@@ -169,7 +169,7 @@ class Failing(tiny.Listed):
 
 
 def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel, tmp_path: Path) -> None:
-    full = full_method(model)
+    full = make_full_cache_method(model)
 
     def run_kept(task: tiny.Listed, store: ReplyStore) -> list[Sample]:
         encoded, kept = encode_tasks(model, [task], 2), KeptReplies(store, model, [full], QUESTION_AGNOSTIC)

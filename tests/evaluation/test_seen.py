@@ -8,7 +8,7 @@ from kvsearch.evaluation.compare import ContextOverlap, Split, prepare
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
-from kvsearch.strategies.compared import with_baselines
+from kvsearch.strategies.ready_methods import prepare_with_baselines
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.results import json_of, rendered, tables_of
@@ -62,7 +62,7 @@ def test_notes_and_json_of_an_evaluation(model: LoadedModel) -> None:
         "mine": plan_with(model, ContextRecord(chosen=ContextSet.of(HASHES[:1]))),
         "old": plan_with(model, None),
     }
-    methods = with_baselines(model, plans, ("snapkv",), "mine")
+    methods = prepare_with_baselines(model, plans, ("snapkv",), "mine")
     found = prepare(model, methods, "mine", Split([TASK], 3)).run()
     data: dict[str, Any] = {one["name"]: one["contexts"] for one in json_of(found)["blocks"][0]["methods"]}
     assert data["mine"]["chosen"] == {"contexts": 1, "asked_here": 1}

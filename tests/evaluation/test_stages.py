@@ -10,8 +10,8 @@ from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.reply_store import open_stage
 from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
-from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.methods import Size, find_methods
+from kvsearch.strategies.methods import Size, parse_methods
+from kvsearch.strategies.ready_methods import prepare_methods
 from tests import tiny
 from tests.runs.sealing import sealed
 
@@ -59,7 +59,7 @@ def test_what_changes_replies_by_rounding_alone() -> None:
     model, tasks = tiny.loaded(), [tiny.listed((60, 3), (48, 1))]
 
     def config(methods: str, batch: int, digest: str) -> RunConfig:
-        ready = sweep(model, find_methods(methods, ["window=3"]), [Size(8)], "prefill")
+        ready = prepare_methods(model, parse_methods(methods, ["window=3"]), [Size(8)], "prefill")
         one = prepare(model, ready, ready[1].name, Split(tasks, batch=batch))
         return one.stage_config("select", profile_sha256=digest)
 

@@ -24,8 +24,8 @@ from kvsearch.report.evaluation import make_csv_rows, make_trace_table
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import LEDGER
 from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
-from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.methods import find_methods
+from kvsearch.strategies.methods import parse_methods
+from kvsearch.strategies.ready_methods import prepare_methods
 from kvsearch.tasks.base import Sampling, Task
 from kvsearch.tasks.maths import TracedTask
 from kvsearch.tasks.text import TextTask
@@ -62,7 +62,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> TracedTask:
 
 
 def evaluation(model: LoadedModel, task: Task, sampling: Sampling | None = DRAWN, **settings: Any) -> Evaluation:
-    methods = sweep(model, find_methods("streaming", []), [Size(24)], "decode")
+    methods = prepare_methods(model, parse_methods("streaming", []), [Size(24)], "decode")
     asked = Split([task], **{"samples": 6, "batch": 4, "sampling": sampling, **settings})
     return prepare(model, methods, "streaming", asked)
 

@@ -18,7 +18,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import make_full_program
-from kvsearch.strategies.compared import equal_uniform
+from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
 from tests import tiny
@@ -81,7 +81,7 @@ TURNS = replace(APART, rows=tuple(replace(row, turns=True) for row in APART.rows
 def programs(model: LoadedModel, *phases: Any) -> dict[str, Program]:
     def evicting(name: str, **params: int) -> Program:
         policy = create_policy(name, params)
-        return equal_uniform(model.model, policy, dict.fromkeys(phases or ("prefill",), lambda _: 20 * 8))
+        return spread_evenly(model.model, policy, dict.fromkeys(phases or ("prefill",), lambda _: 20 * 8))
 
     methods = {"snapkv": evicting("snapkv", window=4, kernel=3), "keydiff": evicting("keydiff")}
     return {"full": make_full_program(model.model), **methods}

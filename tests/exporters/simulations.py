@@ -17,10 +17,10 @@ import numpy as np
 import yaml
 
 from kvsearch.core.arrays import Ints
-from kvsearch.exporters.base import SINGLE, Exported
+from kvsearch.exporters.base import SINGLE_FILE, ExportedFiles
 from kvsearch.plan import ModelFingerprint
 
-Simulation = Callable[[Exported, ModelFingerprint, int], Ints]
+Simulation = Callable[[ExportedFiles, ModelFingerprint, int], Ints]
 
 
 def option(usage: str, name: str) -> str:
@@ -39,12 +39,12 @@ def alike(kept: list[int], model: ModelFingerprint) -> Ints:
     return table([[entries] * model.kv_heads for entries in kept])
 
 
-def headkv(found: Exported, model: ModelFingerprint, length: int) -> Ints:
+def headkv(found: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
     """run_longbench.py and HeadKVCluster.update_kv of KVCache-Factory, kv_head granularity."""
     capacity = int(option(found.usage[0], "--max_capacity_prompts"))
     beta = float(option(found.usage[0], "--head_beta"))
     window = 8
-    scores = [sum(values) / len(values) for values in json.loads(found.files[SINGLE]).values()]
+    scores = [sum(values) / len(values) for values in json.loads(found.files[SINGLE_FILE]).values()]
     pool = (capacity // beta) * len(scores)
     least = capacity - capacity // beta
     rows = [round(score / sum(scores) * pool + least) for score in scores]  # of each query head; halves to even
@@ -57,7 +57,7 @@ def headkv(found: Exported, model: ModelFingerprint, length: int) -> Ints:
     return np.array(held, dtype=np.int64).reshape(model.layers, model.kv_heads)
 
 
-def duo(found: Exported, model: ModelFingerprint, length: int) -> Ints:
+def duo(found: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
     """load_attn_pattern and sparsify_attention_heads of DuoAttention, and its cache of first and recent entries."""
     lines = found.files["full_attention_heads.tsv"].decode().splitlines()
     gates = np.clip([[float(gate) for gate in line.split("\t")] for line in lines], 0, 1)
@@ -77,9 +77,9 @@ def duo(found: Exported, model: ModelFingerprint, length: int) -> Ints:
     return held.reshape(model.layers, model.kv_heads)
 
 
-def sparse_vllm(found: Exported, model: ModelFingerprint, length: int) -> Ints:
+def sparse_vllm(found: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
     """SparseController._sparse_layer_budget of Sparse-vLLM."""
-    settings = json.loads(found.files[SINGLE])
+    settings = json.loads(found.files[SINGLE_FILE])
     ratios = settings["pyramid_layer_ratios"]
     assert len(ratios) == model.layers
     assert all(0 < ratio <= 1 for ratio in ratios)
@@ -92,10 +92,10 @@ def sparse_vllm(found: Exported, model: ModelFingerprint, length: int) -> Ints:
     return alike([min(budget, length) for budget in budgets], model)
 
 
-def attention_matching(found: Exported, model: ModelFingerprint, length: int) -> Ints:
+def attention_matching(found: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
     """PerLayerHeadCompaction.compact_kv_cache."""
     target = int(option(found.usage[0], "target_size"))
-    shares = json.loads(found.files[SINGLE])
+    shares = json.loads(found.files[SINGLE_FILE])
     heads = model.layers * model.kv_heads
     return table(
         [
@@ -105,23 +105,23 @@ def attention_matching(found: Exported, model: ModelFingerprint, length: int) ->
     )
 
 
-def trtllm(found: Exported, model: ModelFingerprint, length: int) -> Ints:
+def trtllm(found: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
     """KvCacheConfig of TensorRT-LLM: only the last tokens of a window are stored; fewer windows are repeated."""
-    windows = yaml.safe_load(found.files[SINGLE])["kv_cache_config"]["max_attention_window"]
+    windows = yaml.safe_load(found.files[SINGLE_FILE])["kv_cache_config"]["max_attention_window"]
     repeated = [windows[layer % len(windows)] for layer in range(model.layers)]
     return alike([min(window, length) for window in repeated], model)
 
 
-def vllm(found: Exported, model: ModelFingerprint, length: int) -> Ints:
+def vllm(found: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
     """Layer types and the one window of a model configuration, as vLLM reads it."""
-    overrides = json.loads(found.files[SINGLE])
+    overrides = json.loads(found.files[SINGLE_FILE])
     kept = {"full_attention": length, "sliding_attention": min(overrides["sliding_window"], length)}
     return alike([kept[kind] for kind in overrides["layer_types"]], model)
 
 
-def openvino(found: Exported, model: ModelFingerprint, length: int) -> Ints:
+def openvino(found: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
     """CacheEvictionAlgorithm of OpenVINO GenAI, on a CPU: blocks of 32 tokens."""
-    sizes = json.loads(found.files[SINGLE])
+    sizes = json.loads(found.files[SINGLE_FILE])
     block = 32
     assert not any(sizes[name] % block for name in ("start_size", "recent_size", "max_cache_size"))
     evictable = sizes["max_cache_size"] - sizes["start_size"] - sizes["recent_size"]
@@ -133,9 +133,9 @@ def openvino(found: Exported, model: ModelFingerprint, length: int) -> Ints:
     return alike([length - evicted * block] * model.layers, model)
 
 
-def kvpress_layers(found: Exported, model: ModelFingerprint, length: int) -> Ints:
+def kvpress_layers(found: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
     """compute_n_kept of kvpress."""
-    shares = json.loads(found.files[SINGLE])
+    shares = json.loads(found.files[SINGLE_FILE])
     return alike([length if share == 0 else max(1, int(length * (1 - share))) for share in shares], model)
 
 

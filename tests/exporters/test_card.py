@@ -10,8 +10,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from kvsearch.core.errors import UsageError
-from kvsearch.exporters.base import Inputs, PlanScores
-from kvsearch.exporters.card import folder_card, hub_id, model_card
+from kvsearch.exporters.base import ExportInputs, PlanScores
+from kvsearch.exporters.card import find_hub_id, render_folder_card, render_model_card
 from kvsearch.plan import ModelFingerprint
 from kvsearch.runs.estimates import Estimate
 from tests.plan.builders import make_plan
@@ -69,7 +69,7 @@ def renamed(name: str, revision: str | None = None) -> ModelFingerprint:
 
 
 def test_metrics_have_their_intervals() -> None:
-    data, body = parts(folder_card(make_plan(), SCORES))
+    data, body = parts(render_folder_card(make_plan(), SCORES))
     assert data["base_model"] == "toy"
     assert data["datasets"] == ["zai-org/LongBench"]
     [model] = data["model-index"]
@@ -81,11 +81,11 @@ def test_metrics_have_their_intervals() -> None:
     assert score["args"] == {"plan": "0.8", "questions": 160, "contexts": 60, "interval_95": [81.8, 95.4]}
     assert loss["args"] == {"plan": "0.8", "questions": 160, "contexts": 4}
     assert "## What it scores\n\nIt scores well.\n" in body
-    assert "model-index" not in parts(folder_card(make_plan(), None))[0]
+    assert "model-index" not in parts(render_folder_card(make_plan(), None))[0]
 
 
 def test_the_card_of_a_model_goes_on() -> None:
-    first = model_card(make_plan(), "kvsearch/plan.json", Inputs(card=THEIRS, scores=SCORES))
+    first = render_model_card(make_plan(), "kvsearch/plan.json", ExportInputs(card=THEIRS, scores=SCORES))
     data, body = parts(first)
     assert list(data)[:3] == ["license", "tags", "datasets"]
     assert data["tags"] == ["chat", "kvsearch", "kv-cache", "kv-cache-compression"]
@@ -97,19 +97,21 @@ def test_the_card_of_a_model_goes_on() -> None:
     assert body.startswith(
         "\n# Their model\n\n---\n\nIt is theirs.\n\n<!-- kvsearch plan 0.8 -->\n## KV-cache plan 0.8\n"
     )
-    again = model_card(make_plan(), "kvsearch/plan.json", Inputs(card=first.decode(), scores=SCORES))
+    again = render_model_card(make_plan(), "kvsearch/plan.json", ExportInputs(card=first.decode(), scores=SCORES))
     assert again == first
     half = make_plan().model_copy(update={"length": 16})
-    both, body = parts(model_card(half, "kvsearch/plan-0.5.json", Inputs(card=first.decode(), scores=SCORES)))
+    both, body = parts(
+        render_model_card(half, "kvsearch/plan-0.5.json", ExportInputs(card=first.decode(), scores=SCORES))
+    )
     assert [line for line in body.splitlines() if line.startswith("## ")] == [
         "## KV-cache plan 0.8",
         "## KV-cache plan 0.5",
     ]
     sizes = [metric["args"]["plan"] for metric in both["model-index"][0]["results"][1]["metrics"]]
     assert sizes == ["0.8", "0.8", "0.5", "0.5"]
-    assert parts(model_card(make_plan(), "kvsearch/plan.json", Inputs(card="# No front matter")))[1].startswith(
-        "\n# No front matter\n"
-    )
+    assert parts(render_model_card(make_plan(), "kvsearch/plan.json", ExportInputs(card="# No front matter")))[
+        1
+    ].startswith("\n# No front matter\n")
 
 
 @pytest.mark.parametrize(
@@ -121,16 +123,18 @@ def test_front_matter_that_cannot_be_read_is_one_line(front: str) -> None:
     with pytest.raises(
         UsageError, match=r"the front matter of the README\.md beside the model cannot be read"
     ) as caught:
-        model_card(make_plan(), "kvsearch/plan.json", Inputs(card=f"---\n{front}\n---\n\ntext", scores=SCORES))
+        render_model_card(
+            make_plan(), "kvsearch/plan.json", ExportInputs(card=f"---\n{front}\n---\n\ntext", scores=SCORES)
+        )
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_an_id_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub_id(renamed("smollm2")) == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert hub_id(renamed("gpt2")) == "gpt2"
+    assert find_hub_id(renamed("smollm2")) == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert find_hub_id(renamed("gpt2")) == "gpt2"
     for name in ("bundled", "/home/me/model", "./model", "some/model.gguf", "a model"):
-        assert hub_id(renamed(name)) is None
+        assert find_hub_id(renamed(name)) is None
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some" / "model").mkdir(parents=True)
-    assert hub_id(renamed("some/model")) is None
-    assert hub_id(renamed("some/model", revision="a" * 40)) == "some/model"
+    assert find_hub_id(renamed("some/model")) is None
+    assert find_hub_id(renamed("some/model", revision="a" * 40)) == "some/model"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.exporters import TARGETS, exporter_of
-from kvsearch.exporters.base import SINGLE, Budgets, Inputs, PlanExporter
+from kvsearch.exporters import TARGETS, create_exporter
+from kvsearch.exporters.base import SINGLE_FILE, ExportInputs, PlanExporter, PrefillBudgets
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import ModelFingerprint, Plan
 from kvsearch.plan.arithmetic import add_carry
@@ -27,7 +27,7 @@ from tests.plan.builders import make_plan, phase_dict
 HEADS, LENGTH = 2, 400
 WHOLE = ("folder", "custom-generate", "model")  # targets that hold whole plans
 TOLD_SHARES = ("attention-matching", "spectralkv")  # of a total that is told elsewhere
-PLAN_TARGETS = [name for name in TARGETS if isinstance(exporter_of(name), PlanExporter)]
+PLAN_TARGETS = [name for name in TARGETS if isinstance(create_exporter(name), PlanExporter)]
 
 
 def architecture(layers: int, heads: int) -> Architecture:
@@ -42,13 +42,13 @@ def plan_of(
 
 
 def exported(name: str, plan: Plan, length: int | None = None) -> Any:
-    exporter = exporter_of(name)
-    return exporter, exporter.export(plan, Inputs(length, architecture(plan.model.layers, plan.model.kv_heads)))
+    exporter = create_exporter(name)
+    return exporter, exporter.export(plan, ExportInputs(length, architecture(plan.model.layers, plan.model.kv_heads)))
 
 
 def of_shares(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
     """As many entries as the heads could hold, by shares of heads (Attention Matching) or of layers (SpectralKV)."""
-    shares = json.loads(files[SINGLE])
+    shares = json.loads(files[SINGLE_FILE])
     heads = [f"L{layer}H{head}" for layer in range(model.layers) for head in range(model.kv_heads)]
     by_layer = np.repeat(shares.get("weights", ()), model.kv_heads) / model.kv_heads
     by_head = by_layer if len(by_layer) else np.array([shares[head] for head in heads])
@@ -58,7 +58,7 @@ def of_shares(files: Mapping[str, bytes], model: ModelFingerprint, length: int) 
 
 def of_plan(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
     name = next(name for name in files if Path(name).match("plan*.json"))
-    return Budgets(Plan.model_validate(json.loads(files[name])), length).entries
+    return PrefillBudgets(Plan.model_validate(json.loads(files[name])), length).entries
 
 
 def arrays_of(files: Mapping[str, bytes], part: str) -> Any:
@@ -101,7 +101,7 @@ def test_what_is_said_to_be_lost_is_what_the_tool_does_not_hold(
         exporter, found = exported(name, plan)
     except IncompatibleError:  # nothing to evict, or no press
         return
-    planned = Budgets(plan).entries
+    planned = PrefillBudgets(plan).entries
     held = SIMULATIONS[name](found, plan.model, LENGTH)
     missing, beyond = difference(planned, held)
     counted = [entries for entries in found.losses.values() if entries is not None]
@@ -177,7 +177,7 @@ def test_entries_that_a_file_does_not_name_are_counted(
 ) -> None:
     plan = plan_of(budgets, *policy, scaling="fixed" if fixed else "proportional")
     _, found = exported(name, plan)
-    planned = Budgets(plan).entries
+    planned = PrefillBudgets(plan).entries
     held = READERS[name](found.files, plan.model, LENGTH)
     counted = [entries for entries in found.losses.values() if entries is not None]
     assert name in WHOLE or found.total == planned.sum()
@@ -191,7 +191,7 @@ def test_entries_that_a_file_does_not_name_are_counted(
 def test_shares_of_a_total_come_back(name: str, budgets: list[list[int] | None]) -> None:
     plan = plan_of(budgets)
     _, found = exported(name, plan)
-    planned = Budgets(plan).entries
+    planned = PrefillBudgets(plan).entries
     if name == "spectralkv":
         planned = np.repeat(planned.sum(1, keepdims=True) / HEADS, HEADS, axis=1)
     held = READERS[name](found.files, plan.model, 10**6)
@@ -201,7 +201,7 @@ def test_shares_of_a_total_come_back(name: str, budgets: list[list[int] | None])
 def test_an_even_plan_of_a_press_loses_nothing() -> None:
     _, found = exported("kvpress-layers", plan_of([[80, 80], [20, 20]]))
     assert not found.losses
-    assert json.loads(found.files[SINGLE]) == [1 - 80.5 / LENGTH, 1 - 20.5 / LENGTH]
+    assert json.loads(found.files[SINGLE_FILE]) == [1 - 80.5 / LENGTH, 1 - 20.5 / LENGTH]
 
 
 def test_what_else_is_lost_is_named() -> None:
@@ -246,7 +246,7 @@ def test_streaming_budgets_are_the_sizes_of_duo_attention() -> None:
 def test_headkv_gives_every_query_head_its_budget_without_the_window() -> None:
     plan = plan_of([[30, 10], [50, 30]], "snapkv", {"window": 8}, scaling="fixed")
     _, found = exported("headkv", plan)
-    assert json.loads(found.files[SINGLE])["0-3"] == [2]
+    assert json.loads(found.files[SINGLE_FILE])["0-3"] == [2]
     assert not found.losses
     assert "--max_capacity_prompts 22" in found.usage[0]
 
@@ -286,7 +286,7 @@ def test_clusters_hold_every_head_once(budgets: list[list[int] | None]) -> None:
 def test_the_window_of_vllm_is_that_of_most_layers() -> None:
     plan = plan_of([[400, 400], [32, 32], [32, 32], [40, 40]], "streaming")
     _, found = exported("vllm-windows", plan)
-    kinds = json.loads(found.files[SINGLE])
+    kinds = json.loads(found.files[SINGLE_FILE])
     assert kinds["layer_types"] == ["full_attention", *["sliding_attention"] * 3]
     assert kinds["sliding_window"] == 32
     assert "budgets are windows of whole layers: 16 of 1,008 entries (1.6%)" in found.describe()
@@ -298,17 +298,17 @@ def test_what_a_target_needs_and_has_no_word_for() -> None:
     with pytest.raises(IncompatibleError, match="while decoding only"):
         exported("openvino", decode)
     with pytest.raises(UsageError, match="give --model"):
-        exporter_of("headkv").export(plan, Inputs())  # type: ignore[attr-defined]
+        create_exporter("headkv").export(plan, ExportInputs())  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="give --length"):
         exported("kvpress-layers", plan_of([[8, 8]], scaling="fixed", length=None))
     with pytest.raises(IncompatibleError, match="no press that ranks as h2o"):
         exported("kvpress-layers", plan_of([[8, 8]], "h2o"))
     with pytest.raises(UsageError, match=r"unknown target 'kvpres-layers'.*kvpress-layers"):
-        exporter_of("kvpres-layers")
+        create_exporter("kvpres-layers")
 
 
 def test_unplanned_layers_hold_the_prompt() -> None:
-    budgets = Budgets(make_plan(), 80)
+    budgets = PrefillBudgets(make_plan(), 80)
     assert budgets.entries.tolist() == [[20, 12], [80, 80], [8, 24]]
 
 

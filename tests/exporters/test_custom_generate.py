@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import kvsearch
 from kvsearch.exporters import planned_generate
-from kvsearch.exporters.base import Inputs
+from kvsearch.exporters.base import ExportInputs
 from kvsearch.exporters.folder import CustomGenerate
 from kvsearch.jobs.export import write_files
 from kvsearch.models.architecture import describe
@@ -56,7 +56,7 @@ def plan_of(model: Any, policy: str = "snapkv", params: dict[str, Any] | None = 
 
 
 def folder_of(plan: Plan, path: Path) -> str:
-    write_files(CustomGenerate().export(plan, Inputs()), path, force=False)
+    write_files(CustomGenerate().export(plan, ExportInputs()), path, force=False)
     return str(path)
 
 
@@ -173,7 +173,7 @@ def test_other_plans_are_run_by_kvsearch(tmp_path: Path, monkeypatch: pytest.Mon
     model = build("llama")
     plans = run_by_kvsearch(model)
     for number, (reason, plan) in enumerate(plans.items()):
-        exported = CustomGenerate().export(plan, Inputs())
+        exported = CustomGenerate().export(plan, ExportInputs())
         assert not exported.losses
         assert exported.usage[1].startswith(f"needs the package kvsearch: {reason}")
         folder = folder_of(plan, tmp_path / str(number))

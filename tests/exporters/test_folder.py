@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import kvsearch
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.resources import find_resource
-from kvsearch.exporters.base import Inputs
+from kvsearch.exporters.base import ExportInputs
 from kvsearch.exporters.folder import Folder
 from kvsearch.jobs.export import write_files
 from kvsearch.plan import Plan
@@ -25,7 +25,7 @@ from tests.plan.builders import make_plan
 
 def folder(tmp_path: Path, plan: Plan) -> Path:
     path = tmp_path / "deploy"
-    write_files(Folder().export(plan, Inputs()), path, force=False)
+    write_files(Folder().export(plan, ExportInputs()), path, force=False)
     return path
 
 
@@ -48,7 +48,7 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
         folder(tmp_path, make_plan())
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"):
-        write_files(Folder().export(make_plan(), Inputs()), tmp_path / "file", force=True)
+        write_files(Folder().export(make_plan(), ExportInputs()), tmp_path / "file", force=True)
     (path / "plan.json").unlink()
     with pytest.raises(UsageError, match=r"there is no file .*deploy/plan\.json"):
         kvsearch.load_plan(path)

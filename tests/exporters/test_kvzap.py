@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.exporters.base import Inputs
+from kvsearch.exporters.base import ExportInputs
 from kvsearch.exporters.kvzap import KvpressKvzap
 from kvsearch.models.architecture import describe
 from kvsearch.plan import Profile
@@ -54,7 +54,7 @@ def scores(model: Any, policy: Policy) -> torch.Tensor:
 @pytest.mark.parametrize("width", [3, 0])
 def test_scores_are_the_same(width: int, tmp_path: Path) -> None:
     model, profile = made(width=width)
-    exported = KvpressKvzap().export(profile, Inputs(model=model.model))
+    exported = KvpressKvzap().export(profile, ExportInputs(model=model.model))
     for name, data in exported.files.items():
         (tmp_path / name).write_bytes(data)
     name, params = parse_policy(f"kvzap={tmp_path}")
@@ -70,7 +70,7 @@ def test_heads_that_look_at_places_are_a_loss() -> None:
     model, profile = made()
     arrays = {name: np.array(array) for name, array in profile.arrays.items()}
     arrays["linear"][1, 0, -1] = 1
-    exported = KvpressKvzap().export(Profile(profile.metadata, arrays), Inputs(model=model.model))
+    exported = KvpressKvzap().export(Profile(profile.metadata, arrays), ExportInputs(model=model.model))
     heads = profile.arrays["bias"].size
     assert exported.describe() == [
         f"1 of {heads} heads keep an even spread of entries, and the surrogate cannot see places"
@@ -80,12 +80,12 @@ def test_heads_that_look_at_places_are_a_loss() -> None:
 def test_what_is_not_linear_in_hidden_states_is_refused() -> None:
     model, profile = made()
     with pytest.raises(UsageError, match="give --model"):
-        KvpressKvzap().export(profile, Inputs())
+        KvpressKvzap().export(profile, ExportInputs())
     with pytest.raises(UsageError, match="this is a lukv profile"):
-        KvpressKvzap().export(make_profile(), Inputs())
+        KvpressKvzap().export(make_profile(), ExportInputs())
     with pytest.raises(UsageError, match=r"looks at snapkv, too: calibrate --method probe --features key,value"):
-        KvpressKvzap().export(made(features=("key", "value", "snapkv", "spread"))[1], Inputs(model=model.model))
+        KvpressKvzap().export(made(features=("key", "value", "snapkv", "spread"))[1], ExportInputs(model=model.model))
     for family, why in (("qwen3", "has k_norm"), ("phi3", "no linear k_proj")):
         other, fit = made(family)
         with pytest.raises(IncompatibleError, match=why):
-            KvpressKvzap().export(fit, Inputs(model=other.model))
+            KvpressKvzap().export(fit, ExportInputs(model=other.model))

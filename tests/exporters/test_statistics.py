@@ -16,7 +16,7 @@ from safetensors.numpy import load
 
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.exporters.base import WEIGHTS, Inputs
+from kvsearch.exporters.base import WEIGHTS_FILE, ExportInputs
 from kvsearch.exporters.statistics import STATISTICS, KvpressEA, TriAttention
 from kvsearch.models.architecture import find_attention_modules
 from kvsearch.models.loading import MODEL_CONFIG_FILE
@@ -79,8 +79,8 @@ def test_parts_add_up(count: int, cut: int, seed: int) -> None:
 
 def test_the_folder_of_kvpress(llama: tuple[Any, Profile]) -> None:
     _, profile = llama
-    exported = KvpressEA().export(profile, Inputs())
-    read = load(exported.files[WEIGHTS])
+    exported = KvpressEA().export(profile, ExportInputs())
+    read = load(exported.files[WEIGHTS_FILE])
     assert not exported.losses
     for name in ("query_mean", "query_cov"):
         np.testing.assert_array_equal(read[name], profile.arrays[name])
@@ -93,7 +93,7 @@ def test_the_script_of_the_card_makes_what_triattention_reads(
     llama: tuple[Any, Profile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, profile = llama
-    files = TriAttention().export(profile, Inputs()).files
+    files = TriAttention().export(profile, ExportInputs()).files
     (tmp_path / STATISTICS).write_bytes(files[STATISTICS])
     script = re.search(r"```python\n(.*?)```", files["README.md"].decode(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -108,10 +108,10 @@ def test_the_script_of_the_card_makes_what_triattention_reads(
 
 def test_what_cannot_be_told() -> None:
     with pytest.raises(UsageError, match="calibrate --method query_statistics"):
-        KvpressEA().export(make_profile(), Inputs())
+        KvpressEA().export(make_profile(), ExportInputs())
     _, partial = measured("gpt_neox")
     with pytest.raises(IncompatibleError, match=r"turned as a whole, and \d+ of \d+ numbers"):
-        TriAttention().export(partial, Inputs())
+        TriAttention().export(partial, ExportInputs())
     _, hybrid = measured("gemma3")
     with pytest.raises(IncompatibleError, match="have no full attention"):
-        KvpressEA().export(hybrid, Inputs())
+        KvpressEA().export(hybrid, ExportInputs())

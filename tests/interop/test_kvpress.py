@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvsearch.calibration.options import QueryStatisticsOptions
-from kvsearch.exporters.base import SINGLE, Inputs
+from kvsearch.exporters.base import SINGLE_FILE, ExportInputs
 from kvsearch.exporters.budget_tables import DuoAttentionGates
 from kvsearch.exporters.kvpress import KvpressLayers, KvpressLukv
 from kvsearch.exporters.kvzap import KvpressKvzap
@@ -92,10 +92,10 @@ def test_a_share_per_layer_keeps_what_the_plan_keeps(
     spec = {"policy": {"name": policy, "params": params}}
     layers = [{**spec, "budget": budget} for budget in budgets]
     plan = plan_for(made, budgets, prefill={"layers": layers}, length=LENGTH, floor=1)
-    exported = KvpressLayers().export(plan, Inputs())
+    exported = KvpressLayers().export(plan, ExportInputs())
     assert not exported.losses
     path = tmp_path / "ratios.json"
-    path.write_bytes(exported.files[SINGLE])
+    path.write_bytes(exported.files[SINGLE_FILE])
     assert theirs(directory, ids(made), exported.usage, path) == ours(made, plan, ids(made))
 
 
@@ -112,10 +112,10 @@ def test_the_curve_keeps_what_the_plan_keeps(model: tuple[Any, Path], tmp_path: 
     entries = [largest_remainder(row * LENGTH, total, 10, LENGTH) for row, total in zip(wanted, totals, strict=True)]
     table = 1 - np.stack(entries) / LENGTH
     profile = Profile(ProfileMetadata.model_validate(metadata), {"evicted_ratio": table.astype(np.float32)})
-    exported = KvpressLukv().export(profile, Inputs())
+    exported = KvpressLukv().export(profile, ExportInputs())
     assert not exported.losses
     path = tmp_path / "curve.npy"
-    path.write_bytes(exported.files[SINGLE])
+    path.write_bytes(exported.files[SINGLE_FILE])
     usage = [line.replace("compression_ratio=0.8", "compression_ratio=0.5") for line in exported.usage]
     plan = plan_from_profile(profile, Size(ratio=0.5))
     kept, planned = theirs(directory, ids(made), usage, path), ours(made, plan, ids(made))
@@ -134,7 +134,7 @@ def test_the_gates_choose_the_heads_that_keep_everything(model: tuple[Any, Path]
     spec = {"policy": {"name": "duo_attention", "params": {"sinks": 4, "window": 8}}}
     layers = [{**spec, "budget": budget} for budget in budgets]
     plan = plan_for(made, budgets, prefill={"layers": layers}, scaling="fixed", length=LENGTH, floor=12)
-    exported = DuoAttentionGates().export(plan, Inputs())
+    exported = DuoAttentionGates().export(plan, ExportInputs())
     assert not exported.losses
     for name, data in exported.files.items():
         (tmp_path / name).write_bytes(data)
@@ -181,7 +181,7 @@ def test_query_statistics_rank_as_they_do_here(model: tuple[Any, Path], tmp_path
     options = QueryStatisticsOptions(params={"sinks": 4})
     policy = options.make_policy()
     profile = calibrate_query_statistics(made, calibration_data(80, 120), policy, options)
-    exported = KvpressEA().export(profile, Inputs())
+    exported = KvpressEA().export(profile, ExportInputs())
     statistics = [
         QueryStatistics(
             *(torch.from_numpy(profile.arrays[name][layer].copy())[None] for name in ("query_mean", "query_cov"))
@@ -200,7 +200,7 @@ def test_a_probe_ranks_as_it_does_here(model: tuple[Any, Path], tmp_path: Path, 
     shape = made.fingerprint
     size = 2 * made.model.config.head_dim
     profile = ranking(("key", "value"), width, range(shape.layers), shape.kv_heads, size, shape)
-    exported = KvpressKvzap().export(profile, Inputs(model=made.model))
+    exported = KvpressKvzap().export(profile, ExportInputs(model=made.model))
     scores = scores_of(made, ids(made), fitted(profile))
     theirs_kept = theirs(directory, ids(made), exported.usage, written(exported.files, tmp_path))
     assert theirs_kept == kept_by(scores, 0.8)

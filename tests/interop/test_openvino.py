@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvsearch.exporters.base import SINGLE, Inputs
-from kvsearch.exporters.budget_tables import BLOCK, OpenVINO
+from kvsearch.exporters.base import SINGLE_FILE, ExportInputs
+from kvsearch.exporters.budget_tables import OPENVINO_BLOCK, OpenVINO
 from tests.plan.builders import phase_dict
 from tests.tiny import loaded, plan_for
 
@@ -29,11 +29,11 @@ def test_it_holds_as_many_entries_as_the_plan(tmp_path: Path) -> None:
     shape = made.fingerprint
     budgets = [[BUDGET] * shape.kv_heads for _ in range(shape.layers)]
     phase = phase_dict(budgets, {"name": "h2o"})
-    exported = OpenVINO().export(plan_for(made, budgets, prefill=phase, length=LENGTH, floor=1), Inputs())
-    (tmp_path / "sizes.json").write_bytes(exported.files[SINGLE])
+    exported = OpenVINO().export(plan_for(made, budgets, prefill=phase, length=LENGTH, floor=1), ExportInputs())
+    (tmp_path / "sizes.json").write_bytes(exported.files[SINGLE_FILE])
     command = [str(PYTHON), str(SIDE), str(tmp_path / "model"), str(tmp_path / "sizes.json"), str(LENGTH)]
     done = subprocess.run([*command, str(tmp_path / "converted")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     most, held = json.loads(done.stdout.splitlines()[-1])
-    assert LENGTH - BLOCK < most < LENGTH + 2 * BLOCK  # the prompt was read whole
-    assert BUDGET <= held <= BUDGET + BLOCK  # one block for new tokens
+    assert LENGTH - OPENVINO_BLOCK < most < LENGTH + 2 * OPENVINO_BLOCK  # the prompt was read whole
+    assert BUDGET <= held <= BUDGET + OPENVINO_BLOCK  # one block for new tokens

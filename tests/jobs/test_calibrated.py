@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvsearch.calibration.steps import profile_file
+from kvsearch.calibration.steps import find_profile_file
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.groups import Loading
-from kvsearch.jobs.reporter import Silent
-from kvsearch.jobs.validate import OnSignals
+from kvsearch.jobs.groups import ModelOptions
+from kvsearch.jobs.reporter import NullReporter
+from kvsearch.jobs.validate import SignalOptions
 from kvsearch.plan.saved import PROFILE
 
-TALK = Silent()
+TALK = NullReporter()
 RECIPE = {"recipe": {"method": "polykv"}}
 
 
@@ -29,16 +29,16 @@ class Asked(Exception):
 
 @pytest.fixture(autouse=True)
 def loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(options: Loading, name: str, reporter: object, **instead: Any) -> None:
+    def load(options: ModelOptions, name: str, reporter: object, **instead: Any) -> None:
         assert reporter is TALK
         raise Asked(name, **{**options.loading().__dict__, **instead})
 
-    monkeypatch.setattr(Loading, "load", load)
+    monkeypatch.setattr(ModelOptions, "load", load)
 
 
 def asked_for(directory: Path, typed: str | None = None, **options: Any) -> tuple[str, str, str | None]:
     with pytest.raises(Asked) as found:
-        OnSignals(directory=directory, model=typed, **options).load_calibrated(TALK)
+        SignalOptions(directory=directory, model=typed, **options).load_calibrated(TALK)
     return found.value.model, found.value.loading["dtype"], found.value.loading["revision"]
 
 
@@ -51,9 +51,9 @@ def test_a_calibration_is_gone_on_with_as_it_was_made(tmp_path: Path) -> None:
 
 def test_a_calibration_without_a_profile_is_unfinished_and_nothing_else_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model": "a/b"}))
-    assert profile_file(tmp_path) == tmp_path / PROFILE
+    assert find_profile_file(tmp_path) == tmp_path / PROFILE
     (tmp_path / "config.json").write_text(json.dumps({**RECIPE, "model": "a/b"}))
     with pytest.raises(UsageError, match=r"is not finished: .* kvsearch calibrate a/b \.\.\."):
-        profile_file(tmp_path)
+        find_profile_file(tmp_path)
     with pytest.raises(UsageError, match="is no profile: the size of a plan is changed by `kvsearch plan scale"):
-        profile_file(tmp_path / "config.json")
+        find_profile_file(tmp_path / "config.json")

@@ -11,7 +11,7 @@ import pytest
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Split
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.reporter import Silent
+from kvsearch.jobs.reporter import NullReporter
 from kvsearch.jobs.searching import Refinement
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
@@ -36,8 +36,8 @@ def test_the_settings_of_the_paper() -> None:
 
 
 def test_the_cache_term_is_an_option_of_the_papers_procedure(tmp_path: Path) -> None:
-    offered = EvolveOptions.offered()
-    assert [offered[name][1].called(name) for name in ("lam", "gamma")] == ["--lambda", "--gamma"]
+    offered = EvolveOptions.list_options()
+    assert [offered[name][1].format_flag(name) for name in ("lam", "gamma")] == ["--lambda", "--gamma"]
     assert options(budget=16, parity=True, lam=0.5, gamma=1).lam == 0.5
     path = write(tmp_path, "budget: 16\nparity: true\nlambda: 0.1")
     assert (options(path).lam, options(path, lam=0.7).lam) == (0.1, 0.7)
@@ -73,6 +73,6 @@ def test_what_cannot_be_searched_is_said(family: str, policies: tuple[str, ...],
     options = EvolveOptions.of(model=family, output=tmp_path / "refine", space="joint")
     refinement = Refinement(tiny.loaded(family), options, Split([]))
     with pytest.warns(KvsearchWarning, match=words):
-        found = refinement.run(measured, {Size(40, length=100): {}}, Silent())
+        found = refinement.run(measured, {Size(40, length=100): {}}, NullReporter())
     assert found is None
     assert not (tmp_path / "refine").exists()

@@ -9,9 +9,9 @@ from statistics import fmean
 import pytest
 import torch
 
-from kvsearch.calibration.data import default_data, load_calibration_data
+from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.prompts import prompts_of
+from kvsearch.calibration.prompts import encode_prompts
 from kvsearch.core.resources import find_resource
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.loading import BUNDLED, LoadedModel, load
@@ -58,10 +58,10 @@ def test_the_full_cache_answers(loaded: LoadedModel) -> None:
 @torch.no_grad()
 def test_how_many_layers_retrieve(loaded: LoadedModel) -> None:
     """Nats that answers lose when one layer sees nothing but the ends of the context, and when none sees more."""
-    data = load_calibration_data(default_data(loaded.name)).limited(4)
+    data = load_calibration_data(find_default_data(loaded.name)).limit_questions(4)
     single, joint = torch.zeros(loaded.model.config.num_hidden_layers), 0.0
     with run_attention(loaded.model):
-        for prompt in prompts_of(loaded, data):
+        for prompt in encode_prompts(loaded, data):
             passed = ImportancePass(loaded.model, [], prompt.ids)
             ends = torch.zeros(loaded.model.config.num_key_value_heads, prompt.length, dtype=torch.bool)
             ends[:, :4] = ends[:, -8:] = True

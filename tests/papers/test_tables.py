@@ -16,7 +16,7 @@ from kvsearch.jobs.evaluate import EvaluateOptions
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.export import ExportOptions
 from kvsearch.jobs.plan import PyramidOptions, ScaleOptions, UniformOptions
-from kvsearch.jobs.reproduce import ReproduceOptions, Stages
+from kvsearch.jobs.reproduce import ReproduceOptions, TableStages
 from kvsearch.jobs.select import SelectOptions
 from kvsearch.jobs.validate import ValidateOptions
 from kvsearch.papers.tables import TABLES, PaperTable, Scale, find_table, model_of, numbers
@@ -149,7 +149,7 @@ def test_stages_are_named_by_what_decides_them() -> None:
     def keys(table: str, **given: object) -> dict[str, str]:
         options = ReproduceOptions.of(table=table, model="bundled", **given)
         found = find_table(table)
-        return Stages(options, found.stages(options.scale(found))).keys
+        return TableStages(options, found.stages(options.scale(found))).keys
 
     first, again, others = keys("lukv-table5"), keys("lukv-table5", batch=2), keys("lukv-table5", samples=5)
     assert first == again

@@ -14,7 +14,7 @@ from kvsearch.core.parsing import describe_validation_error
 from kvsearch.plan import Profile, ProfileMetadata, Size
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.profile_arrays import BESIDE_TABLE, SignalAxes
-from kvsearch.strategies.joint import joint_plan, policy_curves
+from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
 from tests.signals.profiles import make_signals, signal_metadata
 
 SEEDS = Path(__file__).parents[1] / "robustness" / "seeds"
@@ -57,7 +57,7 @@ def test_a_minimum_that_is_no_share_gives_no_plan() -> None:
         told = origin.model_copy(update={"settings": {**origin.settings, "minimum": minimum}})
         other = Profile(found.metadata.model_copy(update={"provenance": told}), found.arrays)
         with pytest.raises(UsageError, match=r"has a minimum of .*, which is a share of 0 to 1"):
-            joint_plan(policy_curves(other), Size(16))
+            make_joint_plan(read_policy_curves(other), Size(16))
 
 
 AXES: dict[str, Any] = {

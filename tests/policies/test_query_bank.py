@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.calibration.probe.bank import farthest, k_means
+from kvsearch.calibration.probe.bank import choose_by_k_means, choose_farthest
 from kvsearch.core.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.models.architecture import unrotate
 from tests import tiny
@@ -128,8 +128,8 @@ def test_weights_that_cannot_be_used() -> None:
 def test_a_bank_is_chosen_of_the_queries(tokens: int, count: int, seed: int) -> None:
     """Every query of it is one of those given, of the same token in all query heads; none is there twice."""
     queries = torch.randn(1, 2, 2, tokens, 3, generator=torch.Generator().manual_seed(seed))
-    apart_most = farthest(queries, count)
-    for found in (apart_most, k_means(queries, apart_most)):
+    apart_most = choose_farthest(queries, count)
+    for found in (apart_most, choose_by_k_means(queries, apart_most)):
         assert found.shape == (1, 2, 2, min(count, tokens), 3)
         for head in range(2):
             apart = (found[0, head, :, :, None] - queries[0, head, :, None]).abs().amax((0, -1))  # [N, M]
@@ -142,5 +142,7 @@ def test_farthest_points_and_centres() -> None:
     """Two clusters and one far point: the far one first; centres are of the clusters."""
     line = torch.tensor([0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 20.0])
     queries = line.view(1, 1, 1, -1, 1)
-    assert farthest(queries, 3).flatten().tolist() == pytest.approx([20, 0, 5.2])
-    assert sorted(k_means(queries, farthest(queries, 3)).flatten().tolist()) == pytest.approx([0.1, 5.1, 20])
+    assert choose_farthest(queries, 3).flatten().tolist() == pytest.approx([20, 0, 5.2])
+    assert sorted(choose_by_k_means(queries, choose_farthest(queries, 3)).flatten().tolist()) == pytest.approx(
+        [0.1, 5.1, 20]
+    )

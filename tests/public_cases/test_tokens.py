@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsearch
-from kvsearch.calibration.prompts import data_of_tasks, prompts_of
+from kvsearch.calibration.prompts import encode_prompts, make_task_data
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.models.loading import LoadedModel
@@ -125,7 +125,7 @@ def test_a_calibration_forces_the_tokens_that_an_evaluation_scores(kind: str) ->
     loaded = LoadedModel("tiny", model, made, compute_fingerprint(model, "tiny"))
     task = TextTask("t", TEXT * 20, 24)
     scored = encode(made, task, task.examples(3, 0, make_token_counter(made))).prompts
-    forced = prompts_of(loaded, data_of_tasks(loaded, [task], 3, 0))
+    forced = encode_prompts(loaded, make_task_data(loaded, [task], 3, 0))
     assert len(forced) == len(scored) == 3
     for calibrated, prompt in zip(forced, scored, strict=True):
         [question] = prompt.questions

@@ -15,15 +15,15 @@ from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.reply_store import REPLY_FILES, open_run
 from kvsearch.evaluation.samples import write_samples
-from kvsearch.exporters.base import Exported
+from kvsearch.exporters.base import ExportedFiles
 from kvsearch.jobs.export import write_files
 from kvsearch.plan import save_plan
 from kvsearch.report.integrity import CHECKSUM_MISMATCH, Verification
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.run import finish_run, mark_unfinished, write_json
-from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.methods import Size, find_methods
+from kvsearch.strategies.methods import Size, parse_methods
+from kvsearch.strategies.ready_methods import prepare_methods
 from tests import tiny
 from tests.combinations import every_value
 from tests.plan.builders import make_plan, phase_dict
@@ -33,7 +33,7 @@ from tests.plan.builders import make_plan, phase_dict
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished evaluation of a tiny model."""
     directory, model = tmp_path_factory.mktemp("integrity") / "run", tiny.loaded()
-    ready = sweep(model, find_methods("pyramid,tova", ["window=3"]), [Size(8)], "prefill")
+    ready = prepare_methods(model, parse_methods("pyramid,tova", ["window=3"]), [Size(8)], "prefill")
     one = prepare(model, ready, ready[1].name, Split([tiny.listed((60, 2), (48, 1))], batch=1))
     with open_run(directory, one.config()) as (opened, store):
         result = one.run(store=store)
@@ -158,7 +158,7 @@ def test_weights_are_those_of_their_name(tmp_path: Path) -> None:
 
 def test_files_in_the_form_of_another_tool_are_known_by_their_checksums(tmp_path: Path) -> None:
     files = {"config.json": b'{"input_dim": 8}', "model.safetensors": save({"weight": np.zeros(2)})}
-    write_files(Exported(files, ()), tmp_path / "made", force=False)
+    write_files(ExportedFiles(files, ()), tmp_path / "made", force=False)
     assert [(one.state, one.what) for one in Verification([tmp_path / "made"]).artefacts] == [
         ("whole", "checksums of 2 files"), ("whole", "a file"), ("whole", "a file"),
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from kvsearch.report.table import Cell, Table, to_csv, to_latex, to_markdown
 from kvsearch.results.evaluation import EvaluationResult, make_needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.base import Coverage
 from kvsearch.tasks.niah import GridCell
 from tests.evaluation.results import as_if, rendered

@@ -32,7 +32,7 @@ def test_a_directory_that_is_an_output_is_locked() -> None:
     """Whatever `-o` says is a directory is one that its job has the lock of."""
     checked = set()
     for options in option_models():
-        _, option = options.offered().get("output", (None, None))
+        _, option = options.list_options().get("output", (None, None))
         if option is not None and ("Directory" in option.help or option.metavar == "DIR"):
             made = options.model_construct(output=Path("place"), model="tiny")
             assert made.directories == (Path("place"),), options

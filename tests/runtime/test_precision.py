@@ -16,7 +16,7 @@ from kvsearch.runtime.attention import make_causal_mask
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.logits import Logits, multiply
-from kvsearch.search.bank.passes import VisibleKV, prefix_attention
+from kvsearch.search.bank.passes import VisibleKV, attend_prefix
 from tests.combinations import in_turn
 from tests.policies.contract import DIM
 from tests.runtime.layers import Layer, Scene
@@ -142,7 +142,7 @@ def test_candidates_of_a_bank(dtype: torch.dtype, softcap: float | None) -> None
     query, keys, values = (tensor[:1] for tensor in (made.query[:, :, -1:], made.key, made.value))
     logits = Logits(made.logits.scaling, softcap)
     parts = [VisibleKV(keys[:, :, part], values[:, :, part], None) for part in (slice(14), slice(14, None))]
-    found = prefix_attention(query, parts[0], parts[1], logits)
+    found = attend_prefix(query, parts[0], parts[1], logits)
     scores = query.double().view(2, 2, -1) @ keys[0].double().transpose(-1, -2) * logits.scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

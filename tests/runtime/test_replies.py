@@ -19,7 +19,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.decode.replies import Finished, Replies
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import read
-from kvsearch.strategies.compared import equal_uniform
+from kvsearch.strategies.ready_methods import spread_evenly
 from tests import families as all_families
 from tests.combinations import every_value
 from tests.families import EACH_FAMILY, FAMILIES, prompts
@@ -71,7 +71,7 @@ def both_phases(model: Any) -> Program:
     def total(length: int) -> int:
         return heads * max(1, length // 3)
 
-    return equal_uniform(model, create_policy("tova"), {"prefill": total, "decode": total})
+    return spread_evenly(model, create_policy("tova"), {"prefill": total, "decode": total})
 
 
 def plain(model: Any, ids: Tensor, count: int) -> list[int]:
@@ -182,7 +182,7 @@ def evicting(name: str, **params: Any) -> Callable[[Any], Program]:
 
     def program(model: Any) -> Program:
         heads = len(describe(model).full_layers) * describe(model).kv_heads
-        return equal_uniform(model, create_policy(name, params), {"decode": lambda _: 26 * heads})
+        return spread_evenly(model, create_policy(name, params), {"decode": lambda _: 26 * heads})
 
     program.__name__ = f"evicting_{name}"
     return program
@@ -324,7 +324,7 @@ def test_the_sequence_whose_scores_are_nan_is_known(policy: Policy, row: int) ->
     with torch.no_grad():
         model.model.embed_tokens.weight[96] = float("nan")
     ids = prompts(2, 30)[0].clamp(max=95)
-    program = equal_uniform(model, policy, dict.fromkeys(("prefill", "decode"), lambda _: 160))
+    program = spread_evenly(model, policy, dict.fromkeys(("prefill", "decode"), lambda _: 160))
     with attach(model, program) as planned:
         cache = planned.read(ids)
         token = torch.zeros(2, 1, dtype=torch.long)
@@ -347,7 +347,7 @@ class Broken(StreamingLLM):
 def test_scores_that_are_nan_while_replying_are_refused() -> None:
     """Whose logits are finite: entries of such scores would never leave."""
     model = build("llama")
-    program = equal_uniform(model, Broken(), {"decode": lambda _: 160})
+    program = spread_evenly(model, Broken(), {"decode": lambda _: 160})
     for way, answers in (("ask", [NEW] * 3), ("predict", [[1, 2]] * 3)):
         with running(model, NAME):
             reply = getattr(replies_of(model, program, CONTEXTS), way)

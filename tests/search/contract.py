@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvsearch.core.arrays import Vector
-from kvsearch.search.optimisers import CMA, Golden, Mixed, Optimiser, Problem
+from kvsearch.search.optimisers import CMA, GoldenSection, MixedSearch, Optimiser, Problem
 
-OPTIMISERS: dict[str, type[Optimiser]] = {"cma": CMA, "golden": Golden, "mixed": Mixed}
+OPTIMISERS: dict[str, type[Optimiser]] = {"cma": CMA, "golden": GoldenSection, "mixed": MixedSearch}
 
 
 def create_optimiser(name: str, start: Any, lower: Any, upper: Any, seed: int, **options: Any) -> Optimiser:

@@ -16,10 +16,10 @@ from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import SPLIT_USES, Evolved, PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.start_plans import Base
+from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import TrialLog
 from tests import tiny
-from tests.search.searching import Silent
+from tests.search.searching import NullReporter
 
 CONTEXTS, LENGTH, QUESTIONS, BUDGET = 4, 100, 2, 12
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3})
@@ -50,7 +50,7 @@ def prepare(
 ) -> PreparedSearch:
     """A search that is ready to run."""
     how = settings_of(**changes)
-    base = Base.of(loaded, POLICY, parse_phases(how.phases))
+    base = SearchSetup.of(loaded, POLICY, parse_phases(how.phases))
     asked = splits(contexts).items()
     parts = {name: replace(split, protocol=how.protocol, seed=how.seed) for name, split in asked}
     (prepared,) = prepare_searches(base, {budget: plans or {}}, how, parts)
@@ -60,12 +60,12 @@ def prepare(
 def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
     """All three parts."""
     with make_executor(prepared, prepared.cap) as executor, TrialLog(path) as log:
-        outcome = prepared.search(executor, log, None, Silent())
+        outcome = prepared.search(executor, log, None, NullReporter())
     return decide(prepared, outcome)
 
 
 def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:
     """The second and the third part."""
     choice = prepared.choose(outcome)
-    report = prepare_plans(prepared.base.loaded, prepared.reported_plans(choice), prepared.splits["report"]).run()
+    report = prepare_plans(prepared.setup.loaded, prepared.reported_plans(choice), prepared.splits["report"]).run()
     return Evolved(prepared, outcome, choice, report)

@@ -13,8 +13,8 @@ import numpy as np
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.search.loop import Search, SearchOutcome
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.stages import Frame, SearchStage
-from kvsearch.search.trials import JOB_SIZE, Candidate, Tables, ToldLine, TrialLog, TrialRunner
+from kvsearch.search.stages import BudgetBounds, SearchStage
+from kvsearch.search.trials import JOB_SIZE, Candidate, GenerationRecord, Tables, TrialLog, TrialRunner
 from kvsearch.workers.base import SerialExecutor
 from tests.runs.sealing import lines_of
 
@@ -55,7 +55,7 @@ class Measure:
         return [table for job in self.jobs for table in job]
 
 
-class Silent:
+class NullReporter:
     """A watcher that remembers."""
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class Silent:
         self.ends.append(why)
 
 
-def frame_of(layers: int = LAYERS, heads: int = HEADS, budget: int = BUDGET, most: int = 64) -> Frame:
+def frame_of(layers: int = LAYERS, heads: int = HEADS, budget: int = BUDGET, most: int = 64) -> BudgetBounds:
     """At least 4 entries in every head."""
     floors = np.full((layers, heads), 4, dtype=np.int64)
-    return Frame(budget, floors, np.full_like(floors, most))
+    return BudgetBounds(budget, floors, np.full_like(floors, most))
 
 
-def starts_of(frame: Frame) -> dict[str, Ints]:
+def starts_of(frame: BudgetBounds) -> dict[str, Ints]:
     """Even budgets, and more for the lower half of the layers."""
     uniform = np.full_like(frame.floors, frame.budget)
     lower = uniform + np.where(np.arange(frame.layers) < frame.layers // 2, 4, -4)[:, None]
@@ -97,8 +97,8 @@ def search_of(
     measure: Measure,
     allowed: int | None = None,
     starts: Mapping[str, Ints] | None = None,
-    frame: Frame | None = None,
-    watcher: Silent | None = None,
+    frame: BudgetBounds | None = None,
+    watcher: NullReporter | None = None,
     name: str = "",
     job_size: int = JOB_SIZE,
     **changes: Any,
@@ -107,7 +107,7 @@ def search_of(
     settings, frame = settings_of(**changes), frame or frame_of()
     trials = TrialRunner(SerialExecutor(measure), log, settings.objective, allowed, job_size)
     given = starts_of(frame) if starts is None else starts
-    return Search(settings, frame, given, trials, watcher or Silent(), name)
+    return Search(settings, frame, given, trials, watcher or NullReporter(), name)
 
 
 def run(path: Path, measure: Measure | None = None, allowed: int | None = None, **changes: Any) -> SearchOutcome:
@@ -116,9 +116,9 @@ def run(path: Path, measure: Measure | None = None, allowed: int | None = None, 
         return search_of(log, measure or Measure(), allowed, **changes).run()
 
 
-def generations_of(log: TrialLog, stage: str) -> list[ToldLine]:
+def generations_of(log: TrialLog, stage: str) -> list[GenerationRecord]:
     """The lines of a stage that say what was told."""
-    return [line for line in lines_of(log) if isinstance(line, ToldLine) and line.stage == stage]
+    return [line for line in lines_of(log) if isinstance(line, GenerationRecord) and line.stage == stage]
 
 
 def timeless(path: Path) -> list[dict[str, Any]]:

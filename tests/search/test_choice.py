@@ -22,11 +22,11 @@ from kvsearch.runtime import Program
 from kvsearch.search import evolve
 from kvsearch.search.evolve import PreparedSearch, keep_hard_questions, prepare_searches
 from kvsearch.search.loop import SearchOutcome
-from kvsearch.search.start_plans import Base
+from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import Candidate
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.selection import Rule
-from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.encode import collect_contexts, list_context_hashes
 from tests import tiny
 from tests.evaluation.results import as_if
@@ -169,7 +169,7 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
     whole = {name: replace(split, samples=4) for name, split in whole.items()}
     used = [hash_context(row.context) for split in whole.values() for row in rows_of(split.tasks)[:2]]
     plan = start_of(loaded, ContextRecord.model_validate({use: ContextSet.of(used)}))
-    base, how = Base.of(loaded, POLICY), settings_of()
+    base, how = SearchSetup.of(loaded, POLICY), settings_of()
     (prepared,) = prepare_searches(base, {BUDGET: {"mine": plan}}, how, whole)
     for name, split in whole.items():
         fresh = [hash_context(row.context) for row in rows_of(split.tasks)[2:]]
@@ -181,7 +181,9 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
 def test_a_context_in_two_splits_is_refused(loaded: LoadedModel) -> None:
     whole = splits()
     with pytest.raises(UsageError, match="is in the search and in the choice split"):
-        prepare_searches(Base.of(loaded, POLICY), {BUDGET: {}}, settings_of(), {**whole, "choice": whole["search"]})
+        prepare_searches(
+            SearchSetup.of(loaded, POLICY), {BUDGET: {}}, settings_of(), {**whole, "choice": whole["search"]}
+        )
 
 
 SCORES = {
@@ -226,6 +228,6 @@ def test_only_hard_questions_are_searched_on(loaded: LoadedModel) -> None:
 
 def test_too_few_hard_questions(loaded: LoadedModel) -> None:
     how = settings_of(hard_below=60)
-    (prepared,) = prepare_searches(Base.of(loaded, POLICY), {BUDGET: {}}, how, splits(answer="nowhere"))
+    (prepared,) = prepare_searches(SearchSetup.of(loaded, POLICY), {BUDGET: {}}, how, splits(answer="nowhere"))
     with pytest.raises(UsageError, match=r"of 8 questions the full cache answers 0 right, .* too few to search on"):
         keep_hard_questions([prepared])

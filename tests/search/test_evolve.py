@@ -20,8 +20,8 @@ from kvsearch.runtime import Program
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.spaces import chosen_of
-from kvsearch.search.start_plans import Base, start_tables
+from kvsearch.search.spaces import decode_choices
+from kvsearch.search.start_plans import SearchSetup, make_start_tables
 from kvsearch.search.trials import Candidate
 from tests import tiny
 from tests.search.evolving import (
@@ -74,12 +74,12 @@ def test_the_result_scores_below_no_start_where_it_is_chosen(found: tuple[Prepar
 def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], loaded: LoadedModel) -> None:
     prepared, evolved = found
     plan = evolved.choice.plan
-    phases = prepared.base.phases
-    assert plan.total == prepared.frame.total == evolved.choice.table.sum() / len(phases)
+    phases = prepared.setup.phases
+    assert plan.total == prepared.bounds.total == evolved.choice.table.sum() / len(phases)
     for phase, table in zip(phases, np.split(evolved.choice.table, len(phases)), strict=True):
         np.testing.assert_equal(compute_budgets(plan, phase, 1000), table)
         assert plan.phase(phase).total == prepared.budget * table.size
-    assert (plan.decode is None) == prepared.base.in_prefill
+    assert (plan.decode is None) == prepared.setup.evicts_prompts_only
     Program.from_plan(loaded.model, plan)
     assert plan.provenance.data_sha256 == prepared.data_sha256
     assert plan.provenance.settings["chosen"] == evolved.choice.name
@@ -116,7 +116,7 @@ def test_the_mean_is_among_the_finalists(loaded: LoadedModel, tmp_path: Path) ->
 def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: LoadedModel) -> None:
     """Layer 0 gets all that the floors of the others leave: even budgets score above that."""
     prepared = prepare(loaded, parity=True, budget=40)
-    table = prepared.base.floors.copy()
+    table = prepared.setup.floors.copy()
     table[0] += 40 * 6 - int(table[:, 0].sum())
     papers = Candidate(table, 9.0, "layers 0-1, generation 0, completed")
     other = Candidate(np.roll(prepared.starts["pyramid"], 1, axis=0), 1.0, "layers 2-3, generation 0, completed")
@@ -139,7 +139,7 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
 
 def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -> None:
     how = settings_of(objective="metric", generations=3)
-    (prepared,) = prepare_searches(Base.of(loaded, POLICY), {BUDGET: {}}, how, splits(answer="nowhere"))
+    (prepared,) = prepare_searches(SearchSetup.of(loaded, POLICY), {BUDGET: {}}, how, splits(answer="nowhere"))
     evolved = evolve(prepared, tmp_path / "l")
     assert evolved.outcome.flat
     assert "the metric is zero for all" in evolved.outcome.ended
@@ -175,7 +175,7 @@ def joint_start(loaded: LoadedModel) -> Plan:
 
 def prepared_jointly(loaded: LoadedModel, **changes: Any) -> PreparedSearch:
     how = EvolveSettings.model_validate({"space": "joint", "generations": 3, "finalists": 4, **changes})
-    base = Base.choosing(loaded, [KEYDIFF, POLICY])
+    base = SearchSetup.with_choices(loaded, [KEYDIFF, POLICY])
     (prepared,) = prepare_searches(base, {BUDGET: {"mine": joint_start(loaded)}}, how, splits())
     return prepared
 
@@ -187,14 +187,14 @@ def test_policies_and_budgets_are_searched_together(loaded: LoadedModel, tmp_pat
     assert list(prepared.starts) == ["uniform", "pyramid", "mine"]
     assert all(table.shape == (12, 4) and table.sum() == BUDGET * 24 for table in prepared.starts.values())
     evolved = evolve(prepared, tmp_path / "l")
-    kinds = {tuple(chosen_of(one.table, 2)) for one in evolved.outcome.pool}
+    kinds = {tuple(decode_choices(one.table, 2)) for one in evolved.outcome.pool}
     assert len(kinds) > 2
     assert all(one.table.sum() == BUDGET * 24 for one in evolved.outcome.pool)
     for one in evolved.outcome.pool[:3]:
         plan = prepared.plan(one.table, {})
         assert plan.total == BUDGET * 24
         names = [layer.policy.name for layer in plan.prefill.layers if layer is not None]
-        assert names == [(KEYDIFF, POLICY)[at].name for at in chosen_of(one.table, 2)]
+        assert names == [(KEYDIFF, POLICY)[at].name for at in decode_choices(one.table, 2)]
     lines = (tmp_path / "l").read_bytes()
     again = evolve(prepared, tmp_path / "l")
     assert (tmp_path / "l").read_bytes() == lines
@@ -203,16 +203,16 @@ def test_policies_and_budgets_are_searched_together(loaded: LoadedModel, tmp_pat
 
 def test_one_policy_leaves_nothing_to_choose(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="there is only snapkv: name others with --policy"):
-        Base.choosing(loaded, [POLICY, POLICY])
+        SearchSetup.with_choices(loaded, [POLICY, POLICY])
     with pytest.raises(UsageError, match="begins with the policies of a plan"):
-        start_tables(Base.choosing(loaded, [POLICY, KEYDIFF]), BUDGET, {})
+        make_start_tables(SearchSetup.with_choices(loaded, [POLICY, KEYDIFF]), BUDGET, {})
     other = create_policy("snapkv", {"window": 3})
     with pytest.raises(UsageError, match="start plan mine has policy keydiff with other parameters"):
-        start_tables(Base.choosing(loaded, [POLICY, other]), BUDGET, {"mine": joint_start(loaded)})
+        make_start_tables(SearchSetup.with_choices(loaded, [POLICY, other]), BUDGET, {"mine": joint_start(loaded)})
 
 
 def test_a_group_size_that_nobody_stated_is_no_larger_than_the_model(loaded: LoadedModel) -> None:
     how = EvolveSettings.model_validate({"generations": 1})
     assert how.group_size == 8
-    (made,) = prepare_searches(Base.of(loaded, POLICY), {BUDGET: {}}, how, splits())
+    (made,) = prepare_searches(SearchSetup.of(loaded, POLICY), {BUDGET: {}}, how, splits())
     assert made.settings.group_size == 6

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Ints, Vector
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.search import loop
-from kvsearch.search.loop import SearchOutcome, cache_score, fitness, loss_score, worst_of
-from kvsearch.search.stages import Frame
+from kvsearch.search.loop import SearchOutcome, cache_score, fitness, loss_score, penalise_failures
+from kvsearch.search.stages import BudgetBounds
 from kvsearch.search.trials import Candidate, TrialLog
 from tests.search.searching import (
     BUDGET,
     HEADS,
     LAYERS,
     Measure,
-    Silent,
+    NullReporter,
     frame_of,
     generations_of,
     mean_loss,
@@ -55,7 +55,7 @@ def measure_for(mode: dict[str, Any], **more: Any) -> Measure:
 
 
 def test_start_plans_come_first_and_the_best_of_them_is_where_it_begins(tmp_path: Path) -> None:
-    measure, watcher = Measure(), Silent()
+    measure, watcher = Measure(), NullReporter()
     with TrialLog(tmp_path / "l") as ledger:
         search_of(ledger, measure, watcher=watcher).run()
     starts = starts_of(frame_of())
@@ -102,7 +102,7 @@ def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path
 def test_searches_with_names_share_a_ledger(tmp_path: Path) -> None:
     with TrialLog(tmp_path / "l") as ledger:
         first = search_of(ledger, Measure(), name="a: ").run()
-        measure, watcher = Measure(), Silent()
+        measure, watcher = Measure(), NullReporter()
         second = search_of(ledger, measure, watcher=watcher, name="b: ").run()
         assert {line.stage[:3] for line in generations_of(ledger, "a: layers 0-1")} == {"a: "}
     assert watcher.stages[0] == "b: start plans"
@@ -133,7 +133,7 @@ def test_no_candidate_is_measured_twice(tmp_path: Path) -> None:
 def test_equal_values_end_a_search_once_every_stage_was_tried(
     changes: dict[str, Any], loss: float, words: str, tmp_path: Path
 ) -> None:
-    watcher, measure = Silent(), Measure(lambda *_: loss)
+    watcher, measure = NullReporter(), Measure(lambda *_: loss)
     outcome = run(tmp_path / "l", measure, watcher=watcher, **changes)
     assert outcome.flat
     assert outcome.ended.endswith(words)
@@ -149,7 +149,7 @@ def last_layer_retrieves(table: Ints, sample: int) -> float:
 
 @pytest.mark.parametrize("changes", [{}, {"group_size": 1}, {"space": "layers"}])
 def test_a_flat_stage_says_nothing_of_the_others(changes: dict[str, Any], tmp_path: Path) -> None:
-    watcher = Silent()
+    watcher = NullReporter()
     outcome = run(
         tmp_path / "l", Measure(last_layer_retrieves), watcher=watcher, objective="metric", generations=6, **changes
     )
@@ -180,7 +180,7 @@ class TestFailures:
         def loss(table: Ints, sample: int) -> float:
             return math.nan if table[0, 0] > 22 else smooth(table, sample)
 
-        measure, watcher = Measure(loss), Silent()
+        measure, watcher = Measure(loss), NullReporter()
         outcome = run(tmp_path / "l", measure, watcher=watcher)
         failed = [generation for generation in watcher.generations if any(map(math.isnan, generation[2]))]
         assert failed, "no candidate failed"
@@ -196,7 +196,7 @@ class TestFailures:
     @pytest.mark.parametrize("changes", [{"group_size": 3}, {"space": "layers"}, {"group_size": 1}])
     def test_a_failure_makes_no_difference_between_plans(self, changes: dict[str, Any], tmp_path: Path) -> None:
         """One candidate fails, and the flat stages end as they do without it, in steps that double; so after a cut."""
-        clean = Silent()
+        clean = NullReporter()
         run(tmp_path / "clean", Measure(lambda *_: 0.25), generations=10, watcher=clean, **changes)
         with TrialLog(tmp_path / "clean") as ledger:
             (name, *_) = [stage for stage, _, _ in clean.generations if stage != "start"]
@@ -208,7 +208,7 @@ class TestFailures:
         def loss(table: Ints, sample: int) -> float:
             return math.nan if table.tobytes() == bad else 0.25
 
-        watcher = Silent()
+        watcher = NullReporter()
         outcome = run(tmp_path / "l", Measure(loss), generations=10, watcher=watcher, **changes)
         assert any(math.isnan(value) for _, _, values in watcher.generations for value in values)
         assert outcome.flat
@@ -254,8 +254,8 @@ class TestFailures:
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1))
 def test_a_failure_is_worse_than_everything_and_finite(values: list[float]) -> None:
-    assert math.isfinite(worst_of(values))
-    assert worst_of(values) > max(values)
+    assert math.isfinite(penalise_failures(values))
+    assert penalise_failures(values) > max(values)
 
 
 class TestLimits:
@@ -317,7 +317,7 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     completed = {(11, 11, 3, 7): 0.705}
     script = [[[1.5, 1.5], [0.5, 1.0]], [[0.5, 0.5], [0.5, 1.0]]]
     log: list[tuple[Sequence[Vector], list[float]]] = []
-    monkeypatch.setattr(loop, "optimiser_of", lambda _: Scripted(script, log))
+    monkeypatch.setattr(loop, "create_optimiser", lambda _: Scripted(script, log))
     asked: list[tuple[int, ...]] = []
 
     def loss(table: Ints, sample: int) -> float:
@@ -327,7 +327,7 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return -math.log({**scores, **completed}[key])
 
     floors = np.ones((4, 1), dtype=np.int64)
-    frame = Frame(8, floors, np.full_like(floors, 64))
+    frame = BudgetBounds(8, floors, np.full_like(floors, 64))
     starts = {"uniform": np.full((4, 1), 8, dtype=np.int64)}
     outcome = run(tmp_path / "l", Measure(loss), frame=frame, starts=starts, parity=True, generations=1, finalists=1)
     assert asked[:5] == list(scores)

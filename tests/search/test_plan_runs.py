@@ -22,10 +22,10 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.shared_prefill import JointReplies
 from kvsearch.search import evaluators
-from kvsearch.search.bank.samples import BankSample, bank_samples
-from kvsearch.search.evaluators import PlanRuns, make_executor, worker_factory
+from kvsearch.search.bank.samples import BankSample, list_samples
+from kvsearch.search.evaluators import PlanEvaluator, make_executor, make_worker_factory
 from kvsearch.search.evolve import PreparedSearch
-from kvsearch.search.start_plans import Base
+from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import Evaluator
 from kvsearch.workers.models import ModelSource
 from kvsearch.workers.ray import import_ray
@@ -43,7 +43,7 @@ def model_of(family: str = "llama") -> LoadedModel:
     return tiny.loaded(family, tie_word_embeddings=False)
 
 
-def candidates_of(loaded: LoadedModel, base: Base, count: int, most: int = 40) -> list[Ints]:
+def candidates_of(loaded: LoadedModel, base: SearchSetup, count: int, most: int = 40) -> list[Ints]:
     tables = random_candidates(loaded, count * len(base.phases), most)
     return [np.concatenate(tables[n::count]) for n in range(count)]
 
@@ -60,9 +60,9 @@ def logits_of(loaded: LoadedModel, program: Program, sample: BankSample) -> Tens
 @every_value(family=["llama", "gemma2"], protocol=PROTOCOLS, name=PHASES)
 def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Protocol, name: str) -> None:
     loaded = model_of(family)
-    base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, protocol, *SHAPES)
+    base, samples = SearchSetup.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, protocol, *SHAPES)
     candidates = candidates_of(loaded, base, 2)
-    found = PlanRuns(base, samples, batch=2).evaluate(candidates)
+    found = PlanEvaluator(base, samples, batch=2).evaluate(candidates)
     expected = [
         [losses_of(sample, [logits_of(loaded, Program.from_plan(loaded.model, base.plan(table, {}, 0)), sample)])[0]
          for sample in samples]
@@ -75,9 +75,9 @@ def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Prot
 @every_value(protocol=PROTOCOLS, name=PHASES)
 def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> None:
     loaded = model_of()
-    base, tasks = Base.of(loaded, SNAPKV, PHASES[name]), encoded(loaded, *SHAPES)
-    samples, candidates = bank_samples(tasks, protocol), candidates_of(loaded, base, 3, 12)
-    found = PlanRuns(base, samples, batch=2, objective="metric").evaluate(candidates)
+    base, tasks = SearchSetup.of(loaded, SNAPKV, PHASES[name]), encoded(loaded, *SHAPES)
+    samples, candidates = list_samples(tasks, protocol), candidates_of(loaded, base, 3, 12)
+    found = PlanEvaluator(base, samples, batch=2, objective="metric").evaluate(candidates)
     programs = {
         str(number): Program.from_plan(loaded.model, base.plan(table, {}, 0)) for number, table in enumerate(candidates)
     }
@@ -92,8 +92,11 @@ def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> Non
 
 def test_what_it_takes() -> None:
     loaded = model_of()
-    base, samples = Base.of(loaded, SNAPKV, PHASES["decode"]), samples_of(loaded, "question-agnostic", (60, 1), (90, 1))
-    runs, candidates = PlanRuns(base, samples), candidates_of(loaded, base, 2)
+    base, samples = (
+        SearchSetup.of(loaded, SNAPKV, PHASES["decode"]),
+        samples_of(loaded, "question-agnostic", (60, 1), (90, 1)),
+    )
+    runs, candidates = PlanEvaluator(base, samples), candidates_of(loaded, base, 2)
     runs.evaluate(candidates)
     prompts = sum({sample.prompt_sha256: len(sample.prompt) for sample in samples}.values())  # once for both candidates
     assert runs.tokens_spent == prompts + 2 * sum(len(sample.following) for sample in samples)
@@ -103,17 +106,17 @@ def test_what_it_takes() -> None:
 def test_policies_without_one_order_of_entries_can_be_searched(policy: Policy) -> None:
     """The bank refuses those that merge."""
     loaded = model_of()
-    base, samples = Base.of(loaded, policy, PHASES["decode"]), samples_of(loaded, "question-agnostic")
-    found = PlanRuns(base, samples).evaluate([np.full_like(base.floors, int(base.floors.max()) + 4)])
+    base, samples = SearchSetup.of(loaded, policy, PHASES["decode"]), samples_of(loaded, "question-agnostic")
+    found = PlanEvaluator(base, samples).evaluate([np.full_like(base.floors, int(base.floors.max()) + 4)])
     assert np.isfinite(found).all()
 
 
 @pytest.mark.parametrize("name", PHASES)
 def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = model_of()
-    base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic", *SHAPES)
+    base, samples = SearchSetup.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic", *SHAPES)
     candidates = candidates_of(loaded, base, 3)
-    expected = PlanRuns(base, samples).evaluate(candidates)
+    expected = PlanEvaluator(base, samples).evaluate(candidates)
     read = evaluators.compress_prompts
 
     def cramped(model: Any, programs: Mapping[str, Program], *rest: Any) -> Iterator[JointReplies]:
@@ -122,12 +125,12 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
         return read(model, programs, *rest)
 
     monkeypatch.setattr(evaluators, "compress_prompts", cramped)
-    np.testing.assert_allclose(PlanRuns(base, samples).evaluate(candidates), expected, atol=TOLERANCE)
+    np.testing.assert_allclose(PlanEvaluator(base, samples).evaluate(candidates), expected, atol=TOLERANCE)
 
 
 def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
     """Built as in a worker, of what is sent to it."""
-    factory = pickle.loads(import_ray().cloudpickle.dumps(worker_factory(prepared, source, prepared.cap)))
+    factory = pickle.loads(import_ray().cloudpickle.dumps(make_worker_factory(prepared, source, prepared.cap)))
     return factory()
 
 

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.search.spaces import Group, Heads, Joint, Layers, Parity, Phases, Space, chosen_of, layer_groups, placed
+from kvsearch.search.spaces import (
+    Group,
+    Heads,
+    Joint,
+    Layers,
+    Parity,
+    Phases,
+    Space,
+    decode_choices,
+    encode_choices,
+    number_groups,
+)
 from tests.examples import at_most
 
 
@@ -73,7 +84,7 @@ def joint_of(draw: st.DrawFn) -> tuple[Space, int]:
     low = np.concatenate([np.minimum(floors + 2 * choice, table) for choice in range(choices)])
     low[: len(table)] = floors
     assume(table.sum() > low.reshape(choices, *table.shape)[layers % choices, layers].sum())
-    tables = [placed(table, (layers + turn) % choices, choices) for turn in range(draw(st.integers(1, 2)))]
+    tables = [encode_choices(table, (layers + turn) % choices, choices) for turn in range(draw(st.integers(1, 2)))]
     high = np.tile(caps, (choices, 1))
     return Joint(tables, low, high, choices, draw(st.integers(1, len(table) - 1))), int(table.sum())
 
@@ -108,7 +119,7 @@ def cases(draw: st.DrawFn, name: str) -> tuple[Space, Any, Any]:
 @given(st.data())
 def test_tables_are_whole_and_have_the_exact_total(name: str, data: st.DataObject) -> None:
     space, total, point = data.draw(cases(name))
-    table = space.budgets(point)
+    table = space.make_table(point)
     assert table.dtype == np.int64
     assert table.shape == space.shape
     assert table.min() >= 0
@@ -125,7 +136,7 @@ def test_projection_is_idempotent_within_bounds_and_changes_no_budget(name: str,
     assert (projected >= space.lower).all()
     assert (projected <= space.upper).all()
     assert space.project(projected).tolist() == projected.tolist()
-    assert space.budgets(projected).tolist() == space.budgets(point).tolist()
+    assert space.make_table(projected).tolist() == space.make_table(point).tolist()
     assert point.tolist() == before.tolist()
 
 
@@ -133,11 +144,11 @@ def test_projection_is_idempotent_within_bounds_and_changes_no_budget(name: str,
 @given(st.data())
 def test_the_point_of_a_table_stands_for_that_table(name: str, data: st.DataObject) -> None:
     space, _, point = data.draw(cases(name))
-    table = space.budgets(point)
-    found = space.point_of(table)
+    table = space.make_table(point)
+    found = space.find_point(table)
     assert (found >= space.lower).all()
     assert (found <= space.upper).all()
-    assert space.budgets(found).tolist() == table.tolist()
+    assert space.make_table(found).tolist() == table.tolist()
 
 
 @pytest.mark.parametrize("name", ["heads", "group"])
@@ -152,7 +163,7 @@ def test_floors_and_caps_hold(name: str, data: st.DataObject) -> None:
         space = Group(table, rows(0), floors, caps)
         assume(space._fewest <= space._fullest)
     point = np.array(data.draw(st.lists(st.floats(-3, 9), min_size=space.dimension, max_size=space.dimension)))
-    budgets = space.budgets(point)
+    budgets = space.make_table(point)
     assert (budgets >= floors).all()
     assert (budgets <= caps).all()
 
@@ -164,38 +175,38 @@ HIGH = full(6, 2, 90)
 
 
 def joint_space(*chosen: list[int]) -> Joint:
-    tables = [placed(table, np.array(some), 2) for table, some in zip((FIRST, SECOND), chosen, strict=False)]
+    tables = [encode_choices(table, np.array(some), 2) for table, some in zip((FIRST, SECOND), chosen, strict=False)]
     return Joint(tables, FLOORS, full(6, 2, 90), 2)
 
 
 def test_a_point_has_a_policy_and_a_multiplier_for_every_layer() -> None:
     space = joint_space([0, 1, 0])
     assert space.categories.tolist() == [2, 2, 2, 0, 0, 0]
-    table = placed(FIRST, np.array([0, 1, 0]), 2)
-    assert space.point_of(table) == pytest.approx([0, 1, 0, 0, 0, 0])
-    assert space.budgets(space.point_of(table)).tolist() == table.tolist()
-    more = space.budgets(np.array([0, 1, 0, 1.0, 0, 0]))
+    table = encode_choices(FIRST, np.array([0, 1, 0]), 2)
+    assert space.find_point(table) == pytest.approx([0, 1, 0, 0, 0, 0])
+    assert space.make_table(space.find_point(table)).tolist() == table.tolist()
+    more = space.make_table(np.array([0, 1, 0, 1.0, 0, 0]))
     assert more.sum() == 120
     assert more[0].sum() > 40
-    assert (chosen_of(more, 2) == [0, 1, 0]).all()
+    assert (decode_choices(more, 2) == [0, 1, 0]).all()
 
 
 def test_a_layer_that_takes_another_policy_keeps_its_total_in_the_shares_of_a_plan_that_has_it() -> None:
     space = joint_space([0, 0, 0], [1, 1, 1])
-    moved = space.budgets(np.array([1.0, 0, 0, 0, 0, 0]))
+    moved = space.make_table(np.array([1.0, 0, 0, 0, 0, 0]))
     assert moved[0].tolist() == [0, 0]
     assert moved[3].tolist() == [30, 10]  # 28 above the floors of 6, shared as 24 to 4
     assert moved[1:3].tolist() == FIRST[1:].tolist()
-    assert joint_space([0, 0, 0]).budgets(np.array([1.0, 0, 0, 0, 0, 0]))[3].tolist() == [10, 30]  # as before
+    assert joint_space([0, 0, 0]).make_table(np.array([1.0, 0, 0, 0, 0, 0]))[3].tolist() == [10, 30]  # as before
 
 
 def test_a_layer_at_its_floor_can_gain_entries() -> None:
     table = np.array([[4, 4], [30, 42], [20, 20]])
-    whole = placed(table, np.zeros(3, dtype=np.int64), 2)
+    whole = encode_choices(table, np.zeros(3, dtype=np.int64), 2)
     space = Joint([whole], FLOORS, full(6, 2, 90), 2)
-    assert space.point_of(whole) == pytest.approx([0, 0, 0, -3, 0, 0])
-    assert space.budgets(space.point_of(whole)).tolist() == whole.tolist()
-    more = space.budgets(np.array([0.0, 0, 0, 0, -1, -1]))
+    assert space.find_point(whole) == pytest.approx([0, 0, 0, -3, 0, 0])
+    assert space.make_table(space.find_point(whole)).tolist() == whole.tolist()
+    more = space.make_table(np.array([0.0, 0, 0, 0, -1, -1]))
     assert more.sum() == 120
     assert more[0].tolist() == [15, 15]  # 0.5 e^3 = 10.0 beside 96 / e = 35.3 of 96 entries: 10.6 each
 
@@ -208,10 +219,10 @@ def test_a_start_with_layers_at_their_floors_is_met_exactly(data: st.DataObject)
     above[1::2] *= data.draw(st.booleans())
     assume(above.any())
     table = 4 + np.stack([above, above // 2], axis=1)
-    whole = placed(table, np.zeros(layers, dtype=np.int64), 2)
+    whole = encode_choices(table, np.zeros(layers, dtype=np.int64), 2)
     floors = np.concatenate([full(layers, 2, 4), full(layers, 2, 4)])
     space = Joint([whole], floors, full(2 * layers, 2, 10_000), 2, data.draw(st.integers(1, layers - 1)))
-    assert space.budgets(space.point_of(whole)).tolist() == whole.tolist()
+    assert space.make_table(space.find_point(whole)).tolist() == whole.tolist()
 
 
 @given(st.data())
@@ -219,8 +230,8 @@ def test_a_start_with_layers_at_their_floors_is_met_exactly(data: st.DataObject)
 def test_floors_are_those_of_the_policy_of_a_layer(data: st.DataObject) -> None:
     space = joint_space([0, 1, 0], [1, 1, 1])
     point = np.array(data.draw(st.lists(st.floats(-4, 4), min_size=6, max_size=6)))
-    table = space.budgets(point)
-    chosen = chosen_of(table, 2)
+    table = space.make_table(point)
+    chosen = decode_choices(table, 2)
     assert chosen.tolist() == space.project(point)[:3].tolist()
     rows = table.reshape(2, 3, 2)
     assert (rows[chosen, np.arange(3)] >= FLOORS.reshape(2, 3, 2)[chosen, np.arange(3)]).all()
@@ -231,9 +242,14 @@ def test_floors_are_those_of_the_policy_of_a_layer(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Joint([placed(full(3, 2, 4), np.zeros(3, int), 2)], FLOORS, full(6, 2, 90), 2), "all at their floor"),
         (
-            lambda: Joint([placed(FIRST, np.zeros(3, int), 2)], FLOORS + np.repeat([0, 15], 3)[:, None], HIGH, 2),
+            lambda: Joint([encode_choices(full(3, 2, 4), np.zeros(3, int), 2)], FLOORS, full(6, 2, 90), 2),
+            "all at their floor",
+        ),
+        (
+            lambda: Joint(
+                [encode_choices(FIRST, np.zeros(3, int), 2)], FLOORS + np.repeat([0, 15], 3)[:, None], HIGH, 2
+            ),
             "a total of 120 is below the 126 entries that layers always keep",
         ),
     ],
@@ -251,8 +267,8 @@ def test_layers_are_water_filled_onto_the_total() -> None:
     assert space.dimension == 4
     assert space.lower.tolist() == [0.25] * 4
     assert space.upper.tolist() == [3.25] * 4  # 130 = 160 - 3 * 10
-    assert space.budgets(np.ones(4)).tolist() == [[40, 40]] * 4
-    assert space.budgets(np.array([0.4, 0.8, 1.2, 1.6])).tolist() == [[16, 16], [32, 32], [48, 48], [64, 64]]
+    assert space.make_table(np.ones(4)).tolist() == [[40, 40]] * 4
+    assert space.make_table(np.array([0.4, 0.8, 1.2, 1.6])).tolist() == [[16, 16], [32, 32], [48, 48], [64, 64]]
     assert space.project(np.array([0.8, 1.6, 2.4, 3.2])).tolist() == pytest.approx([0.4, 0.8, 1.2, 1.6])  # a ray
     np.testing.assert_allclose(space.project(np.array([0.25, 3.25, 3.25, 3.25])), [0.25, 1.25, 1.25, 1.25])  # floor
     np.testing.assert_allclose(space.project(np.array([0.0, 0.0, 0.0, 9.0])) * 40, [10, 10, 10, 130])
@@ -260,7 +276,7 @@ def test_layers_are_water_filled_onto_the_total() -> None:
 
 def test_one_group_of_all_layers_leaves_nothing_to_search() -> None:
     with pytest.raises(UsageError, match="one group of 4 has all 4 layers"):
-        layer_groups(4, 4)
+        number_groups(4, 4)
 
 
 def test_parity_changes_its_layers_only_and_has_no_total() -> None:
@@ -269,20 +285,20 @@ def test_parity_changes_its_layers_only_and_has_no_total() -> None:
     assert space.dimension == 2
     assert (space.lower * 128).tolist() == [33, 33]
     assert space.upper.tolist() == [2.0, 2.0]
-    assert (space.point_of(table) * 128).tolist() == [100, 90]
-    budgets = space.budgets(np.array([1.5 + 0.5 / 128, 0.1]))  # halves up; not below the floor
+    assert (space.find_point(table) * 128).tolist() == [100, 90]
+    budgets = space.make_table(np.array([1.5 + 0.5 / 128, 0.1]))  # halves up; not below the floor
     assert budgets.tolist() == [[128, 128], [193, 193], [128, 128], [33, 33]]
-    assert space.budgets(np.array([9.0, 9.0]))[[1, 3], 0].tolist() == [256, 256]
+    assert space.make_table(np.array([9.0, 9.0]))[[1, 3], 0].tolist() == [256, 256]
 
 
 def test_other_layers_make_room_for_a_group() -> None:
     table = np.array([[40, 40], [20, 60], [10, 70], [40, 40]])
     space = Group(table, rows(0), full(4, 2, 5), ENDLESS)
-    assert space.point_of(table).tolist() == [1.0]
-    assert space.budgets(space.point_of(table)).tolist() == table.tolist()
-    assert space.budgets(np.array([1.6])).tolist() == [[64, 64], [16, 48], [8, 56], [32, 32]]  # 0.8 of what they had
-    assert space.budgets(np.array([0.4])).tolist() == [[16, 16], [24, 72], [12, 84], [48, 48]]
-    assert space.budgets(np.array([99.0])).tolist() == [[145, 145], [5, 5], [5, 5], [5, 5]]
+    assert space.find_point(table).tolist() == [1.0]
+    assert space.make_table(space.find_point(table)).tolist() == table.tolist()
+    assert space.make_table(np.array([1.6])).tolist() == [[64, 64], [16, 48], [8, 56], [32, 32]]  # 0.8 of what they had
+    assert space.make_table(np.array([0.4])).tolist() == [[16, 16], [24, 72], [12, 84], [48, 48]]
+    assert space.make_table(np.array([99.0])).tolist() == [[145, 145], [5, 5], [5, 5], [5, 5]]
 
 
 def test_a_group_stops_where_the_others_are_at_their_bounds() -> None:
@@ -290,11 +306,11 @@ def test_a_group_stops_where_the_others_are_at_their_bounds() -> None:
     space = Group(table, rows(0, 2), full(4, 2, 5), full(4, 2, 60))
     np.testing.assert_allclose(space.upper * 40, 60)
     np.testing.assert_allclose(space.project(np.array([0.2, 0.2])) * 40, [20, 20])  # the others are full
-    assert space.budgets(np.array([0.2, 0.2])).tolist() == [[20, 20], [60, 60]] * 2
+    assert space.make_table(np.array([0.2, 0.2])).tolist() == [[20, 20], [60, 60]] * 2
     np.testing.assert_allclose(space.project(np.array([0.3, 0.2])) * 40, [24, 16])
     free = Group(table, rows(0, 2), full(4, 2, 5), ENDLESS)
     np.testing.assert_allclose(free.project(np.array([9.0, 9.0])) * 40, [75, 75])
-    assert free.budgets(np.array([9.0, 0.0])).tolist() == [[145, 145], [5, 5], [5, 5], [5, 5]]
+    assert free.make_table(np.array([9.0, 0.0])).tolist() == [[145, 145], [5, 5], [5, 5], [5, 5]]
 
 
 CALIBRATED = np.array([[10, 30], [50, 10], [20, 20], [90, 10]])
@@ -303,21 +319,21 @@ CALIBRATED = np.array([[10, 30], [50, 10], [20, 20], [90, 10]])
 def test_multipliers_of_a_calibrated_table() -> None:
     space = Heads(CALIBRATED, full(4, 2, 10), ENDLESS, size=2)  # above the floors: 0, 20, 40, 0 and 10, 10, 80, 0
     assert space.dimension == 2
-    assert space.budgets(space.point_of(CALIBRATED)).tolist() == CALIBRATED.tolist()
-    assert space.budgets(np.array([1.5, 1.5])).tolist() == CALIBRATED.tolist()
-    halved = space.budgets(np.array([0.5, 1.3]))  # 60 * 0.5 + 100 * 1.3 = 160
+    assert space.make_table(space.find_point(CALIBRATED)).tolist() == CALIBRATED.tolist()
+    assert space.make_table(np.array([1.5, 1.5])).tolist() == CALIBRATED.tolist()
+    halved = space.make_table(np.array([0.5, 1.3]))  # 60 * 0.5 + 100 * 1.3 = 160
     assert halved.tolist() == [[10, 20], [30, 10], [23, 23], [114, 10]]
     np.testing.assert_allclose(space.project(np.array([0.25, 0.65])), [0.5, 1.3])
     np.testing.assert_allclose(space.upper, [160 / 60, 160 / 100])
-    assert space.budgets(np.array([0.0, 0.0])).tolist() == CALIBRATED.tolist()
-    assert space.budgets(np.array([0.0, 1.0])).tolist() == [[10, 10], [10, 10], [26, 26], [138, 10]]
+    assert space.make_table(np.array([0.0, 0.0])).tolist() == CALIBRATED.tolist()
+    assert space.make_table(np.array([0.0, 1.0])).tolist() == [[10, 10], [10, 10], [26, 26], [138, 10]]
 
 
 def test_a_group_at_its_floor_can_gain_entries() -> None:
     table = np.array([[10, 10], [30, 20], [20, 10]])
     space = Heads(table, full(3, 2, 10), full(3, 2, 999))
-    assert space.point_of(table).tolist() == [0.0, 1.0, 1.0]
+    assert space.find_point(table).tolist() == [0.0, 1.0, 1.0]
     assert space.upper[0] == 20.0  # all 40 above the floors
-    assert space.budgets(space.point_of(table)).tolist() == table.tolist()
-    assert space.budgets(np.array([10.0, 0.5, 0.5])).tolist() == [[20, 20], [20, 15], [15, 10]]
+    assert space.make_table(space.find_point(table)).tolist() == table.tolist()
+    assert space.make_table(np.array([10.0, 0.5, 0.5])).tolist() == [[20, 20], [20, 15], [15, 10]]
     assert space.project(np.array([0.0, 0.5, 0.5])) == pytest.approx([0.0, 1.0, 1.0], abs=1e-8)

@@ -9,8 +9,8 @@ import pytest
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.search.spaces import Group, Layers, Parity, placed
-from kvsearch.search.stages import Frame, SearchStage, stages_of
+from kvsearch.search.spaces import Group, Layers, Parity, encode_choices
+from kvsearch.search.stages import BudgetBounds, SearchStage, make_stages
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
 FRAME = frame_of()
@@ -19,7 +19,7 @@ PROFILE: Ints = np.array([[8, 24], [12, 20], [30, 2 + 4], [18, 10]], dtype=np.in
 
 
 def stages(starts: dict[str, Ints] | None = None, **changes: Any) -> list[SearchStage]:
-    return list(stages_of(settings_of(**changes), FRAME, starts or {"uniform": UNIFORM}, lambda: UNIFORM))
+    return list(make_stages(settings_of(**changes), FRAME, starts or {"uniform": UNIFORM}, lambda: UNIFORM))
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_stages(changes: dict[str, Any], names: list[str], kind: type, dimension
 
 def test_each_group_begins_where_the_one_before_ended() -> None:
     tables = [UNIFORM]
-    for stage in stages_of(settings_of(), FRAME, {"uniform": UNIFORM}, lambda: tables[-1]):
-        tables.append(stage.space.budgets(np.full(2, 1.25)))
+    for stage in make_stages(settings_of(), FRAME, {"uniform": UNIFORM}, lambda: tables[-1]):
+        tables.append(stage.space.make_table(np.full(2, 1.25)))
         assert tables[-1].sum() == FRAME.total
     found = [table[:, 0].tolist() for table in tables[1:]]
     assert found == [[20, 20, 12, 12], [12, 12, 20, 20]]
@@ -54,19 +54,19 @@ def test_each_group_begins_where_the_one_before_ended() -> None:
 def test_start_plans_make_the_spaces_of_heads() -> None:
     starts = {"uniform": UNIFORM, "calibrated": PROFILE}
     (heads,) = stages(starts, space="heads")
-    np.testing.assert_equal(heads.space.budgets(heads.space.point_of(PROFILE)), PROFILE)
+    np.testing.assert_equal(heads.space.make_table(heads.space.find_point(PROFILE)), PROFILE)
     assert [table.tolist() for table in heads.inject] == [table.tolist() for table in starts.values()]
 
 
 def test_policies_and_multipliers_make_one_stage() -> None:
-    choosing = Frame(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), choices=2)
+    choosing = BudgetBounds(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), choices=2)
     assert (choosing.layers, choosing.total, choosing.parts) == (4, FRAME.total, [slice(0, 8)])
     chosen = np.array([0, 1, 1, 0])
-    starts = {"uniform": placed(UNIFORM, chosen, 2), "mine": placed(PROFILE, chosen, 2)}
+    starts = {"uniform": encode_choices(UNIFORM, chosen, 2), "mine": encode_choices(PROFILE, chosen, 2)}
     how = settings_of(space="joint", group_size=1)
     for best in starts.values():
-        (stage,) = stages_of(how, choosing, starts, lambda best=best: best)
-        np.testing.assert_equal(stage.space.budgets(stage.space.point_of(best)), best)
+        (stage,) = make_stages(how, choosing, starts, lambda best=best: best)
+        np.testing.assert_equal(stage.space.make_table(stage.space.find_point(best)), best)
     np.testing.assert_equal(choosing.complete(2 * starts["mine"]), starts["mine"])
 
 
@@ -76,8 +76,8 @@ def test_spaces_of_heads_need_a_start_plan(space: str) -> None:
         stages({"uniform": UNIFORM, "pyramid": starts_of(FRAME)["lower"]}, space=space)
 
 
-BOTH = Frame(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), ("prefill", "decode"))
-EVEN = np.tile(UNIFORM, (2, 1))
+BOTH = BudgetBounds(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), ("prefill", "decode"))
+UNMEASURED = np.tile(UNIFORM, (2, 1))
 
 
 def totals(table: Ints) -> list[int]:
@@ -86,14 +86,14 @@ def totals(table: Ints) -> list[int]:
 
 @pytest.mark.parametrize("changes", [{}, {"group_size": 4}, {"parity": True}])
 def test_groups_of_both_phases_one_after_the_other(changes: dict[str, Any]) -> None:
-    found = list(stages_of(settings_of(**changes), BOTH, {"uniform": EVEN}, lambda: EVEN))
+    found = list(make_stages(settings_of(**changes), BOTH, {"uniform": UNMEASURED}, lambda: UNMEASURED))
     names = ["layers 0-3"] if changes.get("group_size") == 4 else ["layers 0-1", "layers 2-3"]
     assert [stage.name for stage in found] == [f"{phase}, {name}" for phase in BOTH.phases for name in names]
     assert [stage.number for stage in found] == list(range(1, len(found) + 1))
     assert {stage.count for stage in found} == {len(found)}
     for stage in found:
-        table = stage.space.budgets(np.linspace(1.5, 0.75, stage.space.dimension))
-        varied = (table != EVEN).any(axis=1)
+        table = stage.space.make_table(np.linspace(1.5, 0.75, stage.space.dimension))
+        varied = (table != UNMEASURED).any(axis=1)
         part = BOTH.parts[stage.rows.start >= 4]
         assert varied[part].any()
         assert not np.delete(varied, part).any()  # the other phase stays
@@ -109,9 +109,9 @@ def test_each_phase_is_completed_to_its_own_total() -> None:
     assert completed[4:, 0].tolist() == [21, 21, 11, 11]
 
 
-def frame(budgets: Ints, average: int, floors: int = 0, caps: int | None = None) -> Frame:
+def frame(budgets: Ints, average: int, floors: int = 0, caps: int | None = None) -> BudgetBounds:
     low = np.full_like(budgets, floors)
-    return Frame(average, low, np.full_like(low, average * budgets.size if caps is None else caps))
+    return BudgetBounds(average, low, np.full_like(low, average * budgets.size if caps is None else caps))
 
 
 @pytest.mark.parametrize(

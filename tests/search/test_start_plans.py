@@ -11,7 +11,7 @@ from kvsearch.plan import Phase, Plan
 from kvsearch.plan.arithmetic import add_carry, compute_budgets
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.search.start_plans import Base, start_tables
+from kvsearch.search.start_plans import SearchSetup, make_start_tables
 from tests import tiny
 from tests.plan.builders import make_plan
 from tests.runtime.test_refusals import Sums
@@ -21,14 +21,14 @@ SHAPED = [[12, 4 + 16], [8, 24], [30, 6 + 4], [9, 15]]
 
 
 @pytest.fixture(scope="module")
-def base(model: LoadedModel) -> Base:
-    return Base.of(model, POLICY)
+def base(model: LoadedModel) -> SearchSetup:
+    return SearchSetup.of(model, POLICY)
 
 
 def test_a_plan_leaves_sliding_layers_alone() -> None:
     """Gemma 2: every other layer has a sliding window."""
     model = tiny.loaded("gemma2")
-    base = Base.of(model, POLICY)
+    base = SearchSetup.of(model, POLICY)
     assert base.heads == (2, 2)
     table = np.array([[10, 14], [20, 12]])
     plan = base.plan(table, {"budget": 14}, seed=3)
@@ -36,7 +36,7 @@ def test_a_plan_leaves_sliding_layers_alone() -> None:
     Program.from_plan(model.model, plan)
 
 
-def test_the_plan_of_a_table(base: Base) -> None:
+def test_the_plan_of_a_table(base: SearchSetup) -> None:
     table = np.array(SHAPED)
     plan = base.plan(table, {"budget": 14, "parity": False}, seed=3)
     assert plan.total == table.sum()
@@ -59,58 +59,60 @@ def two_phases(model: LoadedModel) -> Plan:
 
 class TestPhases:
     def test_a_table_of_both_phases(self, model: LoadedModel) -> None:
-        base = Base.of(model, POLICY, BOTH)
+        base = SearchSetup.of(model, POLICY, BOTH)
         assert base.heads == (4, 2)
         assert base.floors.shape == (8, 2)
-        assert not base.in_prefill
+        assert not base.evicts_prompts_only
         plan = base.plan(np.concatenate([SHAPED, SHAPED[::-1]]), {}, seed=0)
         np.testing.assert_equal(compute_budgets(plan, "prefill", 1000), SHAPED)
         np.testing.assert_equal(compute_budgets(plan, "decode", 1000), SHAPED[::-1])
         Program.from_plan(model.model, plan)
 
     def test_starts_have_the_size_in_each_phase(self, model: LoadedModel) -> None:
-        base = Base.of(model, two_phases(model), BOTH)
+        base = SearchSetup.of(model, two_phases(model), BOTH)
         assert base.policies == (POLICY,) * 8
-        found = start_tables(base, 20, {"mine": two_phases(model)})
+        found = make_start_tables(base, 20, {"mine": two_phases(model)})
         assert list(found) == ["uniform", "pyramid", "mine"]
         for table in found.values():
             assert [int(part.sum()) for part in np.split(table, 2)] == [160, 160]
-        np.testing.assert_equal(start_tables(base, 16, {"mine": two_phases(model)})["mine"], [*SHAPED, *SHAPED[::-1]])
+        np.testing.assert_equal(
+            make_start_tables(base, 16, {"mine": two_phases(model)})["mine"], [*SHAPED, *SHAPED[::-1]]
+        )
 
     @pytest.mark.parametrize(
         ("phases", "what"), [(("decode",), "the decode phase alone"), (BOTH, "both phases")], ids=["decode", "both"]
     )
     def test_a_start_plan_of_other_phases(self, phases: tuple[Phase, ...], what: str, model: LoadedModel) -> None:
         with pytest.raises(UsageError, match=f"start plan mine is no static plan of {what}, which is what is searched"):
-            start_tables(Base.of(model, POLICY, phases), 20, {"mine": tiny.plan_for(model, list(SHAPED))})
+            make_start_tables(SearchSetup.of(model, POLICY, phases), 20, {"mine": tiny.plan_for(model, list(SHAPED))})
 
     def test_a_policy_that_cannot_decode(self, model: LoadedModel) -> None:
-        assert Base.of(model, Sums()).in_prefill
+        assert SearchSetup.of(model, Sums()).evicts_prompts_only
         with pytest.raises(UsageError, match="policy sums needs attention column sums and has no decode rule"):
-            Base.of(model, Sums(), BOTH)
+            SearchSetup.of(model, Sums(), BOTH)
 
 
 class TestStarts:
-    def test_uniform_and_pyramid_have_the_total(self, base: Base) -> None:
-        found = start_tables(base, 20, {})
+    def test_uniform_and_pyramid_have_the_total(self, base: SearchSetup) -> None:
+        found = make_start_tables(base, 20, {})
         assert list(found) == ["uniform", "pyramid"]
         assert (found["uniform"] == 20).all()
         assert found["pyramid"].sum() == 160
         assert (np.diff(found["pyramid"][:, 0]) < 0).all()
 
-    def test_plans_are_scaled(self, base: Base, model: LoadedModel) -> None:
+    def test_plans_are_scaled(self, base: SearchSetup, model: LoadedModel) -> None:
         plan = tiny.plan_for(model, list(SHAPED))
-        found = start_tables(base, 30, {"mine": plan})
+        found = make_start_tables(base, 30, {"mine": plan})
         assert found["mine"].sum() == 240
         assert found["mine"].min() >= 6
-        np.testing.assert_equal(start_tables(base, 16, {"mine": plan})["mine"], SHAPED)
+        np.testing.assert_equal(make_start_tables(base, 16, {"mine": plan})["mine"], SHAPED)
 
-    def test_equal_tables_are_there_once(self, base: Base, model: LoadedModel) -> None:
+    def test_equal_tables_are_there_once(self, base: SearchSetup, model: LoadedModel) -> None:
         plan = tiny.plan_for(model, [[20, 20]] * 4)
-        assert list(start_tables(base, 20, {"mine": plan, "twin": plan})) == ["uniform", "pyramid"]
+        assert list(make_start_tables(base, 20, {"mine": plan, "twin": plan})) == ["uniform", "pyramid"]
 
-    def test_a_plan_with_full_layers(self, base: Base, model: LoadedModel) -> None:
+    def test_a_plan_with_full_layers(self, base: SearchSetup, model: LoadedModel) -> None:
         with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
-            start_tables(base, 20, {"mine": tiny.plan_for(model, [None, *SHAPED[1:]])})
+            make_start_tables(base, 20, {"mine": tiny.plan_for(model, [None, *SHAPED[1:]])})
         with pytest.raises(UsageError, match="start plan mine has entries that carry what leaves"):
-            start_tables(base, 20, {"mine": add_carry(tiny.plan_for(model, list(SHAPED)), "match")})
+            make_start_tables(base, 20, {"mine": add_carry(tiny.plan_for(model, list(SHAPED)), "match")})

@@ -18,8 +18,8 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.search.trials import (
     Candidate,
     JobOutcome,
+    JobRecord,
     LimitReachedError,
-    ResultLine,
     TrialLog,
     TrialRunner,
     candidate_key,
@@ -94,7 +94,7 @@ def test_values_are_kept_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, v
 @given(data=st.data())
 def test_what_stands_before_every_line(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Against a reading of the lines; a candidate that stands is not measured again, so it is not drawn again."""
-    lines: list[ResultLine | None] = []  # None: a generation was told
+    lines: list[JobRecord | None] = []  # None: a generation was told
     with TrialLog(tmp_path_factory.mktemp("log") / "l") as log:
         for _ in range(data.draw(st.integers(0, 12))):
             new = [key for key in KEYS if key not in by_reading(lines)]
@@ -112,7 +112,7 @@ def test_what_stands_before_every_line(data: st.DataObject, tmp_path_factory: py
         assert log.evaluations == len({key for line in lines if line is not None for key in line.keys})
 
 
-def by_reading(lines: Sequence[ResultLine | None]) -> dict[str, str]:
+def by_reading(lines: Sequence[JobRecord | None]) -> dict[str, str]:
     """What stands after some lines."""
     found: dict[str, str] = {}
     failed: dict[str, str] = {}

@@ -12,8 +12,8 @@ from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.selection.candidates import CandidateSet, content_hash
-from kvsearch.selection.signal_candidates import explore, find_signal_candidates
-from kvsearch.strategies.from_signals import Strategy, strategy_plan
+from kvsearch.selection.signal_candidates import find_measured, find_signal_candidates
+from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
 from kvsearch.strategies.names import METHODS
 from tests.combinations import in_turn
 from tests.signals.profiles import PATTERNS, make_signals, signal_metadata
@@ -44,7 +44,7 @@ def found_in(
     model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any
 ) -> CandidateSet:
     size = options.pop("size", SIZE)
-    every_route, every_allocator = explore(profile, size)
+    every_route, every_allocator = find_measured(profile, size)
     explored = tuple(routes or every_route), tuple(allocators or every_allocator)
     return find_signal_candidates(model, profile, size, explored=explored, **options)
 
@@ -60,12 +60,12 @@ def patterns(plan: Plan, phase: Any = "prefill") -> list[str]:
 
 def test_everything_that_was_measured(model: LoadedModel) -> None:
     profile = profile_of(model)
-    routes, allocators = explore(profile, SIZE)
+    routes, allocators = find_measured(profile, SIZE)
     assert routes == ("none", "cosine", "error", "ppl", "nll")
     assert set(CURVES) < set(allocators)
     assert "ppl" not in allocators  # the worst of all patterns, whatever is used
     bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None, "mean_entropy": None})
-    routes, allocators = explore(bare, SIZE)
+    routes, allocators = find_measured(bare, SIZE)
     assert routes == ("none", "cosine", "error")
     assert allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
 
@@ -122,7 +122,7 @@ def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, ro
     profile = profile_of(model)
     found = found_in(model, profile, [route], ["uniform", signal])
     strategy = Strategy(route, signal)
-    mine, theirs = found.candidates[strategy.name], strategy_plan(profile, strategy, SIZE)
+    mine, theirs = found.candidates[strategy.name], make_strategy_plan(profile, strategy, SIZE)
     assert mine.prefill == theirs.prefill
     assert (mine.scaling, mine.floor, mine.length) == (theirs.scaling, theirs.floor, theirs.length)
 
@@ -216,7 +216,7 @@ def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: Loa
         for phase in ("prefill", "decode"):
             rows = zip(kept(plan, phase), patterns(plan, phase), strict=True)
             assert all(budget >= floors[pattern] for budget, pattern in rows), name
-    strategy = strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), SIZE)
+    strategy = make_strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), SIZE)
     mine = both.candidates["cosine + nll-chosen"]
     assert (mine.prefill, mine.decode) == (strategy.prefill, strategy.decode)
 
@@ -253,7 +253,7 @@ def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedMode
 )
 def test_curves_take_losses_at_several_budgets(model: LoadedModel, made: dict[str, Any], size: Size) -> None:
     profile = profile_of(model, **made)
-    assert not set(CURVES) & set(explore(profile, size)[1])
+    assert not set(CURVES) & set(find_measured(profile, size)[1])
 
 
 @pytest.mark.filterwarnings("error")

@@ -11,7 +11,7 @@ import pytest
 from kvsearch.evaluation.samples import Sample
 from kvsearch.report.selections import describe_decision
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.comparison import behind_on_kinds, by_kind, lower_kinds
+from kvsearch.selection.comparison import find_behind_on_kinds, find_lower_kinds, group_by_kind
 from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount
 from tests.evaluation.test_statistics import samples
 
@@ -39,16 +39,16 @@ def of_two_kinds(candidate: float) -> Any:
 
 
 def test_a_candidate_that_loses_a_kind_is_out() -> None:
-    assert list(behind_on_kinds([of_two_kinds(0.2)], ["a"], ["b"])) == ["a"]
-    assert behind_on_kinds([of_two_kinds(1.0)], ["a"], ["b"]) == {}
+    assert list(find_behind_on_kinds([of_two_kinds(0.2)], ["a"], ["b"])) == ["a"]
+    assert find_behind_on_kinds([of_two_kinds(1.0)], ["a"], ["b"]) == {}
     one_kind = comparison_of(*samples([[0.0]] * 8, "a", "t"), *samples([[1.0]] * 8, "b", "t"))
-    assert behind_on_kinds([one_kind], ["a"], ["b"]) == {}  # there the mean says it
+    assert find_behind_on_kinds([one_kind], ["a"], ["b"]) == {}  # there the mean says it
 
 
 def test_the_first_line_says_on_which_kinds_a_plan_scores_less() -> None:
     asked = of_two_kinds(0.9)
-    assert lower_kinds(asked.samples, asked.contexts, "a", "b") == ["u"]
-    assert lower_kinds(asked.samples, asked.contexts, "b", "a") == ["t"]
+    assert find_lower_kinds(asked.samples, asked.contexts, "a", "b") == ["u"]
+    assert find_lower_kinds(asked.samples, asked.contexts, "b", "a") == ["t"]
     result = replace(LIKELY, lower=("t", "u"))
     assert describe_decision(result).endswith("; it scores less on t and u")
     assert describe_decision(replace(result, verdict="beats")).endswith("; it scores less on t and u")
@@ -56,11 +56,11 @@ def test_the_first_line_says_on_which_kinds_a_plan_scores_less() -> None:
 
 def test_kinds_are_tasks_or_their_categories() -> None:
     one, two = samples([[1.0], [0.0]], "a", "t")
-    assert list(by_kind([one, two])) == ["t"]
-    assert list(by_kind([one, replace(two, category="other")])) == [f"t, {one.category}", "t, other"]
+    assert list(group_by_kind([one, two])) == ["t"]
+    assert list(group_by_kind([one, replace(two, category="other")])) == [f"t, {one.category}", "t, other"]
 
 
 @pytest.mark.parametrize(("level", "verdict"), [(0.01, "likely"), (0.05, "beats")])
 def test_what_is_likely_may_beat_at_a_higher_level(level: float, verdict: str) -> None:
-    assert LIKELY.at_level(level).verdict == verdict
-    assert replace(LIKELY, verdict="baseline", winner=None).at_level(0.05).verdict == "baseline"
+    assert LIKELY.with_level(level).verdict == verdict
+    assert replace(LIKELY, verdict="baseline", winner=None).with_level(0.05).verdict == "baseline"

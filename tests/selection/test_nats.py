@@ -27,7 +27,7 @@ from kvsearch.report.selections import (
 )
 from kvsearch.results.selection import SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss
-from kvsearch.selection.selection import MethodResult, QuestionCount, Reported, TriedBudget
+from kvsearch.selection.selection import MethodResult, QuestionCount, ReportScores, TriedBudget
 from kvsearch.selection.selection_job import measure_parts, prepare_selection
 from kvsearch.tasks.text import TextTask
 from tests import tiny
@@ -50,7 +50,7 @@ LOSSES = {
     "d": nats(0.03, -0.02),
 }  # fmt: skip
 SCORES = {name: Estimate(1.0, 1.0, 1.0) for name in LOSSES}
-REPORT = Reported(QuestionCount(10, 10, 9, 9), SCORES, {}, None, None, {}, nats=LOSSES)
+REPORT = ReportScores(QuestionCount(10, 10, 9, 9), SCORES, {}, None, None, {}, nats=LOSSES)
 
 
 def test_the_lead_of_a_candidate_is_its_difference_in_nats() -> None:

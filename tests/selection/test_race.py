@@ -19,16 +19,16 @@ from kvsearch.selection.race import (
     STAKES,
     Race,
     adjust_for_several,
-    bets,
+    bound_lead,
+    compute_log_wealths,
     find_hopeless,
-    lead_bound,
-    log_wealths,
+    make_bets,
     mix_bettors,
     plan_rounds,
     plan_screening,
 )
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import LEAST_CONTEXTS, Rule, shared_level
+from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
 from tests.examples import at_most
 
 
@@ -39,11 +39,11 @@ def made(tasks: Sequence[str] | None = None, **rows: Sequence[float]) -> Scores:
 
 
 def test_wealth_worked_by_hand() -> None:
-    wealths = log_wealths(np.array([1.0, -0.5]))
+    wealths = compute_log_wealths(np.array([1.0, -0.5]))
     assert wealths.shape == STAKES.shape
     np.testing.assert_allclose(np.exp(wealths), (1 + STAKES) * (1 - STAKES / 2))
     assert math.exp(mix_bettors(wealths)) == pytest.approx(np.mean((1 + STAKES) * (1 - STAKES / 2)))
-    assert mix_bettors(log_wealths(np.zeros(5))) == pytest.approx(0.0)
+    assert mix_bettors(compute_log_wealths(np.zeros(5))) == pytest.approx(0.0)
 
 
 def test_evidence_of_several_worked_by_hand() -> None:
@@ -76,15 +76,15 @@ def test_wealth_hardly_ever_grows_without_a_lead(loses: float) -> None:
 
 def test_tasks_have_the_same_stake() -> None:
     scores = made(tasks=["a", "b", "b", "b"], x=[1.0, 1.0, 0.0, 1.0], y=[0.0, 0.0, 0.0, 0.5])
-    np.testing.assert_allclose(bets(scores, "x", "y"), [1.0, 1 / 3, 0.0, 1 / 6])
+    np.testing.assert_allclose(make_bets(scores, "x", "y"), [1.0, 1 / 3, 0.0, 1 / 6])
 
 
 def test_a_bound_worked_by_hand() -> None:
     scores = made(x=[0.5, 0.3, 0.7, 0.5], y=[0.4, 0.4, 0.4, 0.4])
     leads = np.array([0.1, -0.1, 0.3, 0.1])
     # Student's quantile of three degrees of freedom at .95 is 2.353
-    assert lead_bound(scores, "x", "y", 0.95) == pytest.approx(0.1 - 2.3534 * leads.std(ddof=1) / 2, abs=1e-4)
-    assert lead_bound(made(x=[1.0], y=[0.0]), "x", "y", 0.95) == -math.inf
+    assert bound_lead(scores, "x", "y", 0.95) == pytest.approx(0.1 - 2.3534 * leads.std(ddof=1) / 2, abs=1e-4)
+    assert bound_lead(made(x=[1.0], y=[0.0]), "x", "y", 0.95) == -math.inf
 
 
 def test_hopeless_worked_by_hand() -> None:
@@ -97,7 +97,7 @@ def test_hopeless_worked_by_hand() -> None:
     candidates = [name for name in losses if name.startswith("c")]
     # c5 is 1.05 behind, Student's quantile of three degrees at .95 is 2.353: 1.05 - 2.353 * 0.0577 / 2 is above 0.25;
     # c6 is 0.2 behind, which is too little, and c7 too uncertain; b0 is the best of its kind
-    assert lead_bound(scores, "c0", "c5", 0.95) == pytest.approx(1.05 - 2.353 * 0.05774 / 2, abs=1e-3)
+    assert bound_lead(scores, "c0", "c5", 0.95) == pytest.approx(1.05 - 2.353 * 0.05774 / 2, abs=1e-3)
     assert find_hopeless(scores, candidates, ["b0"]) == ["c5"]
     assert find_hopeless(made(**{name: [-row[0]] for name, row in losses.items()}), candidates, ["b0"]) == []
 
@@ -138,7 +138,7 @@ def test_every_round_asks_every_task(counts: list[int]) -> None:
     assert rounds[-1] == counts
     for before, after in pairwise(rounds):
         assert all(new > old for old, new in zip(before, after, strict=True))
-    assert sum(rounds[1]) >= min(LEAST_CONTEXTS, sum(counts))
+    assert sum(rounds[1]) >= min(MIN_CONTEXTS_FOR_PROOF, sum(counts))
 
 
 def run_race(
@@ -150,7 +150,7 @@ def run_race(
     begin = 0
     for (end,) in plan_rounds([contexts]):
         asked = made(**{name: rows[name][begin:end] for name in (*race.candidates, *race.baselines)})
-        race.judge_round(asked, is_last=end == contexts, available=contexts)
+        race.eliminate(asked, is_last=end == contexts, available=contexts)
         begin = end
         if race.winner is not None:
             break
@@ -251,5 +251,5 @@ def test_rules_out_of_range(values: dict[str, float]) -> None:
 
 def test_levels_are_shared_by_holms_rule() -> None:
     ended: Any = [Mock(verdict=verdict) for verdict in ("beats", "likely", "beats", "beats")]
-    levels = [shared_level(0.06, 3, ended[:count]) for count in range(len(ended) + 1)]
+    levels = [compute_shared_level(0.06, 3, ended[:count]) for count in range(len(ended) + 1)]
     assert levels == pytest.approx([0.02, 0.03, 0.03, 0.06, 0.06])

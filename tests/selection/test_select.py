@@ -22,13 +22,13 @@ from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore, read_replies
 from kvsearch.evaluation.statistics import contrast_scores, summarize
-from kvsearch.jobs.reporter import Silent, stage_store
+from kvsearch.jobs.reporter import NullReporter, make_stage_store
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selections import DECODE_ONLY, describe_decision, make_selection_result, make_tables
 from kvsearch.runs.identity import LEDGER
 from kvsearch.selection import comparison, race
-from kvsearch.selection.comparison import SCREENED_TOKENS, screened_questions
+from kvsearch.selection.comparison import SCREENED_TOKENS, choose_screening_questions
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
@@ -64,19 +64,19 @@ def test_means_are_those_of_every_evaluation(seed: int) -> None:
         {name: found.mean for name, found in whole.scores.items()}
     )
     lead = contrast_scores(drawn, {"a": 1.0, "b": -1.0})
-    assert (scores.added("a") - scores.added("b")).sum() == pytest.approx(lead.mean)
-    resampled = scores.resampled(["a", "b"], seed=0)
+    assert (scores.contributions("a") - scores.contributions("b")).sum() == pytest.approx(lead.mean)
+    resampled = scores.resample_means(["a", "b"], seed=0)
     assert (resampled[0] - resampled[1]).mean() == pytest.approx(lead.mean, abs=0.1)
 
 
 def test_two_sets_of_contexts_make_one() -> None:
     one = Scores.of(samples([[1.0, 0.0], [1.0]], "a") + samples([[0.0, 0.0], [0.0]], "b"))
     two = Scores.of(samples([[0.0]], "a") + samples([[1.0]], "c"))
-    both = one.beside(two)
+    both = one.concatenate(two)
     assert set(both.sums) == {"a"}
     assert both.mean("a") == 0.5
-    assert one.ranked(["b", "a"]) == ["a", "b"]
-    assert one.ranked(["b", "b"]) == ["b", "b"]
+    assert one.rank(["b", "a"]) == ["a", "b"]
+    assert one.rank(["b", "b"]) == ["b", "b"]
 
 
 def test_a_share_worked_by_hand() -> None:
@@ -187,7 +187,7 @@ def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
 
 
 def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
-    finalists = {method.name for method in won.chosen.foremost("candidate")}
+    finalists = {method.name for method in won.chosen.list_foremost("candidate")}
     assert "error + entropy" in finalists
     assert set(won.report.scores) == {"full", "snapkv", won.chosen.best, *finalists}
     assert set(won.report.held) == set(won.report.scores)
@@ -212,7 +212,7 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
     assert (told["fallback"], told["baseline"], told["best_baseline"]) == (True, "tova", "tova")
     assert {layer.policy.name for layer in lost.plan.phase("prefill").layers if layer} == {"tova"}
     assert lost.report.lead.mean < 0
-    assert lost.chosen.leader == lost.chosen.foremost("candidate")[0]
+    assert lost.chosen.leader == lost.chosen.list_foremost("candidate")[0]
     assert lost.chosen.verdict == "baseline"
 
 
@@ -249,12 +249,12 @@ def test_the_hopeless_do_not_reply(
     model: LoadedModel, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a random model methods hardly differ, so any lead is made to count."""
-    for name, value in (("HOPELESS", 0.5), ("MOST_LOST", 0.0), ("FOREMOST", 3)):
+    for name, value in (("HOPELESS_LEVEL", 0.5), ("MOST_LOST", 0.0), ("REPORTED_PER_KIND", 3)):
         monkeypatch.setattr(race, name, value)
-    monkeypatch.setattr(comparison, "FOREMOST", 3)
+    monkeypatch.setattr(comparison, "REPORTED_PER_KIND", 3)
     monkeypatch.setattr(comparison, "FINALISTS", 2)
     job = prepared_of(model, profile, "error + entropy")
-    store = stage_store(tmp_path, job.config, Silent())
+    store = make_stage_store(tmp_path, job.config, NullReporter())
     chosen = job.race.decide(store)
     assert chosen.screening is not None
     left_out = {method.name for method in chosen.screening.dropped}
@@ -292,18 +292,18 @@ def test_the_hopeless_do_not_reply(
 
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
     asked = encode_tasks(model, [questions_of(0, each=2)], 8)
-    ((forced,),) = screened_questions(asked, 0) or ()
+    ((forced,),) = choose_screening_questions(asked, 0) or ()
     questions = forced.prompts[0].questions
     assert [question.right.tolist() for question in questions] == [
         question.right[:SCREENED_TOKENS].tolist() for question in asked[0].prompts[0].questions
     ]
-    assert screened_questions([forced], 0) is None  # nothing would be cheaper
+    assert choose_screening_questions([forced], 0) is None  # nothing would be cheaper
     (row,) = questions_of(0).rows
     open_ended = replace(row, queries=tuple(replace(query, answers=()) for query in row.queries))
     lottery = tiny.Lottery("open", (open_ended,))
-    assert screened_questions([*asked, *encode_tasks(model, [lottery], 8)], 0) is None
+    assert choose_screening_questions([*asked, *encode_tasks(model, [lottery], 8)], 0) is None
     drawn = encode_tasks(model, [questions_of(0, each=2)], 8, sampling=Sampling(1.0, replies=3))
-    ((once,),) = screened_questions(drawn, 0) or ()
+    ((once,),) = choose_screening_questions(drawn, 0) or ()
     assert len(once.prompts[0].questions) == 2
     assert once.sampling is None
 

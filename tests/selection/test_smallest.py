@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import StageStore
 from kvsearch.selection.selection import TriedBudget
-from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
+from kvsearch.selection.selection_job import SelectionJob, find_smallest_budget, list_budgets
 from kvsearch.strategies.names import FULL
 
 FULL_SCORE = 0.9
@@ -30,7 +30,7 @@ class MadeRace:
     candidate_set: Any = field(default_factory=lambda: SimpleNamespace(candidates={"bad": 0, "good": 1}, baselines={}))
     only: Any = None
 
-    def on(self, questions: list[Any]) -> MadeRace:
+    def with_questions(self, questions: list[Any]) -> MadeRace:
         return replace(self, only=questions)
 
     def ask(self, questions: list[Any], names: list[str], stage: str, store: object) -> Any:
@@ -60,13 +60,13 @@ def tried_at(first: dict[int, float], second: dict[int, float], within: float = 
     def choice_at(budget: int) -> tuple[SelectionJob, StageStore | None]:
         return cast("SelectionJob", Made(MadeRace(first[budget], second[budget]))), None
 
-    _, tried = find_smallest(list(first), within, choice_at)
+    _, tried = find_smallest_budget(list(first), within, choice_at)
     return tried
 
 
 @given(st.integers(1, 40), st.integers(0, 400))
 def test_the_ladder_rises_by_a_tenth_or_by_one(least: int, more: int) -> None:
-    steps = ladder(least, least + more)
+    steps = list_budgets(least, least + more)
     assert steps[0] == least
     assert steps[-1] <= least + more
     assert all(low < high <= max(low + 1, low * 1.1 + 1) for low, high in pairwise(steps))

@@ -13,12 +13,12 @@ import torch
 import kvsearch
 from kvsearch.calibration import lukv
 from kvsearch.calibration.options import LavaOptions, LukvOptions
-from kvsearch.calibration.tables import CHECKED_RATIOS, FOLDS, HELD_OUT, LEAST_CONTEXTS, folds_of
+from kvsearch.calibration.tables import CHECKED_RATIOS, FOLDS, HELD_OUT, MIN_CONTEXTS_TO_JUDGE, assign_folds
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.plan import Profile, load_profile, save_profile
 from kvsearch.plan.profile import TableCheck
 from kvsearch.selection import table_check
-from kvsearch.selection.table_check import check_table, harmful_table
+from kvsearch.selection.table_check import check_table, describe_harmful_table
 from tests import tiny
 from tests.calibrations import calibrate_dynamic, calibrate_lukv
 
@@ -36,7 +36,7 @@ def test_each_fold_has_the_table_of_all_other_contexts(measured: Any, normalizat
     model, data, _ = measured
     options = OPTIONS.model_copy(update={"normalization": normalization})
     profile = calibrate_lukv(model, data, options.make_policy(), options)
-    held_out, folds = profile.arrays[HELD_OUT], folds_of(data)
+    held_out, folds = profile.arrays[HELD_OUT], assign_folds(data)
     assert held_out.shape == (FOLDS, len(CHECKED_RATIOS), 4, 2)
     assert folds == [0, 1, 2, 3, 0, 1]
     others = [context for context, fold in zip(data.contexts, folds, strict=True) if fold != 1]
@@ -92,9 +92,9 @@ def checked(profile: Profile, *verdicts: Any) -> Profile:
 
 def test_the_nearest_ratio_counts(measured: Any) -> None:
     profile = checked(measured[2], "harmful", "unproven", "useful")
-    assert harmful_table(measured[2], 0.8) is None
+    assert describe_harmful_table(measured[2], 0.8) is None
     for ratio, harmful in ((0.2, True), (0.8, True), (0.85, True), (0.88, False), (0.99, False)):
-        assert (harmful_table(profile, ratio) is not None) == harmful
+        assert (describe_harmful_table(profile, ratio) is not None) == harmful
 
 
 def test_export_refuses_a_table_that_lost(measured: Any, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_export_refuses_a_table_that_lost(measured: Any, tmp_path: Path) -> None
 def test_too_few_contexts_are_not_checked_nor_any_where_it_is_off(measured: Any) -> None:
     model, data, _ = measured
     few = calibrate_lukv(
-        model, replace(data, contexts=data.contexts[: LEAST_CONTEXTS - 1]), OPTIONS.make_policy(), OPTIONS
+        model, replace(data, contexts=data.contexts[: MIN_CONTEXTS_TO_JUDGE - 1]), OPTIONS.make_policy(), OPTIONS
     )
     assert HELD_OUT not in few.arrays
     off = OPTIONS.model_copy(update={"check": False})

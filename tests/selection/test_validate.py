@@ -23,19 +23,19 @@ from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.selection.validate import (
     PreparedValidation,
-    distinct_orders,
     find_uses,
+    permute_distinct,
     prepare_validation,
 )
 from kvsearch.selection.verdicts import (
-    AtBudget,
+    BudgetVerdicts,
     Gains,
     JudgedSignal,
-    Kind,
     RandomControls,
-    Verdict,
-    judge,
-    prediction_reach,
+    SignalKind,
+    SignalVerdict,
+    compute_prediction_reach,
+    judge_gains,
 )
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.from_signals import Strategy
@@ -93,10 +93,10 @@ def gains(inverse: Difference, uniform: Difference, random: Difference, reach: f
 def test_the_rank_among_enough_random_plans_decides(draws: RandomControls, verdict: str) -> None:
     """One in twenty strategies that are drawn alike is the best of twenty, or one of the best two of forty."""
     for uniform, random, less in ((ABOVE, LEVEL, "unproven"), (LEVEL, ABOVE, "useless")):
-        found = judge("budgets", gains(ABOVE, uniform, random, 9.0), MANY, draws)[0]
+        found = judge_gains("budgets", gains(ABOVE, uniform, random, 9.0), MANY, draws)[0]
         assert found == ("useful" if verdict == "useful" else less)
     mirrored = RandomControls(draws.tried, draws.as_low, draws.as_high, draws.exact)
-    worse = judge("budgets", gains(BELOW, LEVEL, BELOW, 9.0), MANY, mirrored)[0]
+    worse = judge_gains("budgets", gains(BELOW, LEVEL, BELOW, 9.0), MANY, mirrored)[0]
     assert worse == ("harmful" if verdict == "useful" else "useless")
 
 
@@ -118,28 +118,28 @@ def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -
     for _ in range(3000):
         questions = rng.normal(0, 0.3, 40) + rng.normal(0, spread, (3 + count, 1)) + rng.normal(0, 0.1, (3 + count, 40))
         forward, inverse, uniform, *random = questions
-        reach = prediction_reach([one.mean() for one in random])
+        reach = compute_prediction_reach([one.mean() for one in random])
         made = gains(above(forward, inverse), above(forward, uniform), above(forward, np.mean(random, axis=0)), reach)
         means = [one.mean() for one in random]
         draws = RandomControls(
             count, sum(mean >= forward.mean() for mean in means), sum(mean <= forward.mean() for mean in means)
         )
-        verdicts.append(judge("route", made, 40, draws)[0])
+        verdicts.append(judge_gains("route", made, 40, draws)[0])
     assert verdicts.count("useful") <= 0.06 * 3000
     assert verdicts.count("useful") > 0  # the rule is no wall
 
 
 def test_how_far_one_more_random_strategy_may_be() -> None:
     """Scores 1 to 5: mean 3, s = 1.5811, t(4) = 2.7764: 2.7764 * 1.5811 * sqrt(1.2) = 4.8089."""
-    assert prediction_reach([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(4.8089, abs=1e-4)
-    assert prediction_reach([0.3, 0.3, 0.3]) == 0.0
+    assert compute_prediction_reach([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(4.8089, abs=1e-4)
+    assert compute_prediction_reach([0.3, 0.3, 0.3]) == 0.0
 
 
 def test_a_constant_signal_does_no_harm() -> None:
     """Whatever the one strategy scores is not the signal's doing."""
     found = gains(EQUAL, EQUAL, BELOW)
-    assert judge("route", found, MANY, SOME, constant=True)[0] == "useless"
-    assert judge("route", found, MANY, SOME)[0] == "harmful"
+    assert judge_gains("route", found, MANY, SOME, constant=True)[0] == "useless"
+    assert judge_gains("route", found, MANY, SOME)[0] == "harmful"
 
 
 bounds = st.tuples(st.integers(-2, 2), st.integers(-2, 2)).map(lambda ends: gain(min(ends) / 4, max(ends) / 4))
@@ -154,11 +154,11 @@ def drawn(draw: st.DrawFn) -> RandomControls:
 
 @given(bounds, bounds, bounds, st.sampled_from(["route", "budgets"]), st.sampled_from([0.0, 0.3]), drawn())
 def test_verdicts_exclude_each_other(
-    inverse: Difference, uniform: Difference, random: Difference, kind: Kind, reach: float, draws: RandomControls
+    inverse: Difference, uniform: Difference, random: Difference, kind: SignalKind, reach: float, draws: RandomControls
 ) -> None:
     found = gains(inverse, uniform, random, reach)
-    verdict, why = judge(kind, found, MANY, draws)
-    beyond = [draws.beyond(gain, reach) for gain in (uniform, random)]
+    verdict, why = judge_gains(kind, found, MANY, draws)
+    beyond = [draws.judge_gain(gain, reach) for gain in (uniform, random)]
     assert beyond[0] in (0, (uniform.low > 0) - (uniform.high < 0))
     harms = min(beyond) < 0 or uniform.high < 0
     assert (verdict == "harmful") == harms
@@ -264,7 +264,7 @@ def test_controls_of_budgets(model: LoadedModel) -> None:
 
 @given(st.lists(st.integers(0, 3), max_size=6))
 def test_distinct_orders(items: list[int]) -> None:
-    assert list(distinct_orders(items)) == sorted(set(permutations(items)))
+    assert list(permute_distinct(items)) == sorted(set(permutations(items)))
 
 
 def test_few_orders_are_all_tried(model: LoadedModel) -> None:
@@ -279,7 +279,7 @@ def test_few_orders_are_all_tried(model: LoadedModel) -> None:
     assert {tuple(each) for each in (forward, *drawn)} == set(permutations(forward))
     (one,) = made.run().signals
     assert (one.exact, one.gains.reach, len(one.random)) == (True, 0.0, 3)
-    text = " ".join(list_verdict_lines(AtBudget(budget=16, full=one.forward, signals=(one,))))
+    text = " ".join(list_verdict_lines(BudgetVerdicts(budget=16, full=one.forward, signals=(one,))))
     assert re.search(r"\d of 3 other orders of these budgets score lower", text)
 
 
@@ -356,7 +356,10 @@ def test_a_constant_signal(model: LoadedModel, name: str) -> None:
 
 
 def judged(
-    verdict: Verdict = "harmful", signal: str = "cosine", kind: Kind = "route", phases: PhaseNames = "prefill"
+    verdict: SignalVerdict = "harmful",
+    signal: str = "cosine",
+    kind: SignalKind = "route",
+    phases: PhaseNames = "prefill",
 ) -> JudgedSignal:
     score, made = Estimate(0.5, 0.4, 0.6), gains(ABOVE, BELOW, LEVEL)
     alone = {"forward": score, "inverse": score, "uniform": Estimate(0.7, 0.6, 0.8)}
@@ -371,7 +374,7 @@ def made_up(*sizes: tuple[float, list[JudgedSignal]]) -> ValidationResult:
     asked = {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}
     return ValidationResult(
         model=toy(), profile_sha256="b" * 64, tasks={"one": asked}, split="select", seed=0, protocol="question-aware",
-        budgets=tuple(AtBudget(budget=size, full=full, signals=tuple(signals)) for size, signals in sizes),
+        budgets=tuple(BudgetVerdicts(budget=size, full=full, signals=tuple(signals)) for size, signals in sizes),
     )  # fmt: skip
 
 

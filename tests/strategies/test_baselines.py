@@ -14,7 +14,7 @@ from kvsearch.policies import Observation, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.compared import BASELINES, baselines, equal_uniform
+from kvsearch.strategies.ready_methods import BASELINES, make_baselines, spread_evenly
 from tests import tiny
 from tests.combinations import every_value
 from tests.families import prompts
@@ -38,7 +38,7 @@ def test_equal_entries_at_every_length(budgets: Any, scaling: str, length: int, 
     plan = tiny.plan_for(model, budgets, scaling=scaling)
     program = Program.from_plan(model.model, plan)
     wanted = held(model, program, length)
-    for name, baseline in baselines(model.model, program).items():
+    for name, baseline in make_baselines(model.model, program).items():
         table = baseline.prefill.table(length)
         assert table.sum() == wanted, name
         assert table.max() - table.min() <= 1
@@ -57,7 +57,7 @@ def plan_of(model: LoadedModel, *names: str) -> Program:
 
 
 def test_names_and_policies(model: LoadedModel) -> None:
-    found = baselines(model.model, plan_of(model, "keydiff"))
+    found = make_baselines(model.model, plan_of(model, "keydiff"))
     assert tuple(found) == tuple(BASELINES)
     policies = {name: set(program.policies) for name, program in found.items()}
     assert policies == {
@@ -71,15 +71,19 @@ def test_names_and_policies(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize("policy", ["snapkv", "streaming"])
 def test_a_baseline_that_equals_another_is_left_out(policy: str, model: LoadedModel) -> None:
-    assert list(baselines(model.model, plan_of(model, policy))) == [name for name in BASELINES if name != policy]
+    assert list(make_baselines(model.model, plan_of(model, policy))) == [name for name in BASELINES if name != policy]
 
 
 def test_a_plan_of_several_policies_has_no_uniform_counterpart(model: LoadedModel) -> None:
-    assert list(baselines(model.model, plan_of(model, "keydiff", "snapkv"))) == ["snapkv", "streaming", "random"]
+    assert list(make_baselines(model.model, plan_of(model, "keydiff", "snapkv"))) == [
+        "snapkv",
+        "streaming",
+        "random",
+    ]
 
 
 def test_what_does_not_divide_goes_to_the_first_heads(model: LoadedModel) -> None:
-    program = equal_uniform(model.model, create_policy("streaming"), {"prefill": lambda _: 8 * 3 + 5})
+    program = spread_evenly(model.model, create_policy("streaming"), {"prefill": lambda _: 8 * 3 + 5})
     table = program.prefill.table(20)
     assert table.tolist() == [[4, 4], [4, 4], [4, 3], [3, 3]]
 

@@ -15,8 +15,8 @@ from kvsearch.plan.origin import Provenance
 from kvsearch.plan.size import LAID_OUT
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.build import Chosen, build_plan
-from kvsearch.strategies.methods import direct_plan, parse_allocation
+from kvsearch.strategies.build import PhaseChoice, build_plan
+from kvsearch.strategies.methods import make_direct_plan, parse_allocation
 from tests import tiny
 from tests.plan.builders import PROVENANCE, model_dict
 
@@ -26,7 +26,7 @@ EVEN = Uniform()
 @pytest.mark.parametrize("phases", PHASES)
 def test_a_fixed_budget_in_each_combination_of_phases(phases: str) -> None:
     model = tiny.loaded("gemma3")
-    plan = direct_plan(model, create_policy("h2o", {"recent": 3}), Size(budget=20), PHASES[phases], EVEN)
+    plan = make_direct_plan(model, create_policy("h2o", {"recent": 3}), Size(budget=20), PHASES[phases], EVEN)
     assert (plan.prefill is not None, plan.decode is not None) == (phases != "decode", phases != "prefill")
     for phase in PHASES[phases]:
         assert plan.budgets(phase) == (None, (20, 20), None, (20, 20))
@@ -37,7 +37,7 @@ def test_a_fixed_budget_in_each_combination_of_phases(phases: str) -> None:
 
 def test_a_ratio_scales_with_the_prompt_and_its_total_is_exact() -> None:
     size = Size(ratio=0.7, length=101)
-    plan = direct_plan(tiny.loaded(), create_policy("streaming"), size, PHASES["prefill"], EVEN)
+    plan = make_direct_plan(tiny.loaded(), create_policy("streaming"), size, PHASES["prefill"], EVEN)
     assert plan.total == 242  # 0.3 * 101 * 8 = 242.4
     assert {entries for budget in plan.budgets("prefill") if budget for entries in budget} == {30, 31}
     assert compute_budgets(plan, "prefill", 1010).sum() == 2420
@@ -46,7 +46,7 @@ def test_a_ratio_scales_with_the_prompt_and_its_total_is_exact() -> None:
 def test_a_pyramid_of_a_ratio_stays_within_the_prompt() -> None:
     """Above a window of 4 the first layer has room for 12: the line is 12, 9.3, 6.7, 4."""
     policy, size = create_policy("snapkv", {"window": 4}), Size(ratio=0.25, length=16)
-    plan = direct_plan(tiny.loaded(), policy, size, PHASES["prefill"], Pyramid(4, policy.least))
+    plan = make_direct_plan(tiny.loaded(), policy, size, PHASES["prefill"], Pyramid(4, policy.least))
     budgets = np.array(plan.budgets("prefill"))
     assert budgets.sum() == 12 * 8
     assert np.abs(budgets[:, 0] - [16, 40 / 3, 32 / 3, 8]).max() < 1
@@ -62,7 +62,7 @@ def test_allocations_are_read_from_text() -> None:
 MODEL = ModelFingerprint.model_validate(model_dict(layers=4, kv_heads=2))
 ORIGIN = Provenance.model_validate(PROVENANCE)
 POLICIES = (PolicySpec(name="snapkv"), PolicySpec(name="tova"))
-CHOSEN = Chosen(POLICIES, np.array([[3, 4], [5, 6]]))
+CHOSEN = PhaseChoice(POLICIES, np.array([[3, 4], [5, 6]]))
 
 
 def test_layers_that_are_not_planned_keep_everything() -> None:
@@ -80,6 +80,6 @@ def test_a_ratio_needs_no_length(allocator: Any) -> None:
     """Whatever length the budgets are laid out for, the plan keeps that share of the prompt at hand."""
     loaded = tiny.loaded()
     policy = create_policy("h2o", {"recent": 2})
-    plan = direct_plan(loaded, policy, Size(ratio=0.3), PHASES["prefill"], allocator)
+    plan = make_direct_plan(loaded, policy, Size(ratio=0.3), PHASES["prefill"], allocator)
     assert (plan.scaling, plan.length) == ("proportional", LAID_OUT)
     assert plan.total == round(0.7 * LAID_OUT) * plan.heads

@@ -14,8 +14,8 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.plan import PHASES, Profile, Size
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, choose, strategy_plan
+from kvsearch.strategies.build import PhaseChoice
+from kvsearch.strategies.from_signals import Strategy, choose_by_signals, make_strategy_plan
 from tests.plan.builders import PROVENANCE, model
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -33,11 +33,11 @@ def entropies(*values: float) -> np.ndarray:
     return np.broadcast_to(np.array(values, dtype=np.float32), (2, len(values)))
 
 
-def prefill(profile: Profile, strategy: Strategy, size: Size, inverse: bool = False) -> Chosen:
-    return choose(SignalTable(profile), strategy, size, inverse)["prefill"]
+def prefill(profile: Profile, strategy: Strategy, size: Size, inverse: bool = False) -> PhaseChoice:
+    return choose_by_signals(SignalTable(profile), strategy, size, inverse)["prefill"]
 
 
-def names(chosen: Chosen) -> list[str]:
+def names(chosen: PhaseChoice) -> list[str]:
     return [pattern.name for pattern in chosen.policies]
 
 
@@ -69,10 +69,10 @@ def test_each_phase_has_its_own_patterns_and_all_have_the_budgets_of_prefill() -
     entropy = np.array([[1, 2, 3, 4], [4, 3, 2, 1]], dtype=np.float32)
     strategy = Strategy(budgets="entropy", phases="both", least=4)
     table = SignalTable(make_signals(ONE_HEAD, cosine=cosine, mean_entropy=entropy))
-    chosen = choose(table, strategy, Size(budget=10))
+    chosen = choose_by_signals(table, strategy, Size(budget=10))
     assert names(chosen["decode"]) == names(chosen["prefill"])[::-1]
     assert [chosen[phase].budgets.ravel().tolist() for phase in PHASES["both"]] == [[6, 9, 11, 14]] * 2
-    alone = choose(table, replace(strategy, phases="decode"), Size(budget=10))
+    alone = choose_by_signals(table, replace(strategy, phases="decode"), Size(budget=10))
     assert alone["decode"].budgets.ravel().tolist() == [14, 11, 9, 6]
 
 
@@ -82,7 +82,7 @@ def test_what_is_used_in_prefill_shares_out_both_phases() -> None:
     cosine[:, :, 1] = np.array([0.1, 0.9, 0])
     nll[..., 0, 0], nll[..., 3, 1] = 2, 2
     profile = make_signals(ONE_HEAD, cosine=cosine, nll=nll, full_nll=np.ones(3))
-    chosen = choose(SignalTable(profile), Strategy(budgets="nll-chosen", phases="both"), Size(budget=10))
+    chosen = choose_by_signals(SignalTable(profile), Strategy(budgets="nll-chosen", phases="both"), Size(budget=10))
     assert [names(part)[0] for part in chosen.values()] == ["snapkv", "streaming"]
     for part in chosen.values():
         assert part.budgets.ravel().tolist() == [28, 4, 4, 4]
@@ -92,22 +92,24 @@ def test_the_larger_floor_of_both_phases_holds() -> None:
     cosine = by_layer(*[[0, 0, 0.9]] * 4).copy()
     cosine[:, :, 1, 1], cosine[:, :, 1, 2] = [0.9, 0, 0], [0, 0.9, 0]
     profile = make_signals(ONE_HEAD, cosine=cosine, mean_entropy=entropies(0, 0, 0, 1))
-    chosen = choose(SignalTable(profile), Strategy(budgets="entropy", phases="both", least=0), Size(budget=10))
+    chosen = choose_by_signals(
+        SignalTable(profile), Strategy(budgets="entropy", phases="both", least=0), Size(budget=10)
+    )
     assert [names(part) for part in chosen.values()] == [["tova"] * 4, ["tova", "snapkv", "streaming", "tova"]]
     assert chosen["prefill"].budgets.ravel().tolist() == [1, 4, 3, 32]  # streaming keeps its sinks and the newest
-    assert strategy_plan(profile, Strategy(budgets="entropy", phases="both"), Size(budget=10)).floor == 1
+    assert make_strategy_plan(profile, Strategy(budgets="entropy", phases="both"), Size(budget=10)).floor == 1
     with pytest.raises(UsageError, match="3 entries per kv head is below the 4 that snapkv in decode layer 1 always"):
-        choose(SignalTable(profile), Strategy(phases="both"), Size(budget=3))
+        choose_by_signals(SignalTable(profile), Strategy(phases="both"), Size(budget=3))
 
 
 def test_signals_are_read_at_the_nearest_measured_budget() -> None:
     profile = make_signals(signal_metadata(budgets=(16, 64)))
-    near = [choose(SignalTable(profile), Strategy(), Size(budget=budget))["prefill"] for budget in (31, 33)]
+    near = [choose_by_signals(SignalTable(profile), Strategy(), Size(budget=budget))["prefill"] for budget in (31, 33)]
     cosine = profile.arrays["cosine"].mean(axis=0)
     for chosen, values in zip(near, (cosine[0, 0], cosine[1, 0]), strict=True):
         patterns = profile.metadata.signals.patterns  # type: ignore[union-attr]
         assert list(chosen.policies) == [patterns[index] for index in values.argmax(axis=-1)]
-    assert strategy_plan(profile, Strategy(), Size(ratio=0.7)).provenance.settings["signal_budget"] == 64
+    assert make_strategy_plan(profile, Strategy(), Size(ratio=0.7)).provenance.settings["signal_budget"] == 64
 
 
 def test_the_full_cache_is_no_candidate_though_nothing_agrees_better_with_itself() -> None:
@@ -134,7 +136,7 @@ def test_no_layer_gets_more_than_the_length_that_the_plan_states() -> None:
     profile = make_signals(ONE_HEAD, mean_entropy=entropies(0, 0, 0, 1))
     strategy = Strategy(None, budgets="entropy", policy="tova")
     assert prefill(profile, strategy, Size(budget=100)).budgets.ravel().tolist() == [67, 67, 66, 200]
-    assert strategy_plan(profile, strategy, Size(budget=100)).length == 200
+    assert make_strategy_plan(profile, strategy, Size(budget=100)).length == 200
     assert prefill(profile, strategy, Size(budget=100, length=150)).budgets.max() == 150
     assert prefill(profile, strategy, Size(budget=100, length=1000)).budgets.max() == 400 - 3 * 10
     assert prefill(profile, strategy, Size(ratio=0.5)).budgets.max() == 200
@@ -161,7 +163,7 @@ TARGETS = st.builds(Size, budget=st.integers(8, 199)) | st.builds(Size, ratio=st
 def test_totals_are_exact_and_bounds_and_candidates_are_respected(strategy: Strategy, size: Size, seed: int) -> None:
     profile = make_signals(seed=seed)
     known = size.ratio is not None
-    made = choose(SignalTable(profile), strategy, size, inverse=seed % 2 == 1)
+    made = choose_by_signals(SignalTable(profile), strategy, size, inverse=seed % 2 == 1)
     for chosen in made.values():
         assert np.array_equal(chosen.budgets, next(iter(made.values())).budgets)
         assert chosen.budgets.sum() == size.total(200, 8)
@@ -170,9 +172,9 @@ def test_totals_are_exact_and_bounds_and_candidates_are_respected(strategy: Stra
         for name, budgets in zip(names(chosen), chosen.budgets, strict=True):
             assert budgets.min() >= max(FLOORS[name], strategy.least or 0)
             assert not known or budgets.max() <= 200
-    plan = strategy_plan(profile, strategy, size)
+    plan = make_strategy_plan(profile, strategy, size)
     check_plan(plan, "the plan")
-    assert plan == strategy_plan(profile, strategy, size)
+    assert plan == make_strategy_plan(profile, strategy, size)
 
 
 def test_a_route_that_is_the_same_everywhere_is_warned_of() -> None:
@@ -199,20 +201,20 @@ def test_a_plan_says_where_it_comes_from() -> None:
     asked = {"route": "ppl", "budget_signal": "entropy", "phases": "both", "budgets": [32], "texts": "some.json"}
     metadata = signal_metadata(provenance={**PROVENANCE, "method": "polykv", "settings": asked})
     strategy = Strategy(budgets="ppl", exclude=("tova",))
-    plan = strategy_plan(make_signals(metadata), strategy, Size(budget=70, length=210))
+    plan = make_strategy_plan(make_signals(metadata), strategy, Size(budget=70, length=210))
     assert (plan.scaling, plan.length, plan.total, plan.decode) == ("fixed", 210, 560, None)
     assert (plan.provenance.method, plan.provenance.seed) == ("polykv", 7)
     assert plan.provenance.settings == {
         "ratio": None, "budget": 70, "route": "cosine", "budget_signal": "ppl", "phases": "prefill", "policy": None,
         "exclude": ("tova",), "least": None, "signal_budget": 32, "budgets": (32,), "texts": "some.json",
     }  # fmt: skip
-    alone = strategy_plan(make_signals(), Strategy(None), Size(budget=70)).provenance.settings
+    alone = make_strategy_plan(make_signals(), Strategy(None), Size(budget=70)).provenance.settings
     assert (alone["route"], alone["policy"]) == (None, "snapkv")
 
 
 def test_layers_that_were_not_measured_keep_their_full_cache() -> None:
     metadata = signal_metadata(model(layers=4), layers=[1, 3])
-    plan = strategy_plan(make_signals(metadata), Strategy(), Size(budget=20))
+    plan = make_strategy_plan(make_signals(metadata), Strategy(), Size(budget=20))
     assert plan.planned_layers("prefill") == (1, 3)
 
 
@@ -230,7 +232,7 @@ def test_budgets_by_the_worst_pattern_warn_of_one_that_explodes() -> None:
     losses[:, :, 0, 1, 2] = 3.0  # tova, in prefill layer 1
     profile = make_signals(ONE_HEAD, nll=losses, full_nll=np.zeros(3))
     with pytest.warns(KvsearchWarning, match="tova explodes in prefill layer 1 at 32 entries per kv head"):
-        strategy_plan(profile, Strategy(None, "ppl", least=4), Size(budget=32))
+        make_strategy_plan(profile, Strategy(None, "ppl", least=4), Size(budget=32))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        strategy_plan(profile, Strategy("ppl", "nll-mean", least=4), Size(budget=32))
+        make_strategy_plan(profile, Strategy("ppl", "nll-mean", least=4), Size(budget=32))

@@ -14,7 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan import Plan, Profile, ProfileMetadata, Size
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT
-from kvsearch.strategies.joint import joint_plan, policy_curves
+from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
 from tests.plan.builders import metadata_dict, model_dict
 
 LENGTH = 100
@@ -57,7 +57,7 @@ def names(plan: Plan) -> list[str]:
 
 
 def test_every_layer_takes_the_policy_that_keeps_most() -> None:
-    found = joint_plan(policy_curves(profile(TWO, SNAPKV, KEYDIFF)), Size(ratio=0.9))
+    found = make_joint_plan(read_policy_curves(profile(TWO, SNAPKV, KEYDIFF)), Size(ratio=0.9))
     assert names(found.plan)[:2] == ["snapkv", "keydiff"]
     assert found.plan.total == 60 == sum(map(sum, filter(None, found.plan.budgets("prefill"))))
     assert found.plan.floor == 2
@@ -69,7 +69,7 @@ def test_every_layer_takes_the_policy_that_keeps_most() -> None:
 
 def test_the_sum_of_the_measured_curves_is_what_a_plan_keeps() -> None:
     kept = TWO[[0, 1]]
-    found = joint_plan(policy_curves(profile(kept, SNAPKV, KEYDIFF)), Size(ratio=0.9))
+    found = make_joint_plan(read_policy_curves(profile(kept, SNAPKV, KEYDIFF)), Size(ratio=0.9))
     rows = np.array([layer for layer in found.plan.budgets("prefill") if layer is not None])
     read = sum(
         kept[policy, layer, head, rows[layer, head]] for layer, policy in enumerate(found.policies) for head in range(2)
@@ -78,8 +78,8 @@ def test_the_sum_of_the_measured_curves_is_what_a_plan_keeps() -> None:
 
 
 def test_a_mixture_with_even_budgets() -> None:
-    measured = policy_curves(profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV))
-    whole, half, even = (joint_plan(measured, Size(ratio=0.95), even=share) for share in (0.0, 0.5, 1.0))
+    measured = read_policy_curves(profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV))
+    whole, half, even = (make_joint_plan(measured, Size(ratio=0.95), even=share) for share in (0.0, 0.5, 1.0))
     first, second, third = (np.array(one.plan.budgets("prefill")) for one in (whole, half, even))
     assert first.sum() == second.sum() == third.sum() == 30
     assert set(third.ravel().tolist()) == {5}
@@ -88,18 +88,18 @@ def test_a_mixture_with_even_budgets() -> None:
 
 
 def test_only_one_of_the_policies() -> None:
-    both = policy_curves(profile(TWO, SNAPKV, KEYDIFF))
-    found = joint_plan(both.only(["keydiff"]), Size(ratio=0.9))
+    both = read_policy_curves(profile(TWO, SNAPKV, KEYDIFF))
+    found = make_joint_plan(both.select(["keydiff"]), Size(ratio=0.9))
     assert set(names(found.plan)) == {"keydiff"}
-    assert found.kept == pytest.approx(joint_plan(both, Size(ratio=0.9)).alone["keydiff"])
+    assert found.kept == pytest.approx(make_joint_plan(both, Size(ratio=0.9)).alone["keydiff"])
     with pytest.raises(UsageError, match="'snapvk' was not measured; did you mean 'snapkv'"):
-        both.only(["snapvk"])
+        both.select(["snapvk"])
 
 
 def test_layers_keep_the_best_policy_where_another_is_hardly_better() -> None:
-    nearly = policy_curves(profile(curves((0.9, 0.5, 0.9), (0.2, 0.501, 0.3)), SNAPKV, KEYDIFF))
-    assert names(joint_plan(nearly, Size(ratio=0.9)).plan) == ["snapkv"] * 3
-    assert names(joint_plan(nearly, Size(ratio=0.9), least_gain=0.0).plan) == ["snapkv", "keydiff", "snapkv"]
+    nearly = read_policy_curves(profile(curves((0.9, 0.5, 0.9), (0.2, 0.501, 0.3)), SNAPKV, KEYDIFF))
+    assert names(make_joint_plan(nearly, Size(ratio=0.9)).plan) == ["snapkv"] * 3
+    assert names(make_joint_plan(nearly, Size(ratio=0.9), min_gain=0.0).plan) == ["snapkv", "keydiff", "snapkv"]
 
 
 @given(
@@ -113,12 +113,12 @@ def test_totals_are_exact_within_the_bounds_and_keep_no_less_than_a_single_polic
     kept[..., 0], kept[..., -1] = 0, 1
     policies = [{"name": "snapkv", "params": {"window": 2, "kernel": 2 * at + 1}} for at in range(count)]
     size = Size(ratio=1 - share, length=length)
-    made = policy_curves(profile(kept, *policies))
+    made = read_policy_curves(profile(kept, *policies))
     if size.total(length, 2 * layers) < max(2, length // 100) * 2 * layers:
         with pytest.raises(UsageError, match="always kept"):
-            joint_plan(made, size)
+            make_joint_plan(made, size)
         return
-    found = joint_plan(made, size)
+    found = make_joint_plan(made, size)
     rows = [layer for layer in (found.plan.prefill.layers if found.plan.prefill else ()) if layer is not None]
     assert sum(sum(row.budget) for row in rows) == size.total(length, 2 * layers)
     assert all(min(row.budget) >= max(2, -(-length // 100)) == found.plan.floor for row in rows)
@@ -130,7 +130,7 @@ def test_a_profile_without_curves_is_refused() -> None:
     whole = profile(TWO[:1], SNAPKV)
     table = Profile(whole.metadata.model_copy(update={"method": "cake"}), {EVICTED_RATIO: whole.arrays[EVICTED_RATIO]})
     with pytest.raises(UsageError, match="a profile of method cake does not say what policies keep"):
-        policy_curves(table)
+        read_policy_curves(table)
 
 
 def test_curves_that_do_not_fit_are_refused() -> None:

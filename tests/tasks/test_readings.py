@@ -16,7 +16,7 @@ from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, P
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import make_full_program
-from kvsearch.strategies.compared import equal_uniform
+from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, hash_tokens, make_readings
 from tests import tiny
@@ -93,8 +93,8 @@ def programs(model: LoadedModel) -> dict[str, Program]:
 
     return {
         "full": make_full_program(model.model),
-        "prefill": equal_uniform(model.model, snapkv, {"prefill": total}),
-        "both": equal_uniform(model.model, create_policy("tova"), {"prefill": total, "decode": total}),
+        "prefill": spread_evenly(model.model, snapkv, {"prefill": total}),
+        "both": spread_evenly(model.model, create_policy("tova"), {"prefill": total, "decode": total}),
     }
 
 

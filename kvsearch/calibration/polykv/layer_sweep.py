@@ -32,12 +32,13 @@ from kvsearch.signals.attention_rows import mean_row, output_agreement
 from kvsearch.signals.predictions import token_losses
 
 TextContinuation = tuple[int, int]  # row of its prompt in a batch, and its number among what follows that
-AtOnce = tuple[int, int]  # ablations in a sweep, and layers whose replays are side by side, so that they fit the memory
+# ablations in a sweep, and layers whose replays are side by side, so that they fit the memory
+SweepSizes = tuple[int, int]
 ROWS = "attention"  # [M, P, L, N] mean attention rows of continuations
 
 
-def needs_of(policies: Sequence[Policy], phases: Sequence[Phase], signals: Sequence[str]) -> list[Needs]:
-    """Return what a layer must be given of the prompt, to measure `signals` under `policies` in these phases."""
+def collect_needs(policies: Sequence[Policy], phases: Sequence[Phase], signals: Sequence[str]) -> list[Needs]:
+    """Collect the needs of a layer to measure `signals` under `policies` in these phases."""
     tried = policies if {"cosine", "ppl"} & set(signals) else ()
     found = [policy.needs() for policy in tried if "prefill" in phases]
     found += [decode_needs(policy) for policy in tried if "decode" in phases]
@@ -47,7 +48,7 @@ def needs_of(policies: Sequence[Policy], phases: Sequence[Phase], signals: Seque
 
 
 class Ablation(NamedTuple):
-    """One budget, phase and pattern, by their place in `Ablations`."""
+    """One budget, phase and pattern, as indices into `Ablations`."""
 
     budget: int
     phase: int
@@ -56,7 +57,7 @@ class Ablation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ablations:
-    """Everything that is tried in every full-attention layer: each pattern at each budget in each phase."""
+    """All ablations of every full-attention layer: each pattern at each budget in each phase."""
 
     policies: tuple[Policy, ...]
     budgets: tuple[int, ...]
@@ -66,7 +67,7 @@ class Ablations:
 
     @property
     def of_layer(self) -> list[Ablation]:
-        """All that happens to one layer."""
+        """All ablations of one layer."""
         places = np.ndindex(len(self.budgets), len(self.phases), len(self.policies))
         return [Ablation(*place) for place in places]
 
@@ -111,7 +112,7 @@ class AblationResults:
             self.loss[:, item.budget, item.phase, row, item.pattern] = values
 
     def arrays(self, signals: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Return what was measured for some of cosine, ppl and entropy, by its name in a profile or `ROWS`."""
+        """Return the measured arrays for some of cosine, ppl and entropy, by their name in a profile or `ROWS`."""
         arrays: dict[str, NDArray[Any]] = {}
         if "cosine" in signals:
             arrays |= {"cosine": self.cosine.astype(np.float32), "relative_error": self.error.astype(np.float32)}
@@ -171,8 +172,8 @@ class PromptBatch:
         """Return token ids [B, T] and their mask, padded on the left with token 0."""
         return pad_left([prompt.ids[0] for prompt in self.prompts], device)
 
-    def passes(self, size: int) -> list[list[TextContinuation]]:
-        """Put all continuations into passes of at most `size`, those of about as many tokens together."""
+    def split_passes(self, size: int) -> list[list[TextContinuation]]:
+        """Split all continuations into passes of at most `size`, of similar lengths."""
         samples = [
             (row, number) for row, prompt in enumerate(self.prompts) for number in range(len(prompt.continuations))
         ]
@@ -194,17 +195,17 @@ class PromptBatch:
         rows = torch.tensor([row for row, _ in samples])
         return ContinuationBatch(tokens.to(device), counts.to(device), answers.to(device), rows)
 
-    def repeated(self, samples: Sequence[TextContinuation]) -> PromptBatch:
-        """Return the prompt of each of these continuations, as often as they need it."""
+    def repeat_prompts(self, samples: Sequence[TextContinuation]) -> PromptBatch:
+        """Repeat the prompt of each of these continuations."""
         return PromptBatch(*zip(*((self.places[row], self.prompts[row]) for row, _ in samples), strict=True))
 
     def tokens(self, sample: TextContinuation) -> int:
-        """Return how many tokens a continuation has."""
+        """Return the number of tokens of a continuation."""
         row, number = sample
         return self.prompts[row].continuations[number].tokens.shape[1]
 
 
-def batches_of(prompts: Sequence[CalibrationPrompt], size: int, device: torch.device) -> list[PromptBatch]:
+def make_batches(prompts: Sequence[CalibrationPrompt], size: int, device: torch.device) -> list[PromptBatch]:
     """Put prompts into batches of at most `size`; those that are as long are together, away from a CPU alone."""
 
     def length(place: int) -> int:
@@ -231,13 +232,13 @@ class LayerSweep:
     """
 
     def __init__(
-        self, model: Any, tried: Ablations, batch: PromptBatch, signals: Sequence[str], at_once: AtOnce
+        self, model: Any, tried: Ablations, batch: PromptBatch, signals: Sequence[str], at_once: SweepSizes
     ) -> None:
         self.model = model
         self.tried = tried
         self.signals = signals
         self.at_once = at_once
-        wanted = needs_of(tried.policies, tried.phases, signals)
+        wanted = collect_needs(tried.policies, tried.phases, signals)
         ids, mask = batch.padded(model.device)
         self.tree = Tree(model, dict.fromkeys(tried.layers, wanted), ids, mask)
 
@@ -270,7 +271,7 @@ class LayerSweep:
             results.note_losses(some, self._losses(self.tree.sweep(ablated, replays), after))
 
     def _losses(self, hidden: Tensor, after: ContinuationBatch) -> Tensor:
-        """Return the losses [groups, M] of what enters the final norm, [groups, M, K, d_model]."""
+        """Compute losses [groups, M] from inputs of the final norm, [groups, M, K, d_model]."""
         vocabulary = find_text_config(self.model).vocab_size
         step = max(1, HEAD_BYTES // (4 * vocabulary * hidden[0, ..., 0].numel()))
         return torch.cat([after.losses(self.tree.logits(part)) for part in torch.split(hidden, step)])
@@ -347,22 +348,22 @@ class _Replays:
         outputs = [self._ahead.pop((row, item)) for item in items]
         if self.results is not None:
             here = row - self._first
-            changed = block_output(self._layers[here], torch.stack(outputs))
+            changed = project_block_output(self._layers[here], torch.stack(outputs))
             agreement = output_agreement(self._full[here], changed)
             self.results.note_outputs(row, items, [self.after.mean_over_tokens(values) for values in agreement])
         return outputs
 
     def _turn_to(self, row: int) -> None:
-        """Take the layers from `row` on."""
+        """Load the layers from `row` on."""
         self._first = row
         self._layers = [replace(self.layers[index]) for index in self.tried.layers[row:][: self.together]]
         self._replays = Replays(self._layers)
         if self.results is not None:
             outputs = [one.outputs for one in self._replays.under(None, None)]
-            self._full = [block_output(*pair) for pair in zip(self._layers, outputs, strict=True)]
+            self._full = [project_block_output(*pair) for pair in zip(self._layers, outputs, strict=True)]
 
 
-def block_output(layer: FollowedLayer, outputs: Tensor) -> Tensor:
-    """Return what an attention block adds to the residual stream, [..., K, d_model], of its heads' [..., Hq, K, Dv]."""
+def project_block_output(layer: FollowedLayer, outputs: Tensor) -> Tensor:
+    """Project head outputs [..., Hq, K, Dv] to the update of the residual stream, [..., K, d_model]."""
     projected: Tensor = find_output_projection(layer.module)(outputs.transpose(-2, -3).flatten(-2))
     return projected

@@ -22,15 +22,15 @@ from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.polykv.layer_sweep import (
     ROWS,
     Ablations,
-    AtOnce,
     LayerSweep,
     PromptBatch,
+    SweepSizes,
     TextContinuation,
-    batches_of,
-    needs_of,
+    collect_needs,
+    make_batches,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import Architecture, describe, find_text_config
@@ -48,14 +48,14 @@ PROMPT = "prompt"
 QUESTION = "question"  # numbers of a continuation's prompt and of it among those of the prompt, [M] int32
 
 CPU_BYTES = 4 * 2**30  # of memory besides the weights
-GPU_SHARE = 0.8
+MEMORY_SHARE = 0.8
 FP32 = 4
 REPLAY_TABLES = 4  # of attention logits of one token: logits, masked ones, weights, and those in the making
 PATTERN_BYTES = 17  # of scores and ranks, for every entry of a prompt; the mean over the paper's patterns
 STATE_BYTES = 80  # of an entry while it is replayed: positions, order, and what decode rules remember
 
-RANKED = 3.0  # times that passes take as long under all patterns: benchmarks/said_and_taken.py, on a CPU
-Pass = tuple[PromptBatch, Sequence[TextContinuation]]
+RANKING_TIME_FACTOR = 3.0  # times that passes take as long under all patterns: benchmarks/said_and_taken.py, on a CPU
+SweepPass = tuple[PromptBatch, Sequence[TextContinuation]]
 
 
 class PolykvCalibration(Calibration[PolykvOptions]):
@@ -66,7 +66,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
 
     @property
     def ablations(self) -> Ablations:
-        """What is tried."""
+        """All ablations of this calibration."""
         shape = describe(self.loaded.model)
         options = self.options
         policies = tuple(self.policies)
@@ -81,7 +81,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
         """
         options = self.options
         check_rotary(self.loaded.model, self.policies)
-        prompts = prompts_of(self.loaded, self.data, options.protocol, options.answer_tokens, options.max_length)
+        prompts = encode_prompts(self.loaded, self.data, options.protocol, options.answer_tokens, options.max_length)
         lengths = [prompt.length for prompt in prompts]
         for budget in options.budgets:
             _check_evicts(lengths, budget)
@@ -103,33 +103,33 @@ class PolykvCalibration(Calibration[PolykvOptions]):
         shape = describe(self.loaded.model)
         tried = len(self.ablations.of_layer)
         work = Work()
-        for batch in batches_of(prompts, options.batch, self.loaded.device):
+        for batch in make_batches(prompts, options.batch, self.loaded.device):
             work += Work.over(prompt.length for prompt in batch.prompts)
-            for samples in batch.passes(options.batch):
+            for samples in batch.split_passes(options.batch):
                 followed = sum(batch.tokens(sample) for sample in samples)
                 work += Work(0, followed)
                 if "ppl" in options.signals:
                     above = sum(shape.layers - layer for layer in shape.full_layers)
                     work += Work(tried * len(shape.full_layers), tried * followed * above // shape.layers)
-        return work * RANKED
+        return work * RANKING_TIME_FACTOR
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options
-        at_once = choose_at_once(self.loaded, prompts, self.policies, options)
+        at_once = choose_sweep_sizes(self.loaded, prompts, self.policies, options)
         work = partial(_measure_batch, ablations=self.ablations, options=options, at_once=at_once)
-        passes: list[Pass] = [
+        passes: list[SweepPass] = [
             (batch, samples)
-            for batch in batches_of(prompts, options.batch, self.loaded.device)
-            for samples in batch.passes(options.batch)
+            for batch in make_batches(prompts, options.batch, self.loaded.device)
+            for samples in batch.split_passes(options.batch)
         ]
 
-        def make(missing: Sequence[Pass]) -> Iterator[Arrays]:
+        def make(missing: Sequence[SweepPass]) -> Iterator[Arrays]:
             groups = groupby(missing, key=itemgetter(0))
             items = [(batch, [samples for _, samples in group]) for batch, group in groups]
             for results in self.loaded.map(work, items):
                 yield from results
 
-        arrays = _joined(list(with_progress(self.steps.stage(passes, make), len(passes), progress)))
+        arrays = _concatenate(list(with_progress(self.steps.stage(passes, make), len(passes), progress)))
         return self._profile(arrays)
 
     def _profile(self, arrays: dict[str, NDArray[Any]]) -> Profile:
@@ -172,14 +172,14 @@ def _check_evicts(lengths: Sequence[int], budget: int) -> None:
         )
 
 
-def _joined(passes: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
-    """Return the arrays of all continuations in their order, but mean attention rows as their sum, [P, L, N]."""
-    numbers = [np.concatenate([found[name] for found in passes]) for name in (QUESTION, PROMPT)]
+def _concatenate(passes: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
+    """Concatenate the arrays of all continuations in order; mean attention rows are summed, [P, L, N]."""
+    numbers = [np.concatenate([arrays_of_pass[name] for arrays_of_pass in passes]) for name in (QUESTION, PROMPT)]
     order = np.lexsort(numbers)
     names = [name for name in passes[0] if name not in (ROWS, PROMPT, QUESTION)]
-    arrays = {name: np.concatenate([found[name] for found in passes])[order] for name in names}
+    arrays = {name: np.concatenate([arrays_of_pass[name] for arrays_of_pass in passes])[order] for name in names}
     if ROWS in passes[0]:
-        rows = [row for found in passes for row in found[ROWS]]
+        rows = [row for arrays_of_pass in passes for row in arrays_of_pass[ROWS]]
         total = np.zeros((*rows[0].shape[:2], max(row.shape[-1] for row in rows)))
         for number in order:
             total[..., : rows[number].shape[-1]] += rows[number]
@@ -192,9 +192,9 @@ def _measure_batch(
     item: tuple[PromptBatch, Sequence[Sequence[TextContinuation]]],
     ablations: Ablations,
     options: PolykvOptions,
-    at_once: AtOnce,
+    at_once: SweepSizes,
 ) -> Iterator[Arrays]:
-    """Measure a batch of prompts; the `item` is it, and the continuations of each pass that is wanted.
+    """Measure a batch of prompts; the `item` is the batch and the continuations of each missing pass.
 
     Raises:
         IncompatibleError: the model computes NaN.
@@ -204,7 +204,7 @@ def _measure_batch(
         sweep = LayerSweep(loaded.model, ablations, batch, options.signals, at_once)
         for samples in passes:
             continuations = batch.continuations(samples, loaded.device)
-            read = batch.repeated(samples)
+            read = batch.repeat_prompts(samples)
             arrays: dict[str, NDArray[Any]] = {
                 PROMPT: np.array(read.places, dtype=np.int32),
                 QUESTION: np.array([number for _, number in samples], dtype=np.int32),
@@ -221,10 +221,10 @@ def _measure_batch(
             yield arrays
 
 
-def choose_at_once(
+def choose_sweep_sizes(
     loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions
-) -> AtOnce:
-    """Return how many ablations are swept and how many layers replayed at a time, in the longest batch.
+) -> SweepSizes:
+    """Choose how many ablations are swept and how many layers replayed at a time, in the longest batch.
 
     Layers get half of what is left for more than one of each, at most, and ablations the rest.
     """
@@ -235,7 +235,7 @@ def choose_at_once(
     is_ablated = bool({"cosine", "ppl"} & set(options.signals))
     patterns = policies if is_ablated else ()
     ablations = len(patterns) * len(phases) * len(options.budgets)  # of a layer
-    needs = needs_of(patterns, phases, options.signals)
+    needs = collect_needs(patterns, phases, options.signals)
 
     length = max(prompt.length for prompt in prompts)
     counts = [after.tokens.shape[1] for prompt in prompts for after in prompt.continuations]
@@ -254,10 +254,10 @@ def choose_at_once(
     baseline = rows * count * (shape.layers * states + (shape.layers + 1) * shape.hidden_size) * item
     head = rows * count * config.vocab_size * (FP32 + item)
     group = rows * count * token
-    layer = rows * replay_bytes(shape, item, length, count, ablations)
+    layer = rows * estimate_replay_bytes(shape, item, length, count, ablations)
 
     fixed = cache + observed + baseline + head + group + layer
-    free = find_default_memory(loaded.device, CPU_BYTES, GPU_SHARE) - fixed
+    free = find_default_memory(loaded.device, CPU_BYTES, MEMORY_SHARE) - fixed
     all_layers = len(shape.full_layers) if is_ablated else 1
     layers = max(1, min(all_layers, 1 + free // 2 // layer))
     all_groups = ablations * len(shape.full_layers) if "ppl" in options.signals else 1
@@ -265,8 +265,8 @@ def choose_at_once(
     return groups, layers
 
 
-def replay_bytes(shape: Architecture, item: int, length: int, count: int, ablations: int) -> int:
-    """Return what replays of `count` tokens after a prompt take in a layer: copies of entries, logits, outputs.
+def estimate_replay_bytes(shape: Architecture, item: int, length: int, count: int, ablations: int) -> int:
+    """Estimate the bytes of replays of `count` tokens after a prompt in a layer: entries, logits, outputs.
 
     `item` are the bytes of a number. The scratch of a chunk, see `policies.scoring.chunk_bytes`, is not counted: it
     does not grow with the prompts.

@@ -19,20 +19,20 @@ from kvsearch.policies import Policy, create_policy, find_policy_class, list_pol
 
 Signal = Literal["cosine", "ppl", "entropy"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
-PAPER = ("h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming")
-SETS = ("paper", "all")
-FULL = "full"
-LONG = 2**20  # a budget that is the whole prompt
+PAPER_PATTERNS = ("h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming")
+PATTERN_SETS = ("paper", "all")
+FULL_CACHE = "full"
+WHOLE_PROMPT = 2**20  # a budget that is the whole prompt
 
 
 class PolykvOptions(CalibrationOptions):
-    """What is measured of every layer, phase and pattern, and how.
+    """Options of PolyKV: the signals, phases, patterns and budgets that are measured.
 
     `policy` is the pattern that strategies without a route use in all layers. `params` are settings as in
-    `candidates`: window of all patterns that have one, or snapkv.window. Every pattern is tried at `budgets` entries
-    per kv head, in one layer and one of `phases` at a time. Of `signals`, "cosine" brings the relative error with it,
-    "ppl" the loss of the continuation, which is cut to `answer_tokens` of the answer. "entropy" is that of the mean
-    attention row of the prompt (phase "prefill") and of the continuation (phase "decode").
+    `make_candidates`: window of all patterns that have one, or snapkv.window. Every pattern is tried at `budgets`
+    entries per kv head, in one layer and one of `phases` at a time. Of `signals`, "cosine" brings the relative error
+    with it, "ppl" the loss of the continuation, which is cut to `answer_tokens` of the answer. "entropy" is that of the
+    mean attention row of the prompt (phase "prefill") and of the continuation (phase "decode").
     """
 
     own_params: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class PolykvOptions(CalibrationOptions):
         return self
 
     def _tried(self) -> tuple[list[Policy], list[str]]:
-        return candidates(self.patterns, self.params, self.measured_phases, self.budgets)
+        return make_candidates(self.patterns, self.params, self.measured_phases, self.budgets)
 
     @property
     def measured_phases(self) -> tuple[Phase, ...]:
@@ -75,18 +75,18 @@ class PolykvOptions(CalibrationOptions):
         return PHASES[self.phases]
 
     def remarks(self) -> list[str]:
-        """Return what is left out; UsageError as `candidates`."""
+        """Return remarks on patterns that are left out; UsageError as `make_candidates`."""
         return self._tried()[1]
 
     def policies(self) -> list[Policy]:
-        """Return the patterns that are tried; UsageError and EnvironmentFault as `candidates`."""
+        """Return the patterns to try; UsageError and EnvironmentFault as `make_candidates`."""
         return self._tried()[0]
 
     def make_policy(self) -> Policy:
         """Return the pattern of strategies without a route.
 
         Raises:
-            UsageError, EnvironmentFault: as `candidates`, or it is none of the patterns.
+            UsageError, EnvironmentFault: as `make_candidates`, or it is none of the patterns.
         """
         policies, remarks = self._tried()
         for policy in policies:
@@ -109,13 +109,13 @@ class PolykvOptions(CalibrationOptions):
 # --- patterns ---------------------------------------------------------------------------------------------------------
 
 
-def candidates(
+def make_candidates(
     patterns: str | Sequence[str | PolicySpec],
     settings: Mapping[str, Scalar],
     phases: Sequence[Phase],
     budgets: Sequence[int],
 ) -> tuple[list[Policy], list[str]]:
-    """Return the policies that are tried, in the order they are asked for, and remarks on them.
+    """Make the policies to try, in the given order, and remarks on them.
 
     `patterns` are names, or names with parameters. "paper" stands for the nine of PolyKV (arXiv 2606.15157), "all" for
     every registered policy. `settings` are parameters of all patterns that have them (window), or of one
@@ -132,12 +132,13 @@ def candidates(
     wanted: dict[str, PolicySpec] = {}  # one that is named takes the place that a set has for it
     named: list[str] = []
     for item in [patterns] if isinstance(patterns, str) else patterns:
-        if item in SETS:
-            for name in PAPER if item == "paper" else [name for name in list_policy_names() if name != FULL]:
+        if item in PATTERN_SETS:
+            built_in = [name for name in list_policy_names() if name != FULL_CACHE]
+            for name in PAPER_PATTERNS if item == "paper" else built_in:
                 wanted.setdefault(name, PolicySpec(name=name))
             continue
         spec = PolicySpec(name=item) if isinstance(item, str) else item
-        require_known("pattern", spec.name, [*SETS, *list_policy_names()])
+        require_known("pattern", spec.name, [*PATTERN_SETS, *list_policy_names()])
         named.append(spec.name)
         wanted[spec.name] = spec
     check_unique("the pattern", named)
@@ -186,9 +187,9 @@ def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> Non
     from kvsearch.runtime.decode.rule import decode_needs  # takes seconds to import, and most mistakes show before
 
     name = policy.name
-    if name == FULL:
+    if name == FULL_CACHE:
         raise UsageError(f"policy {name}: it agrees with itself, so no signal can judge it: leave it out")
-    if policy.keeps_all(LONG, LONG):
+    if policy.keeps_all(WHOLE_PROMPT, WHOLE_PROMPT):
         raise UsageError(f"policy {name}: some of its heads are never evicted, so budgets do not say what it keeps")
     if policy.least > smallest:
         raise UsageError(

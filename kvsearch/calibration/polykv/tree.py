@@ -71,25 +71,25 @@ class TreeLayer(ObservedLayer[Noted]):
         length = self.keys.shape[2]
         seen = make_causal_mask(count, length + count, tokens[0].device)[None, None] if self.seen is None else self.seen
         if self.rows is None:
-            return shared_attention((self.keys, self.values), tokens, seen, logits)
+            return attend_shared((self.keys, self.values), tokens, seen, logits)
         outputs = []
         places = []
-        for prompts, followers in equally_followed(self.rows.tolist()):
+        for prompts, followers in sort_by_followers(self.rows.tolist()):
             past = select_rows(self.keys, prompts), select_rows(self.values, prompts)
             query, key, value = (
                 tensor.view(-1, len(self.rows), *tensor.shape[1:])[:, followers.to(tensor.device)].flatten(0, 2)
                 for tensor in tokens
             )
             visible = seen if len(seen) == 1 else select_rows(seen, followers[0])
-            output = shared_attention(past, (query, key, value), visible, logits)
+            output = attend_shared(past, (query, key, value), visible, logits)
             outputs.append(output.view(-1, followers.numel(), *output.shape[1:]))
             places.append(followers.flatten())
         back = torch.cat(places).argsort().to(tokens[0].device)
         return torch.cat(outputs, 1)[:, back].flatten(0, 1)
 
 
-def equally_followed(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Sort prompts by how often they are followed: `rows` are the prompts that rows of tokens follow.
+def sort_by_followers(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Group prompts by their number of followers; `rows` are the prompts that rows of tokens follow.
 
     Returns, for every number n, the prompts that are followed by so many rows, [P], and these rows, [n, P].
     """
@@ -100,10 +100,10 @@ def equally_followed(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def shared_attention(
+def attend_shared(
     past: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor, Tensor], seen: Tensor, logits: Logits
 ) -> Tensor:
-    """Attend with many groups of K tokens that follow the same contexts, [groups * B, Hq, K, Dv].
+    """Compute attention of many groups of K tokens after the same contexts, [groups * B, Hq, K, Dv].
 
     `past` are keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] of the contexts, `states` queries [groups * B, Hq, K, D],
     keys and values of the tokens, group by group; `seen` is [B or 1, 1, K, T + K], bool or additive. The contexts are
@@ -197,7 +197,7 @@ class Tree(DensePass[Observation]):
 
     @cached_property
     def top(self) -> nn.Module:
-        """The decoder's final norm; IncompatibleError where it is not known."""
+        """The decoder's final norm; IncompatibleError if it is unknown."""
         norm: nn.Module | None = getattr(find_decoder(self.model), "norm", None)
         if norm is None:
             raise IncompatibleError(
@@ -208,7 +208,7 @@ class Tree(DensePass[Observation]):
 
     @contextmanager
     def baseline_pass(self, tokens: Tensor, rows: Tensor | None = None) -> Iterator[dict[int, FollowedLayer]]:
-        """Teacher-force `tokens` [M, K] after contexts, and yield what that is in each layer.
+        """Teacher-force `tokens` [M, K] after contexts, and yield the states of each layer.
 
         Sweeps over them are possible until this ends.
 
@@ -242,7 +242,7 @@ class Tree(DensePass[Observation]):
     def sweep(
         self, ablated: Mapping[int, Sequence[Item]], outputs: Callable[[int, Sequence[Item]], list[Tensor]]
     ) -> Tensor:
-        """Return what enters the final norm of every ablation, [groups, M, K, d_model], in the order of `ablated`.
+        """Compute the input of the final norm for every ablation, [groups, M, K, d_model], in the order of `ablated`.
 
         `ablated` has the ablations of each layer, ascending; `outputs(layer, items)` are the attention outputs
         [M, Hq, K, Dv] of that layer under some of them, computed when the sweep gets there.
@@ -264,7 +264,7 @@ class Tree(DensePass[Observation]):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return next-token logits [..., V] fp32 of what enters the final norm [..., d_model]."""
+        """Compute next-token logits [..., V] fp32 from inputs of the final norm [..., d_model]."""
         made: Tensor = self.model.get_output_embeddings()(self.top(hidden)).float()
         cap = getattr(find_text_config(self.model), "final_logit_softcapping", None)
         return made if cap is None else cap * torch.tanh(made / cap)

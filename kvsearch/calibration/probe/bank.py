@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.options import CANDIDATES, TARGETS, QueryBankOptions
+from kvsearch.calibration.options import BANK_CANDIDATES, TARGETS, QueryBankOptions
 from kvsearch.calibration.probe.context_pass import ContextPass, EntryLook, Measure, Noting, QuestionBuilder
-from kvsearch.calibration.probe.contexts import Candidates, FitContexts, FittedRanking, RankingCalibration
+from kvsearch.calibration.probe.contexts import FitCandidates, FitContexts, FittedRanking, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
 from kvsearch.models.architecture import require_plain_rotary
@@ -28,34 +28,34 @@ from kvsearch.plan.saved import WEIGHTS, register_weights
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
 from kvsearch.policies.query_bank import EVEN_ARRAY, QUERIES_ARRAY, QUERY_BANK_METHOD
 
-ROUNDS = 10  # of k-means
+KMEANS_ROUNDS = 10  # of k-means
 
 
-class Bank(NamedTuple):
-    """A bank, how its queries were chosen, and heads that are ranked evenly instead."""
+class StoredQueries(NamedTuple):
+    """Stored queries of every kv head, how they were chosen, and heads that are ranked evenly instead."""
 
     queries: Tensor  # [L, Hkv, G, N, D]
     how: str
     even: Tensor  # [L, Hkv] bool
 
     def policy(self, calibration: QueryBankCalibration, contexts: FitContexts) -> Policy:
-        """Return the policy that ranks by it."""
-        made = contexts.profile(
+        """Make the policy that ranks by these queries."""
+        profile = contexts.profile(
             calibration, self.arrays, {"chosen_by": self.how}, self.even, torch.zeros_like(self.even)
         )
         return create_policy(
             QUERY_BANK_METHOD,
-            {**made.metadata.policy.params, WEIGHTS: register_weights(made.to_bytes(), Path(QUERY_BANK_METHOD))},
+            {**profile.metadata.policy.params, WEIGHTS: register_weights(profile.to_bytes(), Path(QUERY_BANK_METHOD))},
         )
 
     @property
     def arrays(self) -> dict[str, Floats]:
-        """What a profile has of it."""
+        """Arrays for a profile."""
         return {QUERIES_ARRAY: self.queries.numpy(), EVEN_ARRAY: self.even.float().numpy()}
 
 
 class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
-    """A bank; the profile has "queries" [L, Hkv, G, N, D], and in "even" [L, Hkv] 1 for heads ranked evenly.
+    """Calibration of a query bank; the profile has "queries" [L, Hkv, G, N, D] and "even" [L, Hkv], 1 for even heads.
 
     "recall" and "text_loss" are those of a probe.
     """
@@ -68,46 +68,51 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
 
     def draw(self, contexts: FitContexts) -> Noting:
         random = torch.Generator().manual_seed(self.options.seed)
-        share = -(-CANDIDATES // len(contexts.fit))
-        drawn = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in contexts.fit}
+        share = -(-BANK_CANDIDATES // len(contexts.fit))
+        drawn = {prompt.context: draw_asked_places(prompt, contexts.builder, share, random) for prompt in contexts.fit}
         return Noting(queries=drawn)
 
-    def sampler(self) -> Measure:
+    def make_sampler(self) -> Measure:
         return sample_queries
 
-    def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
+    def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> FitCandidates:
         asked = torch.from_numpy(np.concatenate([arrays[QUERIES_ARRAY] for arrays in samples], 3))  # [L, Hkv, G, M, D]
         none = torch.zeros(asked.shape[:2], dtype=torch.bool)
-        apart = farthest(asked, self.options.bank)
-        self.tried = [Bank(apart, "farthest", none), Bank(k_means(asked, apart), "k-means", none)]
-        return Candidates(len(self.tried), self._look(self.tried, contexts), None)
+        apart = choose_farthest(asked, self.options.bank)
+        self.tried = [
+            StoredQueries(apart, "farthest", none),
+            StoredQueries(choose_by_k_means(asked, apart), "k-means", none),
+        ]
+        return FitCandidates(len(self.tried), self._look(self.tried, contexts), None)
 
     def choose(self, gains: Floats) -> Tensor:
-        """Return the number of the bank that is best in the mean of all heads."""
+        """Return the index of the bank with the best mean gain of all heads, for every head [L, Hkv]."""
         return torch.full(gains.shape[1:], int(gains.mean((1, 2)).argmax()))
 
     def finish(self, chosen: Tensor, even: Tensor, contexts: FitContexts) -> FittedRanking:
         bank = self.tried[int(chosen[0, 0])]._replace(even=even)
         return FittedRanking(self._look([bank], contexts), bank.arrays, {"chosen_by": bank.how})
 
-    def _look(self, banks: Sequence[Bank], contexts: FitContexts) -> EntryLook:
-        """Return a look at the order of entries under each of several banks."""
+    def _look(self, banks: Sequence[StoredQueries], contexts: FitContexts) -> EntryLook:
+        """Make the look that notes the order of entries under each of several banks."""
         policies = [bank.policy(self, contexts) for bank in banks]
         return EntryLook([policy.needs() for policy in policies], partial(note_order, policies=policies))
 
 
 def sample_queries(context_pass: ContextPass) -> dict[str, Tensor]:
-    """Return the queries that were drawn of a context."""
+    """Return the drawn queries of a context."""
     return {QUERIES_ARRAY: context_pass.queries}
 
 
 def note_order(observation: Observation, context: int, free: slice, policies: Sequence[Policy]) -> Tensor:  # noqa: ARG001
-    """Return scores of entries in the order of each of several policies, [policies, Hkv, T]."""
+    """Note scores of entries that order them as each of several policies, [policies, Hkv, T]."""
     return torch.cat([-rank_under(policy, observation)[..., free].float() for policy in policies])
 
 
-def places_asked(prompt: CalibrationPrompt, builder: QuestionBuilder, count: int, random: torch.Generator) -> Tensor:
-    """Draw at most `count` of the tokens that are asked of a context, their numbers in order [n].
+def draw_asked_places(
+    prompt: CalibrationPrompt, builder: QuestionBuilder, count: int, random: torch.Generator
+) -> Tensor:
+    """Draw at most `count` of the question tokens of a context; return their ascending numbers [n].
 
     Tokens of questions come first; those of the context itself fill up what is left.
     """
@@ -117,12 +122,12 @@ def places_asked(prompt: CalibrationPrompt, builder: QuestionBuilder, count: int
     return order[:count].sort().values
 
 
-def farthest(queries: Tensor, count: int) -> Tensor:
-    """Choose `count` of the queries [L, Hkv, G, M, D] of every kv head, [L, Hkv, G, N, D]: farthest points.
+def choose_farthest(queries: Tensor, count: int) -> Tensor:
+    """Choose `count` queries of every kv head by farthest points, [L, Hkv, G, M, D] to [L, Hkv, G, N, D].
 
     The first is the farthest from the mean, every other the farthest from its nearest among those before it.
     """
-    x = _vectors(queries)
+    x = _flatten_heads(queries)
     apart = (x - x.mean(1, keepdim=True)).norm(dim=-1)
     chosen = list[Tensor]()
     for number in range(min(count, x.shape[1])):
@@ -130,27 +135,27 @@ def farthest(queries: Tensor, count: int) -> Tensor:
         chosen.append(index)
         away = (x - x[torch.arange(len(x)), index][:, None]).norm(dim=-1)
         apart = away if number == 0 else torch.minimum(apart, away)
-    return _taken(queries, torch.stack(chosen, 1))
+    return _gather_queries(queries, torch.stack(chosen, 1))
 
 
-def k_means(queries: Tensor, start: Tensor) -> Tensor:
-    """Choose as many of the queries as `farthest`, which has chosen the `start`: the nearest to means of clusters."""
-    x = _vectors(queries)
-    centres = _vectors(start)
-    for _ in range(ROUNDS):
+def choose_by_k_means(queries: Tensor, start: Tensor) -> Tensor:
+    """Choose the queries nearest to k-means centres, from the `start` of `choose_farthest`."""
+    x = _flatten_heads(queries)
+    centres = _flatten_heads(start)
+    for _ in range(KMEANS_ROUNDS):
         nearest = torch.cdist(x, centres).argmin(-1)
         member = torch.nn.functional.one_hot(nearest, centres.shape[1]).to(x.dtype)  # [H, M, N]
         size = member.sum(1)[..., None]
         centres = torch.where(size > 0, member.transpose(1, 2) @ x / size.clamp(min=1), centres)
-    return _taken(queries, torch.cdist(centres, x).argmin(-1))
+    return _gather_queries(queries, torch.cdist(centres, x).argmin(-1))
 
 
-def _vectors(queries: Tensor) -> Tensor:
-    """Return the queries of a token in a kv head as one vector, [L * Hkv, M, G * D]."""
+def _flatten_heads(queries: Tensor) -> Tensor:
+    """Flatten the queries of a token in a kv head to one vector, [L * Hkv, M, G * D]."""
     return queries.flatten(0, 1).transpose(1, 2).flatten(2)
 
 
-def _taken(queries: Tensor, index: Tensor) -> Tensor:
+def _gather_queries(queries: Tensor, index: Tensor) -> Tensor:
     layers, heads, group, _, dim = queries.shape
     where = index.view(layers, heads, 1, -1, 1).expand(-1, -1, group, -1, dim)
     return queries.gather(3, where).contiguous()

@@ -1,4 +1,4 @@
-"""Contexts that a ranking is calibrated on: what their entries look like, and all that is asked of them.
+"""Passes over the contexts that a ranking is calibrated on: features of entries, and all questions.
 
 How rankings are chosen and reported, whatever they are made of: on contexts that none of them was fitted on. Importance
 says which entries a head looks at, not that it needs them: the output of a head that looks everywhere is a mean, and an
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.importance import ImportancePass, RankedContext
-from kvsearch.calibration.options import COMPARED, Compare, RankingOptions
+from kvsearch.calibration.options import RIVAL_POLICIES, Compare, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError, assert_present
@@ -36,24 +36,24 @@ from kvsearch.signals.predictions import total_variation
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.splits import group_by_text
 
-RIVALS = 3  # policies whose losses are reported
-BUDGETS = (0.05, 0.1, 0.2)  # at which rankings are judged
-MIDDLE = slice(1, 2)  # of them, at which all policies are
+REPORTED_RIVALS = 3  # policies whose losses are reported
+JUDGED_SHARES = (0.05, 0.1, 0.2)  # at which rankings are judged
+MIDDLE_SHARE = slice(1, 2)  # of them, at which all policies are
 MOST_CHUNKS = 4  # of what is asked of a context, by which heads are judged, and rankings where there are no questions
 MOST_ROWS = 64  # tokens of each by which heads are judged
-REPEAT = "Repeat the text above, word for word."
+REPEAT_TEXT = "Repeat the text above, word for word."
 CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
-LEAST_ERROR = 1e-30  # of a head whose output does not move
-LEVEL = 0.05  # of the sign-flip test
+MIN_ERROR = 1e-30  # of a head whose output does not move
+SIGN_FLIP_ALPHA = 0.05  # of the sign-flip test
 
 
 class QuestionBuilder:
-    """How contexts are asked: for `targets`, for themselves in words `repeat` [1, R] and `chunk` tokens at a time.
+    """Builds the questions on contexts for `targets`; reconstruction repeats `chunk` tokens after `repeat` [1, R].
 
-    Those without questions are asked for themselves alone.
+    Contexts without questions have reconstruction alone.
 
     Raises:
-        UsageError: a context leaves no room to ask for it again, or has nothing that could be asked of it.
+        UsageError: a context leaves no room to ask for it again, or has nothing to ask for.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class QuestionBuilder:
                 "those: leave --targets out"
             )
         self.targets = ("reconstruction",) if silent == len(prompts) else targets
-        self.repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT)
+        self.repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT_TEXT)
         limits = {prompt.length: find_rotary_limit(loaded.model, prompt.length) for prompt in prompts}
         longest = max(limits, key=lambda length: length - limits[length])  # the one with the least room
         limit = limits[longest]
@@ -80,48 +80,53 @@ class QuestionBuilder:
         self.chunk = min(CHUNK, room)
 
     def build(self, prompt: CalibrationPrompt, device: torch.device | str) -> dict[str, list[Continuation]]:
-        """Return what is asked of a context for each target, if anything is."""
-        asked: dict[str, list[Continuation]] = {}
+        """Build the questions on a context by target, without empty targets."""
+        questions: dict[str, list[Continuation]] = {}
         if "answers" in self.targets and prompt.continuations:
-            asked["answers"] = [replace(after, tokens=after.tokens.to(device)) for after in prompt.continuations]
+            questions["answers"] = [
+                replace(continuation, tokens=continuation.tokens.to(device)) for continuation in prompt.continuations
+            ]
         if "reconstruction" in self.targets:
             chunks = torch.split(prompt.ids, self.chunk, 1)
             texts = [torch.cat([self.repeat, chunk], 1).to(device) for chunk in chunks]
-            asked["reconstruction"] = [Continuation(tokens, self.repeat.shape[1]) for tokens in texts]
-        return asked
+            questions["reconstruction"] = [Continuation(tokens, self.repeat.shape[1]) for tokens in texts]
+        return questions
 
 
-def evenly(asked: Sequence[Continuation]) -> list[Continuation]:
-    """Return at most `MOST_CHUNKS` of what is asked of a context, from all parts of it."""
-    return [asked[number] for number in sorted({number * len(asked) // MOST_CHUNKS for number in range(MOST_CHUNKS)})]
+def pick_evenly(questions: Sequence[Continuation]) -> list[Continuation]:
+    """Pick at most `MOST_CHUNKS` questions, evenly."""
+    return [
+        questions[number]
+        for number in sorted({number * len(questions) // MOST_CHUNKS for number in range(MOST_CHUNKS)})
+    ]
 
 
-class SomeRows(NamedTuple):
-    """Tokens at `places` of those that follow a context, in every layer."""
+class JudgedRows(NamedTuple):
+    """Question tokens at `places`, in every layer, by which heads are judged."""
 
     places: Tensor
     layers: list[LayerContinuation[RankedContext]]
 
     @classmethod
-    def of(cls, tokens: int, number: int, passed: ImportancePass) -> SomeRows:
-        """Return `MOST_ROWS` of the tokens that follow, evenly, all if they are fewer.
+    def of(cls, tokens: int, number: int, importance_pass: ImportancePass) -> JudgedRows:
+        """Pick `MOST_ROWS` of the question tokens evenly, all if they are fewer.
 
-        They begin elsewhere for every `number` of what is asked, as all begin with the same words.
+        They start at another place for every question `number`, as all questions begin with the same words.
         """
         count = min(tokens, MOST_ROWS)
         places = ((torch.arange(count) + number * GOLDEN_RATIO % 1) * tokens / count).long()
-        return cls(places, [layer.at_places(places) for layer in passed.continuations()])
+        return cls(places, [layer.at_places(places) for layer in importance_pass.continuations()])
 
 
 class EntryLook(NamedTuple):
-    """What to note of the entries of a layer of a context, by its number; of those between sinks and recent ones."""
+    """A function that notes the entries of a layer between sinks and recent ones, and what it needs."""
 
     needs: Sequence[Needs]
     note: Callable[[Observation, int, slice], Tensor]
 
 
 class Noting(NamedTuple):
-    """What is noted of contexts while they are read and asked: of entries by the name of a look, and queries.
+    """What to note of contexts during their pass: entries by the name of a look, queries and importance.
 
     Args:
         looks: what to note of entries.
@@ -137,23 +142,23 @@ class Noting(NamedTuple):
     importance: bool = True
 
     def note(self, observation: Observation, context: int, free: slice) -> dict[str, Tensor]:
-        """Return what is noted of the entries of a layer by the names of the looks."""
+        """Apply all looks to the entries of a layer, by name."""
         return {name: look.note(observation, context, free) for name, look in self.looks.items()}
 
 
-class AskedReading(NamedTuple):
-    """What came of all that is asked of a context; tensors are on the CPU."""
+class QuestionReading(NamedTuple):
+    """Results of all questions on a context; tensors are on the CPU."""
 
     largest: Tensor | None  # importance, [L, Hkv, T]
-    judging: dict[str, list[SomeRows]]  # by target the tokens by which heads are judged
+    judging: dict[str, list[JudgedRows]]  # by target the tokens by which heads are judged
     queries: Tensor | None  # un-rotated, of the tokens that are wanted, [L, Hkv, G, n, D]
 
 
 class ContextPass:
-    """A context that was read under the full cache; T counts the entries between its sinks and the recent ones.
+    """A pass over a context under the full cache; T counts the entries between its sinks and the recent ones.
 
     `given` has the right answers in place of own replies, which go on after the answer where nothing ends them. What
-    is `asked` is by target; `judged` are the given answers, or chunks of the context where there are none.
+    is `questions` is by target; `judged` are the given answers, or chunks of the context where there are none.
 
     Raises:
         IncompatibleError: the model computes NaN on it.
@@ -175,55 +180,55 @@ class ContextPass:
         needs = [need for look in noting.looks.values() for need in look.needs]
         ids = prompt.ids.to(loaded.device)
         look = needs, lambda observation: noting.note(observation, prompt.context, self.free)
-        self.passed = ImportancePass(loaded.model, noting.policies, ids, options.group, self.refusal, look)
-        if not all(is_finite(noted) for layer in self.passed.noted for noted in layer.noted.values()):
+        self.importance_pass = ImportancePass(loaded.model, noting.policies, ids, options.group, self.refusal, look)
+        if not all(is_finite(noted) for layer in self.importance_pass.noted for noted in layer.noted.values()):
             raise IncompatibleError(f"{self.refusal}: what a ranking looks at is not finite")
-        self.asked = builder.build(prompt, loaded.device)
+        self.questions = builder.build(prompt, loaded.device)
         judged = builder.build(given, loaded.device).get("answers")
-        self.judged = evenly(self.asked["reconstruction"]) if judged is None else judged
+        self.judged = pick_evenly(self.questions["reconstruction"]) if judged is None else judged
 
     @property
     def spread(self) -> Tensor:
         """Scores whose best entries lie evenly, [L, Hkv, T]."""
-        places = spread_places(torch.arange(self.prompt.length, device=self.passed.model.device)[self.free])
-        return places.expand(len(self.passed.noted), self.passed.observed[0].keys.shape[1], -1)
+        places = spread_places(torch.arange(self.prompt.length, device=self.importance_pass.model.device)[self.free])
+        return places.expand(len(self.importance_pass.noted), self.importance_pass.observed[0].keys.shape[1], -1)
 
     @property
     def largest(self) -> Tensor:
-        """The largest importance over all that is asked, [L, Hkv, T] on the CPU."""
+        """Largest importance over all questions, [L, Hkv, T] on the CPU."""
         return assert_present(self._reading.largest, "the importance of entries was not asked for")
 
     @property
     def queries(self) -> Tensor:
-        """Un-rotated queries of the tokens that were to be noted, [L, Hkv, G, n, D] on the CPU."""
+        """Un-rotated queries of the drawn tokens, [L, Hkv, G, n, D] on the CPU."""
         return assert_present(self._reading.queries, "queries were not asked for")
 
     @cached_property
-    def _reading(self) -> AskedReading:
-        """What is asked is read once.
+    def _reading(self) -> QuestionReading:
+        """Results of all questions, which are read once.
 
         Raises:
             IncompatibleError: the importance or a query is not finite.
         """
         importances = []
         queries = []
-        judging: dict[str, list[SomeRows]] = {}
+        judging: dict[str, list[JudgedRows]] = {}
         wanted = self.noting.queries.get(self.prompt.context)
         first = 0
-        for target, asked in self.asked.items():
-            some = evenly(asked)
-            for after in asked:
-                count = after.tokens.shape[1]
-                with self.passed.following(after.tokens, logits_to_keep=1):
+        for target, questions in self.questions.items():
+            judged_questions = pick_evenly(questions)
+            for question in questions:
+                count = question.tokens.shape[1]
+                with self.importance_pass.following(question.tokens, logits_to_keep=1):
                     if self.noting.importance:
-                        importances.append(self.passed.importance()[0, ..., self.free])
+                        importances.append(self.importance_pass.importance()[0, ..., self.free])
                     if wanted is not None:
                         queries.append(self._queries_at(wanted[(wanted >= first) & (wanted < first + count)] - first))
-                    if any(after is one for one in some):
+                    if any(question is judged for judged in judged_questions):
                         rows = judging.setdefault(target, [])
-                        rows.append(SomeRows.of(count, len(rows), self.passed))
+                        rows.append(JudgedRows.of(count, len(rows), self.importance_pass))
                 first += count
-        reading = AskedReading(
+        reading = QuestionReading(
             reduce(torch.maximum, importances) if importances else None, judging,
             torch.cat(queries, 3) if queries else None,
         )  # fmt: skip
@@ -232,28 +237,30 @@ class ContextPass:
         return reading
 
     def _queries_at(self, places: Tensor) -> Tensor:
-        """Return un-rotated queries of the tokens at `places` [n] of those that follow just now, [L, Hkv, G, n, D]."""
+        """Return un-rotated queries of the current question tokens at `places` [n], [L, Hkv, G, n, D]."""
         layers = []
-        for layer in self.passed.continuations():
+        for layer in self.importance_pass.continuations():
             at = places.to(layer.query.device)
-            rotary = RotaryTables(self.passed.model, layer.index)
+            rotary = RotaryTables(self.importance_pass.model, layer.index)
             plain = unrotate_queries(layer.query[:, :, at], self.prompt.length + at[None], rotary)[0]
             layers.append(plain.view(layer.prompt[0].shape[1], -1, *plain.shape[1:]).cpu())
         return torch.stack(layers)
 
     def noted(self, name: str) -> Tensor:
-        """Return what a look has noted of entries, [L, n, Hkv, T], on the device of the model."""
-        return torch.stack([layer.noted[name].to(self.passed.model.device) for layer in self.passed.noted])
+        """Stack the notes of a look over layers, [L, n, Hkv, T], on the device of the model."""
+        return torch.stack(
+            [layer.noted[name].to(self.importance_pass.model.device) for layer in self.importance_pass.noted]
+        )
 
     def kept(self, scores: Tensor) -> list[Tensor]:
-        """Mark what stays of a context at each of `BUDGETS`, [L, Hkv, length] bool, by scores [L, Hkv, T] of `free`."""
-        whole = scores.new_full((*scores.shape[:2], self.prompt.length), float("inf"))
-        whole[..., self.free] = scores
-        ranks = whole.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        return [ranks < max(1, round(budget * self.prompt.length)) for budget in BUDGETS]
+        """Mark the entries kept at each of `JUDGED_SHARES`, [L, Hkv, length] bool, by scores [L, Hkv, T] of `free`."""
+        all_scores = scores.new_full((*scores.shape[:2], self.prompt.length), float("inf"))
+        all_scores[..., self.free] = scores
+        ranks = all_scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        return [ranks < max(1, round(budget * self.prompt.length)) for budget in JUDGED_SHARES]
 
-    def head_errors(self, target: str, keeps: Sequence[Tensor]) -> Tensor:
-        """Return how far a head's output moves where only `keeps` [L, Hkv, length] stay, [asked, keeps, L, Hkv].
+    def measure_head_errors(self, target: str, keeps: Sequence[Tensor]) -> Tensor:
+        """Measure the output error of each head that keeps only `keeps` [L, Hkv, length], [questions, keeps, L, Hkv].
 
         The mean over rows of |(yhat - y) W_O|^2: what a loss is to second order. A head that attends everywhere loses
         less with an even sample of its entries, which keeps their mean, than with those it attends to most. As it is a
@@ -265,12 +272,12 @@ class ContextPass:
             by_head = judging[0].layers[row].output_weight
             weight = by_head.reshape(keep.shape[1], -1, by_head.shape[-1])
             factors = weight @ weight.transpose(1, 2)
-            found = [rows.layers[row].eviction_errors(keep, rows.places, factors).cpu() for rows in judging]
-            errors.append(torch.stack(found))
+            errors_of_rows = [rows.layers[row].eviction_errors(keep, rows.places, factors).cpu() for rows in judging]
+            errors.append(torch.stack(errors_of_rows))
         return torch.stack(errors, 2)
 
     def losses(self, keeps: Sequence[Tensor]) -> Tensor:
-        """Return how far replies move where only `keeps` [L, Hkv, length] stay in all layers, [questions, keeps].
+        """Measure how far replies move if all layers keep only `keeps` [L, Hkv, length], [questions, keeps].
 
         By the total variation of next-token distributions, mean over tokens, in [0, 1].
         """
@@ -278,7 +285,7 @@ class ContextPass:
         masks = torch.stack([torch.ones_like(keeps[0]), *keeps])
         for question, after in enumerate(self.judged):
             count = after.tokens.shape[1] - after.predicting.start  # the last row predicts what comes after the answer
-            full, *changed = self.passed.logits_under(after.tokens, masks, count)
+            full, *changed = self.importance_pass.logits_under(after.tokens, masks, count)
             for number, logits in enumerate(changed):
                 lost[question, number] = total_variation(full[:-1], logits[:-1])
         return lost
@@ -289,18 +296,18 @@ Measure = Callable[[ContextPass], Mapping[str, Tensor]]
 Measured = Callable[[Measure], Iterable[Arrays]]  # what is measured of some contexts
 
 
-def by_policy(number: int) -> Ranking:
-    """Return the ranking by the policy of that number among those that contexts are read with."""
+def rank_by_policy(number: int) -> Ranking:
+    """Make the ranking by the policy of that number in `Noting.policies`."""
 
     def scores(context_pass: ContextPass) -> Tensor:
-        ranks = context_pass.passed.ranks(number)[..., context_pass.free]
-        return -ranks.to(context_pass.passed.model.device).float()
+        ranks = context_pass.importance_pass.ranks(number)[..., context_pass.free]
+        return -ranks.to(context_pass.importance_pass.model.device).float()
 
     return scores
 
 
-def by_candidate(name: str, chosen: Tensor) -> Ranking:
-    """Return the ranking of every head by the candidate `chosen` [L, Hkv] of those whose scores a look has noted."""
+def rank_by_candidate(name: str, chosen: Tensor) -> Ranking:
+    """Make the ranking of every head by the candidate `chosen` [L, Hkv], among the noted scores of a look."""
 
     def scores(context_pass: ContextPass) -> Tensor:
         noted = context_pass.noted(name)
@@ -309,8 +316,8 @@ def by_candidate(name: str, chosen: Tensor) -> Ranking:
     return scores
 
 
-def spread_where(heads: Tensor, ranking: Ranking) -> Ranking:
-    """Return the ranking with an even spread in `heads` [L, Hkv] bool."""
+def rank_with_spread(heads: Tensor, ranking: Ranking) -> Ranking:
+    """Make a ranking that uses an even spread in `heads` [L, Hkv] bool."""
 
     def scores(context_pass: ContextPass) -> Tensor:
         spread = context_pass.spread
@@ -320,7 +327,7 @@ def spread_where(heads: Tensor, ranking: Ranking) -> Ranking:
 
 
 def find_spread_heads(rankings: Sequence[Ranking], read: Measured) -> list[Tensor]:
-    """Mark, for each of some rankings, the heads whose output an even spread moves less, [L, Hkv] bool.
+    """Find the heads whose output an even spread moves less than each ranking, [L, Hkv] bool per ranking.
 
     It must move a head less for each target: by answers alone what no question needs, by reconstruction alone what is
     needed once, would not count. Every question counts the same, however large its errors are. No head is marked if
@@ -330,75 +337,76 @@ def find_spread_heads(rankings: Sequence[Ranking], read: Measured) -> list[Tenso
         return []
 
     def ratios(context_pass: ContextPass) -> dict[str, Tensor]:
-        """Return by target how much less the spread moves every head, log [questions, rankings, L, Hkv]."""
+        """Compute log error ratios to the spread by target, [questions, rankings, L, Hkv]."""
         scores = [*(ranking(context_pass) for ranking in rankings), context_pass.spread]
         keeps = [keep for ranked in scores for keep in context_pass.kept(ranked)]
-        less = {}
-        for target in context_pass.asked:
-            errors = context_pass.head_errors(target, keeps).clamp(min=LEAST_ERROR).log()
-            errors = errors.view(len(errors), len(scores), len(BUDGETS), *errors.shape[2:]).mean(2)
-            less[target] = errors[:, :-1] - errors[:, -1:]
-        return less
+        log_ratios = {}
+        for target in context_pass.questions:
+            errors = context_pass.measure_head_errors(target, keeps).clamp(min=MIN_ERROR).log()
+            errors = errors.view(len(errors), len(scores), len(JUDGED_SHARES), *errors.shape[2:]).mean(2)
+            log_ratios[target] = errors[:, :-1] - errors[:, -1:]
+        return log_ratios
 
-    found: dict[str, list[Tensor]] = {}
+    ratios_by_target: dict[str, list[Tensor]] = {}
     for measured in read(ratios):
         for target, rows in measured.items():
-            found.setdefault(target, []).append(torch.from_numpy(rows))
-    better = torch.stack([torch.cat(rows).mean(0) > 0 for rows in found.values()]).all(0)
-    mixtures = [spread_where(heads, ranking) for heads, ranking in zip(better, rankings, strict=True)]
+            ratios_by_target.setdefault(target, []).append(torch.from_numpy(rows))
+    better = torch.stack([torch.cat(rows).mean(0) > 0 for rows in ratios_by_target.values()]).all(0)
+    mixtures = [rank_with_spread(heads, ranking) for heads, ranking in zip(better, rankings, strict=True)]
 
     def compared(context_pass: ContextPass) -> dict[str, Tensor]:
-        """Return how far replies move more under the mixtures, [questions, rankings]."""
+        """Measure how much further replies move under the mixtures, [questions, rankings]."""
         scores = [ranking(context_pass) for ranking in (*rankings, *mixtures)]
-        alone, mixed = losses(scores, context_pass).mean(-1).chunk(2, 1)
-        return {"loss": mixed - alone}
+        alone, select_fits = losses(scores, context_pass).mean(-1).chunk(2, 1)
+        return {"loss": select_fits - alone}
 
     # of contexts, as questions of one context lose alike
     worse = np.stack([arrays["loss"].mean(0, dtype=np.float64) for arrays in read(compared)], 1)
     chances = [float(compute_chances(of_ranking[None])[0]) for of_ranking in worse]  # each as if it were alone
     return [
-        torch.zeros_like(heads) if chance <= LEVEL else heads for heads, chance in zip(better, chances, strict=True)
+        torch.zeros_like(heads) if chance <= SIGN_FLIP_ALPHA else heads
+        for heads, chance in zip(better, chances, strict=True)
     ]
 
 
 def losses(scores: Sequence[Tensor], context_pass: ContextPass, sizes: slice = slice(None)) -> Tensor:
-    """Return how far replies move under several rankings' scores [L, Hkv, T] at `sizes`, [questions, R, B]."""
+    """Measure how far replies move under several rankings' scores [L, Hkv, T] at `sizes`, [questions, R, B]."""
     keeps = [keep for ranked in scores for keep in context_pass.kept(ranked)[sizes]]
     return context_pass.losses(keeps).view(-1, len(scores), len(keeps) // len(scores))
 
 
-def recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
-    """Return the recall of several rankings by their scores [L, Hkv, T], [R, B, L, Hkv]."""
-    device = context_pass.passed.model.device
+def measure_recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
+    """Measure the recall of several rankings by their scores [L, Hkv, T], [R, B, L, Hkv]."""
+    device = context_pass.importance_pass.model.device
     orders = (ranked.to(device).argsort(dim=-1, descending=True, stable=True) for ranked in scores)
-    return recall_of(context_pass.largest.to(device), orders).float().cpu()
+    return compute_recall(context_pass.largest.to(device), orders).float().cpu()
 
 
 def report(
     fits: Mapping[str, Ranking], read: Measured, compare: Compare
 ) -> dict[str, tuple[dict[str, Floats], tuple[str, ...]]]:
-    """Return, for each of some fits, arrays of how good it is beside policies, and whose "text_loss" it is.
+    """Compare fits with policies; return for each fit its arrays, and the names of its "text_loss" columns.
 
     "recall" [P, B, L, Hkv] is that of the fit and of all policies. "text_loss" [N, P', B] has a row of every text, of
-    the fit, which is named as it is in `fits`, and of `RIVALS` of the policies: those that recall most, or to `compare`
-    all, those that lose least at the middle size, which may be others. "middle_loss" is that of the fit and of all
-    policies [P], or of these alone [P'] where not all of them are better than the fit. The policies are those that
-    contexts are read with; all protect the same entries.
+    the fit, which is named as it is in `fits`, and of `REPORTED_RIVALS` of the policies: those that recall most, or to
+    `compare` all, those that lose least at the middle size, which may be others. "middle_loss" is that of the fit and
+    of all policies [P], or of these alone [P'] where not all of them are better than the fit. The policies are those
+    that contexts are read with; all protect the same entries.
     """
-    rankings = [*fits.values(), *map(by_policy, range(len(COMPARED)))]
+    rankings = [*fits.values(), *map(rank_by_policy, range(len(RIVAL_POLICIES)))]
     first = len(fits)
 
     def at_middle(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [ranking(context_pass) for ranking in rankings]
-        return {"middle_loss": losses(scores, context_pass, MIDDLE).mean((0, 2))}
+        return {"middle_loss": losses(scores, context_pass, MIDDLE_SHARE).mean((0, 2))}
 
     def compared(context_pass: ContextPass) -> dict[str, Tensor]:
-        found = {"recall": recalls([ranking(context_pass) for ranking in rankings], context_pass)}
-        return found | (at_middle(context_pass) if compare == "all" else {})
+        arrays = {"recall": measure_recalls([ranking(context_pass) for ranking in rankings], context_pass)}
+        return arrays | (at_middle(context_pass) if compare == "all" else {})
 
-    means = _means(read(compared))
+    means = _average(read(compared))
     worst_last = -means["recall"][first:].mean((1, 2, 3)) if compare == "best" else means["middle_loss"][first:]
-    rivals = first + np.sort(worst_last.argsort(kind="stable")[:RIVALS])
+    rivals = first + np.sort(worst_last.argsort(kind="stable")[:REPORTED_RIVALS])
     judged = [*range(first), *rivals.tolist()]
 
     def lost(context_pass: ContextPass) -> dict[str, Tensor]:
@@ -408,9 +416,9 @@ def report(
     contexts = list(read(lost))
     texts = group_by_text(arrays["text"].item() for arrays in contexts)
     text_loss = np.stack([np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts])
-    middle = _means(contexts)["loss"][:, MIDDLE].mean(1)
+    middle = _average(contexts)["loss"][:, MIDDLE_SHARE].mean(1)
     if compare == "best" and any((middle[first:] < mine).all() for mine in middle[:first]):  # others may be worse
-        middle = _means(read(at_middle))["middle_loss"]
+        middle = _average(read(at_middle))["middle_loss"]
     middle = means.get("middle_loss", middle)
     found = {}
     for number, name in enumerate(fits):
@@ -420,27 +428,27 @@ def report(
                 "text_loss": text_loss[:, [number, *range(first, len(judged))]].astype(np.float32),
                 "middle_loss": np.append(middle[number], middle[first:]),
             },
-            (name, *(COMPARED[rival - first] for rival in rivals)),
+            (name, *(RIVAL_POLICIES[rival - first] for rival in rivals)),
         )
     return found
 
 
-def _means(contexts: Iterable[Arrays]) -> dict[str, Floats]:
-    """Return the means of arrays over contexts, fp32."""
-    whole = list(contexts)
-    return {name: np.mean([arrays[name] for arrays in whole], axis=0).astype(np.float32) for name in whole[0]}
+def _average(contexts: Iterable[Arrays]) -> dict[str, Floats]:
+    """Average arrays over contexts, fp32."""
+    listed = list(contexts)
+    return {name: np.mean([arrays[name] for arrays in listed], axis=0).astype(np.float32) for name in listed[0]}
 
 
-def recall_of(importance: Tensor, orders: Iterable[Tensor]) -> Tensor:
-    """Return the importance that orders keep at each of `BUDGETS`, as a share of what the oracle keeps, [R, B, ...].
+def compute_recall(importance: Tensor, orders: Iterable[Tensor]) -> Tensor:
+    """Compute the recall of orders at each of `JUDGED_SHARES`: kept importance relative to the oracle, [R, B, ...].
 
     Both are [..., T]. A head without importance has nothing to lose: 1.
     """
 
     def kept(ranked: Tensor) -> Tensor:
-        counts = (max(1, round(budget * ranked.shape[-1])) for budget in BUDGETS)
+        counts = (max(1, round(budget * ranked.shape[-1])) for budget in JUDGED_SHARES)
         return torch.stack([ranked[..., :count].sum(-1, dtype=torch.float64) for count in counts])
 
     best = kept(importance.sort(descending=True).values)
-    found = torch.stack([kept(importance.gather(-1, order)) for order in orders])
-    return torch.where(best > 0, found / best, 1.0)
+    kept_by_order = torch.stack([kept(importance.gather(-1, order)) for order in orders])
+    return torch.where(best > 0, kept_by_order / best, 1.0)

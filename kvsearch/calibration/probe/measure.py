@@ -1,4 +1,4 @@
-"""Calibrate a ranking: fit what entries are worth to later questions, choose the fit, and report how good it is.
+"""Calibrate a ranking: fit the importance of entries for later questions, choose the fit, and report its quality.
 
 Three disjoint parts of the contexts: one to fit on, one to choose on, one to report on. Importance is LU-KV's (Eq. 4),
 the largest over all that is asked of a context: the questions, and the context itself, chunk by chunk, so that what no
@@ -27,7 +27,7 @@ from kvsearch.calibration.probe.context_pass import (
     Measure,
     Noting,
 )
-from kvsearch.calibration.probe.contexts import Candidates, FitContexts, FittedRanking, RankingCalibration
+from kvsearch.calibration.probe.contexts import FitCandidates, FitContexts, FittedRanking, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.arrays import Floats
@@ -38,28 +38,28 @@ from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation
 from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, columns_of, features_of, needs_of
 
-RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
-STRONG = (1.0,)  # with few contexts
+RIDGE_STRENGTHS = (1e-4, 1e-2, 1.0)  # strengths that are tried
+FEW_CONTEXT_STRENGTHS = (1.0,)  # with few contexts
 WIDTH, STEPS, BATCH, DECAY = 32, 400, 1024, 1e-2
-RATE = 1e-2  # of the optimiser: 400 steps recall as much as 1,200 at a third of it
+LEARNING_RATE = 1e-2  # of the optimiser: 400 steps recall as much as 1,200 at a third of it
 FITTED_BYTES = 2**27  # of features of the layers that are fitted at once, which are copied about five times
-OWN = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
+OWN_FEATURES = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
 FEATURE = "features"  # arrays of what is drawn
 TARGET = "target"  # the largest importance over all that is asked
 
 ROUNDOFF = 1e-6
-UNSEEN = -30.0  # log importance where nothing was looked at: below all others, and still told apart as exp of it
-FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apart
+UNSEEN_SCORE = -30.0  # log importance where nothing was looked at: below all others, and still told apart as exp of it
+IMPORTANCE_FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apart
 
 LayerFits = list[list[Coefficients]]  # by layer and candidate
 # of some layers: features [layers * Hkv, N, F], targets [layers * Hkv, N], unseen heads [layers, Hkv]
 LayerSample = tuple[Tensor, Tensor, Tensor]
-FEW = 4  # contexts to fit on, below which there is strong shrinkage alone
+MIN_CONTEXTS_FOR_NETWORK = 4  # contexts to fit on, below which there is strong shrinkage alone
 TIMED_STEPS = 4  # of a network, for a forecast
 
 
 class ProbeCalibration(RankingCalibration[ProbeOptions]):
-    """A fit; the profile has the weights, and how good it and other policies are on the contexts to report on.
+    """Calibration of a probe; the profile has its weights, and the quality of it and other policies on report contexts.
 
     "recall" [P, B, L, Hkv] is the importance that a ranking keeps at a budget, as a share of what the oracle keeps
     there; "text_loss" [N, P', B] is how far next-token distributions of replies move where all heads keep as much
@@ -74,17 +74,17 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
         look = EntryLook([needs_of(names)], partial(note_features, names=names, places=self.places))
         return Noting({self.options.method: look})
 
-    def sampler(self) -> Measure:
+    def make_sampler(self) -> Measure:
         return partial(sample_entries, name=self.options.method, places=self.places)
 
-    def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> Candidates:
+    def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> FitCandidates:
         options = self.options
-        self.few = len(contexts.fit) < FEW
+        self.few = len(contexts.fit) < MIN_CONTEXTS_FOR_NETWORK
         self.fits, unseen = fit_candidates(self.loaded, samples, options, self.few, contexts.calibration.steps)
-        self.spread_fit = len(self.fits[0]) - 1  # behind the regressions the spread
-        count = max(1, self.spread_fit)
+        self.fit_spread = len(self.fits[0]) - 1  # behind the regressions the spread
+        count = max(1, self.fit_spread)
         tried = [self._weights(torch.full(unseen.shape, number)) for number in range(count)]
-        return Candidates(count, self._look(tried), unseen)
+        return FitCandidates(count, self._look(tried), unseen)
 
     def choose(self, gains: Floats) -> Tensor:
         return torch.from_numpy(gains.argmax(0))
@@ -94,7 +94,7 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
         return SPREAD in self.options.features
 
     def finish(self, chosen: Tensor, even: Tensor, contexts: FitContexts) -> FittedRanking:  # noqa: ARG002
-        weights = self._weights(torch.where(even, self.spread_fit, chosen))
+        weights = self._weights(torch.where(even, self.fit_spread, chosen))
         arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
         settings = {"features": self.options.looked_at, "few_contexts": self.few}
         return FittedRanking(self._look([weights]), arrays, settings)
@@ -102,17 +102,17 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     def _weights(self, chosen: Tensor) -> Weights:
         """Return the weights of the candidates `chosen` [L, Hkv]."""
         width = max(fit.output.shape[-1] for forms in self.fits for fit in forms)
-        picked = [mixed(forms, row, width) for forms, row in zip(self.fits, chosen, strict=True)]
+        picked = [select_fits(forms, row, width) for forms, row in zip(self.fits, chosen, strict=True)]
         coefficients = Coefficients(*(torch.stack(parts) for parts in zip(*picked, strict=True)))
         return Weights(self.options.looked_at, describe(self.loaded.model).full_layers, coefficients)
 
     def _look(self, weights: Sequence[Weights]) -> EntryLook:
-        """Return a look at the log importance of entries by each of several fits."""
+        """Make the look that notes the log importance of entries by each of several fits."""
         return EntryLook([needs_of(self.options.looked_at)], partial(note_scores, weights=weights))
 
     def estimate_fit(self, contexts: int) -> Work:
-        """Return how long the networks are fitted, by steps that are timed."""
-        if self.options.form != "network" or contexts < FEW:
+        """Estimate the time of fitting networks, from a few timed steps."""
+        if self.options.form != "network" or contexts < MIN_CONTEXTS_FOR_NETWORK:
             return Work()
         shape = describe(self.loaded.model)
         columns = columns_of(self.options.looked_at, shape.head_dim)
@@ -126,18 +126,18 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
 
 
 def sample_entries(context_pass: ContextPass, name: str, places: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Return arrays of the entries that were drawn: features [Hkv, n, F] by layer, targets [L, Hkv, n].
+    """Sample the drawn entries: features [Hkv, n, F] by layer, targets [L, Hkv, n].
 
     The features are what the look of this `name` noted; `places` are the entries by context.
     """
-    layers = enumerate(context_pass.passed.noted)
+    layers = enumerate(context_pass.importance_pass.noted)
     features = {f"{FEATURE}.{row}": layer.noted[name] for row, layer in layers}
     target = log_importance(context_pass.largest)[..., places[context_pass.prompt.context]]
     return {**features, TARGET: target.clone()}
 
 
 def note_scores(observation: Observation, context: int, free: slice, weights: Sequence[Weights]) -> Tensor:  # noqa: ARG001
-    """Return the log importance of entries by each of several fits, [fits, Hkv, T]."""
+    """Note the log importance of entries by each of several fits, [fits, Hkv, T]."""
     features = features_of(observation, weights[0].features)[:, :, free]
     return torch.cat([candidate.log_importance(features, observation.layer) for candidate in weights])
 
@@ -146,7 +146,7 @@ def note_scores(observation: Observation, context: int, free: slice, weights: Se
 
 
 def draw_places(prompts: Sequence[CalibrationPrompt], options: ProbeOptions) -> dict[int, Tensor]:
-    """Draw entries of every context evenly, as many of each, [n] by the number of the context."""
+    """Draw equally many entries of every context, evenly, [n] by the number of the context."""
     random = torch.Generator().manual_seed(options.seed)
     each = -(-options.entries // len(prompts))
     free = {prompt.context: prompt.length - SINKS - options.protect for prompt in prompts}
@@ -156,12 +156,12 @@ def draw_places(prompts: Sequence[CalibrationPrompt], options: ProbeOptions) -> 
 def note_features(
     observation: Observation, context: int, free: slice, names: tuple[str, ...], places: Mapping[int, Tensor]
 ) -> Tensor:
-    """Return the features of the entries at the `places` [n] of a context, [Hkv, n, F]."""
+    """Note the features of the entries at the `places` [n] of a context, [Hkv, n, F]."""
     return features_of(observation, names)[0, :, free][:, places[context].to(observation.keys.device)]
 
 
 class LayerSamples(Sequence[LayerSample]):
-    """The samples of some layers, by their `rows`; each is read when it is asked for: all may be more than memory.
+    """The samples of some layers, by their `rows`; each is read lazily, as all may be more than memory.
 
     Those of several layers are together, one after the other. `samples` are those of all contexts, `worth` [L, Hkv, N]
     their targets, `unseen` is [L, Hkv].
@@ -212,28 +212,28 @@ def fit_candidates(
 
 
 def _fit_layers(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions, few: bool) -> list[Arrays]:
-    """Return the candidates of each of some layers."""
+    """Fit the candidates of some layers."""
     x, wanted, unseen = sample
     layers, heads = unseen.shape
     columns = columns_of(options.looked_at, loaded.fingerprint.head_dim)
     read = torch.tensor([name != SPREAD for name in columns])
-    own = torch.tensor([name in OWN for name in columns])
+    own = torch.tensor([name in OWN_FEATURES for name in columns])
     subsets = [subset for subset in (read, own) if subset.any() and (subset is read or not torch.equal(own, read))]
-    center, scale = standardised(x)
+    center, scale = standardise(x)
     z = (x - center[:, None]) / scale[:, None]
     with torch.no_grad():
         forms = [
-            restrict_to(fit_ridge(z * subset, wanted, strength), subset)
+            restrict_features(fit_ridge(z * subset, wanted, strength), subset)
             for subset in subsets
-            for strength in (STRONG if few else RIDGE)
+            for strength in (FEW_CONTEXT_STRENGTHS if few else RIDGE_STRENGTHS)
         ]
         if options.form == "network" and not few and subsets:
             network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed, layers)
-            forms.append(restrict_to(network, read))
-        forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
-        even = spread_fit(z, z[..., columns.index(SPREAD)], columns.index(SPREAD))
-        none = even._replace(bias=torch.full_like(even.bias, UNSEEN))
-        fits = [mixed((form, none), unseen.flatten().long(), form.output.shape[-1]) for form in forms]
+            forms.append(restrict_features(network, read))
+        forms.append(fit_spread(z, wanted, columns.index(SPREAD)))
+        even = fit_spread(z, z[..., columns.index(SPREAD)], columns.index(SPREAD))
+        none = even._replace(bias=torch.full_like(even.bias, UNSEEN_SCORE))
+        fits = [select_fits((form, none), unseen.flatten().long(), form.output.shape[-1]) for form in forms]
     whole = [fit._replace(center=center, scale=scale)._asdict() for fit in fits]
     return [
         {
@@ -248,7 +248,7 @@ def _fit_layers(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions,
 # --- regressions of the heads of a layer -----------------------------------------------------------------------------
 
 
-def constant_fit(z: Tensor, bias: Tensor) -> Coefficients:
+def make_constant_fit(z: Tensor, bias: Tensor) -> Coefficients:
     """Return what the heads of a layer have that say `bias` [Hkv] of every entry, on features [Hkv, N, F] as they are.
 
     There are no hidden units (K = 0).
@@ -260,12 +260,12 @@ def constant_fit(z: Tensor, bias: Tensor) -> Coefficients:
 
 
 def log_importance(importance: Tensor) -> Tensor:
-    """Return log(I + 0.001 max I) of the importance [..., T] of a head, which is what is fitted; 0 where all is 0."""
+    """Compute the fit target log(I + 0.001 max I) of the importance [..., T] of a head; 0 where all is 0."""
     largest = importance.amax(-1, keepdim=True)
-    return (importance + FLOOR * largest).clamp(min=torch.finfo(torch.float32).tiny).log() * (largest > 0)
+    return (importance + IMPORTANCE_FLOOR * largest).clamp(min=torch.finfo(torch.float32).tiny).log() * (largest > 0)
 
 
-def standardised(x: Tensor) -> tuple[Tensor, Tensor]:
+def standardise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and spread of features [Hkv, N, F] over the entries, [Hkv, F] each.
 
     The spread of what is the same everywhere is 1: what no entry could teach must not become large on other texts.
@@ -288,7 +288,7 @@ def fit_ridge(z: Tensor, target: Tensor, strength: float) -> Coefficients:
     y = (target - mean[:, None]).double()
     gram = x.transpose(1, 2) @ x / count + strength * torch.eye(size, dtype=torch.float64, device=z.device)
     linear = torch.linalg.solve(gram, x.transpose(1, 2) @ y[..., None] / count)[..., 0]
-    return constant_fit(z, mean)._replace(linear=linear.float())
+    return make_constant_fit(z, mean)._replace(linear=linear.float())
 
 
 def fit_network(
@@ -320,7 +320,7 @@ def fit_network(
     hidden_bias = z.new_zeros(heads, 1, width)
     bias = z.new_zeros(heads, 1)
     parameters = [part.requires_grad_() for part in (hidden, output, hidden_bias, bias)]
-    optimiser = torch.optim.AdamW(parameters, lr=RATE, weight_decay=decay)
+    optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     entries = z.transpose(0, 1).contiguous()  # entries are drawn many times as fast where they lie in one piece
     with torch.enable_grad():
@@ -335,12 +335,12 @@ def fit_network(
             schedule.step()
     # back to the target's own unit
     offset = bias.detach() * spread + mean
-    return constant_fit(z, offset[:, 0])._replace(
+    return make_constant_fit(z, offset[:, 0])._replace(
         hidden=hidden.detach(), hidden_bias=hidden_bias.detach()[:, 0], output=output.detach()[..., 0] * spread
     )
 
 
-def spread_fit(z: Tensor, target: Tensor, column: int) -> Coefficients:
+def fit_spread(z: Tensor, target: Tensor, column: int) -> Coefficients:
     """Rank by one standardised feature alone, whatever the target; scores spread as the target does, around its mean.
 
     Args:
@@ -350,16 +350,16 @@ def spread_fit(z: Tensor, target: Tensor, column: int) -> Coefficients:
     """
     linear = torch.zeros_like(z[:, 0])
     linear[:, column] = target.std(1, correction=0).clamp(min=ROUNDOFF)
-    return constant_fit(z, target.mean(1))._replace(linear=linear)
+    return make_constant_fit(z, target.mean(1))._replace(linear=linear)
 
 
-def restrict_to(fit: Coefficients, columns: Tensor) -> Coefficients:
-    """Return a fit that reads the features `columns` [F] bool alone: it was fitted with zeros for the others."""
+def restrict_features(fit: Coefficients, columns: Tensor) -> Coefficients:
+    """Restrict a fit to the features `columns` [F] bool; it was fitted with zeros for the others."""
     return fit._replace(linear=fit.linear * columns, hidden=fit.hidden * columns[:, None])
 
 
-def mixed(fits: Sequence[Coefficients], chosen: Tensor, width: int) -> Coefficients:
-    """Return, of every head, the fit of the index `chosen` [Hkv]; hidden units are filled up with zeros to `width`."""
+def select_fits(fits: Sequence[Coefficients], chosen: Tensor, width: int) -> Coefficients:
+    """Select the fit `chosen` [Hkv] for every head; hidden units are padded with zeros to `width`."""
 
     def picked(name: str) -> Tensor:
         parts = [getattr(fit, name) for fit in fits]

@@ -27,15 +27,22 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import require_room
-from kvsearch.search.bank.memory import Act, SampleNeed, Sizes, Splitting, blocks, check_fits
-from kvsearch.search.bank.passes import BankReply, LayerStates, Pass, predicted_answers, side_by_side
-from kvsearch.search.bank.prepared import SampleStore, prefill, ranking_policies, windows_of, without_rest
+from kvsearch.search.bank.memory import (
+    BlockWork,
+    PassMemory,
+    SampleNeed,
+    SplittingRunner,
+    check_fits,
+    split_into_blocks,
+)
+from kvsearch.search.bank.passes import BankPass, BankReply, LayerStates, stack_answers, stack_states
+from kvsearch.search.bank.prepared import SampleStore, drop_unused_memory, find_windows, prefill, resolve_policies
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.signals.predictions import answer_losses
 
 
 class CandidateBank(Closing):
-    """Losses, replies and scores of populations of candidates on samples whose prompts were read once.
+    """Measures losses, replies and scores of many candidates on samples whose prompts are prefilled once.
 
     A context manager: leaving it frees what is held, files included.
 
@@ -48,7 +55,7 @@ class CandidateBank(Closing):
         base: what ranks the entries: a policy, or one for each full-attention layer, or equally many for each, one of
             which a candidate gives entries to. Candidates are then [choices * L, Hkv], with the layers under the first
             of their policies, then under the next; memory is taken for each.
-        samples: of one protocol; see `bank_samples`.
+        samples: of one protocol; see `list_samples`.
         cap: the largest budget of any candidate, in entries per kv head.
         objective: what `evaluate` judges by: "nll", see `losses`, or "metric", see `scores`.
         max_memory: bytes for stored prompts and passes; the model itself, and the dense attention of the prompt that
@@ -77,22 +84,22 @@ class CandidateBank(Closing):
         self.samples = tuple(samples)
         self.cap = cap
         self.objective = objective
-        self._policies = ranking_policies(loaded.model, base)
-        self._windows = windows_of(loaded.model)
+        self._policies = resolve_policies(loaded.model, base)
+        self._windows = find_windows(loaded.model)
         self._choices = len(next(iter(self._policies.values())))
         self.shape = (self._choices * len(self._policies), describe(loaded.model).kv_heads)
         check_samples(loaded.model, self.samples)
-        sizes = Sizes(loaded.model, tuple(self._windows.values()), self._choices)
-        self._forcing = [sizes.forcing(sample, cap) for sample in self.samples]
-        self._replying = [sizes.replying(sample, cap) for sample in self.samples]
+        sizes = PassMemory(loaded.model, tuple(self._windows.values()), self._choices)
+        self._forcing = [sizes.estimate_forcing(sample, cap) for sample in self.samples]
+        self._replying = [sizes.estimate_reply(sample, cap) for sample in self.samples]
         self._memory = find_default_memory(loaded.device) if max_memory is None else max_memory
         # prompts may take so much for good that enough is left for a pass
-        most = check_fits([*self._forcing, *self._replying], self._memory)
+        largest_sample = check_fits([*self._forcing, *self._replying], self._memory)
         (policy, *_), *_ = self._policies.values()
         program = Program.uniform(loaded.model, policy, partial(min, cap))
         require_room(loaded.model, {"the search": program}, [max(len(sample.prompt) for sample in self.samples)])
-        self._store = SampleStore(max(0, min(self._memory // 2, self._memory - most)))
-        self._splitting = Splitting()
+        self._store = SampleStore(max(0, min(self._memory // 2, self._memory - largest_sample)))
+        self._splitting = SplittingRunner()
         self.tokens_spent = 0  # that the model has read: prompts, and what followed them under every candidate
         self._given: Floats = np.zeros(len(self.samples))  # -log p of first tokens of answers that prompts predict
         self._last: dict[str, Tensor] = {}  # logits [V] after prompts that replies follow at once
@@ -104,7 +111,7 @@ class CandidateBank(Closing):
             raise
 
     def _read(self, progress: Progress | None) -> None:
-        """Read all prompts, each different one once, and keep the best `cap` entries of every head."""
+        """Prefill every distinct prompt once, and store the `cap` highest-ranked entries of every head."""
         users = group_by_key(range(len(self.samples)), lambda index: self.samples[index].prompt_sha256)
         for name, indices in with_progress(users.items(), len(users), progress):
             sample = self.samples[indices[0]]
@@ -121,11 +128,11 @@ class CandidateBank(Closing):
                 if len(answer) > self.samples[index].predicting:
                     self._given[index] = answer_losses(logits[None, None], answer[None, :1])[0]
             kept = {}
-            for layer, some in enumerate(layers):
-                for choice, (keys, values) in enumerate(some):
+            for layer, choices in enumerate(layers):
+                for choice, (keys, values) in enumerate(choices):
                     last = keys.shape[1] if layer in self._windows else self.cap
-                    kept[f"keys.{layer}.{choice}"] = without_rest(keys[:, :last])
-                    kept[f"values.{layer}.{choice}"] = without_rest(values[:, :last])
+                    kept[f"keys.{layer}.{choice}"] = drop_unused_memory(keys[:, :last])
+                    kept[f"values.{layer}.{choice}"] = drop_unused_memory(values[:, :last])
             self._store.put(name, kept)
 
     # --- what candidates are worth --------------------------------------------------------------------------------
@@ -144,16 +151,16 @@ class CandidateBank(Closing):
             UsageError: a sample without an answer, or too little memory.
             RuntimeError, MemoryError: torch or Python ran out of memory for a single candidate and sample.
         """
-        table = self._table(candidates)
+        table = self._stack_candidates(candidates)
         require_answers(self.samples)
         losses = np.zeros((len(table), len(self.samples)))
 
-        def act(states: LayerStates, indices: list[int], some: slice) -> None:
+        def act(states: LayerStates, indices: list[int], part: slice) -> None:
             samples = [self.samples[index] for index in indices]
-            logits = Pass(self.loaded.model, samples, states, self._windows, table[some]).forced()
+            logits = BankPass(self.loaded.model, samples, states, self._windows, table[part]).forced()
             if logits is not None:
-                answers = predicted_answers(samples, self.loaded.device)
-                losses[some, indices] = np.stack([answer_losses(of_candidate, answers) for of_candidate in logits])
+                answers = stack_answers(samples, self.loaded.device)
+                losses[part, indices] = np.stack([answer_losses(of_candidate, answers) for of_candidate in logits])
 
         self._run(table, self._forcing, act)
         self.tokens_spent += len(table) * sum(len(sample.following) for sample in self.samples)
@@ -171,25 +178,25 @@ class CandidateBank(Closing):
         return scores
 
     def close(self) -> None:
-        """Free what is held; the bank cannot be used afterwards."""
+        """Free the stored prompts; the bank cannot be used afterwards."""
         self._store.close()
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
     def replies(self, candidates: Sequence[Ints]) -> list[list[BankReply]]:
-        """Reply greedily, by candidate and sample, as long as each question allows; errors as for `losses`."""
-        table = self._table(candidates)
+        """Generate greedy replies by candidate and sample, as long as each question allows; errors as for `losses`."""
+        table = self._stack_candidates(candidates)
         replies: dict[tuple[int, int], BankReply] = {}
 
-        def act(states: LayerStates, indices: list[int], some: slice) -> None:
+        def act(states: LayerStates, indices: list[int], part: slice) -> None:
             samples = [self.samples[index] for index in indices]
             first = None  # where a question comes first
             names = [sample.prompt_sha256 for sample in samples]
             if all(name in self._last for name in names):
                 first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
-            reader = Pass(self.loaded.model, samples, states, self._windows, table[some])
+            reader = BankPass(self.loaded.model, samples, states, self._windows, table[part])
             stops = [find_stop_tokens(self.loaded, sample.task.format) for sample in samples]
-            for candidate, row in enumerate(reader.replies(first, stops), some.start):
+            for candidate, row in enumerate(reader.replies(first, stops), part.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
         self._run(table, self._replying, act)
@@ -198,7 +205,7 @@ class CandidateBank(Closing):
         return [[replies[candidate, index] for index in range(len(self.samples))] for candidate in range(len(table))]
 
     def states(self, indices: Sequence[int], widths: Sequence[int]) -> LayerStates:
-        """Put some samples side by side; `widths` are how many entries per head each row of candidates must have."""
+        """Load keys and values of samples as one batch; `widths` are the entries per head of each candidate row."""
         rows = [(layer, choice) for choice in range(self._choices) for layer in self._policies]
         wanted = {
             **{(layer, 0): width for layer, width in self._windows.items()},
@@ -211,27 +218,27 @@ class CandidateBank(Closing):
         }
         stored = [self._store.get(self.samples[index].prompt_sha256, names) for index in indices]
 
-        def together(part: str, layer: int, choice: int) -> Tensor:
+        def stack(part: str, layer: int, choice: int) -> Tensor:
             name = f"{part}.{layer}.{choice}"
-            return side_by_side([states[name] for states in stored], right=layer in self._windows)
+            return stack_states([states[name] for states in stored], right=layer in self._windows)
 
         return [
             [
-                (together("keys", layer, choice), together("values", layer, choice))
+                (stack("keys", layer, choice), stack("values", layer, choice))
                 for choice in range(1 if layer in self._windows else self._choices)
             ]
             for layer in sorted({layer for layer, _ in wanted})
         ]
 
-    def _table(self, candidates: Sequence[Ints]) -> Ints:
+    def _stack_candidates(self, candidates: Sequence[Ints]) -> Ints:
         """Stack candidates as int64 [P, L, Hkv]."""
         table: Ints = np.array(candidates, dtype=np.int64).reshape(len(candidates), *self.shape)
         if table.max(initial=0) > self.cap < max(len(sample.prompt) for sample in self.samples):
             raise InternalError(f"a candidate wants {table.max()} entries of a head, the bank keeps {self.cap}")
         return table
 
-    def _run(self, table: Ints, needs: Sequence[SampleNeed], act: Act[LayerStates, int]) -> None:
-        """Run `act` on all candidates and samples, as many together as memory permits."""
+    def _run(self, table: Ints, needs: Sequence[SampleNeed], act: BlockWork[LayerStates, int]) -> None:
+        """Run `act` on all candidates and samples, in blocks as large as memory permits."""
         if not len(table):
             return
         widths = np.minimum(table.max((0, 2)), self.cap).tolist()
@@ -240,5 +247,5 @@ class CandidateBank(Closing):
             return self.states(indices, widths)
 
         with run_attention(self.loaded.model):
-            for samples, size in blocks(needs, len(table), self._memory - self._store.nbytes):
+            for samples, size in split_into_blocks(needs, len(table), self._memory - self._store.nbytes):
                 self._splitting.run(samples, size, len(table), load, act)

@@ -1,4 +1,4 @@
-"""How much of candidates x samples fits into memory at a time, and what to do where it did not."""
+"""Memory of candidate bank passes: how many candidates and samples fit at a time, and retries if memory ran out."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvsearch.search.bank.samples import BankSample
 
 PASS_TOKENS = 8192  # tokens of a pass; more of them gain nothing
 FP32 = 4
-TOGETHER = 8  # candidates that portions of samples leave room for
+RESERVED_CANDIDATES = 8  # batches of samples leave memory for so many candidates
 
 S = TypeVar("S")
 T = TypeVar("T")
-Act = Callable[[T, list[S], slice], None]  # on what was loaded of some samples, for some candidates
+BlockWork = Callable[[T, list[S], slice], None]  # on what was loaded of some samples, for some candidates
 
 
 class SampleNeed(NamedTuple):
-    """What a pass takes for a sample whose prompt has so many tokens, of which `read` follow at a time.
+    """Bytes that a pass takes for a sample: its prompt tokens, and `read` tokens that follow at a time.
 
     Bytes: `shared` for all candidates together, `each` under every candidate.
     """
@@ -31,8 +31,8 @@ class SampleNeed(NamedTuple):
     each: int
 
 
-class Sizes:
-    """Bytes that prompts and passes take on a model with sliding windows of so many tokens, under so many policies."""
+class PassMemory:
+    """Estimates bytes of stored prompts and passes on a model, whose sliding `windows` are in tokens."""
 
     def __init__(self, model: Any, windows: Sequence[int], choices: int = 1) -> None:
         self.choices = choices
@@ -48,13 +48,13 @@ class Sizes:
         self.token = (8 * shape.hidden_size + 2 * heads * shape.head_dim + 4 * inner) * item
         self.logits = int(config.vocab_size) * (item + 3 * FP32)  # of a token, and what a loss makes of them
 
-    def stored(self, prompt: int, width: int) -> int:
-        """Return the bytes of a prompt: the best `width` entries of full-attention layers, and sliding windows."""
+    def prompt_bytes(self, prompt: int, width: int) -> int:
+        """Return the bytes of a stored prompt: `width` entries per full-attention head, and sliding windows."""
         kept = self.choices * len(self.shape.full_layers) * min(width, prompt)
         return (kept + sum(min(window - 1, prompt) for window in self.windows)) * self.entry
 
-    def need(self, prompt: int, width: int, read: int, own: int, rows: int) -> SampleNeed:
-        """Return the need of a sample: attention is there for one candidate at a time, all else for every one.
+    def estimate(self, prompt: int, width: int, read: int, own: int, rows: int) -> SampleNeed:
+        """Estimate a sample: attention is alive for one candidate at a time, all else for every candidate.
 
         `read` tokens follow the prompt at a time, and up to `own` in all; the last `rows` of them have logits.
         """
@@ -62,73 +62,74 @@ class Sizes:
         attention = 4 * FP32 * self.shape.query_heads * read * widest
         kept = 2 * self.shape.layers * own * self.entry
         each = read * self.token + kept + rows * self.logits
-        return SampleNeed(prompt, read, self.stored(prompt, width) + attention, max(each, 1))
+        return SampleNeed(prompt, read, self.prompt_bytes(prompt, width) + attention, max(each, 1))
 
-    def forcing(self, sample: BankSample, width: int) -> SampleNeed:
-        """Return the need of the teacher-forced answer of a sample."""
+    def estimate_forcing(self, sample: BankSample, width: int) -> SampleNeed:
+        """Estimate the teacher-forced answer of a sample."""
         count = len(sample.following)
-        return self.need(len(sample.prompt), width, count, count, sample.predicting)
+        return self.estimate(len(sample.prompt), width, count, count, sample.predicting)
 
-    def replying(self, sample: BankSample, width: int) -> SampleNeed:
-        """Return the need of a reply that is as long as it may be."""
+    def estimate_reply(self, sample: BankSample, width: int) -> SampleNeed:
+        """Estimate the longest reply to a sample."""
         asked = len(sample.asked)
-        return self.need(len(sample.prompt), width, max(asked, 1), asked + sample.limit, 1)
+        return self.estimate(len(sample.prompt), width, max(asked, 1), asked + sample.limit, 1)
 
 
-def blocks(needs: Sequence[SampleNeed], candidates: int, memory: int) -> Iterator[tuple[list[int], int]]:
-    """Yield samples that are read together, and under how many candidates at a time they take at most `memory` bytes.
+def split_into_blocks(needs: Sequence[SampleNeed], candidates: int, memory: int) -> Iterator[tuple[list[int], int]]:
+    """Yield batches of samples, and for each the number of candidates that fit into `memory` bytes at a time.
 
-    Those of similar size are together.
-    Which samples are together does not depend on the candidates.
+    Samples of similar size are batched; batches do not depend on the number of candidates.
 
     Raises:
         UsageError: a sample does not fit even alone and under one candidate.
     """
     check_fits(needs, memory)
 
-    def fitting(samples: Sequence[int]) -> int:
-        """Return how many candidates fit, 0 or less if none does; all samples are padded to the largest."""
+    def count_fitting(samples: Sequence[int]) -> int:
+        """Count the candidates that fit, 0 or less for none; all samples are padded to the largest."""
         shared = max(needs[index].shared for index in samples)
         each = max(needs[index].each for index in samples)
         read = max(1, *(needs[index].read for index in samples))
         room = (memory - len(samples) * shared) // (len(samples) * each)
         return min(room, max(PASS_TOKENS // (len(samples) * read), 1))
 
-    parts: list[list[int]] = []
+    batches: list[list[int]] = []
     for index in sorted(range(len(needs)), key=lambda index: (needs[index].read, needs[index].prompt, index)):
-        if parts and fitting([*parts[-1], index]) >= TOGETHER:
-            parts[-1].append(index)
+        if batches and count_fitting([*batches[-1], index]) >= RESERVED_CANDIDATES:
+            batches[-1].append(index)
         else:
-            parts.append([index])
-    for some in parts:
-        times = -(-candidates // fitting(some))
-        yield some, -(-candidates // times)  # evenly
+            batches.append([index])
+    for batch in batches:
+        rounds = -(-candidates // count_fitting(batch))
+        yield batch, -(-candidates // rounds)  # evenly
 
 
 def check_fits(needs: Sequence[SampleNeed], memory: int) -> int:
-    """Return the most bytes that one sample takes under one candidate; UsageError if there are fewer."""
-    most = max((need.shared + need.each for need in needs), default=0)
-    if most > memory:
+    """Return the bytes of the largest sample under one candidate; UsageError if `memory` is less."""
+    largest = max((need.shared + need.each for need in needs), default=0)
+    if largest > memory:
         raise UsageError(
-            f"one sample under one candidate takes {most:,} bytes, there are {memory:,}: raise --max-memory by at "
-            f"least {most - memory:,} bytes, shorten the prompts or lower the largest budget"
+            f"one sample under one candidate takes {largest:,} bytes, there are {memory:,}: raise --max-memory by at "
+            f"least {largest - memory:,} bytes, shorten the prompts or lower the largest budget"
         )
-    return most
+    return largest
 
 
-class Splitting:
-    """Does blocks of work, and in smaller pieces from then on where memory ran out."""
+class SplittingRunner:
+    """Runs blocks of work, in smaller blocks once memory has run out."""
 
     def __init__(self) -> None:
         self.most: int | None = None  # candidates at a time, once memory has run out
 
-    def run(self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: Act[T, S]) -> None:
-        """Run `act` on what was loaded of the samples, for all candidates, `size` at a time; pieces may be done twice.
+    def run(
+        self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: BlockWork[T, S]
+    ) -> None:
+        """Load samples and run `act` for all candidates, `size` at a time; blocks may be repeated.
 
         Where memory runs out, half as many candidates are tried, down to one, then half of the samples. The error for
         a single sample and candidate is raised as it came.
         """
-        error = self._tried(samples, size, candidates, load, act)
+        error = self._try_block(samples, size, candidates, load, act)
         if error is None:
             return
         release_memory()
@@ -138,8 +139,8 @@ class Splitting:
         for half in (samples[:middle], samples[middle:]):
             self.run(half, size, candidates, load, act)
 
-    def _tried(
-        self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: Act[T, S]
+    def _try_block(
+        self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: BlockWork[T, S]
     ) -> Exception | None:
         """Return the error if memory ran out for one candidate, without its traceback: its frames hold what is big."""
         loaded: T | None = None

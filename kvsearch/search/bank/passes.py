@@ -40,7 +40,7 @@ class VisibleKV(NamedTuple):
 
 
 class SuffixTokens:
-    """The tokens that follow the prompts of S samples so far: where they are, and which are padding.
+    """Positions and padding of the tokens that follow the prompts of S samples so far.
 
     A token sees itself and the earlier ones that are no padding. `lengths` are those of the prompts. Once there is a
     `place` [1], that of the last token among columns that are all there, tokens come one by one and change tensors in
@@ -56,13 +56,13 @@ class SuffixTokens:
         self.place: Tensor | None = None
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens, none of which is padding."""
+        """Reserve columns for `tokens` tokens, none of them padding."""
         self.place = self.lengths.new_full((1,), self.valid.shape[1] - 1)
         self.valid = nn.functional.pad(self.valid, (0, tokens))
         self.positions = nn.functional.pad(self.positions, (0, tokens))
 
     def extend(self, valid: Tensor) -> Tensor:
-        """Go on by q tokens, `valid` [S, q] bool; return their positions [S, q], where padding takes none."""
+        """Append q tokens, `valid` [S, q] bool; return their positions [S, q], which padding does not advance."""
         before = self.lengths + self.valid.sum(-1)
         positions = before[:, None] + (valid.cumsum(-1) - 1).clamp(min=0)
         self.latest = positions
@@ -85,16 +85,16 @@ class SuffixTokens:
         return positions
 
     def near(self, positions: Tensor, window: int) -> Tensor:
-        """Tell which of `positions` [S, N] are among the `window` last of each of the last tokens, [S, 1, 1, q, N]."""
+        """Mask the `positions` [S, N] within the sliding `window` of each of the last q tokens, [S, 1, 1, q, N]."""
         ahead: Tensor = self.latest[:, :, None] - positions[:, None]
         return (ahead < window)[:, None, None]
 
 
 class BankLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer while P candidates follow the prompts of S samples: row p * S + s of the batch is candidate p's.
+    """The cache of one layer for P candidates on S samples: row p * S + s of the batch is candidate p on sample s.
 
-    `keys` and `values` [S, Hkv, N, D] are what all candidates share. To the model the cache looks empty: positions are
-    given, and who sees what is decided here.
+    `keys` and `values` [S, Hkv, N, D] of the prompts are shared by all candidates. To the model the cache
+    looks empty: positions are passed in, and masks are made here.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens) -> None:
@@ -106,10 +106,10 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @abstractmethod
     def shared(self) -> Sequence[VisibleKV]:
-        """Return what each candidate sees of the prompts."""
+        """Return the visible prompt entries of each candidate."""
 
     def seen(self) -> Tensor | None:
-        """Tell what the last tokens see of all that follow, [S or 1, 1, 1, q, n]."""
+        """Mask the suffix tokens that the last q tokens see, [S or 1, 1, 1, q, n]; None: all."""
         return self.suffix.seen
 
     def attend(
@@ -121,13 +121,13 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         mask: Tensor | None,  # noqa: ARG002
         **kwargs: Any,
     ) -> Output:
-        """Attend with queries [P * S, Hq, q, D], to [P * S, q, Hq, Dv]; the model's mask knows of no prompts."""
+        """Compute attention of queries [P * S, Hq, q, D], [P * S, q, Hq, Dv]; the model's mask is ignored."""
         logits = Logits.of_call(module, query, key, kwargs)
         parts = (torch.split(tensor, len(self.keys)) for tensor in (query, key, value))
         seen = self.seen()
         outputs = [
-            prefix_attention(one, shared, VisibleKV(keys, values, seen), logits)
-            for one, keys, values, shared in zip(*parts, self.shared(), strict=True)
+            attend_prefix(queries, shared, VisibleKV(keys, values, seen), logits)
+            for queries, keys, values, shared in zip(*parts, self.shared(), strict=True)
         ]
         return torch.cat(outputs).transpose(1, 2).contiguous(), None
 
@@ -144,13 +144,13 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.own
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens, see `SuffixTokens`."""
+        """Reserve columns for `tokens` tokens, see `SuffixTokens`."""
         if self.own is not None:
             keys, values = (nn.functional.pad(states, (0, 0, 0, tokens)) for states in self.own)
             self.own = (keys, values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: states are there already."""
 
     def get_seq_length(self) -> int:
         return 0
@@ -165,29 +165,29 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PrefixLayer(BankLayer):
-    """A full-attention layer: `entries` [P, S, C, Hkv] are how many of the stored entries of a head a candidate sees.
+    """A full-attention layer: candidates see the first `entries` [P, S, C, Hkv] of the stored entries of each head.
 
-    They are `there` on the device of the model, too.
-    They are stored once for each of C policies, `states`; a candidate has entries under one of them.
+    `there` is a copy on the device of the model. `states` hold the entries once for each of C policies; a candidate has
+    entries under one of them.
     """
 
     def __init__(
         self, states: Sequence[tuple[Tensor, Tensor]], suffix: SuffixTokens, entries: Tensor, there: Tensor
     ) -> None:
         super().__init__(*states[0], suffix)
-        self.prefixes = [self._prefix(states, *pair) for pair in zip(entries, there, strict=True)]
+        self.prefixes = [self._slice_prefix(states, *pair) for pair in zip(entries, there, strict=True)]
 
-    def _prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor, there: Tensor) -> VisibleKV:
+    def _slice_prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor, there: Tensor) -> VisibleKV:
         choice = int(entries.sum((0, 2)).argmax())
         (keys, values) = states[choice]
         entries = entries[:, choice]
-        fewest = int(entries.min())
-        most = int(entries.max())
+        minimum = int(entries.min())
+        maximum = int(entries.max())
         seen = None
-        if fewest < most:
+        if minimum < maximum:
             limits = there[:, choice, :, None].to(keys.device)
-            seen = (torch.arange(most, device=keys.device) < limits)[:, :, None, None]
-        return VisibleKV(keys[:, :, :most], values[:, :, :most], seen)
+            seen = (torch.arange(maximum, device=keys.device) < limits)[:, :, None, None]
+        return VisibleKV(keys[:, :, :maximum], values[:, :, :maximum], seen)
 
     def shared(self) -> Sequence[VisibleKV]:
         return self.prefixes
@@ -217,8 +217,8 @@ class WindowLayer(BankLayer):
         return near if self.suffix.seen is None else near & self.suffix.seen
 
 
-def prefix_attention(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: Logits) -> Tensor:
-    """Attend with queries [S, Hq, q, D] over what is shared and what is their own, to [S, Hq, q, Dv].
+def attend_prefix(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: Logits) -> Tensor:
+    """Attend with queries [S, Hq, q, D] over shared prompt entries and own suffix entries, [S, Hq, q, Dv].
 
     One softmax over both; the query heads of a kv head are packed into one matrix.
     """
@@ -243,37 +243,37 @@ def _scores(packed: Tensor, part: VisibleKV, rows: int, logits: Logits) -> Tenso
     return grouped.masked_fill_(~part.seen.to(scores.device), float("-inf")).view_as(scores)
 
 
-def side_by_side(states: Sequence[Tensor], right: bool) -> Tensor:
-    """Stack states [H, N, D] of samples as [S, H, longest, D], with zeros at the end, or in front if `right`."""
+def stack_states(states: Sequence[Tensor], right: bool) -> Tensor:
+    """Stack states [H, N, D] of samples to [S, H, longest, D], padded with zeros at the end, or in front if `right`."""
     if len(states) == 1:
         return states[0][None]
     heads, _, dim = states[0].shape
     width = max(state.shape[1] for state in states)
-    made = states[0].new_zeros(len(states), heads, width, dim)
-    for row, state in zip(made, states, strict=True):
+    stacked = states[0].new_zeros(len(states), heads, width, dim)
+    for row, state in zip(stacked, states, strict=True):
         first = width - state.shape[1] if right else 0
         row[:, first : first + state.shape[1]] = state
-    return made
+    return stacked
 
 
-def predicted_answers(samples: Sequence[BankSample], device: Any) -> Tensor:
-    """Return the tokens [S, R] of the samples' answers that logits predict, right-aligned, -1 where there is none."""
+def stack_answers(samples: Sequence[BankSample], device: Any) -> Tensor:
+    """Stack the answer tokens that logits predict, [S, R], right-aligned and padded with -1."""
     predicted = [sample.answer[len(sample.answer) - sample.predicting :] for sample in samples]
     return pad_left(predicted, device, -1)[0]
 
 
 class BankReply(GrowingReply):
-    """A reply that has none where the model emits NaN or infinity."""
+    """A growing reply that fails where the model emits NaN or infinity."""
 
     failed = False
 
     def fail(self) -> None:
-        """End it: there are no logits to go on by."""
+        """End the reply as failed: its logits are not finite."""
         self.failed = self.ended = True
 
 
-class Pass:
-    """P candidates, entries per kv head [P, choices * L, Hkv], that go on after the prompts of S samples.
+class BankPass:
+    """Forward passes of P candidates [P, choices * L, Hkv] (entries per kv head) after the prompts of S samples.
 
     `states` are keys and values [S, Hkv, N, D] of the prompts by model layer. Full-attention layers have their best
     entries, best first, once for each policy that they may have; sliding-window layers (`windows`, in tokens, by layer)
@@ -309,7 +309,7 @@ class Pass:
 
     @torch.no_grad()
     def read(self, ids: Tensor, valid: Tensor, keep: int) -> Tensor:
-        """Read q tokens [S, q], the same for all candidates, or [P * S, q]: logits [P, S, keep, V] of the last `keep`.
+        """Run q tokens [S, q] (equal for all candidates) or [P * S, q]; return the last `keep` logits [P, S, keep, V].
 
         `valid` [S, q] bool says which are no padding.
         """
@@ -326,17 +326,17 @@ class Pass:
         return logits.view(self.count, len(valid), *logits.shape[1:])
 
     def forced(self) -> Tensor | None:
-        """Return logits [P, S, R, V] for the answers' tokens, aligned on the right; None if the prompts predict all."""
+        """Teacher-force answers; return right-aligned logits [P, S, R, V], None if prompts predict all tokens."""
         keep = max(sample.predicting for sample in self.samples)
         if keep == 0:
             return None
         ids, mask = pad_left([sample.following for sample in self.samples], self.model.device)
         return self.read(ids, mask.bool(), keep)
 
-    def _following(self, ids: Tensor, every: Tensor, tokens: int) -> Callable[[], Tensor]:
-        """Return what reads tokens `ids` [P * S, 1], whatever they are by then, to logits [P, S, V].
+    def _make_step(self, ids: Tensor, every: Tensor, tokens: int) -> Callable[[], Tensor]:
+        """Make a decode step that runs the current tokens in `ids` [P * S, 1] to logits [P, S, V].
 
-        Where it pays that is captured, from the second token on: by then the first says what is made room for.
+        Where it pays the step is captured from the second token on, once the first has reserved the columns.
         """
 
         def step() -> Tensor:
@@ -351,15 +351,15 @@ class Pass:
                 logits: Tensor = repeated()
                 return logits
             logits = step()
-            for held in (self.suffix, *self.cache.layers):
-                held.reserve(tokens)
+            for part in (self.suffix, *self.cache.layers):
+                part.reserve(tokens)
             return logits
 
         return reserving
 
     @torch.no_grad()
     def replies(self, first: Tensor | None, stops: Sequence[set[int]]) -> list[list[BankReply]]:
-        """Reply greedily, by candidate and sample: to the questions, or as the prompts' last logits go on.
+        """Generate greedy replies by candidate and sample: to the questions, or from the prompts' last logits.
 
         `first` [S, V] are these logits where there are no questions. A reply has at most as many tokens as its sample's
         `limit`, and ends before a token of its sample's `stops` or with one that makes its `finished` true.
@@ -370,19 +370,19 @@ class Pass:
             logits = self.read(ids, mask.bool(), 1)[:, :, 0]
         else:
             logits = first.expand(self.count, *first.shape)
-        each = [(sample, stop) for _ in range(self.count) for sample, stop in zip(samples, stops, strict=True)]
-        rows = [BankReply(sample.limit, stop, sample.finished) for sample, stop in each]
+        pairs = [(sample, stop) for _ in range(self.count) for sample, stop in zip(samples, stops, strict=True)]
+        rows = [BankReply(sample.limit, stop, sample.finished) for sample, stop in pairs]
         prompts = [torch.cat([sample.prompt, sample.asked]) for sample in samples] * self.count
         choose = NextTokens(self.model, prompts, [row.limit for row in rows])
-        every = torch.ones(len(samples), 1, dtype=torch.bool, device=self.model.device)
-        ids = torch.empty(len(rows), 1, dtype=torch.int64, device=every.device)
-        step = self._following(ids, every, max(sample.limit for sample in samples))
+        valid = torch.ones(len(samples), 1, dtype=torch.bool, device=self.model.device)
+        ids = torch.empty(len(rows), 1, dtype=torch.int64, device=valid.device)
+        step = self._make_step(ids, valid, max(sample.limit for sample in samples))
         while True:
             chosen = choose(logits.flatten(0, 1)).flatten()
             finite = logits.isfinite().all(-1).flatten()
-            for row, token, known in zip(rows, chosen.tolist(), finite.tolist(), strict=True):
+            for row, token, is_finite in zip(rows, chosen.tolist(), finite.tolist(), strict=True):
                 if not row.ended:
-                    row.take(token) if known else row.fail()
+                    row.take(token) if is_finite else row.fail()
             if all(row.ended for row in rows):
                 break
             ids.copy_(chosen[:, None])

@@ -1,4 +1,4 @@
-"""The samples of a bank: every prompt read once, its keys and values sorted by rank inside each head, and kept.
+"""Prefilled samples of a bank: keys and values of every prompt, sorted by rank inside each head, and their store.
 
 One dense pass over a prompt serves every candidate; what a pass needs of the samples is put side by side again.
 """
@@ -34,7 +34,7 @@ States = list[tuple[Tensor, Tensor]]  # keys and values [Hkv, N, D] of a layer, 
 
 
 def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list[States], Tensor]:
-    """Read token ids [T], and return what is kept of every model layer, and the last logits [V] fp32.
+    """Prefill token ids [T]; return the kept keys and values by model layer, and the last logits [V] fp32.
 
     The best `cap` entries of a full-attention layer are sorted by rank, once for each of its policies; sliding-window
     layers keep their window in the order of the tokens. The model must run the attention "kvsearch".
@@ -42,12 +42,12 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
     require_attention("reading prompts for a search", model.config._attn_implementation)
 
     def best(prompt: Observation) -> list[tuple[Tensor, Tensor]]:
-        found = []
+        kept_states = []
         for policy in policies[prompt.layer]:
             order = rank_under(policy, prompt).long().argsort(-1)[..., :cap, None]
-            found.append((prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)))
+            kept_states.append((prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)))
         checks.extend(prompt.checks or ())
-        return found
+        return kept_states
 
     checks: list[DeferredCheck] = []
     watch_hidden_states(model, (policy.needs() for some in policies.values() for policy in some))
@@ -62,13 +62,13 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
     return kept, output.logits[0, -1].float()
 
 
-def windows_of(model: Any) -> dict[int, int]:
+def find_windows(model: Any) -> dict[int, int]:
     """Return the sliding windows of a model, in tokens, by layer."""
     return {index: layer.sliding_window for index, layer in enumerate(make_stock_layers(model)) if layer.is_sliding}
 
 
-def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[Policy]]) -> dict[int, Choices]:
-    """Return the policies that rank each full-attention layer, ascending: one for all, or one or several for each.
+def resolve_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[Policy]]) -> dict[int, Choices]:
+    """Resolve the policies that rank each full-attention layer, ascending: one for all, or one or several per layer.
 
     Raises:
         UsageError: what is kept at one budget is not a part of what is kept at a larger one, or a layer has no policy.
@@ -81,12 +81,12 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
             f"{type(model).__name__} has layers of kind {', '.join(odd)}, for which prompts cannot be stored and "
             "shared by candidates: a search needs a model of full and sliding-window attention"
         )
-    given = dict.fromkeys(layers, base) if isinstance(base, Policy) else base
-    policies = {layer: (one,) if isinstance(one, Policy) else tuple(one) for layer, one in given.items()}
+    policy_of_layer = dict.fromkeys(layers, base) if isinstance(base, Policy) else base
+    policies = {layer: (one,) if isinstance(one, Policy) else tuple(one) for layer, one in policy_of_layer.items()}
     if odd_layers := sorted(set(policies) ^ set(layers)):
         raise UsageError(f"layers {odd_layers}: a search needs a policy in every full-attention layer, and in no other")
-    for layer, some in policies.items():
-        for policy in some:  # what it keeps at a budget must be the best of one order
+    for layer, choices in policies.items():
+        for policy in choices:  # what it keeps at a budget must be the best of one order
             if policy.merges_prompt:
                 raise UsageError(
                     f"layer {layer}: policy {policy.name} merges what it evicts into what it keeps, so every budget "
@@ -97,14 +97,14 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
                     f"layer {layer}: policy {policy.name} never evicts some heads, whatever their budget, so there is "
                     "nothing to search: use another policy"
                 )
-    check_rotary(model, {policy for some in policies.values() for policy in some})
+    check_rotary(model, {policy for choices in policies.values() for policy in choices})
     return {layer: policies[layer] for layer in layers}
 
 
 class SampleStore:
-    """Where prompts are kept: named groups of tensors, at most `limit` bytes of them where they were put.
+    """Stores named groups of tensors, at most `limit` bytes of them on their own device.
 
-    The rest goes to host memory if it comes from a GPU, else to files in a temporary folder, which are deleted when the
+    All others go to host memory if it comes from a GPU, else to files in a temporary folder, which are deleted when the
     store is closed.
     """
 
@@ -115,14 +115,14 @@ class SampleStore:
         self._temporary: TemporaryDirectory[str] | None = None
 
     def put(self, name: str, tensors: Tensors) -> None:
-        """Keep contiguous tensors under a name of their own; EnvironmentFault if a file cannot be written."""
+        """Store contiguous tensors under a new name; EnvironmentFault if a file cannot be written."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         devices = {key: tensor.device for key, tensor in tensors.items()}
         if self.nbytes + size <= self.limit:
             self._held[name] = (dict(tensors), devices)
             self.nbytes += size
         else:
-            self._held[name] = (self._moved(tensors), devices)
+            self._held[name] = (self._spill(tensors), devices)
 
     def get(self, name: str, widths: Mapping[str, int]) -> dict[str, Tensor]:
         """Return tensors [H, N, ...] of a group, the first `widths` of N columns, on the devices they came from."""
@@ -133,14 +133,14 @@ class SampleStore:
             return {key: file.get_slice(key)[:, :width].to(devices[key]) for key, width in widths.items()}
 
     def close(self) -> None:
-        """Forget everything, files included."""
+        """Drop all tensors and delete the files."""
         self._held = {}
         self.nbytes = 0
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
 
-    def _moved(self, tensors: Tensors) -> Tensors | Path:
+    def _spill(self, tensors: Tensors) -> Tensors | Path:
         host = {key: tensor.cpu() for key, tensor in tensors.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
             return host
@@ -157,8 +157,8 @@ class SampleStore:
         return path
 
 
-def without_rest(states: Tensor) -> Tensor:
-    """Return the same without the memory of what was cut off."""
+def drop_unused_memory(states: Tensor) -> Tensor:
+    """Copy a view so that the memory of the rest can be freed."""
     if states.untyped_storage().nbytes() == states.nbytes:
         return states
     return states.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""What a search looks at: prompts, each with what follows it and a right answer, in token ids."""
+"""Samples of a search: prompts with the tokens that follow them and a right answer, as token ids."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvsearch.tasks.prompts import cut_at_stop
 
 @dataclass(frozen=True, eq=False)
 class BankSample:
-    """One question of a task, with what is compressed before it and the answer that is teacher-forced after it.
+    """One question of a task, with the compressed prompt before it and the teacher-forced answer after it.
 
-    `answer` [A] are the token ids of that answer, as far as a reply may go; none where the task names no answers.
+    `answer` [A] are the token ids of the answer, at most as long as a reply; empty where the task has no answers.
     """
 
     task: TaskPrompts
@@ -34,17 +34,17 @@ class BankSample:
 
     @property
     def place(self) -> str:
-        """Which question this is, for messages."""
+        """Task, example and question, for messages."""
         return f"task {self.task.task.name}, example {self.reading.prompt.key}, question {self.question.number}"
 
     @cached_property
     def prompt(self) -> Tensor:
-        """Token ids [T] of what is compressed."""
+        """Token ids [T] of the compressed prompt."""
         return self.reading.ids
 
     @property
     def asked(self) -> Tensor:
-        """Token ids of what follows before the reply, see `Reading.following`."""
+        """Token ids between the compressed prompt and the reply, see `Reading.following`."""
         return self.reading.following(self.question)
 
     @cached_property
@@ -54,27 +54,27 @@ class BankSample:
 
     @property
     def predicting(self) -> int:
-        """How many of the last rows of `following` predict a token of the answer; the prompt may predict the first."""
+        """Number of the last rows of `following` that predict answer tokens; the prompt may predict the first one."""
         return min(len(self.answer), len(self.following))
 
     @property
     def limit(self) -> int:
-        """How many tokens a reply may have."""
+        """Maximum tokens of a reply."""
         return self.question.query.max_new_tokens
 
     @cached_property
     def prompt_sha256(self) -> str:
-        """Of `prompt`; equal for questions that share their compressed context."""
+        """SHA-256 of `prompt`; equal for questions that share their compressed context."""
         return hash_tokens(self.prompt)
 
     @cached_property
     def sha256(self) -> str:
-        """Of all tokens before the reply, the same under every protocol."""
+        """SHA-256 of all tokens before the reply, equal under every protocol."""
         return hash_tokens(self.reading.prompt.with_question(self.question))
 
     @property
     def finished(self) -> Finished | None:
-        """What tells whether a reply has come to a stop text of its task; None where it has none."""
+        """Predicate that tells whether a reply contains a stop text of its task; None if there are no stop texts."""
         return self.task.format.ended(self.task.task.stops)
 
     def score(self, reply: list[int]) -> float:
@@ -98,10 +98,10 @@ def require_answers(samples: Sequence[BankSample]) -> None:
             raise UsageError(f"{sample.place}: nll needs a right answer, and there is none: search by the metric")
 
 
-def bank_samples(
+def list_samples(
     tasks: Sequence[TaskPrompts], protocol: Protocol, answers: Mapping[Asked, ForcedAnswer] | None = None
 ) -> list[BankSample]:
-    """List all questions of tasks, by task and example, with these `answers` (None: the right ones as given).
+    """List the samples of tasks, by task and example, with these `answers` (None: the right answers of the tasks).
 
     Question-agnostic: the context is compressed, question and reply follow. Question-aware: context and question are
     compressed together, the reply follows.

@@ -12,13 +12,13 @@ import torch
 from kvsearch.calibration.polykv.layer_sweep import (
     AblationResults,
     Ablations,
-    AtOnce,
     ContinuationBatch,
     LayerSweep,
     PromptBatch,
+    SweepSizes,
     TextContinuation,
 )
-from kvsearch.calibration.polykv.tree import shared_attention
+from kvsearch.calibration.polykv.tree import attend_shared
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import describe
@@ -79,14 +79,14 @@ def first_of(prompts: PromptBatch) -> ContinuationBatch:
 
 
 def both(
-    model: Any, what: Ablations, prompts: PromptBatch, at_once: AtOnce = ALL
+    model: Any, what: Ablations, prompts: PromptBatch, at_once: SweepSizes = ALL
 ) -> tuple[AblationResults, AblationResults, ContinuationBatch]:
     """What the sweep and the naive procedure measure of all continuations."""
     samples = samples_of(prompts)
     after = prompts.continuations(samples, CPU)
     with run_attention(model):
         swept = LayerSweep(model, what, prompts, EVERYTHING, at_once).measure(after)
-        naive = measure_naively(model, what, *prompts.repeated(samples).padded(CPU), after)
+        naive = measure_naively(model, what, *prompts.repeat_prompts(samples).padded(CPU), after)
     return swept, naive, after
 
 
@@ -117,7 +117,7 @@ def test_all_patterns_agree_with_the_naive_procedure(family: str) -> None:
 
 
 @pytest.mark.parametrize("at_once", [(1, 1), (5, 2), (7, 3)])
-def test_a_sweep_in_chunks_measures_the_same(at_once: AtOnce) -> None:
+def test_a_sweep_in_chunks_measures_the_same(at_once: SweepSizes) -> None:
     model = build("llama")
     what, prompts = tried(model, small(("snapkv", "cam", "cake")), 9), batch((40, (9,)))
     whole = sweep(model, what, prompts, samples_of(prompts))
@@ -125,7 +125,7 @@ def test_a_sweep_in_chunks_measures_the_same(at_once: AtOnce) -> None:
 
 
 def sweep(
-    model: Any, what: Ablations, prompts: PromptBatch, samples: Sequence[TextContinuation], at_once: AtOnce = ALL
+    model: Any, what: Ablations, prompts: PromptBatch, samples: Sequence[TextContinuation], at_once: SweepSizes = ALL
 ) -> AblationResults:
     with run_attention(model):
         return LayerSweep(model, what, prompts, EVERYTHING, at_once).measure(prompts.continuations(samples, CPU))
@@ -186,7 +186,7 @@ def test_shared_attention_is_attention_of_every_group(softcap: float | None, len
     key, value = random(groups * rows, heads, count, dim), random(groups * rows, heads, count, dim)
     seen = torch.ones(count, length + count, dtype=torch.bool).tril(length)[None, None].repeat(rows, 1, 1, 1)
     seen[0, ..., :5] = False
-    found = shared_attention(past, (query, key, value), seen, Logits(0.3, softcap))
+    found = attend_shared(past, (query, key, value), seen, Logits(0.3, softcap))
     for group in range(groups):
         for row in range(rows):
             at = group * rows + row

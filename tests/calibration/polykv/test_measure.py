@@ -13,11 +13,16 @@ import torch
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.polykv import measure
-from kvsearch.calibration.polykv.layer_sweep import AtOnce
-from kvsearch.calibration.polykv.measure import RANKED, PolykvCalibration, choose_at_once, replay_bytes
+from kvsearch.calibration.polykv.layer_sweep import SweepSizes
+from kvsearch.calibration.polykv.measure import (
+    RANKING_TIME_FACTOR,
+    PolykvCalibration,
+    choose_sweep_sizes,
+    estimate_replay_bytes,
+)
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.prompts import prompts_of
-from kvsearch.calibration.steps import SAMPLES
+from kvsearch.calibration.prompts import encode_prompts
+from kvsearch.calibration.steps import STEPS_FOLDER
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.architecture import Architecture, describe, find_decoder
 from kvsearch.plan import Profile
@@ -108,14 +113,14 @@ def test_an_interrupted_calibration_goes_on(made: Profile, tmp_path: Path, after
 
     with pytest.raises(Stop):
         calibrate_polykv(loaded(), DATA, OPTIONS, policies(), progress=stop, directory=tmp_path)
-    assert len(list((tmp_path / SAMPLES).iterdir())) == after
+    assert len(list((tmp_path / STEPS_FOLDER).iterdir())) == after
     assert profile(directory=tmp_path).to_bytes() == made.to_bytes()
 
 
 def test_entropy_is_that_of_the_mean_attention_of_all_texts_heads_and_tokens() -> None:
     """Eq. 4 from whole attention matrices, texts of different lengths: position i of a text that is shorter has 0."""
     model, data = loaded(), calibration_data(40, 60, 70, questions=2)
-    prompts = prompts_of(model, data)
+    prompts = encode_prompts(model, data)
     assert len({prompt.length for prompt in prompts}) > 1
     longest = max(prompt.length + after.tokens.shape[1] for prompt in prompts for after in prompt.continuations)
     mean, samples = np.zeros((2, 4, longest)), 0
@@ -164,17 +169,19 @@ def test_a_model_that_computes_nan_is_named() -> None:
 
 def test_a_replay_of_llama_at_8k_by_hand() -> None:
     llama = Architecture("llama", 32, 32, 8, 128, 4096, tuple(range(32)), 131072)
-    assert replay_bytes(llama, 2, 8192, 128, 18) == 8320 * (2 * 4096 + 4 * 4 * 32 + 80 * 8) + 18 * 128 * 4096 * 2
+    assert (
+        estimate_replay_bytes(llama, 2, 8192, 128, 18) == 8320 * (2 * 4096 + 4 * 4 * 32 + 80 * 8) + 18 * 128 * 4096 * 2
+    )
 
 
 def test_as_much_as_fits_is_computed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = tiny.loaded(), tiny.calibration_data(60, 80, questions=2)
-    prompts = prompts_of(model, data)
+    prompts = encode_prompts(model, data)
     policies = [create_policy("tova"), create_policy("streaming", {"sinks": 2})]
     layers = len(describe(model.model).full_layers)
 
-    def choose(**changes: Any) -> AtOnce:
-        return choose_at_once(model, prompts, policies, PolykvOptions(budgets=(8, 16), **changes))
+    def choose(**changes: Any) -> SweepSizes:
+        return choose_sweep_sizes(model, prompts, policies, PolykvOptions(budgets=(8, 16), **changes))
 
     assert choose() == (layers * 2 * 2 * 2, layers)
     assert choose(signals=("cosine",)) == (1, layers)
@@ -206,7 +213,8 @@ def test_a_calibration_runs_as_many_tokens_as_were_counted(family: str, signals:
     for layer in layers:
         layer.register_forward_pre_hook(count, with_kwargs=True)
     calibrate_polykv(model, data, options, policies)
-    work = PolykvCalibration(model, data, policies, options).estimate(prompts_of(model, data)) * (1 / RANKED)
+    work = PolykvCalibration(model, data, policies, options).estimate(encode_prompts(model, data))
+    work *= 1 / RANKING_TIME_FACTOR
     ablations = 2 * 2 * 2 * len(describe(model.model).full_layers)  # policies, budgets and phases in every layer
     assert work.passes == pytest.approx(2 + (4 * ablations if "ppl" in signals else 0))
     assert seen == pytest.approx(work.tokens * len(layers), rel=0, abs=len(layers) * 4)

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from kvsearch.calibration.polykv import options as module
-from kvsearch.calibration.polykv.options import PAPER, candidates
+from kvsearch.calibration.polykv.options import PAPER_PATTERNS, make_candidates
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.plan import PolicySpec
 from kvsearch.policies import Needs, Observation, Policy, create_policy, list_policy_names
@@ -23,7 +23,9 @@ BOTH = ("prefill", "decode")
 def tried(
     names: str | Sequence[str | PolicySpec] = "paper", phases: Sequence[Any] = BOTH, budget: int = 512, **settings: Any
 ) -> tuple[list[Policy], list[str]]:
-    return candidates(names, {key.replace("__", "."): value for key, value in settings.items()}, phases, (budget, 1024))
+    return make_candidates(
+        names, {key.replace("__", "."): value for key, value in settings.items()}, phases, (budget, 1024)
+    )
 
 
 def names_of(policies: Sequence[Policy]) -> list[str]:
@@ -32,7 +34,7 @@ def names_of(policies: Sequence[Policy]) -> list[str]:
 
 def test_the_nine_of_the_paper_are_the_default() -> None:
     policies, remarks = tried()
-    assert policies == [create_policy(name) for name in PAPER]
+    assert policies == [create_policy(name) for name in PAPER_PATTERNS]
     assert len(policies) == 9
     assert remarks == []
 
@@ -71,7 +73,7 @@ def test_settings_of_all_that_have_them_and_of_one() -> None:
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        candidates("paper", settings, BOTH, (512,))
+        make_candidates("paper", settings, BOTH, (512,))
 
 
 @pytest.mark.parametrize(
@@ -91,13 +93,13 @@ def test_names_that_cannot_be(names: list[str], problem: str) -> None:
 
 def test_budgets_below_what_a_pattern_always_keeps() -> None:
     policies, remarks = tried(budget=31)
-    assert names_of(policies) == [name for name in PAPER if name not in ("snapkv", "cake")]
+    assert names_of(policies) == [name for name in PAPER_PATTERNS if name not in ("snapkv", "cake")]
     assert remarks[0] == (
         "snapkv is left out: it always keeps 32 entries (0 sinks, 32 recent), more than a budget of 31: lower them "
         "with --set, or raise the budget"
     )
     assert len(remarks) == 2
-    assert names_of(tried(budget=32)[0]) == list(PAPER)
+    assert names_of(tried(budget=32)[0]) == list(PAPER_PATTERNS)
     with pytest.raises(UsageError, match=r"policy snapkv: it always keeps 32 entries .* a budget of 31"):
         tried(["snapkv"], budget=31)
     with pytest.raises(UsageError, match=r"^policy snapkv: it always keeps 32"):

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kvsearch.calibration.polykv.measure import PolykvCalibration
-from kvsearch.calibration.polykv.options import PAPER, PolykvOptions
+from kvsearch.calibration.polykv.options import PAPER_PATTERNS, PolykvOptions
 from kvsearch.cli import app
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import load_plan, load_profile
@@ -57,7 +57,7 @@ def test_everything_typed() -> None:
 def test_patterns_of_a_file(tmp_path: Path) -> None:
     text = "patterns: [paper, {name: h2o, params: {recent: 8}}, {name: keydiff}]\nparams: {window: 16}\n"
     recipe = written(tmp_path, text)
-    assert names_of(recipe) == [*PAPER, "keydiff"]
+    assert names_of(recipe) == [*PAPER_PATTERNS, "keydiff"]
     h2o, *_, keydiff = recipe.policies()
     assert (h2o, keydiff) == (create_policy("h2o", {"recent": 8}), create_policy("keydiff", {"window": 16}))
     over = typed("recent=4", "keydiff.window=2", path=tmp_path / "recipe.yaml")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvsearch.calibration.methods import create_calibration
-from kvsearch.calibration.options import COMPARED, ProbeOptions, QueryBankOptions
-from kvsearch.calibration.probe.bank import places_asked
+from kvsearch.calibration.options import RIVAL_POLICIES, ProbeOptions, QueryBankOptions
+from kvsearch.calibration.probe.bank import draw_asked_places
 from kvsearch.calibration.probe.context_pass import ContextPass, Noting, QuestionBuilder
 from kvsearch.calibration.probe.contexts import fit_rankings
-from kvsearch.calibration.prompts import prompts_of
+from kvsearch.calibration.prompts import encode_prompts
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import find_attention_modules
@@ -40,7 +40,7 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     group = config.num_attention_heads // heads
     assert profile.arrays["queries"].shape == (layers, heads, group, 7, config.head_dim)
     recall = profile.arrays["recall"]
-    assert recall.shape == (1 + len(COMPARED), 3, layers, heads)
+    assert recall.shape == (1 + len(RIVAL_POLICIES), 3, layers, heads)
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
     told = [str(part) for part in list_ranking_remarks(profile)]
     assert told[0] == "fitted on 1 context, chosen on 1, reported on 1"
@@ -55,11 +55,11 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
 
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:
     """The first layer's queries do not depend on what came before, so they are those of the token at the start."""
-    (prompt, *_) = prompts_of(model, DATA)
+    (prompt, *_) = encode_prompts(model, DATA)
     builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
     with torch.no_grad(), run_attention(model.model):
-        drawn = {prompt.context: places_asked(prompt, builder, 999, torch.Generator())}
+        drawn = {prompt.context: draw_asked_places(prompt, builder, 999, torch.Generator())}
         found = ContextPass(model, prompt, prompt, SMALL, builder, Noting(queries=drawn)).queries[0]
     module, heads = find_attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]

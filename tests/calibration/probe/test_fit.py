@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from kvsearch.calibration.probe.measure import fit_network, fit_ridge, log_importance, mixed, standardised
+from kvsearch.calibration.probe.measure import fit_network, fit_ridge, log_importance, select_fits, standardise
 from kvsearch.policies.probe import Coefficients, Weights
 
 
@@ -58,7 +58,7 @@ def test_layers_that_are_fitted_at_once_are_those_that_are_fitted_alone() -> Non
 def test_every_head_gets_its_own_fit() -> None:
     z, target = drawn(3, 80, 4), drawn(3, 80)
     fits = [fit_ridge(z, target, 1.0), fit_network(z, target, 5, 10, 32, 1e-2, 0)]
-    both = mixed(fits, torch.tensor([0, 1, 0]), 5)
+    both = select_fits(fits, torch.tensor([0, 1, 0]), 5)
     for head, number in enumerate((0, 1, 0)):
         torch.testing.assert_close(predicted(both, z)[head], predicted(fits[number], z)[head])
 
@@ -70,9 +70,9 @@ def test_what_is_fitted() -> None:
 
 
 def test_features_that_are_all_alike() -> None:
-    center, scale = standardised(torch.full((1, 5, 2), 3.0))
+    center, scale = standardise(torch.full((1, 5, 2), 3.0))
     assert center.tolist() == [[3, 3]]
     assert scale.tolist() == [[1, 1]]
-    _, scale = standardised(torch.tensor([[[1e-8, 7.0], [2e-8, 7.0 + 2e-6]]]))
+    _, scale = standardise(torch.tensor([[[1e-8, 7.0], [2e-8, 7.0 + 2e-6]]]))
     assert scale[0, 0] == 5e-9  # small, but not the same
     assert scale[0, 1] == 1  # round-off

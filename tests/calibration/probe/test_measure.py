@@ -14,9 +14,16 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import COMPARED, TARGETS, LukvOptions, ProbeOptions
-from kvsearch.calibration.probe.context_pass import BUDGETS, CHUNK, RIVALS, ContextPass, QuestionBuilder, recall_of
-from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
+from kvsearch.calibration.options import RIVAL_POLICIES, TARGETS, LukvOptions, ProbeOptions
+from kvsearch.calibration.probe.context_pass import (
+    CHUNK,
+    JUDGED_SHARES,
+    REPORTED_RIVALS,
+    ContextPass,
+    QuestionBuilder,
+    compute_recall,
+)
+from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -28,7 +35,7 @@ from kvsearch.report.ranking import TextLosses, find_losses, list_ranking_remark
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.methods import find_methods
+from kvsearch.strategies.methods import parse_methods
 from tests import tiny
 from tests.calibrations import calibrate_lukv, calibrate_probe
 
@@ -53,7 +60,7 @@ def test_scores_are_sorted_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch)
     scores = torch.randn(2, 3, 36, generator=torch.Generator().manual_seed(0))
     kept = ContextPass.kept(seen, scores)
     assert len(sorts) == 2  # by score, and back
-    for budget, keep in zip(BUDGETS, kept, strict=True):
+    for budget, keep in zip(JUDGED_SHARES, kept, strict=True):
         count = max(1, round(budget * 40))
         assert (keep.sum(-1) == count).all()
         assert keep[..., :4].sum(-1).eq(min(4, count)).all()
@@ -89,16 +96,19 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     assert profile.arrays["linear"].shape == (layers, heads, 2 * dim + 5)
     assert profile.arrays["hidden"].shape[-1] == 0
     recall = profile.arrays["recall"]
-    assert recall.shape == (1 + len(COMPARED), len(BUDGETS), layers, heads)
+    assert recall.shape == (1 + len(RIVAL_POLICIES), len(JUDGED_SHARES), layers, heads)
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
     assert profile.metadata.provenance.settings["contexts"] == (4, 1, 1)
     judged = profile.metadata.provenance.settings["judged"]
-    assert profile.arrays["text_loss"].shape == (1, len(judged), len(BUDGETS))
-    recalled = dict(zip(COMPARED, recall[1:].mean((1, 2, 3)), strict=True))
-    assert judged == ("probe", *sorted(sorted(COMPARED, key=recalled.__getitem__)[-RIVALS:], key=COMPARED.index))
+    assert profile.arrays["text_loss"].shape == (1, len(judged), len(JUDGED_SHARES))
+    recalled = dict(zip(RIVAL_POLICIES, recall[1:].mean((1, 2, 3)), strict=True))
+    assert judged == (
+        "probe",
+        *sorted(sorted(RIVAL_POLICIES, key=recalled.__getitem__)[-REPORTED_RIVALS:], key=RIVAL_POLICIES.index),
+    )
     fit, *others = profile.arrays["text_loss"][0, :, 1]
     is_doubtful = all(other < fit for other in others)
-    assert len(profile.arrays["middle_loss"]) == (1 + len(COMPARED) if is_doubtful else len(judged))
+    assert len(profile.arrays["middle_loss"]) == (1 + len(RIVAL_POLICIES) if is_doubtful else len(judged))
     assert next(list_ranking_remarks(profile)) == "fitted on 4 contexts, chosen on 1, reported on 1"
 
 
@@ -106,8 +116,8 @@ def test_all_are_compared_where_that_is_asked_for(model: LoadedModel, data: Cali
     """Those that lose least are reported, and what is fitted is the same."""
     found = calibrate_probe(model, data, SMALL.model_copy(update={"compare": "all"}))
     judged = found.metadata.provenance.settings["judged"]
-    middle = dict(zip(("probe", *COMPARED), found.arrays["middle_loss"].tolist(), strict=True))
-    assert set(judged[1:]) == set(sorted(COMPARED, key=middle.__getitem__)[:RIVALS])
+    middle = dict(zip(("probe", *RIVAL_POLICIES), found.arrays["middle_loss"].tolist(), strict=True))
+    assert set(judged[1:]) == set(sorted(RIVAL_POLICIES, key=middle.__getitem__)[:REPORTED_RIVALS])
     np.testing.assert_allclose(found.arrays["text_loss"][0, :, 1], [middle[name] for name in judged], rtol=1e-5)
     assert is_last(found.arrays) == is_last(profile.arrays)
     for name in {*profile.arrays} - {"text_loss", "middle_loss"}:
@@ -116,10 +126,10 @@ def test_all_are_compared_where_that_is_asked_for(model: LoadedModel, data: Cali
 
 def with_losses(profile: Profile, texts: int, fit: float, other: float = 1) -> Profile:
     """The profile with these losses on so many texts: of the fit, and of the first of the others, which have 1."""
-    values = np.ones((texts, 1 + RIVALS, len(BUDGETS)), np.float32)
+    values = np.ones((texts, 1 + REPORTED_RIVALS, len(JUDGED_SHARES)), np.float32)
     values[:, 0] = fit
     values[:, 1] = other
-    middle = np.append(values[..., 1].mean(0), np.ones(len(COMPARED) - RIVALS))
+    middle = np.append(values[..., 1].mean(0), np.ones(len(RIVAL_POLICIES) - REPORTED_RIVALS))
     return Profile(profile.metadata, {**profile.arrays, "text_loss": values, "middle_loss": middle})
 
 
@@ -136,7 +146,7 @@ def test_headlines_hold_at_every_size_beyond_chance(
     headlines = [line for line in list_ranking_remarks(made) if "ranks better than" in line]
     assert len(headlines) == (is_better is not None)
     assert all(losses.words in line and f"over {texts} texts" in line for line in headlines)
-    for size in range(len(BUDGETS)):
+    for size in range(len(JUDGED_SHARES)):
         values = made.arrays["text_loss"].copy()
         values[..., size] = 1
         assert TextLosses(Profile(made.metadata, {**made.arrays, "text_loss": values})).is_better is None
@@ -158,9 +168,9 @@ def test_recall_is_a_share_of_the_oracle() -> None:
     importance = torch.tensor(values)
     for order in permutations(range(4)):
         first, second = (values[place] for place in order[:2])
-        found = recall_of(importance, [torch.tensor([*order, *range(4, 10)])])
+        found = compute_recall(importance, [torch.tensor([*order, *range(4, 10)])])
         assert found.tolist() == [pytest.approx([first / 8, first / 8, (first + second) / 12])]
-    assert recall_of(torch.zeros(10), [torch.arange(10)]).tolist() == [[1, 1, 1]]
+    assert compute_recall(torch.zeros(10), [torch.arange(10)]).tolist() == [[1, 1, 1]]
 
 
 def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedModel, data: CalibrationData) -> None:
@@ -174,17 +184,17 @@ def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedMod
 
 def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: CalibrationData) -> None:
     """Nothing is lost where all stays; a head's error is how far W_O of its softmax over what is left moves."""
-    prompts = prompts_of(model, data)[:1]
+    prompts = encode_prompts(model, data)[:1]
     builder = QuestionBuilder(model, prompts, data.prompt, ("answers",))
     with torch.no_grad(), run_attention(model.model):
         one = ContextPass(model, prompts[0], prompts[0], SMALL, builder)
         every = torch.ones(4, 2, one.prompt.length, dtype=torch.bool)
         some = every.clone()
         some[:, :, 5:60:2] = False
-        errors = one.head_errors("answers", [every, some])
+        errors = one.measure_head_errors("answers", [every, some])
         assert float(errors[:, 0].max()) == 0
-        with one.passed.following(one.asked["answers"][0].tokens):
-            layer = list(one.passed.continuations())[1]
+        with one.importance_pass.following(one.questions["answers"][0].tokens):
+            layer = list(one.importance_pass.continuations())[1]
             group = layer.query.shape[1] // 2
             rows = layer.query.shape[2]
             logits = layer.query[0] @ layer.keys[0].repeat_interleave(group, 0).transpose(1, 2) * layer.logits.scaling
@@ -211,12 +221,12 @@ def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel,
     assert np.isfinite(found.arrays["text_loss"]).all()
     told = [line for line in list_ranking_remarks(found) if "no questions" in line]
     assert told == ["the contexts have no questions, and are asked for themselves alone (reconstruction)"]
-    mixed = replace(data, contexts=(*bare.contexts[:1], *data.contexts[1:3]))
-    found = calibrate_probe(model, mixed, SMALL)
+    select_fits = replace(data, contexts=(*bare.contexts[:1], *data.contexts[1:3]))
+    found = calibrate_probe(model, select_fits, SMALL)
     assert found.metadata.provenance.settings["targets"] == ("answers", "reconstruction")
     assert "1 of the 3 contexts have no questions" in "".join(list_ranking_remarks(found))
     with pytest.raises(UsageError, match="1 of 3 contexts have no questions, and only --targets reconstruction"):
-        calibrate_probe(model, mixed, SMALL.model_copy(update={"targets": ("answers",)}))
+        calibrate_probe(model, select_fits, SMALL.model_copy(update={"targets": ("answers",)}))
 
 
 def test_advice_for_long_contexts_without_questions_works(model: LoadedModel, data: CalibrationData) -> None:
@@ -264,7 +274,7 @@ def test_what_a_fit_protected_and_is_for_is_carried(profile: Profile, tmp_path: 
     name, params = parse_policy(f"probe={tmp_path}")
     assert create_policy(name, params).parameters()["protect"] == 3
     typed = f"probe={tmp_path},probe={tmp_path}:protect=5"
-    found = [getattr(one.policy, "protect", None) for one in find_methods(typed)]
+    found = [getattr(one.policy, "protect", None) for one in parse_methods(typed)]
     assert found == [3, 5]
     written(2, 3)
     with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):

@@ -63,7 +63,7 @@ def _calibration(path: Path) -> None:
             for pair in context.questions:
                 _tokenizer()(found.prompt.replace("{question}", pair.question) + pair.prefix + pair.answer)
         if found.questions:
-            assert found.limited(1).questions == 1
+            assert found.limit_questions(1).questions == 1
         contexts = [
             {"text": one.text, "questions": [pair.model_dump(exclude_none=True) for pair in one.questions]}
             for one in found.contexts

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvsearch.calibration.steps import StepCache, calibration_content
+from kvsearch.calibration.steps import StepCache, read_calibration_content
 from kvsearch.evaluation.reply_store import ReplyStore, read_replies
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.jobs.calibrate import CalibrateOptions
@@ -40,17 +40,17 @@ def _recipe(job: str, path: Path) -> None:
     kind, typed = _options(job)
     options = kind.of(recipe=path, **typed)
     with taken("the configuration"):
-        recorded = options.recorded()
+        recorded = options.to_recipe()
         config = RunConfig(job=job, command=["kvsearch"], content={}, options=recorded)  # type: ignore[arg-type]
         (path.parent / "again").mkdir(exist_ok=True)
         place = path.parent / "again" / CONFIG
         place.write_bytes(config.to_bytes())
-        same(type(options).of(recipe=place, **typed).recorded(), recorded, "options, written and read again")
+        same(type(options).of(recipe=place, **typed).to_recipe(), recorded, "options, written and read again")
 
 
 def _config(job: str, path: Path) -> None:
     found = read_config(path.parent)
-    calibration_content(path.parent)
+    read_calibration_content(path.parent)
     show(path)
     if found is None:
         return

@@ -18,7 +18,7 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.shared_prefill import prefill_all
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.samples import BankSample, bank_samples
+from kvsearch.search.bank.samples import BankSample, list_samples
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
@@ -34,7 +34,7 @@ def encoded(loaded: LoadedModel, *shapes: tuple[int, int]) -> list[TaskPrompts]:
 
 def samples_of(loaded: LoadedModel, protocol: Protocol, *shapes: tuple[int, int]) -> list[BankSample]:
     """Contexts and questions of different lengths."""
-    return bank_samples(encoded(loaded, *shapes or ((60, 3), (90, 1), (75, 2))), protocol)
+    return list_samples(encoded(loaded, *shapes or ((60, 3), (90, 1), (75, 2))), protocol)
 
 
 def tokens_of(bank: CandidateBank, candidates: Sequence[Ints]) -> list[list[list[int] | None]]:
@@ -53,7 +53,7 @@ def without_answers(loaded: LoadedModel) -> list[BankSample]:
     """One sample of a question that names no answers."""
     context = " ".join(tiny.document(50).words[1:])
     task = Talk("talk", (Example("talk", "0", context, (Query("? code", (), 8),)),))
-    return bank_samples(encode_tasks(loaded, [task], 1), "question-agnostic")
+    return list_samples(encode_tasks(loaded, [task], 1), "question-agnostic")
 
 
 def table_shape(loaded: LoadedModel) -> tuple[int, int]:

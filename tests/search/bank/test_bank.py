@@ -12,7 +12,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.passes import Pass
+from kvsearch.search.bank.passes import BankPass
 from kvsearch.search.bank.samples import BankSample
 from tests import tiny
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, tokens_of, without_answers
@@ -95,15 +95,15 @@ def test_running_out_of_memory_goes_on_with_less(
     candidates = random_candidates(model, 7, 50)
     bank = CandidateBank(model, SNAPKV, samples, 50)
     expected, spent = bank.losses(candidates), bank.tokens_spent
-    forced, tried = Pass.forced, []
+    forced, tried = BankPass.forced, []
 
-    def limited(self: Pass) -> Any:
+    def limited(self: BankPass) -> Any:
         tried.append((self.count, len(self.samples)))
         if self.count * len(self.samples) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return forced(self)
 
-    monkeypatch.setattr(Pass, "forced", limited)
+    monkeypatch.setattr(BankPass, "forced", limited)
     np.testing.assert_allclose(bank.losses(candidates), expected, atol=2e-5)
     assert tried[:4] == [(7, 6), (3, 6), (1, 6), (1, 3)]  # candidates first, then samples
     # what failed does not count

@@ -17,8 +17,8 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.shared_prefill import compress_prompts
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.samples import bank_samples
-from kvsearch.search.spaces import placed
+from kvsearch.search.bank.samples import list_samples
+from kvsearch.search.spaces import encode_choices
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
@@ -56,7 +56,7 @@ def test_each_layer_has_the_policy_that_it_has_entries_under(family: str) -> Non
     samples, budgets = samples_of(model, "question-agnostic"), random_candidates(model, 3, 60)
     layers = describe(model.model).full_layers
     chosen = [np.arange(len(layers)) % 2, np.zeros(len(layers), dtype=np.int64), np.ones(len(layers), dtype=np.int64)]
-    tables = [placed(table, some, 2) for table, some in zip(budgets, chosen, strict=True)]
+    tables = [encode_choices(table, some, 2) for table, some in zip(budgets, chosen, strict=True)]
     with CandidateBank(model, dict.fromkeys(layers, (SNAPKV, keydiff)), samples, cap=60) as bank:
         found = bank.losses(tables)
     for row, (table, some) in enumerate(zip(budgets, chosen, strict=True)):
@@ -89,7 +89,7 @@ def test_questions_and_answers_longer_than_a_sliding_window(family: str, protoco
         Query("? mark", ("mark",)),
     )
     task = tiny.Listed("long", (Example("long", "0", context, queries),))
-    samples = bank_samples(encode_tasks(model, [task], 1), protocol)
+    samples = list_samples(encode_tasks(model, [task], 1), protocol)
     candidates = random_candidates(model, 3, 60)
     with CandidateBank(model, SNAPKV, samples, cap=60) as bank:
         found = bank.losses(candidates)
@@ -122,7 +122,7 @@ def evaluator_replies(model: LoadedModel, task: TaskPrompts, protocol: Protocol,
     programs = {str(number): program_of(model, candidate) for number, candidate in enumerate(candidates)}
     found: list[list[list[int]]] = [[] for _ in candidates]
     with run_attention(model.model):
-        for sample in bank_samples([task], protocol):
+        for sample in list_samples([task], protocol):
             stop, finished = find_stop_tokens(model), sample.finished
             for joint in compress_prompts(model.model, programs, [sample.prompt], stop, finished):
                 limits = [sample.limit] * len(joint.methods)
@@ -150,7 +150,7 @@ def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> 
     model = loaded(family)
     task = longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)  # beyond Gemma's window of 16
     candidates = random_candidates(model, 3, 70)
-    with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
+    with CandidateBank(model, SNAPKV, list_samples([task], protocol), cap=70) as bank:
         found = tokens_of(bank, candidates)
     assert found == evaluator_replies(model, task, protocol, candidates)
     assert len({tuple(reply) for row in found for reply in row if reply}) > len(found[0]) // 2
@@ -161,7 +161,7 @@ def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> 
 def test_captured_steps_reply_as_others_do(family: str, protocol: Protocol) -> None:
     """Beyond Gemma's window of 16; of unequal prompts and limits, so that some replies end before others."""
     model = loaded(family)
-    samples = bank_samples([longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)], protocol)
+    samples = list_samples([longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)], protocol)
     candidates = random_candidates(model, 3, 70)
     recorder = Recorder()
     with CandidateBank(model, SNAPKV, samples, cap=70) as bank:
@@ -178,12 +178,12 @@ def test_replies_end_where_those_of_the_evaluator_end(protocol: Protocol) -> Non
     model = loaded("llama")
     task = longer(encoded(model, (60, 2), (90, 1))[0], 8)
     candidates = random_candidates(model, 3, 70)
-    with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
+    with CandidateBank(model, SNAPKV, list_samples([task], protocol), cap=70) as bank:
         whole = tokens_of(bank, candidates)
     reply = next(reply for row in whole for reply in row if reply and len(set(reply)) > 4)
     model.model.generation_config.eos_token_id = reply[3]
     task = longer(task, 8, stops=(model.tokenizer.decode([reply[1]]),))
-    with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
+    with CandidateBank(model, SNAPKV, list_samples([task], protocol), cap=70) as bank:
         cut = tokens_of(bank, candidates)
     assert cut == evaluator_replies(model, task, protocol, candidates)
     assert cut != whole
@@ -194,7 +194,7 @@ def test_scores_are_those_of_the_evaluator(protocol: Protocol) -> None:
     model = load("bundled")
     task = encoded(model, (300, 2), (250, 2), (280, 2))[0]
     candidates = [*random_candidates(model, 3, 80), *random_candidates(model, 3, 8)]
-    samples = bank_samples([task], protocol)
+    samples = list_samples([task], protocol)
     programs = {str(number): program_of(model, candidate) for number, candidate in enumerate(candidates)}
     expected = {
         (sample.method, sample.key, sample.question): sample.score
@@ -227,7 +227,7 @@ def test_replies_follow_the_generation_config_as_those_of_the_evaluator_do(proto
     model = loaded("llama")
     task = longer(encoded(model, (60, 2), (90, 1))[0], 8)
     candidates = random_candidates(model, 3, 70)
-    samples = bank_samples([task], protocol)
+    samples = list_samples([task], protocol)
     with CandidateBank(model, SNAPKV, samples, cap=70) as bank:
         plain = tokens_of(bank, candidates)
         model.model.generation_config.repetition_penalty = 1.7

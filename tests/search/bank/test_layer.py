@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime.logits import Logits
-from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens, VisibleKV, WindowLayer, prefix_attention
+from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens, VisibleKV, WindowLayer, attend_prefix
 from tests.examples import at_most
 
 
@@ -78,7 +78,7 @@ def test_attention_is_one_softmax_over_prefix_and_own_tokens(
     causal = torch.ones(rows, rows, dtype=torch.bool).tril()
     prefix = torch.arange(width) < lengths[..., None]
     logits = Logits(0.7, 2.0 if capped else None)
-    found = prefix_attention(
+    found = attend_prefix(
         query,
         VisibleKV(far, far_values, prefix[:, :, None, None]),
         VisibleKV(near, near_values, causal[None, None, None]),

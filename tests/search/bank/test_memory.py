@@ -12,18 +12,23 @@ from hypothesis import strategies as st
 
 from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.memory import (
+    PassMemory,
     SampleNeed,
-    Sizes,
-    Splitting,
-    blocks,
+    SplittingRunner,
     check_fits,
+    split_into_blocks,
 )
 from tests.families import build
 
-LLAMA, GEMMA = Sizes(build("llama"), ()), Sizes(build("gemma3"), (16, 16))
+LLAMA, GEMMA = PassMemory(build("llama"), ()), PassMemory(build("gemma3"), (16, 16))
 NEEDS = st.lists(
     st.builds(
-        LLAMA.need, st.integers(1, 400), st.integers(1, 400), st.integers(0, 30), st.integers(0, 60), st.integers(0, 9)
+        LLAMA.estimate,
+        st.integers(1, 400),
+        st.integers(1, 400),
+        st.integers(0, 30),
+        st.integers(0, 60),
+        st.integers(0, 9),
     ),
     min_size=1,
     max_size=20,
@@ -32,10 +37,10 @@ NEEDS = st.lists(
 
 def test_stored_entries_by_hand() -> None:
     """2 kv heads with 16 numbers of 4 bytes for a key and a value are 256 bytes per token and layer."""
-    assert LLAMA.stored(prompt=100, width=30) == 4 * 30 * 256
-    assert GEMMA.stored(prompt=100, width=30) == (2 * 30 + 2 * 15) * 256
-    assert LLAMA.stored(prompt=20, width=30) == 4 * 20 * 256
-    assert GEMMA.stored(prompt=10, width=30) == 4 * 10 * 256
+    assert LLAMA.prompt_bytes(prompt=100, width=30) == 4 * 30 * 256
+    assert GEMMA.prompt_bytes(prompt=100, width=30) == (2 * 30 + 2 * 15) * 256
+    assert LLAMA.prompt_bytes(prompt=20, width=30) == 4 * 20 * 256
+    assert GEMMA.prompt_bytes(prompt=10, width=30) == 4 * 10 * 256
 
 
 @given(NEEDS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
@@ -45,8 +50,8 @@ def test_blocks_hold_every_sample_once_and_fit(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bank_memory, "PASS_TOKENS", tokens)
         memory = int(room * check_fits(needs, 10**12))
-        found = list(blocks(needs, candidates, memory))
-        again = list(blocks(needs, candidates + 3, memory))
+        found = list(split_into_blocks(needs, candidates, memory))
+        again = list(split_into_blocks(needs, candidates + 3, memory))
     assert sorted(itertools.chain(*(together for together, _ in found))) == list(range(len(needs)))
     assert [together for together, _ in again] == [together for together, _ in found]
     for together, at_a_time in found:
@@ -86,12 +91,12 @@ def test_everything_is_done_whatever_fits(samples: int, candidates: int, most: i
     worker = Worker(most, loads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda: 0)  # takes most of the time
-        Splitting().run(list(range(samples)), candidates, candidates, worker.load, worker.act)
+        SplittingRunner().run(list(range(samples)), candidates, candidates, worker.load, worker.act)
     assert set(worker.done) == set(itertools.product(range(samples), range(candidates)))
 
 
 def test_candidates_are_halved_first_and_stay_so() -> None:
-    worker, splitting = Worker(9), Splitting()
+    worker, splitting = Worker(9), SplittingRunner()
     splitting.run([0, 1, 2], 8, 8, worker.load, worker.act)
     assert worker.tried == [(3, 8), (3, 4), (3, 2), (3, 2), (3, 2), (3, 2)]
     assert len(worker.done) == 24

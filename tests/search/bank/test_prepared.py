@@ -16,7 +16,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import run_attention
-from kvsearch.search.bank.prepared import prefill, ranking_policies, windows_of
+from kvsearch.search.bank.prepared import find_windows, prefill, resolve_policies
 from tests import tiny
 from tests.families import FAMILIES, build, prompts
 from tests.search.bank.cases import SNAPKV, program_of, random_candidates
@@ -29,7 +29,7 @@ def test_a_prefix_holds_what_the_runtime_keeps(family: str) -> None:
     ids = prompts(1, 40)[0]
     candidate = random_candidates(model, 1, 40)[0]
     with run_attention(model.model), torch.no_grad():
-        kept_layers, logits = prefill(model.model, ranking_policies(model.model, SNAPKV), ids[0], 40)
+        kept_layers, logits = prefill(model.model, resolve_policies(model.model, SNAPKV), ids[0], 40)
         planned, full = PlanCache(model.model, program_of(model, candidate)), DynamicCache(config=model.model.config)
         model.model(ids, past_key_values=planned)
         expected = model.model(ids, past_key_values=full).logits[0, -1]
@@ -40,7 +40,7 @@ def test_a_prefix_holds_what_the_runtime_keeps(family: str) -> None:
             keys, values = (states[head, :budget] for states in kept_layers[layer][0])
             assert same_rows(keys, full.layers[layer].keys[0, head, kept])
             assert same_rows(values, full.layers[layer].values[0, head, kept])
-    for layer in windows_of(model.model):
+    for layer in find_windows(model.model):
         torch.testing.assert_close(kept_layers[layer][0][0], full.layers[layer].keys[0])
         torch.testing.assert_close(kept_layers[layer][0][1], full.layers[layer].values[0])
 
@@ -52,7 +52,7 @@ def same_rows(one: Tensor, two: Tensor) -> bool:
 
 def test_no_more_than_the_cap_is_kept() -> None:
     model = tiny.loaded("gemma3")
-    policies = ranking_policies(model.model, SNAPKV)
+    policies = resolve_policies(model.model, SNAPKV)
     ids = prompts(1, 40)[0][0]
     with run_attention(model.model):
         whole, capped = (prefill(model.model, policies, ids, cap)[0] for cap in (40, 12))
@@ -86,19 +86,19 @@ class SomeHeads(Policy):
 )
 def test_policies_without_one_order_are_refused(model: LoadedModel, policy: Policy, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        ranking_policies(model.model, policy)
+        resolve_policies(model.model, policy)
 
 
 def test_a_policy_in_every_layer(model: LoadedModel) -> None:
     policies = {layer: create_policy("snapkv", {"window": layer + 1}) for layer in (3, 1, 0, 2)}
-    found = ranking_policies(model.model, policies)
+    found = resolve_policies(model.model, policies)
     assert list(found.items()) == [(layer, (policies[layer],)) for layer in range(4)]
     del policies[2]
     with pytest.raises(UsageError, match=r"layers \[2\]: a search needs a policy in every full-attention layer"):
-        ranking_policies(model.model, policies)
+        resolve_policies(model.model, policies)
 
 
 def test_a_policy_that_does_not_suit_the_model() -> None:
     rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     with pytest.raises(IncompatibleError, match="policy expected_attention turns queries back"):
-        ranking_policies(build("llama", rope_parameters=rotary), create_policy("expected_attention"))
+        resolve_policies(build("llama", rope_parameters=rotary), create_policy("expected_attention"))

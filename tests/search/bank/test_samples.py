@@ -15,7 +15,7 @@ from kvsearch.core.errors import EnvironmentFault
 from kvsearch.models.loading import LoadedModel
 from kvsearch.search.bank import prepared as bank_store
 from kvsearch.search.bank.prepared import SampleStore
-from kvsearch.search.bank.samples import BankSample, bank_samples
+from kvsearch.search.bank.samples import BankSample, list_samples
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode_tasks, hash_tokens
 from tests import tiny
@@ -26,7 +26,7 @@ from tests.search.bank.cases import PROTOCOLS
 def of_queries(model: LoadedModel, protocol: Any, *queries: Query, **changes: Any) -> list[BankSample]:
     context = " ".join(tiny.document(40).words[1:])
     task = tiny.Listed("asked", (Example("asked", "7", context, queries),), **changes)
-    return bank_samples(encode_tasks(model, [task], 1), protocol)
+    return list_samples(encode_tasks(model, [task], 1), protocol)
 
 
 def words(model: LoadedModel, ids: torch.Tensor) -> str:

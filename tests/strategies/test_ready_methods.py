@@ -25,9 +25,9 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.compared import different_settings, read_request, sweep
-from kvsearch.strategies.methods import Method, direct_plan, find_methods, find_sizes
-from kvsearch.strategies.names import METHODS, method_names
+from kvsearch.strategies.methods import Method, make_direct_plan, parse_methods, parse_sizes
+from kvsearch.strategies.names import METHODS, list_method_names
+from kvsearch.strategies.ready_methods import describe_different_settings, prepare_methods, read_request
 from tests import tiny
 from tests.examples import at_most
 
@@ -35,12 +35,12 @@ HEADS = (4, 2)
 
 
 def one(name: str, *typed: str) -> Method:
-    (method,) = find_methods(name, typed)
+    (method,) = parse_methods(name, typed)
     return method
 
 
 def test_what_names_stand_for() -> None:
-    uniform, pyramidal, lava, layers, h2o = find_methods("uniform, pyramid,lava,lava-uniform,h2o")
+    uniform, pyramidal, lava, layers, h2o = parse_methods("uniform, pyramid,lava,lava-uniform,h2o")
     assert (uniform.policy, uniform.allocation) == (create_policy("snapkv"), None)
     assert pyramidal.policy == create_policy("pyramidkv")
     assert pyramidal.layout == Pyramid(20.0, 8)
@@ -59,7 +59,7 @@ def test_another_policy_under_the_budgets_of_a_method() -> None:
 
 
 def test_settings_of_all_and_of_one() -> None:
-    found = {m.name.partition(":")[0]: m for m in find_methods(
+    found = {m.name.partition(":")[0]: m for m in parse_methods(
         "uniform,pyramid:window=9:beta=5,h2o,cake,lava", ["window=6", "floor_share=0", "tau1=2"]
     )}  # fmt: skip
     windows = {name: method.policy.recent_count for name, method in found.items()}
@@ -90,13 +90,13 @@ def test_settings_of_all_and_of_one() -> None:
 )
 def test_bad_methods(names: str, typed: tuple[str, ...], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        find_methods(names, typed)
+        parse_methods(names, typed)
 
 
 def test_sizes() -> None:
-    assert find_sizes("128, 64", "0.5") == [Size(128), Size(64), Size(ratio=0.5)]
-    assert [str(size) for size in find_sizes("128", "0.85")] == ["128", "0.85"]
-    assert [size.words for size in find_sizes("1,2", "0.85")] == [
+    assert parse_sizes("128, 64", "0.5") == [Size(128), Size(64), Size(ratio=0.5)]
+    assert [str(size) for size in parse_sizes("128", "0.85")] == ["128", "0.85"]
+    assert [size.words for size in parse_sizes("1,2", "0.85")] == [
         "1 entry per kv head", "2 entries per kv head", "85% evicted",
     ]  # fmt: skip
 
@@ -109,12 +109,12 @@ def test_budgets_below_what_is_protected() -> None:
         one("lava:d2o").check([Size(ratio=0.5)])
 
 
-EVERY = [name for name in method_names() if name != "duo_attention"]
+EVERY = [name for name in list_method_names() if name != "duo_attention"]
 
 
 @pytest.fixture(scope="module")
 def every(model: LoadedModel) -> list[Method]:
-    return find_methods(",".join(name for name in EVERY if name != "snapkv"), ["window=4", "sinks=2"])
+    return parse_methods(",".join(name for name in EVERY if name != "snapkv"), ["window=4", "sinks=2"])
 
 
 @pytest.mark.parametrize("phases", ["prefill", pytest.param("decode", marks=pytest.mark.nightly), "both"])
@@ -122,7 +122,7 @@ def test_every_method_holds_the_same_of_every_prompt(model: LoadedModel, every: 
     sizes = [Size(8), Size(33), Size(ratio=0.7)]
     if phases != "prefill":
         every = [method for method in every if method.policy.no_decode_rule() is None]
-    ready = sweep(model, every, sizes, phases)
+    ready = prepare_methods(model, every, sizes, phases)
     assert len(ready) == 1 + len(sizes) * len(every)
     check_totals(model, ready, range(1, 60, 6))
     for method in ready[1:]:
@@ -155,7 +155,7 @@ def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None
     for name, allocator in (("uniform", None), ("pyramid", "pyramid")):
         method = one(name, "window=4")
         made = Pyramid(window=method.policy.least) if allocator else Uniform()
-        plan = direct_plan(model, method.policy, Size(budget=12), ["prefill"], made)
+        plan = make_direct_plan(model, method.policy, Size(budget=12), ["prefill"], made)
         program = Program.from_plan(model.model, plan)
         mine = method.program(model, Size(12))
         assert np.array_equal(program.prefill.table(70), mine.prefill.table(70))
@@ -172,12 +172,12 @@ class Generous(RandomEviction):
 
 def test_heads_that_are_never_evicted_are_found_out(model: LoadedModel) -> None:
     method = replace(one("random"), policy=Generous())
-    check_totals(model, sweep(model, [method], [Size(7)]), [40, 50])
+    check_totals(model, prepare_methods(model, [method], [Size(7)]), [40, 50])
     with pytest.raises(UsageError, match="random would hold 320 entries of a prompt of 40 tokens, 8 entries per kv he"):
-        check_totals(model, sweep(model, [method], [Size(8)]), [40])
-    check_totals(model, sweep(model, [method], [Size(7)], "decode"), [40, 50])
+        check_totals(model, prepare_methods(model, [method], [Size(8)]), [40])
+    check_totals(model, prepare_methods(model, [method], [Size(7)], "decode"), [40, 50])
     with pytest.raises(UsageError, match="hold 328 entries while it replies to a prompt of 40 tokens, 8 entries per"):
-        check_totals(model, sweep(model, [method], [Size(8)], "decode"), [40])
+        check_totals(model, prepare_methods(model, [method], [Size(8)], "decode"), [40])
 
 
 def profile(model: LoadedModel, **changes: Any) -> Profile:
@@ -211,11 +211,11 @@ def test_a_profile_is_looked_up(model: LoadedModel, tmp_path: Path) -> None:
     assert prefill.table(9).tolist() == [[9, 9]] * 4
     assert method.definition(Size(12), "prefill")["budgets"]["calibrated"] == "lukv"
     with pytest.raises(UsageError, match="none of these methods"):
-        find_methods(f"lukv={tmp_path / 'run'}", ["kernel=3"])
+        parse_methods(f"lukv={tmp_path / 'run'}", ["kernel=3"])
     with pytest.warns(
         KvsearchWarning, match="method lukv keeps window=1 of its profile: --set window=3 is for the others"
     ):
-        (_, same) = find_methods(f"uniform,lukv={tmp_path / 'run'}", ["window=3"])
+        (_, same) = parse_methods(f"uniform,lukv={tmp_path / 'run'}", ["window=3"])
     assert same.policy == method.policy
 
 
@@ -225,19 +225,19 @@ def test_methods_take_the_settings_of_a_profile_with_their_policy(model: LoadedM
     save_profile(profile(model, policy={"name": "snapkv", "params": stated}), tmp_path / "one.safetensors")
     save_profile(profile(model, policy={"name": "snapkv", "params": {"window": 6}}), tmp_path / "two.safetensors")
     one_, two = (f"{name}={tmp_path / name}.safetensors" for name in ("one", "two"))
-    found = {m.name: m.policy for m in find_methods(f"uniform,adakv,pyramid,{one_}")}
+    found = {m.name: m.policy for m in parse_methods(f"uniform,adakv,pyramid,{one_}")}
     assert found["uniform"] == found["adakv"] == found["one"] == create_policy("snapkv", stated)
     assert found["pyramid"] == create_policy("pyramidkv")
-    typed = find_methods(f"uniform:sinks=0,adakv:kernel=9,{one_}")
+    typed = parse_methods(f"uniform:sinks=0,adakv:kernel=9,{one_}")
     assert [method.policy for method in typed[:2]] == [
         create_policy("snapkv", {**stated, "sinks": 0}), create_policy("snapkv", {**stated, "kernel": 9}),
     ]  # fmt: skip
-    assert find_methods(f"uniform,{one_},{two}")[0].policy == create_policy("snapkv")
+    assert parse_methods(f"uniform,{one_},{two}")[0].policy == create_policy("snapkv")
 
 
 def test_settings_that_differ_are_named(model: LoadedModel) -> None:
     def told(names: str, *settings: str) -> str | None:
-        return different_settings(sweep(model, find_methods(names, settings), [Size(12), Size(20)]))
+        return describe_different_settings(prepare_methods(model, parse_methods(names, settings), [Size(12), Size(20)]))
 
     assert told("uniform,adakv", "window=4") is None
     assert told("uniform,streaming,random", "window=4") == "settings differ: sinks 0 (uniform), 4 (streaming)"
@@ -262,7 +262,7 @@ def test_a_plan_joins_the_size_it_has(model: LoadedModel, tmp_path: Path) -> Non
     fixed = written(model, tmp_path, scaling="fixed")
     share = written(model, tmp_path, "share", 10)
     request = read_request([fixed, share], "uniform,streaming", "20,15", "0.75", settings=["window=4"])
-    labels = [method.label for method in request.ready(model)]
+    labels = [method.label for method in request.prepare(model)]
     assert labels == [
         "full", "uniform@20", "streaming@20", "uniform@15", "streaming@15", "mine@15",
         "uniform@0.75", "streaming@0.75", "share@0.75",
@@ -290,7 +290,7 @@ def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -
     save_plan(partly, tmp_path / "partly.json")
     request = read_request([tmp_path / "partly.json"], "streaming", "15")
     with pytest.raises(IncompatibleError, match=r"plan partly leaves layers \[1, 3\] their full cache"):
-        request.ready(model)
+        request.prepare(model)
 
 
 def test_no_two_names_stand_for_the_same() -> None:

@@ -1,6 +1,7 @@
-"""What is compared: the full cache, methods or plans of one or several sizes, and baselines of a plan's size.
+"""Methods that are ready to evaluate: the full cache, methods or plans at sizes, and baselines of a plan.
 
-`read_request` reads what a user asks to compare, before a model is loaded; `Request.ready` makes it ready to run.
+`read_request` parses and checks the options of a comparison before a model is loaded; `Request.prepare` makes it ready
+to run.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import BudgetTable, PhaseProgram, make_full_program, warn_unfit
-from kvsearch.strategies.methods import Method, find_methods, find_sizes
+from kvsearch.strategies.methods import Method, parse_methods, parse_sizes
 from kvsearch.strategies.names import FULL, RANDOM
 
-Total = Callable[[int], int]  # entries of all layers and heads, by prompt length
+EntryCount = Callable[[int], int]  # entries of all layers and heads, by prompt length
 BASELINES: dict[str, Callable[[], Policy] | None] = {
     "uniform": None,  # the plan's own policy
     "snapkv": lambda: create_policy("snapkv", {"sinks": 4}),
@@ -38,15 +39,22 @@ BASELINES: dict[str, Callable[[], Policy] | None] = {
     RANDOM: RandomEviction,
 }
 DEFAULT_BASELINES = "uniform,snapkv,streaming"
-ALIKE = ("sinks", "window", "protect", "kernel", "pooling", "group")  # parameters that mean the same in every policy
+SHARED_PARAMETERS = (
+    "sinks",
+    "window",
+    "protect",
+    "kernel",
+    "pooling",
+    "group",
+)  # parameters that mean the same in every policy
 
 
 @dataclass(frozen=True)
 class ReadyMethod:
-    """A method at a size (None: the full cache, or plans and baselines of the plan's size), ready to run.
+    """A method with its program at a size, ready to run (size None: the full cache, plans and their baselines).
 
-    `definition` is all that decides what it keeps on a given model, as JSON. `contexts` is what it was made on, by
-    default nothing; None: that is not known.
+    `definition` are all settings that decide what it keeps on a given model, as JSON. `contexts` are those it was
+    fitted on, by default none; None: unknown.
     """
 
     name: str
@@ -62,7 +70,7 @@ class ReadyMethod:
 
     @property
     def phases(self) -> str:
-        """When it evicts: prefill, decode or both; none for the full cache."""
+        """Phases in which it evicts: prefill, decode or both; none for the full cache."""
         evicting = tuple(phase for phase in PHASES["both"] if getattr(self.program, phase) is not None)
         return next((name for name, phases in PHASES.items() if phases == evicting), "none")
 
@@ -71,7 +79,7 @@ class ReadyMethod:
 class Request:
     """A checked request; without methods, plans are compared with baselines of their size.
 
-    `subject` is the name of what the others are compared with: the first method or plan.
+    `subject` is the name of the first method or plan, with which the others are compared.
     """
 
     subject: str
@@ -81,11 +89,11 @@ class Request:
     plans: Mapping[str, Plan] = field(default_factory=dict)
     baselines: tuple[str, ...] = ()
 
-    def ready(self, loaded: LoadedModel) -> list[ReadyMethod]:
-        """Return everything to run on a model; errors as `sweep` and `with_baselines`."""
+    def prepare(self, loaded: LoadedModel) -> list[ReadyMethod]:
+        """Make all methods ready to run on a model; errors as `prepare_methods` and `prepare_with_baselines`."""
         if not self.methods:
-            return with_baselines(loaded, self.plans, self.baselines, self.subject)
-        return sweep(loaded, self.methods, self.sizes, self.phases, self.plans)
+            return prepare_with_baselines(loaded, self.plans, self.baselines, self.subject)
+        return prepare_methods(loaded, self.methods, self.sizes, self.phases, self.plans)
 
     def as_json(self) -> dict[str, Any]:
         """Return the request in names."""
@@ -105,10 +113,10 @@ def read_request(
     settings: Sequence[str] = (),
     baselines: str | None = None,
 ) -> Request:
-    """Read what was typed, and find what is wrong with it before a model is loaded.
+    """Parse and check the options of a comparison, before a model is loaded.
 
     Raises:
-        UsageError: nothing to compare, options that do not go together, and what `find_methods`, `find_sizes`,
+        UsageError: nothing to compare, options that do not go together, and what `parse_methods`, `parse_sizes`,
             `Method.check` and `check_plans` refuse; a plan beside methods of other phases, or of none of their sizes.
     """
     stated = {path.stem: load_plan(path) for path in plans}
@@ -126,8 +134,8 @@ def read_request(
         raise UsageError("--baselines go with --plan alone: beside --methods, name them as methods")
     phases = phases or "prefill"
     parse_phases(phases)
-    chosen = find_methods(methods, settings)
-    sizes = find_sizes(budgets, ratios)
+    chosen = parse_methods(methods, settings)
+    sizes = parse_sizes(budgets, ratios)
     for method in chosen:
         method.check(sizes)
     names = tuple(method.name for method in chosen)
@@ -169,7 +177,7 @@ def _check_files(plans: Mapping[str, Plan], paths: Sequence[Path], taken: Collec
 
 
 def _find_size(label: str, plan: Plan, sizes: Sequence[Size], phases: str) -> Size:
-    """Return which of the sizes a plan has that is compared with methods; UsageError for none, or other phases."""
+    """Find the size of a plan among those of methods; UsageError if there is none, or for other phases."""
     totals = _count_entries(plan)
     if tuple(totals) != PHASES[phases]:
         raise UsageError(
@@ -187,7 +195,7 @@ def _find_size(label: str, plan: Plan, sizes: Sequence[Size], phases: str) -> Si
 
 
 def _count_entries(plan: Plan) -> dict[str, int]:
-    """Return the entries of each phase of a plan."""
+    """Count the entries of each phase of a plan."""
     return {name: phase.total for name, phase in plan.phases.items()}
 
 
@@ -195,24 +203,24 @@ def _list_entries(totals: Mapping[str, int]) -> str:
     return " and ".join(f"{total} in {name}" for name, total in totals.items())
 
 
-def sweep(
+def prepare_methods(
     loaded: LoadedModel,
     methods: Sequence[Method],
     sizes: Sequence[Size],
     phases: str = "prefill",
     plans: Mapping[str, Plan] | None = None,
 ) -> list[ReadyMethod]:
-    """Return the full cache, then at every size all methods and the plans of that size.
+    """Make the full cache ready, then at every size all methods and the plans of that size.
 
     Raises:
         IncompatibleError: a plan or profile is of another model, or a plan leaves layers their full cache.
         UsageError: as `Method.program` raises it.
     """
-    found = [full_method(loaded)]
+    ready = [make_full_cache_method(loaded)]
     for size in sizes:
         for method in methods:
             program = method.program(loaded, size, phases)
-            found.append(ReadyMethod(method.name, program, method.definition(size, phases), size, method.contexts))
+            ready.append(ReadyMethod(method.name, program, method.definition(size, phases), size, method.contexts))
         for name, plan in (plans or {}).items():
             if _find_size(name, plan, sizes, phases) == size:
                 program = Program.from_plan(loaded.model, plan)
@@ -222,37 +230,38 @@ def sweep(
                             f"plan {name} leaves layers {left} their full cache, the methods evict in all: compare it "
                             "without --methods, with baselines of its own size"
                         )
-                found.append(ReadyMethod(name, program, {"plan": hash_json(plan)}, size, plan.provenance.contexts))
-    warn_unfit(loaded.model, {policy for one in found for policy in one.program.policies})
-    return found
+                ready.append(ReadyMethod(name, program, {"plan": hash_json(plan)}, size, plan.provenance.contexts))
+    warn_unfit(loaded.model, {policy for method_at_size in ready for policy in method_at_size.program.policies})
+    return ready
 
 
-def with_baselines(
+def prepare_with_baselines(
     loaded: LoadedModel, plans: Mapping[str, Plan], names: Sequence[str], subject: str
 ) -> list[ReadyMethod]:
-    """Return the full cache, plans of one size, and baselines of that size; "uniform" has the policy of the subject.
+    """Make ready the full cache, plans of one size, and baselines of that size.
 
     Raises:
         IncompatibleError, UsageError: see `Program.from_plan`.
     """
     programs = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
-    found = [
+    ready = [
         ReadyMethod(label, program, {"plan": hash_json(plans[label])}, contexts=plans[label].provenance.contexts)
         for label, program in programs.items()
     ]
-    for name, program in baselines(loaded.model, programs[subject], names).items():
+    for name, program in make_baselines(loaded.model, programs[subject], names).items():
         policy = program.policies[0]
         kept = {"name": policy.name, "params": policy.parameters()}
-        found.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": hash_json(plans[subject])}))
-    return [full_method(loaded), *found]
+        ready.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": hash_json(plans[subject])}))
+    return [make_full_cache_method(loaded), *ready]
 
 
-def different_settings(methods: Sequence[ReadyMethod]) -> str | None:
-    """Return in words which settings of their policies compared methods differ in, and who has which; None if in none.
+def describe_different_settings(methods: Sequence[ReadyMethod]) -> str | None:
+    """Describe the settings in which the policies of methods differ, with the methods of each value; None if in none.
 
-    Parameters of `ALIKE` are compared between all policies, others between methods of one policy; controls have none.
+    Parameters of `SHARED_PARAMETERS` are compared between all policies, others between methods of one policy; controls
+    have none.
     """
-    found: dict[str, dict[object, list[str]]] = {}
+    by_setting: dict[str, dict[object, list[str]]] = {}
     protects = any("protect" in policy.parameters() for method in methods for policy in method.program.policies)
     for method in methods:
         for policy in () if method.name in (FULL, RANDOM) else method.program.policies:
@@ -261,29 +270,31 @@ def different_settings(methods: Sequence[ReadyMethod]) -> str | None:
             if protects and hasattr(policy, "protect"):
                 stated["protect"] = policy.protect
             for name, value in stated.items():
-                setting = name if name in ALIKE else f"{policy.name}.{name}"
-                having = found.setdefault(setting, {}).setdefault(value, [])
+                setting = name if name in SHARED_PARAMETERS else f"{policy.name}.{name}"
+                having = by_setting.setdefault(setting, {}).setdefault(value, [])
                 if method.name not in having:
                     having.append(method.name)
-    told = [
+    differences = [
         f"{setting} " + ", ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
-        for setting, by_value in sorted(found.items(), key=lambda item: (item[0] not in ALIKE, item[0]))
+        for setting, by_value in sorted(
+            by_setting.items(), key=lambda item: (item[0] not in SHARED_PARAMETERS, item[0])
+        )
         if len(by_value) > 1
     ]
-    return f"settings differ: {'; '.join(told)}" if told else None
+    return f"settings differ: {'; '.join(differences)}" if differences else None
 
 
-def full_method(loaded: LoadedModel) -> ReadyMethod:
-    """Return the full cache, as what is compared."""
+def make_full_cache_method(loaded: LoadedModel) -> ReadyMethod:
+    """Make the full cache as a ready method."""
     return ReadyMethod(FULL, make_full_program(loaded.model), {"policy": {"name": FULL, "params": {}}})
 
 
-def equal_uniform(model: Any, policy: Policy, totals: Mapping[Phase, Total]) -> Program:
+def spread_evenly(model: Any, policy: Policy, totals: Mapping[Phase, EntryCount]) -> Program:
     """Spread the total of every phase evenly over all full-attention layers and kv heads, exactly, under one policy."""
     shape = describe(model)
     heads = (len(shape.full_layers), shape.kv_heads)
 
-    def table(phase: Phase, total: Total) -> BudgetTable:
+    def table(phase: Phase, total: EntryCount) -> BudgetTable:
         def budgets(length: int) -> Ints:
             entries = total(length)
             most = length if phase == "prefill" else None
@@ -294,8 +305,8 @@ def equal_uniform(model: Any, policy: Policy, totals: Mapping[Phase, Total]) -> 
     return Program.of_policy(model, policy, {phase: table(phase, total) for phase, total in totals.items()})
 
 
-def baselines(model: Any, plan: Program, names: Iterable[str] = BASELINES) -> dict[str, Program]:
-    """Return the named baselines, in the phases of the plan, each with the entries it holds at every prompt length.
+def make_baselines(model: Any, plan: Program, names: Iterable[str] = BASELINES) -> dict[str, Program]:
+    """Make the named baselines in the phases of a plan, each with the plan's entries at every prompt length.
 
     Full-attention layers outside the plan hold their full cache, which counts.
 
@@ -304,7 +315,7 @@ def baselines(model: Any, plan: Program, names: Iterable[str] = BASELINES) -> di
     """
     shape = describe(model)
 
-    def total(phase: PhaseProgram) -> Total:
+    def total(phase: PhaseProgram) -> EntryCount:
         unplanned = (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads
         return lambda length: phase.entries(length) + unplanned * length
 
@@ -319,4 +330,4 @@ def baselines(model: Any, plan: Program, names: Iterable[str] = BASELINES) -> di
         policy = next(iter(own)) if make is None else make()
         if policy not in policies.values():
             policies[name] = policy
-    return {name: equal_uniform(model, policy, totals) for name, policy in policies.items()}
+    return {name: spread_evenly(model, policy, totals) for name, policy in policies.items()}
