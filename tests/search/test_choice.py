@@ -27,7 +27,7 @@ from kvsearch.search.trials import Candidate
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.selection import Rule
 from kvsearch.strategies.compared import ReadyMethod
-from kvsearch.tasks.encode import asked_hashes, asked_set
+from kvsearch.tasks.encode import collect_contexts, list_context_hashes
 from tests import tiny
 from tests.evaluation.results import as_if
 from tests.search.evolving import (
@@ -144,7 +144,7 @@ def rows_of(part: Sequence[Any]) -> list[Any]:
 def test_a_result_records_its_splits_and_its_starts(loaded: LoadedModel) -> None:
     fitted, chosen = ContextSet.of([hash_context("a")]), ContextSet.of([hash_context("b")])
     prepared = prepare(loaded, {"mine": start_of(loaded, ContextRecord(fitted=fitted, chosen=chosen))})
-    asked = {name: asked_set(encoded) for name, encoded in prepared.encoded.items()}
+    asked = {name: collect_contexts(encoded) for name, encoded in prepared.encoded.items()}
     assert len(asked["search"].ids) == CONTEXTS
     searched = prepared.record(searched=True)
     assert searched.fitted == fitted.union(asked["search"])
@@ -152,7 +152,7 @@ def test_a_result_records_its_splits_and_its_starts(loaded: LoadedModel) -> None
     assert (searched.reported, searched.complete) == (asked["report"], True)
     kept = decide(prepared, SearchOutcome()).choice.plan.provenance.contexts
     assert kept == prepared.record(searched=False) == searched.model_copy(update={"fitted": fitted})
-    assert prepared.hashes["chosen"] == asked_hashes(prepared.encoded["choice"])
+    assert prepared.hashes["chosen"] == list_context_hashes(prepared.encoded["choice"])
 
 
 def test_a_start_plan_without_a_record_is_not_taken_for_a_clean_one(loaded: LoadedModel) -> None:
@@ -173,7 +173,7 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
     (prepared,) = prepare_searches(base, {BUDGET: {"mine": plan}}, how, whole)
     for name, split in whole.items():
         fresh = [hash_context(row.context) for row in rows_of(split.tasks)[2:]]
-        assert asked_hashes(prepared.encoded[name]) == fresh
+        assert list_context_hashes(prepared.encoded[name]) == fresh
     again = prepare_plans(loaded, {"start": plan}, prepared.splits["choice"]).run()
     assert {sample.key for sample in again.samples} == {row.key for row in rows_of(whole["choice"].tasks)[2:]}
 
