@@ -90,8 +90,8 @@ def test_mentions_do_not_give_the_answer_away() -> None:
     rng = random.Random(0)
     names = Names(rng)
     for group in (
-        make_code_facts(rng, names, 4), make_item_facts(rng, names, 4), make_whole_items(rng, names, 4), make_chains(rng, names, 4),
-        make_chains(rng, names, 2, links=2),
+        make_code_facts(rng, names, 4), make_item_facts(rng, names, 4), make_whole_items(rng, names, 4),
+        make_chains(rng, names, 4), make_chains(rng, names, 2, links=2),
     ):  # fmt: skip
         for question in group.questions:
             mine = [m for m in group.mentions if words(question.question)[2] in m]
