@@ -66,7 +66,7 @@ class EvaluateOptions(ModelArgument, WorkerOptions, TaskOptions, BatchOptions):
         "`calibrate`.",
         SIZE,
         metavar="NAME,...",
-        completes="kvsearch.strategies.names:method_names",
+        completes="kvsearch.strategies.names:list_method_names",
     )
     budgets: Commas | None = option(
         None, "Sizes of the methods: entries per kv head, on average.", SIZE, metavar="N,..."

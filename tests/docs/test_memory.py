@@ -61,7 +61,7 @@ def verbs() -> list[str]:
     def taken(program: Program, batch: int = 1, chunk: int | None = None) -> int:
         return estimate_memory(model, program, [length] * batch, chunk).total
 
-    with patch.object(capacity, "free_bytes", lambda _: 10**15):
+    with patch.object(capacity, "measure_free_bytes", lambda _: 10**15):
         bench = capacity.require_memory(model, {"plan": some}, Workload(1, length, 32, 5), torch.device("cpu"))[
             "memory"
         ]
