@@ -23,7 +23,7 @@ from kvsearch.calibration.polykv.measure import PolykvCalibration
 from kvsearch.calibration.polykv.options import PolykvOptions, make_candidates
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from tests.calibration.polykv.naive import measure_naively
 
 SIGNALS = ("cosine", "relative_error", "nll")
@@ -48,7 +48,7 @@ def main() -> None:
     fast = time.process_time() - started
     started = time.process_time()
     found = []
-    with running(loaded.model):
+    with run_attention(loaded.model):
         for batch in make_batches(prompts, args.batch, loaded.device):
             samples = sorted(chain.from_iterable(batch.split_passes(args.batch)))
             after = batch.continuations(samples, loaded.device)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvsearch.benchmark.speed import draw_skewed_budgets, time_decode
+from kvsearch.benchmark.speed import make_skewed_budgets, time_decode
 from kvsearch.policies import keep_mask
 from kvsearch.policies.full import FullKV
 from kvsearch.runtime import PlanCache, Program
@@ -103,7 +103,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     model = build(args.length, args.device, dtype)
     prompt = draw_prompt(args.batch, args.length, args.device, dtype)
-    ragged = draw_skewed_budgets(LAYERS, KV_HEADS, args.kept).tolist()
+    ragged = make_skewed_budgets(LAYERS, KV_HEADS, args.kept).tolist()
     caches = {
         "DynamicCache, full": ("sdpa", stock_cache(model, prompt)),
         "kvsearch, full": (NAME, planned_cache(model, prompt, lambda _: [args.length] * KV_HEADS)),

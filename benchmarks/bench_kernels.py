@@ -27,9 +27,9 @@ import torch
 from fitted_policies import create
 from torch import Tensor
 
-from kvsearch.policies import Policy, policy_names
+from kvsearch.policies import Policy, list_policy_names
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import NAME, using
+from kvsearch.runtime.attention import NAME, use_attention
 from tests.device import counting
 from tests.device.accelerator import device
 from tests.families import build
@@ -57,7 +57,7 @@ def maker(model: Any, policy: Policy, phases: str, budgets: str) -> Callable[[],
 def print_lines(model: Any, make: Callable[[], Any], ids: Tensor, shown: int) -> None:
     """Print where what happens in a prompt, and in the last of the steps after it, comes from."""
     cache = make()
-    with using(model, NAME if isinstance(cache, PlanCache) else "sdpa"):
+    with use_attention(model, NAME if isinstance(cache, PlanCache) else "sdpa"):
         prompt = lines_of(lambda: counting.read_prompt(model, cache, ids))
         for _ in range(counting.STEPS - 1):
             model(input_ids=ids[:, :1], past_key_values=cache)
@@ -79,7 +79,7 @@ def lines_of(action: Callable[[], object]) -> Counter[tuple[str, str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default=",".join(policy_names()))
+    parser.add_argument("--policies", default=",".join(list_policy_names()))
     parser.add_argument("--phases", default="prefill,both", help="prefill, both, or both of these")
     parser.add_argument("--budgets", default="even,ragged,flat")
     parser.add_argument("--batch", type=int, default=2)

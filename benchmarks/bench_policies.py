@@ -26,8 +26,8 @@ from transformers import DynamicCache
 
 from kvsearch.benchmark.speed import measure_peak_bytes, time_decode, time_prefill
 from kvsearch.models.architecture import RotaryTables, describe
-from kvsearch.policies import Policy, policy_names
-from kvsearch.policies.ranking import keep_at, limits_under
+from kvsearch.policies import Policy, list_policy_names
+from kvsearch.policies.ranking import find_limits, keep_at
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.collector import DensePrompt
@@ -114,7 +114,7 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
         prompt = DensePrompt([policy.needs(), decode_needs(policy)], RotaryTables(model, 0), layer=0)
         prompt.add(query, (key, value), positions, valid, logits)
         observation = prompt.observation()
-        keep_at(policy, observation, limits_under(policy, budgets, [length]))
+        keep_at(policy, observation, find_limits(policy, budgets, [length]))
         policy.start(observation)
 
     return measure_peak_bytes(model.device, work) / 2**20
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--bundled", action="store_true", help="the bundled model instead of a random one")
     parser.add_argument("--length", type=int, default=4096, help="tokens of the prompt (1,024 with --bundled)")
     parser.add_argument("--budget", type=int, default=None, help="entries per kv head (default: a quarter)")
-    parser.add_argument("--policies", default=",".join(policy_names()))
+    parser.add_argument("--policies", default=",".join(list_policy_names()))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--device", default="cpu")

@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata, save_plan, save_profile
-from kvsearch.plan.origin import provenance
-from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.origin import make_provenance
+from kvsearch.plan.profile_arrays import GRID_SIZE
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.runs.identity import LEDGER, RunConfig
-from kvsearch.runs.lock import locked
-from kvsearch.runs.run import begin, write_json
+from kvsearch.runs.lock import lock_directory
+from kvsearch.runs.run import begin_run, write_json
 from kvsearch.search.trials import TrialLog
 
 LENGTH, BUDGET, POPULATION, QUESTIONS = 8192, 512, 8, 24
@@ -47,11 +47,11 @@ def main() -> None:
         place.mkdir(parents=True, exist_ok=True)
         rng = np.random.default_rng(args.seed)
         model = ModelFingerprint(
-            name=f"{args.layers} x {args.heads}", model_type="llama", config_sha256=sha256_of("config"),
-            weights_sha256=sha256_of("weights"), layers=args.layers, kv_heads=args.heads, head_dim=128,
+            name=f"{args.layers} x {args.heads}", model_type="llama", config_sha256=hash_json("config"),
+            weights_sha256=hash_json("weights"), layers=args.layers, kv_heads=args.heads, head_dim=128,
         )  # fmt: skip
         save_profile(make_profile(rng, model), place / "profile.safetensors", overwrite=True)
-        with locked(place / "search"):
+        with lock_directory(place / "search"):
             make_search(rng, model, place / "search", args.candidates)
         page = place / "report.html"
         command = ["kvsearch", "report", place / "profile.safetensors", place / "search", "-o", page]
@@ -77,10 +77,10 @@ def timed(command: list[str]) -> float:
 def making(paths: Sequence[Path | str]) -> float:
     """Return the seconds of the processor that it takes to read runs and to draw their page."""
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page import groups_of, render
+    from kvsearch.report.page import group_by_model, render
 
     start = time.process_time()
-    groups = groups_of([open_path(Path(path)) for path in paths])
+    groups = group_by_model([open_path(Path(path)) for path in paths])
     render(groups)
     return time.process_time() - start
 
@@ -88,7 +88,7 @@ def making(paths: Sequence[Path | str]) -> float:
 def make_profile(rng: np.random.Generator, model: ModelFingerprint) -> Profile:
     """Return a LU-KV profile of six questions about three texts."""
     shape = model.layers, model.kv_heads
-    grid = np.arange(1, GRID + 1)[:, None, None] / 100
+    grid = np.arange(1, GRID_SIZE + 1)[:, None, None] / 100
     spread = rng.uniform(-1, 1, shape)
     table = grid + np.minimum(grid, 1 - grid) * (spread - spread.mean()) / 2
     kept = np.arange(101) / 100
@@ -103,7 +103,7 @@ def make_profile(rng: np.random.Generator, model: ModelFingerprint) -> Profile:
         {
             "format": "kvsearch.profile", "version": 1, "model": model, "method": "lukv", "policy": POLICY,
             "length": LENGTH, "questions": 6, "layers": list(range(model.layers)), "floor": 1,
-            "provenance": provenance("lukv", 0, None, {"data": "made up"}, None),
+            "provenance": make_provenance("lukv", 0, None, {"data": "made up"}, None),
         }
     )  # fmt: skip
     found: dict[str, Any] = {name: array.astype(np.float32) for name, array in arrays.items()}
@@ -123,14 +123,14 @@ def make_search(rng: np.random.Generator, model: ModelFingerprint, directory: Pa
         job="evolve", command=["kvsearch", "evolve", model.name, "--budget", str(BUDGET), "-o", "search"],
         options={"model": model.name, "budget": BUDGET}, content={"model": model.model_dump()},
     )  # fmt: skip
-    begin(directory, config, (LEDGER,))
+    begin_run(directory, config, (LEDGER,))
     best, least, length = draw(), np.inf, (model.layers + 3) // 4
     with TrialLog(directory / LEDGER, config.identity) as ledger:
         ledger.begin("group 1")
         for generation in range(candidates // POPULATION):
             points = [rng.normal(size=length) for _ in range(POPULATION)]
             values = [float(1 + 3 * np.exp(-generation / 20) + rng.exponential(0.3)) for _ in points]
-            keys = [sha256_of([generation, at]) for at in range(POPULATION)]
+            keys = [hash_json([generation, at]) for at in range(POPULATION)]
             samples = [list(value + rng.normal(0, 0.1, QUESTIONS)) for value in values]
             ledger.append("result", keys=keys, outcome="ok", values=samples, message="", seconds=2.5, tokens=4000)
             ledger.tell("group 1", generation, points, values)
@@ -141,7 +141,7 @@ def make_search(rng: np.random.Generator, model: ModelFingerprint, directory: Pa
     plan = Plan.model_validate(
         {
             "model": model, "length": LENGTH, "scaling": "proportional", "floor": 1, "prefill": {"layers": layers},
-            "total": total, "provenance": provenance("evolve", 0, None, {}, None),
+            "total": total, "provenance": make_provenance("evolve", 0, None, {}, None),
         }
     )  # fmt: skip
     save_plan(plan, directory / "plan.json", overwrite=True)

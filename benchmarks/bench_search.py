@@ -26,7 +26,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
-from kvsearch.models.shapes import random_model
+from kvsearch.models.shapes import make_random_model
 from kvsearch.plan.schema import PROTOCOLS, Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
@@ -82,7 +82,9 @@ def loaded_of(shape: str | None, layers: int | None, device: str) -> LoadedModel
     """The bundled model, or one of a shape with random weights, which reads the tokens of the bundled one."""
     if shape is None:
         return load("bundled", LoadOptions(device=device))
-    return replace(random_model(shape, layers, device), tokenizer=load("bundled", LoadOptions(device="cpu")).tokenizer)
+    return replace(
+        make_random_model(shape, layers, device), tokenizer=load("bundled", LoadOptions(device="cpu")).tokenizer
+    )
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ import time
 import numpy as np
 
 from kvsearch.budgets.joint import JointSolver
-from kvsearch.budgets.lukv import MarginalSolver, profile_grid
+from kvsearch.budgets.lukv import MarginalSolver, solve_grid
 from kvsearch.core.arrays import Floats
-from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.profile_arrays import GRID_SIZE
 
 
 def draw_table(rng: np.random.Generator, layers: int, heads: int, length: int) -> Floats:
@@ -52,7 +52,7 @@ def solve_jointly(policies: int, layers: int, heads: int, length: int) -> None:
     rng = np.random.default_rng(0)
     importance = draw_table(rng, layers, heads, length)
     rankings = np.stack([ranked(rng, importance) for _ in range(policies)])
-    totals = [(100 - ratio) * importance.size // 100 for ratio in range(1, GRID + 1)]
+    totals = [(100 - ratio) * importance.size // 100 for ratio in range(1, GRID_SIZE + 1)]
     floor = max(-(-length // 100), 36)
     totals = [max(total, floor * layers * heads) for total in totals]
     start = time.perf_counter()
@@ -62,7 +62,7 @@ def solve_jointly(policies: int, layers: int, heads: int, length: int) -> None:
     stop = time.perf_counter()
     by_head = JointSolver(rankings.reshape(policies, layers * heads, 1, length), floor)
     mass = float(importance.sum())
-    print(f"{policies} policies, {layers} x {heads} heads, {length} entries, {GRID} ratios")
+    print(f"{policies} policies, {layers} x {heads} heads, {length} entries, {GRID_SIZE} ratios")
     print(f"pool and sort {pooled - start:.2f} s  solve {stop - pooled:.2f} s  total {stop - start:.2f} s")
     gap = max((one.bound - one.kept) / mass for one in found)
     print(f"importance kept is at most {gap:.2e} of all below the bound")
@@ -88,7 +88,7 @@ def main() -> None:
         return
 
     seconds = dict.fromkeys(("draw", "pool and sort", "solve"), 0.0)
-    profile = np.zeros((GRID, args.layers, args.heads))
+    profile = np.zeros((GRID_SIZE, args.layers, args.heads))
     loss, blocks = 0.0, 0
     for question in range(args.questions):
         clock = [time.perf_counter()]
@@ -97,7 +97,7 @@ def main() -> None:
         clock.append(time.perf_counter())
         solver = MarginalSolver(importance, floors=max(-(-args.length // 100), 36))
         clock.append(time.perf_counter())
-        local = profile_grid(solver)
+        local = solve_grid(solver)
         clock.append(time.perf_counter())
         profile += local / args.questions
         evicted = np.arange(importance.shape[-1]) >= solver.solve(importance.size // 5)[..., None]
@@ -107,7 +107,7 @@ def main() -> None:
             seconds[name] += stop - start
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{args.questions} questions, {args.layers} x {args.heads} heads, {args.length} entries, {GRID} ratios")
+    print(f"{args.questions} questions, {args.layers} x {args.heads} heads, {args.length} entries, {GRID_SIZE} ratios")
     print(f"blocks per question {blocks // args.questions:,}; mean loss at 80% eviction {loss:.6e}")
     print("  ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
     print(f"total {sum(seconds.values()):.2f} s, peak memory {peak:.2f} GiB")

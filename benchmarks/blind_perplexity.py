@@ -23,7 +23,7 @@ from kvsearch import attach
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import Size
-from kvsearch.report.table import Cell, Table, markdown
+from kvsearch.report.table import Cell, Table, to_markdown
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runtime import Program
 from kvsearch.signals.predictions import token_losses
@@ -78,7 +78,7 @@ def main() -> None:
     ]  # fmt: skip
     title = f"{loaded.name}, {args.windows} windows of {args.length} tokens of {task.name}, {args.ratio:.0%} evicted"
     header = ["", "entries", "perplexity as the cache fills", "of what follows", "nats per token above full"]
-    print(markdown(Table.plain(title, header, rows)))
+    print(to_markdown(Table.plain(title, header, rows)))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.policies import Observation, Policy, QueryStatistics, create_policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.h2o import H2O
-from kvsearch.policies.scoring import pool_positions, window_rows
+from kvsearch.policies.scoring import iterate_window_rows, pool_positions
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -60,7 +60,7 @@ class PooledFirst(SnapKV):
     def score(self, observation: Observation) -> Tensor:
         keys = observation.keys
         attention = keys.new_zeros(len(keys), keys.shape[1] * observation.group, keys.shape[2], dtype=torch.float32)
-        for part, probability in window_rows(observation, self.window):  # some kv heads at a time
+        for part, probability in iterate_window_rows(observation, self.window):  # some kv heads at a time
             sums = probability.sum(-2) / self.window
             attention.view(len(keys), keys.shape[1], observation.group, -1)[part][..., : sums.shape[-1]] += sums
         pooled = pool_positions(attention, self.kernel, self.pooling, observation.candidates(0, self.window))

@@ -10,10 +10,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from kvsearch.models.architecture import describe
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import PolicySpec, Profile, ProfileMetadata
-from kvsearch.plan.origin import ContextRecord, provenance
-from kvsearch.plan.saved import WEIGHTS, know
+from kvsearch.plan.origin import ContextRecord, make_provenance
+from kvsearch.plan.saved import WEIGHTS, register_weights
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.probe import FEATURES
 
@@ -46,7 +46,7 @@ def create(name: str, model: Any) -> Policy:
         for layer, part in product(range(shape.layers), (0, 1)):
             tensors[f"layers.{layer}.{2 * part}.weight"] = rng.normal(size=sizes[part]).astype(np.float32) * 0.01
             tensors[f"layers.{layer}.{2 * part}.bias"] = np.zeros(sizes[part][0], np.float32)
-        return create_policy(name, {WEIGHTS: know(save(tensors), Path(name))})
+        return create_policy(name, {WEIGHTS: register_weights(save(tensors), Path(name))})
     drawn: dict[str, dict[str, tuple[int, ...]]] = {
         "probe": {"center": (size,), "scale": (size,), "linear": (size,), "hidden": (size, WIDTH),
                   "hidden_bias": (WIDTH,), "output": (WIDTH,), "bias": ()},
@@ -56,11 +56,12 @@ def create(name: str, model: Any) -> Policy:
         return create_policy(name)
     arrays = {key: rng.random((*rows, *tail), np.float32) * 0.1 + 0.1 for key, tail in drawn[name].items()}
     metadata = ProfileMetadata(
-        model=fingerprint(model, "random"), method=name, policy=PolicySpec(name=name), length=LENGTH, questions=1,
+        model=compute_fingerprint(model, "random"), method=name, policy=PolicySpec(name=name), length=LENGTH,
+        questions=1,
         layers=shape.full_layers, floor=1,
-        provenance=provenance(name, 0, None, {"features": FEATURES}, ContextRecord()),
+        provenance=make_provenance(name, 0, None, {"features": FEATURES}, ContextRecord()),
     )  # fmt: skip
-    return create_policy(name, {WEIGHTS: know(Profile(metadata, arrays).to_bytes(), Path(name))})
+    return create_policy(name, {WEIGHTS: register_weights(Profile(metadata, arrays).to_bytes(), Path(name))})
 
 
 def share_of_prefill(name: str, size: ModelShape = LLAMA_8B, length: int = LENGTH) -> float | None:

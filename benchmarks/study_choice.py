@@ -20,7 +20,7 @@ from statistics import fmean
 import numpy as np
 
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.evaluation.compare import prepare_plans
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.jobs.reporter import NullReporter
@@ -33,7 +33,7 @@ from kvsearch.selection.comparison import SCREENED_TOKENS, score_losses
 from kvsearch.selection.scores import Scores
 from kvsearch.strategies.joint import read_policy_curves
 from kvsearch.tasks.encode import force_replies
-from kvsearch.tasks.metrics.likelihood import loss_of
+from kvsearch.tasks.metrics.likelihood import read_loss
 
 CONTEXTS = (6, 8, 12, 16, 24)
 DRAWS = 2000
@@ -41,14 +41,14 @@ DRAWS = 2000
 
 def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
     """Return the methods, and what each scores and loses in every context, [contexts, methods]."""
-    recorded = present(read_config(args.run), "a run without a configuration").options
+    recorded = assert_present(read_config(args.run), "a run without a configuration").options
     options = RunOptions.of(**{**recorded, "model": args.model, "dtype": args.dtype, "output": args.run})
     loaded = options.load(options.model, NullReporter())
     rankings = {name: load_profile(args.run / FIT_FOLDER / name / PROFILE) for name in options.rankings}
     calibrated = replace(read_policy_curves(load_profile(args.run / CURVES_FOLDER / PROFILE)), rankings=rankings)
     screened: dict[str, list[float]] = {}
     for reply in read_replies(args.run / CHOICE_FOLDER / str(args.size) / "screen" / LEDGER).values():
-        screened.setdefault(reply.method, []).append(loss_of(reply.reply))
+        screened.setdefault(reply.method, []).append(read_loss(reply.reply))
     scores: list[Floats] = []
     losses: list[Floats] = []
     for name in ("select", "report"):
@@ -59,7 +59,7 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
         plans = find_policy_candidates(loaded, calibrated, size).plans
         known = sorted(plans.keys() & screened.keys(), key=lambda method: fmean(screened[method]))[: args.methods]
         prepared = prepare_plans(loaded, {method: plans[method] for method in known}, split)
-        forced = present(force_replies(encoded, SCREENED_TOKENS), "questions without right replies")
+        forced = assert_present(force_replies(encoded, SCREENED_TOKENS), "questions without right replies")
         answered = prepared.of(known, encoded).run()
         by_kind = (Scores.of(answered.samples, answered.contexts), score_losses([prepared.of(known, forced).run()]))
         for values, of_kind in zip((scores, losses), by_kind, strict=True):

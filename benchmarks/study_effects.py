@@ -19,7 +19,7 @@ from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.prompts import Continuation, encode_prompts
 from kvsearch.models.loading import BUNDLED, load
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.signals.predictions import compute_divergence
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 def study(model: str, questions: int | None, first: int, last: int) -> None:
     loaded, data = load(model), load_calibration_data(find_default_data(model)).limit_questions(questions)
     found: dict[str, list[tuple[float, bool]]] = {}
-    with running(loaded.model):
+    with run_attention(loaded.model):
         for prompt in encode_prompts(loaded, data):
             passed = ImportancePass(loaded.model, [], prompt.ids.to(loaded.device))
             layers, heads = len(passed.observed), passed.model.config.num_key_value_heads

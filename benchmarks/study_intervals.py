@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvsearch.core.arrays import Floats
-from kvsearch.evaluation.statistics import DIFFERENCE_ENDS, LEVEL, SCORE_ENDS, ContextSums, interval_of
+from kvsearch.evaluation.statistics import CONFIDENCE, DIFFERENCE_ENDS, SCORE_ENDS, ContextSums, compute_interval
 
 CONTEXTS = (5, 10, 20, 50, 100)
 QUESTIONS = (1, 3, 10)
@@ -63,7 +63,7 @@ def bootstrap(tasks: list[ContextSums], rng: np.random.Generator) -> tuple[Float
         count = len(sizes)
         drawn = rng.multinomial(count, np.full(count, 1 / count), RESAMPLES)  # how often each context is drawn
         means.append((drawn @ sums.T) / (drawn @ sizes)[:, None])
-    low, high = np.quantile(np.mean(means, axis=0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    low, high = np.quantile(np.mean(means, axis=0), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     return low, high
 
 
@@ -84,7 +84,10 @@ def main() -> None:
             for count in counts(contexts):
                 sums = draw_sums(rng, chances, (asked.repetitions, count), questions, clustering)
                 tasks.append((sums, np.full(count, questions)))
-            for name, (low, high) in {"bootstrap": bootstrap(tasks, rng), "kvsearch": interval_of(tasks, ends)}.items():
+            for name, (low, high) in {
+                "bootstrap": bootstrap(tasks, rng),
+                "kvsearch": compute_interval(tasks, ends),
+            }.items():
                 coverage[name].append(float(np.mean((low <= truth + 1e-9) & (truth - 1e-9 <= high))))
                 widths[name].append(float(np.mean(high - low)))
         line = f"{kind:<13}{contexts:>9}{shape:>14}"

@@ -23,9 +23,9 @@ from scipy.stats import beta
 
 import kvsearch
 from kvsearch.evaluation.reply_store import read_replies
-from kvsearch.evaluation.statistics import contrast
+from kvsearch.evaluation.statistics import contrast_scores
 from kvsearch.jobs.run import RUN_FILE, RunOptions
-from kvsearch.report.numbers import interval, percent
+from kvsearch.report.numbers import format_interval, format_percent
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.identity import read_config
 
@@ -57,11 +57,11 @@ def judge(directory: Path, size: str, choice: dict[str, Any]) -> JudgedPlan:
     best = max((name for name in scores if kinds[name] == "baseline"), key=lambda name: scores[name])
     regret = 100 * (max(scores.values()) - scores[written])
     lead = None
-    words = f"{percent(scores[written], 1)}, no baseline above it"
+    words = f"{format_percent(scores[written], 1)}, no baseline above it"
     if scores[best] > scores[written]:
         replies = read_replies(directory / "choice" / size / "report" / "ledger.jsonl")
-        lead = contrast(list(replies.values()), {written: 1.0, best: -1.0})
-        words = f"{percent(scores[written], 1)}, minus {best}: {interval(lead, '+.1f', noun=' points')}"
+        lead = contrast_scores(list(replies.values()), {written: 1.0, best: -1.0})
+        words = f"{format_percent(scores[written], 1)}, minus {best}: {format_interval(lead, '+.1f', noun=' points')}"
     return JudgedPlan(written, outcome["verdict"], regret, lead, words)
 
 
@@ -72,7 +72,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
             directory = args.output / f"{model}-{seed}"
             options = RunOptions.of(args.recipe, model=model, output=directory, seed=seed)
             config = read_config(directory) if directory.exists() else None
-            if config is None or config.options != options.to_recipe() or not (directory / RUN_FILE).exists():
+            if config is None or config.options != options.recorded() or not (directory / RUN_FILE).exists():
                 if args.finished:
                     continue
                 kvsearch.run(options)
@@ -107,7 +107,8 @@ def summarize(plans: list[JudgedPlan], verdict: str) -> str:
     low = float(beta.ppf(0.025, below, len(plans) - below + 1)) if below else 0.0
     high = float(beta.ppf(0.975, below + 1, len(plans) - below)) if below < len(plans) else 1.0
     regret = sum(plan.regret for plan in plans) / max(len(plans), 1)
-    share = f"{percent(below / max(len(plans), 1), 1)}%, 95% interval {percent(low, 1)} to {percent(high, 1)}"
+    bounds = f"{format_percent(low, 1)} to {format_percent(high, 1)}"
+    share = f"{format_percent(below / max(len(plans), 1), 1)}%, 95% interval {bounds}"
     return (
         f"{verdict}: {len(plans)} plans, {below} below the best baseline of the report split ({share}); mean regret "
         f"{regret:.2f} points"

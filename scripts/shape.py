@@ -19,6 +19,7 @@ import argparse
 import ast
 import json
 import math
+import re
 import sys
 import tokenize
 from collections import Counter, defaultdict
@@ -41,8 +42,19 @@ GATES = {
     "docstrings that only say See": 0,
     "places that raise UsageError": 405,
     "import circles": 0,
+    "banned phrases in docstrings": 214,
+    "banned local names": 267,
+    "public constants and aliases in several files": 60,
     "test lines": 52_500,
 }
+
+# Words that say nothing to a stranger; CONTRIBUTING.md has the terms to use in their place. The limits on their counts
+# only go down: they have no air.
+BANNED_PHRASES = re.compile(
+    r"\b(what (is|was|were) (asked|told|there)|(is|are|was|were) (asked|told) (of|by)|what there is|"
+    r"that of all|those of|of which|none of (ours|it|its))\b"
+)
+BANNED_LOCALS = frozenset({"asked", "found", "most", "one", "told", "those"})
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -125,6 +137,7 @@ def measure(sources: list[Source]) -> Report:
             "files imported by one other file": spread(lines[path] for path in single),
         },
         "public classes defined more than once": repeated_classes(sources),
+        "public constants and aliases in several files": repeated_constants(sources),
         "import circles, all imports": circles(graph),
         "import circles, module-level imports": circles(import_graph(sources, deferred=False)),
         "each private helper called from one place: lines": helpers,
@@ -168,6 +181,9 @@ def gated(sources: list[Source], test_lines: int) -> dict[str, int]:
         "docstrings that only say See": sum(only_says_see(node) for node in nodes),
         "places that raise UsageError": sum(raises(node, "UsageError") for node in nodes),
         "import circles": len(circles(import_graph(sources, deferred=True))),
+        "banned phrases in docstrings": sum(len(find_banned_phrases(node)) for node in nodes),
+        "banned local names": sum(binds_banned_name(node) for node in nodes),
+        "public constants and aliases in several files": len(repeated_constants(sources)),
         "test lines": test_lines,
     }
 
@@ -207,6 +223,21 @@ def only_says_see(node: ast.AST) -> bool:
         return False
     text = ast.get_docstring(node) or ""
     return text.startswith("See `") and "\n" not in text
+
+
+def find_banned_phrases(node: ast.AST) -> list[str]:
+    """List the banned phrases in a docstring."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    text = " ".join((ast.get_docstring(node) or "").lower().split())
+    return [match.group() for match in BANNED_PHRASES.finditer(text)]
+
+
+def binds_banned_name(node: ast.AST) -> bool:
+    """Return whether a node binds a variable or parameter to a name that does not say what it holds."""
+    if isinstance(node, ast.arg):
+        return node.arg in BANNED_LOCALS
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in BANNED_LOCALS
 
 
 def raises(node: ast.AST, error: str) -> bool:
@@ -258,6 +289,19 @@ def repeated_classes(sources: list[Source]) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{source.path}:{node.lineno}")
     return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+
+
+def repeated_constants(sources: list[Source]) -> dict[str, list[str]]:
+    """Find the public constants and type aliases of one name in several files: uppercase, or capitalised."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for source in sources:
+        for node in source.nodes:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(source.nodes[node][0], ast.Module):
+                continue
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if name_of(target)[:1].isupper():
+                    places[name_of(target)].append(f"{source.path}:{node.lineno}")
+    return {name: files for name, files in sorted(places.items()) if len(files) > 1}
 
 
 def called_once(sources: list[Source]) -> dict[str, list[int]]:

@@ -29,19 +29,19 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.language import (
     Document,
     Evidence,
     Names,
-    ask,
-    chains,
-    code_facts,
-    code_pairs,
-    compose,
-    item_facts,
-    votes,
+    compose_document,
+    make_chains,
+    make_code_facts,
+    make_code_pairs,
+    make_item_facts,
+    make_query,
+    make_votes,
 )  # fmt: skip
 
 # tasks by the word that their questions begin with
@@ -102,7 +102,7 @@ class Hidden(NamedTuple):
 
 def bells(count: int) -> Evidence:
     """Strike a bell `count` times, 1 to 6; the question asks how often (word counting)."""
-    return Evidence((("bell", "."),) * count, (ask(("?", "bell"), (v.NUMBERS[count - 1], ".")),))
+    return Evidence((("bell", "."),) * count, (make_query(("?", "bell"), (v.NUMBERS[count - 1], ".")),))
 
 
 def build(layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaForCausalLM:
@@ -174,25 +174,25 @@ def training_document(rng: random.Random, length: int) -> Document:
     names = Names(rng)
     room = int(length * rng.choice((0.05, 0.1, 0.2, 0.33))) + 12
     makers = [
-        lambda: code_facts(rng, names, rng.randint(1, 4)),
-        lambda: code_pairs(rng, names, rng.randint(2, 4)),
-        lambda: item_facts(rng, names, 1),
-        lambda: chains(rng, names, 1),
+        lambda: make_code_facts(rng, names, rng.randint(1, 4)),
+        lambda: make_code_pairs(rng, names, rng.randint(2, 4)),
+        lambda: make_item_facts(rng, names, 1),
+        lambda: make_chains(rng, names, 1),
     ]
     needles = []
     if rng.random() < 0.5:
-        needles.append(votes(rng, rng.randint(3, 10), rng.randint(2, 4)))
+        needles.append(make_votes(rng, rng.randint(3, 10), rng.randint(2, 4)))
     if rng.random() < 0.5:
         needles.append(bells(rng.randint(1, 6)))
     room -= sum(group.tokens for group in needles)
     for _ in range(14):
-        if names.left("key", v.KEYS) < 4 or names.left("variable", v.VARIABLES) < 3:
+        if names.count_left("key", v.KEYS) < 4 or names.count_left("variable", v.VARIABLES) < 3:
             break
         group = rng.choice(makers)()
         if group.tokens <= room:
             needles.append(group)
             room -= group.tokens
-    return compose(rng, length, needles, mentions=rng.randint(0, 4), tail_mentions=rng.randint(0, 2))
+    return compose_document(rng, length, needles, mentions=rng.randint(0, 4), tail_mentions=rng.randint(0, 2))
 
 
 def encode(document: Document, questions: int) -> tuple[list[int], list[float], list[tuple[str, int, int]]]:
@@ -314,7 +314,7 @@ def train(args: argparse.Namespace) -> None:
     stage = -1
     hide: Callable[[Batch], Hidden] | None = None
     if args.redundant:
-        model = LlamaForCausalLM.from_pretrained(resource("data/bundled"), dtype=torch.float32)
+        model = LlamaForCausalLM.from_pretrained(find_resource("data/bundled"), dtype=torch.float32)
         hidden_rng = random.Random(f"hidden/{args.seed}")  # the documents stay those of the seed
         layers = spread(model, retrieving_layer(model, hidden_rng))
         stage, hide = 0, partial(draw_hidden, hidden_rng, layers)

@@ -17,7 +17,7 @@ import kvsearch.cli
 from kvsearch.cli.command import read_catalog
 from kvsearch.cli.registry import PLAN_VERBS, VERBS
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from tests import tiny
 
 
@@ -46,7 +46,7 @@ def test_a_verb_is_a_function_with_the_options_of_its_command(name: str) -> None
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, Any]:
     """A model as its user loads it, and its tokenizer."""
-    place = resource("data/bundled-redundant")
+    place = find_resource("data/bundled-redundant")
     model = AutoModelForCausalLM.from_pretrained(place, dtype="auto")
     return {"model": model, "tokenizer": AutoTokenizer.from_pretrained(place)}
 
@@ -60,7 +60,7 @@ def test_a_loaded_model_is_not_loaded_again(
     tasks = tiny.task_file(tmp_path / "mine.jsonl", 40, length=100, facts=3)
     asked = {"tasks": [f"jsonl:{tasks}"], "samples": 2, "seed": 1}
     plan = kvsearch.plans.uniform(**loaded, policy="snapkv", budget=64, output=tmp_path / "plan.json")
-    assert plan.model.name == str(resource("data/bundled-redundant"))
+    assert plan.model.name == str(find_resource("data/bundled-redundant"))
     found = kvsearch.evaluate(**loaded, methods=["uniform", "lava"], budgets=[64], output=tmp_path / "table", **asked)
     kvsearch.run(
         **loaded, budget=64, policies=["snapkv"], rankings=["query_bank"], fit=4, measure=2, refine=False,

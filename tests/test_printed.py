@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from kvsearch.core.printed import (
     FORMULA,
-    LONGEST,
+    MAX_LINE_LENGTH,
     PLAIN,
-    brief,
-    command_line,
-    csv_text,
-    markdown_text,
-    visible,
-    visible_line,
-    visible_reply,
+    escape_invisible,
+    escape_line,
+    escape_markdown,
+    escape_reply,
+    format_command_line,
+    format_csv,
+    truncate_lines,
 )
 from tests.payloads import passed, payloads
 
@@ -30,30 +30,30 @@ ANY = st.text() | st.text("[]<>|`*_$&;=+-@\t\r\n\\'\" aé0.,")
 @given(ANY)
 def test_nothing_unseen_is_left_and_what_is_seen_stays(text: str) -> None:
     for keep in ("", "\n"):
-        shown = visible(text, keep)
+        shown = escape_invisible(text, keep)
         assert passed(shown, keep) == set()
-        assert visible(shown, keep) == shown
+        assert escape_invisible(shown, keep) == shown
         if passed(text, "") == set() and text.isascii():
             assert shown == text
 
 
 @given(ANY)
 def test_no_data_begins_a_line_of_its_own(text: str) -> None:
-    _, *more = visible_line(f"kvsearch: error: {text} .").split("\n")
+    _, *more = escape_line(f"kvsearch: error: {text} .").split("\n")
     assert all(line.startswith(" ") for line in more)
 
 
 def test_payloads() -> None:
     for text in payloads():
-        assert passed(visible(text)) == passed(visible_line(text)) == set()
-        assert passed(visible_reply(text), "\n\t\u200c\u200d") == set()
-        assert passed(markdown_text(text), "") == passed(command_line([text]), "") == set()
+        assert passed(escape_invisible(text)) == passed(escape_line(text)) == set()
+        assert passed(escape_reply(text), "\n\t\u200c\u200d") == set()
+        assert passed(escape_markdown(text), "") == passed(format_command_line([text]), "") == set()
 
 
 def test_what_replies_are_made_of_stays() -> None:
     for text in ("two\nlines\tand a tab", "東京, größer, 😀", "می\u200cخواهم", "👨\u200d👩\u200d👧 ❤\ufe0f"):
-        assert visible_reply(text) == text
-    assert visible_reply("a\r\nb\rc\x1b[2J") == "a\nb\\x0dc\\x1b[2J"
+        assert escape_reply(text) == text
+    assert escape_reply("a\r\nb\rc\x1b[2J") == "a\nb\\x0dc\\x1b[2J"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_replies_are_made_of_stays() -> None:
     ["=1", "+a", "-a", "@a", "\t1", "\r1", " =1", "\n+cmd", "=", "+1+1", "-1-1", "-2+3", "＝1"],
 )  # fmt: skip
 def test_what_a_spreadsheet_would_compute_is_text(text: str) -> None:
-    assert next(csv.reader(io.StringIO(csv_text([[text]]), newline=""))) == [f"'{text}"]
+    assert next(csv.reader(io.StringIO(format_csv([[text]]), newline=""))) == [f"'{text}"]
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_what_a_spreadsheet_would_compute_is_text(text: str) -> None:
      "+1.0 [4 contexts: no interval] 2 / 0 / 1", "-1.0 [1 context: no interval]"],
 )  # fmt: skip
 def test_numbers_and_their_intervals_are_none(text: str) -> None:
-    assert next(csv.reader(io.StringIO(csv_text([[text]])))) == [text]
+    assert next(csv.reader(io.StringIO(format_csv([[text]])))) == [text]
 
 
 def test_numbers_are_as_they_were() -> None:
-    assert csv_text([("name", -1, -0.25, True, None, "", float("nan"))]) == "name,-1,-0.25,True,,,\n"
+    assert format_csv([("name", -1, -0.25, True, None, "", float("nan"))]) == "name,-1,-0.25,True,,,\n"
 
 
 @given(st.lists(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=2, max_size=2), max_size=3))
 def test_csv_is_read_again(rows: list[list[str]]) -> None:
-    read = list(csv.reader(io.StringIO(csv_text(rows), newline="")))
+    read = list(csv.reader(io.StringIO(format_csv(rows), newline="")))
     bare = [[[cell.removeprefix("'") for cell in row] for row in table] for table in (read, rows)]
     assert bare[0] == bare[1]
     assert all(cell[:1] not in FORMULA or PLAIN.fullmatch(cell) for row in read for cell in row)
@@ -97,18 +97,20 @@ def test_csv_is_read_again(rows: list[list[str]]) -> None:
     ],
 )
 def test_markdown(text: str, written: str) -> None:
-    assert markdown_text(text) == written
+    assert escape_markdown(text) == written
 
 
 def test_commands_can_be_pasted() -> None:
     words = ["plain", "two words", "it's", "", "größer"]
-    ran = subprocess.run(["bash", "-c", f"printf '%s\\0' {command_line(words)}"], capture_output=True, check=True)
+    ran = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {format_command_line(words)}"], capture_output=True, check=True
+    )
     assert ran.stdout.decode().split("\0")[:-1] == words
-    assert command_line(["a\x1b[2Jb", "\u202e"]) == r"'a\x1b[2Jb' '\u202e'"
+    assert format_command_line(["a\x1b[2Jb", "\u202e"]) == r"'a\x1b[2Jb' '\u202e'"
 
 
 def test_lines_without_end_are_cut_where_something_went_wrong() -> None:
-    assert brief("plan.json is not valid:\n  a: is missing") == "plan.json is not valid:\n  a: is missing"
-    first, second = brief(f"{'a' * 9000}\n  {'b' * 9000}").split("\n")
-    assert first == f"{'a' * LONGEST}..."
-    assert second == f"  {'b' * (LONGEST - 2)}..."
+    assert truncate_lines("plan.json is not valid:\n  a: is missing") == "plan.json is not valid:\n  a: is missing"
+    first, second = truncate_lines(f"{'a' * 9000}\n  {'b' * 9000}").split("\n")
+    assert first == f"{'a' * MAX_LINE_LENGTH}..."
+    assert second == f"  {'b' * (MAX_LINE_LENGTH - 2)}..."

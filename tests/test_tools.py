@@ -133,7 +133,10 @@ def test_what_cannot_be_fetched_is_one_line_and_leaves_nothing(
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "shape.py"
 ROUND = "import pkg.turn\n"
 # one helper has one caller, the other two; the import circle is closed inside a function
-TURN = """def _once(value: int) -> int:
+TURN = """LEAST: int = 2
+
+
+def _once(value: int) -> int:
     return value
 
 
@@ -163,9 +166,18 @@ class Plain:
         return [a] * some + [b] * (c > d) + [c] * bool(d) + [d] * 2
 
     def refuse(self) -> None:
+        \"\"\"Say what is asked and which of those of `Pair` it is, of which there are two.\"\"\"
         import json
 
         raise UsageError(json)
+
+
+LEAST = 1
+
+
+def find(most: int) -> int:
+    found, one = most, 2
+    return found + one
 """
 
 
@@ -181,7 +193,7 @@ def test_figures_with_limits(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1  # lists repeated by a condition and the circle are too many
     figures = [int(line[52:60].replace(",", "")) for line in done.stdout.splitlines()]
-    assert figures == [21, 5, 1, 0, 0, 1, 1, 1, 2, 1, 1, 1, 11]
+    assert figures == [26, 5, 1, 0, 0, 1, 1, 2, 2, 1, 1, 1, 3, 3, 1, 11]
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord
@@ -25,7 +25,7 @@ from kvsearch.runtime import Program
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics import METRICS
-from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compose
+from kvsearch.tasks.synthetic.language import Document, Names, compose_document, make_code_facts
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from scripts.train_bundled import tokenizer
 from tests.families import build
@@ -43,7 +43,7 @@ def loaded(family: str = "llama", **changes: Any) -> LoadedModel:
 
 
 def wrap(model: Any) -> LoadedModel:
-    return LoadedModel("tiny", model, tokenizer(), fingerprint(model, "tiny"))
+    return LoadedModel("tiny", model, tokenizer(), compute_fingerprint(model, "tiny"))
 
 
 def chat_tokenizer(template: str = CHAT_TEMPLATE) -> Any:
@@ -56,7 +56,7 @@ def chat_tokenizer(template: str = CHAT_TEMPLATE) -> Any:
 def document(length: int, seed: int = 0, facts: int = 3) -> Document:
     """A document of at most `length` words with a few code facts."""
     rng = random.Random(seed)
-    return compose(rng, length, [code_facts(rng, Names(rng), facts)])
+    return compose_document(rng, length, [make_code_facts(rng, Names(rng), facts)])
 
 
 def task_file(path: Path, contexts: int, length: int, facts: int) -> Path:
@@ -78,7 +78,7 @@ def calibration_data(*lengths: int, questions: int = 2) -> CalibrationData:
         made = document(length, seed, questions)
         pairs = tuple(Pair(question=q.question, answer=q.answers[0]) for q in made.questions)
         contexts.append(Context(" ".join(made.words[1:]), pairs))
-    return CalibrationData("tiny", " {question}", tuple(contexts), sha256_of(repr(contexts)))
+    return CalibrationData("tiny", " {question}", tuple(contexts), hash_json(repr(contexts)))
 
 
 @dataclass(frozen=True)

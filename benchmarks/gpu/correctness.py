@@ -23,7 +23,7 @@ from kvsearch.kernels.attention import attend
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.stock import CACHE
 from tests.families import build
 from tests.kernels.reference import Case, relative_error
@@ -127,7 +127,7 @@ def steps_of(policy: Policy, where: Settings, device: str, dtype: torch.dtype) -
     ids = torch.randint(3, 97, (2, TOKENS + reply), generator=torch.Generator().manual_seed(0)).to(device)
     program = Program.of_policy(model, policy, dict.fromkeys(("prefill", "decode"), lambda _: BUDGETS))
     cache = PlanCache(model, program)
-    with where.serving(), running(model):
+    with where.serving(), run_attention(model):
         model(ids[:, :TOKENS], **{CACHE: cache})
         logits = [model(ids[:, [at]], **{CACHE: cache}).logits for at in range(TOKENS, TOKENS + reply)]
     kept = [sorted(cache.kept_positions(layer, row, head)) for layer in (0, 1) for row in (0, 1) for head in (0, 1)]

@@ -14,9 +14,9 @@ from typing import Any
 
 from steps import Settings, Step, benched, main
 
-from kvsearch.benchmark.speed import Workload, list_cache_kinds, make_program_at, measure, measure_roofline
-from kvsearch.models.shapes import random_model
-from kvsearch.plan import phases_of
+from kvsearch.benchmark.speed import Workload, list_cache_kinds, make_program, measure, measure_roofline
+from kvsearch.models.shapes import make_random_model
+from kvsearch.plan import parse_phases
 from kvsearch.plan.size import Size
 from kvsearch.policies import create_policy
 
@@ -36,9 +36,9 @@ def bench(where: Settings, policy: str, batch: int) -> dict[str, Any]:
 
 def long_reply(where: Settings, policy: str) -> dict[str, Any]:
     """Our cache alone, over a reply that is longer than the room that is made at a time."""
-    model = random_model(where.shape, device=where.device).model
+    model = make_random_model(where.shape, device=where.device).model
     tokens = 20 if where.small else 600
-    program = make_program_at(model, create_policy(policy), Size(None, RATIO), phases_of(PHASES[policy]), skewed=True)
+    program = make_program(model, create_policy(policy), Size(None, RATIO), parse_phases(PHASES[policy]), skewed=True)
     [*_, kind] = list_cache_kinds(model, {policy: program}, 0)
     work = Workload(1, length_of(where), tokens, 1)
     [costs] = measure(model, [kind], work, measure_roofline(model.device, model.dtype))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from steps import Settings, Step, main, seconds_of
 from torch import Tensor
 
-from kvsearch.benchmark.speed import draw_skewed_budgets, measure_roofline
+from kvsearch.benchmark.speed import make_skewed_budgets, measure_roofline
 from kvsearch.kernels.attention import Entries, attend
 from kvsearch.kernels.step import Rule, Slots, step
 
@@ -52,7 +52,7 @@ class Decoding:
     def counts(self) -> Tensor:
         """Entries of every head, [B * Hkv] int64."""
         even = np.full((self.batch, HEADS), self.mean)
-        budgets = draw_skewed_budgets(self.batch, HEADS, self.mean) if self.skewed else even
+        budgets = make_skewed_budgets(self.batch, HEADS, self.mean) if self.skewed else even
         return torch.from_numpy(budgets.flatten()).to(self.where.kernels)
 
     @property

@@ -22,7 +22,7 @@ from kvsearch.benchmark.speed import (
     Workload,
     draw_prompts,
     list_cache_kinds,
-    make_program_at,
+    make_program,
     measure,
     measure_roofline,
     time_prefill,
@@ -34,14 +34,14 @@ from kvsearch.calibration.polykv.options import PolykvOptions, make_candidates
 from kvsearch.calibration.prompts import make_task_data
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
-from kvsearch.models.memory import free_bytes
-from kvsearch.models.shapes import random_model
+from kvsearch.models.memory import measure_free_bytes
+from kvsearch.models.shapes import make_random_model
 from kvsearch.plan.size import Size
 from kvsearch.policies import create_policy
 from kvsearch.report.costs import SpeedView
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import full_cache, memory_needs
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.program import estimate_memory, make_full_program
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import list_samples
 from kvsearch.tasks.encode import encode_tasks
@@ -54,15 +54,15 @@ RATIO = 0.9  # evicted
 
 def bench(where: Settings) -> dict[str, Any]:
     """What `kvsearch bench` prints with --json, of DynamicCache and SnapKV alone, at the longest length that fits."""
-    loaded = random_model(where.shape, device=where.device)
+    loaded = make_random_model(where.shape, device=where.device)
     model = loaded.model
-    full = full_cache(model)
+    full = make_full_program(model)
     tokens = 2 if where.small else 64
-    program = make_program_at(model, create_policy("snapkv"), Size(None, RATIO), ("prefill",), skewed=True)
+    program = make_program(model, create_policy("snapkv"), Size(None, RATIO), ("prefill",), skewed=True)
     for length in (768,) if where.small else (131_008, 98_304, 65_536):
-        needs = memory_needs(model, full, [length], tokens=tokens)
-        beside = needs.total - needs.weights + memory_needs(model, program, [length]).cache
-        if beside <= free_bytes(model.device):
+        needs = estimate_memory(model, full, [length], tokens=tokens)
+        beside = needs.total - needs.weights + estimate_memory(model, program, [length]).cache
+        if beside <= measure_free_bytes(model.device):
             break
     kinds = list_cache_kinds(model, {"snapkv, 90% evicted, skewed": program}, 0)
     machine = measure_roofline(model.device, model.dtype)
@@ -72,7 +72,7 @@ def bench(where: Settings) -> dict[str, Any]:
 
 def reading(where: Settings) -> tuple[LoadedModel, SyntheticTask]:
     """A model of random weights with a tokenizer, and a task with one kind of question."""
-    loaded = random_model(where.shape, device=where.device)
+    loaded = make_random_model(where.shape, device=where.device)
     tokenizer = load("bundled", LoadOptions(device="cpu")).tokenizer
     return replace(loaded, tokenizer=tokenizer), SyntheticTask("single", 512 if where.small else 8192)
 
@@ -88,9 +88,9 @@ def seconds_of(action: Callable[[], Any]) -> tuple[Any, float]:
 def prefill(loaded: LoadedModel, length: int) -> float:
     """The seconds of one prompt under the full cache, the second time."""
     ids = draw_prompts(loaded.model, 1, length)
-    with running(loaded.model):
+    with run_attention(loaded.model):
         for _ in range(2):
-            seconds = time_prefill(loaded.model, PlanCache(loaded.model, full_cache(loaded.model)), ids)
+            seconds = time_prefill(loaded.model, PlanCache(loaded.model, make_full_program(loaded.model)), ids)
     return seconds
 
 

@@ -16,10 +16,10 @@ from steps import PACKAGES, RESULTS, ROOT
 from kvsearch.benchmark.cache_costs import Roofline
 from kvsearch.benchmark.speed import estimate_prompt_work, estimate_token_work
 from kvsearch.models.architecture import describe
-from kvsearch.models.shapes import bare_model
+from kvsearch.models.shapes import make_bare_model
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import full_cache, prompt_bytes
+from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
 
 PAGE = ROOT / "docs" / "gpu.md"
 MARK = "<!-- made by benchmarks/gpu/tables.py -->\n"
@@ -47,15 +47,15 @@ def shown(value: Any) -> str:
 
 def floors(machine: Roofline) -> str:
     """Return the floors of prompts and tokens of the shape of Llama-3.1-8B."""
-    model = bare_model("llama-3.1-8b")
+    model = make_bare_model("llama-3.1-8b")
     shape = describe(model)
     tenth = Program.uniform(model, create_policy("snapkv"), lambda length: length // 10)
     rows = []
     for tokens, length in LENGTHS.items():
         for batch in (1, 16):
-            for kept, program, entries in (("all", full_cache(model), length), ("10%", tenth, length // 10)):
+            for kept, program, entries in (("all", make_full_program(model), length), ("10%", tenth, length // 10)):
                 read, operations = estimate_token_work(
-                    model, batch, entries, prompt_bytes(model, program, [length] * batch)
+                    model, batch, entries, estimate_prompt_bytes(model, program, [length] * batch)
                 )
                 token = machine.floor(read, operations)
                 prompt = machine.floor(*estimate_prompt_work(model, batch, length))

@@ -12,8 +12,8 @@ from transformers import StaticCache
 
 from kvsearch.benchmark.speed import (
     DYNAMIC,
-    OWN_FULL,
-    STATIC,
+    FULL_CACHE,
+    STATIC_CACHE,
     CacheKind,
     Workload,
     count_cache_bytes,
@@ -27,13 +27,13 @@ from kvsearch.benchmark.speed import (
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe
-from kvsearch.models.memory import default_memory, free_bytes, free_memory, is_out_of_memory
-from kvsearch.models.weights import named_tensors
+from kvsearch.models.memory import find_default_memory, is_out_of_memory, measure_free_bytes, release_memory
+from kvsearch.models.weights import list_named_tensors
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import using
-from kvsearch.runtime.program import full_cache, memory_needs
+from kvsearch.runtime.attention import use_attention
+from kvsearch.runtime.program import estimate_memory, make_full_program
 
-BATCH_MEMORY_SHARE = 0.95  # of what is free, for the largest batch
+FREE_SHARE_FOR_BATCH = 0.95  # of what is free, for the largest batch
 BATCH_REDUCTION = 16  # a batch that does not fit is tried again with a sixteenth less
 SPARE_SHARE = 1 / 4  # of what a cache holds may be padding, or room for tokens to come
 PROBE_STEPS = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
@@ -48,24 +48,24 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     """
     shape = describe(model)
     lengths = [work.length] * work.batch
-    ours = {OWN_FULL: full_cache(model), **programs}
-    needs = {name: memory_needs(model, program, lengths, tokens=work.steps) for name, program in ours.items()}
+    ours = {FULL_CACHE: make_full_program(model), **programs}
+    needs = {name: estimate_memory(model, program, lengths, tokens=work.steps) for name, program in ours.items()}
     entries = work.batch * (work.length + work.steps) * len(shape.full_layers) * shape.kv_heads
-    stock = (DYNAMIC, STATIC) if len(shape.full_layers) == shape.layers else (DYNAMIC,)
+    stock = (DYNAMIC, STATIC_CACHE) if len(shape.full_layers) == shape.layers else (DYNAMIC,)
     caches = dict.fromkeys(stock, entries * 2 * shape.head_dim * model.dtype.itemsize)
     caches |= {name: need.cache * (2 if ours[name].decode else 1) for name, need in needs.items()}
     peak = replace(max(needs.values(), key=lambda need: need.scratch), cache=sum(caches.values()))
     decoding = caches[DYNAMIC] + int(SPARE_SHARE * sum(caches[name] for name in ours))
     if decoding > peak.dense + peak.activations + peak.masks + peak.scratch:
         peak = replace(peak, cache=peak.cache + decoding, dense=0, activations=0, masks=0, scratch=0)
-    held = [tensor for _, tensor in named_tensors(model) if not tensor.is_meta]
+    held = [tensor for _, tensor in list_named_tensors(model) if not tensor.is_meta]
     devices = {tensor.device for tensor in held}
     needed = peak.total - sum(tensor.nbytes for tensor in held)
-    free = sum(map(free_bytes, devices or {device}))
+    free = sum(map(measure_free_bytes, devices or {device}))
     if needed > free:
         raise EnvironmentFault(
-            f"batch {work.batch} at {work.length:,} tokens needs {needed / 1e9:.1f} GB ({peak.cache / 1e9:.1f} of "
-            f"it for all caches at once, {peak.activations / 1e9:.1f} to read the prompts) and {free / 1e9:.1f} GB are "
+            f"batch {work.batch} at {work.length:,} tokens needs {needed / 1e9:.1f} GB ({peak.cache / 1e9:.1f} of it "
+            f"for all caches at once, {peak.activations / 1e9:.1f} to read the prompts) and {free / 1e9:.1f} GB are "
             f"free: lower {'--batch' if work.batch > 1 else '--length'}, or measure fewer plans"
         )
     return {"bytes": caches, "memory": asdict(peak), "needed_bytes": needed, "free_bytes": free}
@@ -78,14 +78,14 @@ def find_largest_batches(
 
     Caches take what a GPU has free, or the memory that work takes on a CPU. Errors as for `find_largest_batch`.
     """
-    available = default_memory(model.device, gpu_share=BATCH_MEMORY_SHARE)
+    available = find_default_memory(model.device, gpu_share=FREE_SHARE_FOR_BATCH)
     kinds = [
         (work, kind)
         for work in workloads
         for kind in list_cache_kinds(model, programs, work.length + work.steps + PROBE_STEPS)
     ]
     capacities = {}
-    with using(model, model.config._attn_implementation):
+    with use_attention(model, model.config._attn_implementation):
         for number, (work, kind) in enumerate(kinds, 1):
             capacities[work.length, kind.name] = find_largest_batch(model, kind, work, available)
             progress(number, len(kinds))
@@ -121,7 +121,7 @@ def find_largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int)
             if not is_out_of_memory(error):
                 raise
             cache = None
-            free_memory()
+            release_memory()
             batch -= max(1, batch // BATCH_REDUCTION)
         else:
             return batch, batch * work.steps / seconds

@@ -28,29 +28,29 @@ from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
-from kvsearch.models.architecture import describe, text_config
-from kvsearch.models.memory import accelerator, synchronise
-from kvsearch.models.weights import count_numbers, stored_bytes
+from kvsearch.models.architecture import describe, find_text_config
+from kvsearch.models.memory import find_accelerator, synchronise
+from kvsearch.models.weights import count_numbers, count_stored_bytes
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.size import Size
 from kvsearch.policies import Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.decode.steps import FEWEST, CompiledModel, stepping
+from kvsearch.runtime.decode.steps import MIN_CAPTURED_TOKENS, CompiledModel, use_steps
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import held_entries, prefill_all
-from kvsearch.runtime.stock import CACHE, layer_state, stock_nbytes
+from kvsearch.runtime.program import make_full_program
+from kvsearch.runtime.shared_prefill import count_held_entries, prefill_all
+from kvsearch.runtime.stock import CACHE, count_stock_bytes, read_layer_state
 
 STOCK_ATTENTION = "sdpa"
-MIN_SKEW = 0.2
+SMALLEST_SHARE = 0.2
 MAX_SKEW = 2.5  # budgets of heads before they are brought to their mean, as multiples of it
 DYNAMIC = "DynamicCache"
-STATIC = "StaticCache"
-OWN_FULL = "kvsearch, full"
+STATIC_CACHE = "StaticCache"
+FULL_CACHE = "kvsearch, full"
 COPIED_BYTES = 2**27  # bytes that the bandwidth is measured with
-MAX_MATRIX_SIZE = 8192  # rows and columns of the largest matrices that are multiplied
+MAX_MATRIX = 8192  # rows and columns of the largest matrices that are multiplied
 MIN_PRODUCT_SECONDS = 0.005  # seconds of a product that is long enough to be believed
 
 
@@ -79,30 +79,31 @@ def list_cache_kinds(model: Any, programs: dict[str, Program], capacity: int) ->
     `capacity` are the tokens that a `StaticCache` has room for; models with other than full-attention layers have none.
     """
     shape = describe(model)
-    config = text_config(model)
+    config = find_text_config(model)
     kinds = [CacheKind(DYNAMIC, lambda: DynamicCache(config=config), STOCK_ATTENTION)]
     if len(shape.full_layers) == shape.layers:
-        kinds.append(CacheKind(STATIC, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK_ATTENTION))
-    ours = {OWN_FULL: full_cache(model), **programs}
+        kinds.append(
+            CacheKind(STATIC_CACHE, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK_ATTENTION)
+        )
+    ours = {FULL_CACHE: make_full_program(model), **programs}
     return kinds + [CacheKind(name, partial(PlanCache, model, program)) for name, program in ours.items()]
 
 
-def draw_skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
+def make_skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
     """Draw budgets [L, Hkv] int64 with a spread like calibrated ones; deterministic.
 
     Logarithms are uniform between those of a fifth and of two and a half; every layer's mean is `mean` exactly.
     """
-    low = np.log(MIN_SKEW)
+    low = np.log(SMALLEST_SHARE)
     high = np.log(MAX_SKEW)
     drawn = [np.exp(np.random.default_rng(layer).uniform(low, high, heads)) for layer in range(layers)]
     return np.stack([water_fill(weights, mean * heads, floor, upper) for weights in drawn])
 
 
-def make_program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...], skewed: bool = False) -> Program:
+def make_program(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...], skewed: bool = False) -> Program:
     """Make a program of one policy in all full-attention layers, at one size in every phase.
 
-    Budgets are those of `draw_skewed_budgets`, or the same in all heads. In a prefill phase none is larger than the
-    prompt.
+    Budgets are made by `make_skewed_budgets`, or uniform. In a prefill phase no budget is larger than the prompt.
 
     Raises:
         UsageError: a budget is below what the policy always keeps.
@@ -116,7 +117,7 @@ def make_program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase,
         mean = min(max(round(size.mean(length)), policy.least), length)
         if not skewed:
             return np.full(heads, mean, np.int64)
-        return draw_skewed_budgets(*heads, mean, min(policy.least, mean), length)
+        return make_skewed_budgets(*heads, mean, min(policy.least, mean), length)
 
     return Program.of_policy(model, policy, dict.fromkeys(phases, table))
 
@@ -237,9 +238,13 @@ def time_steps(model: Any, cache: Any, batch: int, steps: int, compiled: Compile
     """
     token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     planned = isinstance(cache, PlanCache)
-    with stepping(model, cache, FEWEST + steps, compiled=compiled) if planned else nullcontext(model) as stepped:
+    with (
+        use_steps(model, cache, MIN_CAPTURED_TOKENS + steps, compiled=compiled)
+        if planned
+        else nullcontext(model) as stepped
+    ):
         if stepped is not model:
-            token = _decode_steps(stepped, cache, token, FEWEST)
+            token = _decode_steps(stepped, cache, token, MIN_CAPTURED_TOKENS)
         synchronise(model.device)
         start = time.perf_counter()
         _decode_steps(stepped, cache, token, steps)
@@ -258,7 +263,7 @@ def _forgetting_tokens(cache: Any) -> Iterator[None]:
     """Restore a cache after tokens were added to it."""
     length = int(cache.get_seq_length())
     marks = [(layer, layer.mark()) for layer in cache.layers if isinstance(layer, EvictingLayer)]
-    states = [(layer, layer_state(layer)) for layer in cache.layers if not isinstance(layer, EvictingLayer)]
+    states = [(layer, read_layer_state(layer)) for layer in cache.layers if not isinstance(layer, EvictingLayer)]
     yield
     for planned, mark in marks:
         planned.rewind(length, mark)
@@ -273,13 +278,13 @@ def _measure_held(model: Any, cache: Any, work: Workload) -> tuple[float, int]:
     if not isinstance(cache, PlanCache):
         return float(work.length), count_cache_bytes(cache)
     shape = describe(model)
-    entries = sum(held_entries(model, cache, [work.length] * work.batch))
+    entries = sum(count_held_entries(model, cache, [work.length] * work.batch))
     return entries / (work.batch * len(shape.full_layers) * shape.kv_heads), count_cache_bytes(cache)
 
 
 def count_cache_bytes(cache: Any) -> int:
     """Count the bytes that a cache of any kind holds."""
-    return cache.nbytes() if isinstance(cache, PlanCache) else sum(map(stock_nbytes, cache.layers))
+    return cache.nbytes() if isinstance(cache, PlanCache) else sum(map(count_stock_bytes, cache.layers))
 
 
 @torch.no_grad()
@@ -297,7 +302,7 @@ def _measure_peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
 def measure_peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
     """Measure the peak bytes that torch allocates during `action`, by the records of its allocators."""
     gc.collect()  # what is garbage already must not be freed during the action, which would seem to take less
-    if (module := accelerator(device)) is not None:
+    if (module := find_accelerator(device)) is not None:
         devices = range(module.device_count())
         for index in devices:
             module.reset_peak_memory_stats(index)
@@ -321,7 +326,7 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     bandwidth = 2 * COPIED_BYTES / _time_best(device, lambda: target.copy_(source))
     size = 128
     seconds = flops = 0.0
-    while size < MAX_MATRIX_SIZE and seconds < MIN_PRODUCT_SECONDS:
+    while size < MAX_MATRIX and seconds < MIN_PRODUCT_SECONDS:
         size *= 2
         matrix = torch.ones(size, size, dtype=dtype, device=device)
         seconds = _time_best(device, partial(torch.mm, matrix, matrix))
@@ -348,7 +353,7 @@ def estimate_prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]
     """
     shape = describe(model)
     read = count_read_bytes(model)
-    head = text_config(model).vocab_size * shape.hidden_size
+    head = find_text_config(model).vocab_size * shape.hidden_size
     multiplied = count_numbers(find_read_modules(model)) - head
     attention = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim * length
     return read, 2 * batch * (length * multiplied + head) + batch * length * attention
@@ -367,7 +372,7 @@ def estimate_token_work(model: Any, batch: int, entries: float, held: int) -> tu
 
 def count_read_bytes(model: Any) -> int:
     """Count the bytes of weights that every token reads: all but an input embedding not shared with the output."""
-    return stored_bytes(find_read_modules(model))
+    return count_stored_bytes(find_read_modules(model))
 
 
 def find_read_modules(model: Any) -> list[nn.Module]:

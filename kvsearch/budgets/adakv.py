@@ -17,15 +17,15 @@ from kvsearch.policies.tensors import Tensor, torch
 Variant = Literal["exact", "kvpress"]
 
 
-def head_order(ranked: Tensor, most: int) -> Order:
-    """Return the kv heads of a layer's `most` highest scores, the highest first, on the host.
+def order_heads(ranked: Tensor, max_entries: int) -> Order:
+    """Return the kv heads of a layer's `max_entries` highest scores, the highest first, on the host.
 
     `ranked` [Hkv, M] is in descending order along its rows. Among equal scores the better place in its head comes
-    first, then the lower head, so the order does not depend on `most`, and all-equal scores mean equal budgets.
+    first, then the lower head, so the order does not depend on `max_entries`, and all-equal scores mean equal budgets.
     """
     heads = ranked.shape[0]
-    flat = ranked[:, :most].T.reshape(-1)
-    first = torch.argsort(flat, descending=True, stable=True)[:most] % heads
+    flat = ranked[:, :max_entries].T.reshape(-1)
+    first = torch.argsort(flat, descending=True, stable=True)[:max_entries] % heads
     return first.to(torch.uint8 if heads < 256 else torch.int32).cpu().numpy()
 
 
@@ -54,8 +54,8 @@ def split_heads(order: Order, free: int, room: Ints, floor_share: float, variant
     """
     even = free / len(room)
     if variant == "kvpress":
-        return _counts(order, np.minimum(round_down(floor_share * even), room), free, room)
-    shares: Floats = (1 - floor_share) * _counts(order, np.zeros_like(room), free, room) + floor_share * even
+        return _count_entries(order, np.minimum(round_down(floor_share * even), room), free, room)
+    shares: Floats = (1 - floor_share) * _count_entries(order, np.zeros_like(room), free, room) + floor_share * even
     return shares
 
 
@@ -79,7 +79,7 @@ class AdaKVAllocation(Allocation):
         require_known("variant", self.variant, get_args(Variant))
 
     def order(self, ranked: Tensor, free: int) -> Order:
-        return head_order(ranked, free)
+        return order_heads(ranked, free)
 
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:
         return split_heads(order, free, rooms, self.floor_share, self.variant)
@@ -91,7 +91,7 @@ def check_floor_share(floor_share: float) -> None:
         raise UsageError(f"floor_share must be in [0, 1], got {floor_share}")
 
 
-def _counts(order: Order, safe: Ints, count: int, room: Ints) -> Floats:
+def _count_entries(order: Order, safe: Ints, count: int, room: Ints) -> Floats:
     """Count how many of `count` entries each head has, float64 [Hkv]: its `safe` best, then the best of all the others.
 
     No head counts more than its `room`; beyond the end of the order all count alike.
@@ -101,8 +101,8 @@ def _counts(order: Order, safe: Ints, count: int, room: Ints) -> Floats:
     if safe.any() or (counts > room).any():
         place = np.zeros(len(order), dtype=np.int64)  # how many entries of its head come before each
         for head in range(heads):
-            mine = order == head
-            place[mine] = np.arange(int(mine.sum()))
+            of_head = order == head
+            place[of_head] = np.arange(int(of_head.sum()))
         open_to = order[(place >= safe[order]) & (place < room[order])]
         counts = safe + np.bincount(open_to[: max(count - int(safe.sum()), 0)], minlength=heads)
     return counts.astype(np.float64) + max(count - int(counts.sum()), 0) / heads

@@ -35,12 +35,12 @@ class Allocator(Protocol):
         """
 
 
-def lift_floors(least: int, total: int, floors: Ints, caps: Ints) -> Ints:
-    """Raise floors to `least` entries where the caps permit; if `total` does not reach that far, as evenly as it can.
+def lift_floors(minimum: int, total: int, floors: Ints, caps: Ints) -> Ints:
+    """Raise floors to `minimum` entries where the caps permit; if `total` does not reach that far, as evenly as it can.
 
     Returns int64 [L, Hkv] between `floors` and `caps`, with a sum of at most `total`.
     """
-    lifted = np.clip(least, floors, caps)
+    lifted = np.clip(minimum, floors, caps)
     return lifted if lifted.sum() <= total else water_fill(np.ones(lifted.shape), total, floors, lifted)
 
 
@@ -54,20 +54,20 @@ def share_above(weights: ArrayLike, total: int, floors: Ints, caps: Ints) -> Int
     return floors + water_fill(np.broadcast_to(np.asarray(weights), room.shape), total - int(floors.sum()), 0, room)
 
 
-def check_at_least(least: int, /, **options: int | None) -> None:
-    """Raise UsageError that names the first of the `options` that is below `least`; None is none that was given."""
+def check_at_least(minimum: int, /, **options: int | None) -> None:
+    """Raise UsageError that names the first of the `options` that is below `minimum`; None is none that was given."""
     for name, value in options.items():
-        if value is not None and value < least:
-            raise UsageError(f"{name.replace('_', ' ')} must be {least} or more, got {value}")
+        if value is not None and value < minimum:
+            raise UsageError(f"{name.replace('_', ' ')} must be {minimum} or more, got {value}")
 
 
-def check_signals(signals: ArrayLike, noun: str, least: float = -np.inf) -> Floats:
-    """Return signals as float64; UsageError names the first value that is not finite or below `least`."""
+def check_signals(signals: ArrayLike, noun: str, minimum: float = -np.inf) -> Floats:
+    """Return signals as float64; UsageError names the first value that is not finite or below `minimum`."""
     values = np.asarray(signals, dtype=np.float64)
-    wrong = np.argwhere(~(np.isfinite(values) & (values >= least)))
+    wrong = np.argwhere(~(np.isfinite(values) & (values >= minimum)))
     if wrong.size:
         at = tuple(wrong[0].tolist())
-        rule = "finite" if np.isneginf(least) else f"finite and >= {least:g}"
+        rule = "finite" if np.isneginf(minimum) else f"finite and >= {minimum:g}"
         raise UsageError(f"{noun} must be {rule}, got {values[at]} at {list(at)}")
     return values
 

@@ -28,7 +28,7 @@ EXPONENTS: dict[str, tuple[float, float]] = {
 }
 
 
-def exponents(model: str) -> tuple[float, float]:
+def find_exponents(model: str) -> tuple[float, float]:
     """Look up (tau1, tau2) as tuned in the official code, by a model's name with its version and size; else (1, 1)."""
     name = model.lower().replace("_", "-")
     return next((tuned for pattern, tuned in EXPONENTS.items() if re.search(pattern, name)), (1.0, 1.0))
@@ -47,7 +47,7 @@ class CAKEAllocation(Allocation):
     equally and then cuts what overflows.
 
     Args:
-        tau1: temperature of the dispersion, > 0; see `exponents` for what the authors tuned.
+        tau1: temperature of the dispersion, > 0; see `find_exponents` for what the authors tuned.
         tau2: temperature of the shift, > 0.
         window: query rows that are looked at; 0 means the window of the layer's policy, or 32 where it has none.
     """

@@ -29,20 +29,20 @@ class Blocks:
     size: Ints
     slope: Floats
 
-    def of_heads(self, some: NDArray[np.bool_]) -> Blocks:
-        """Return the blocks of `some` of the heads, [heads]."""
-        mine = some[self.head]
-        return Blocks(self.head[mine], self.size[mine], self.slope[mine])
+    def of_heads(self, heads: NDArray[np.bool_]) -> Blocks:
+        """Return the blocks of `heads` of the heads, [heads]."""
+        of_these = heads[self.head]
+        return Blocks(self.head[of_these], self.size[of_these], self.slope[of_these])
 
 
-def merged(parts: Sequence[Blocks]) -> Blocks:
-    """Return the blocks of different heads in one order, see `sorted_blocks`."""
+def merge_blocks(parts: Sequence[Blocks]) -> Blocks:
+    """Return the blocks of different heads in one order, see `sort_blocks`."""
     head, size, slope = (np.concatenate([getattr(part, name) for part in parts]) for name in ("head", "size", "slope"))
     order = np.lexsort((head, size, -slope))
     return Blocks(head[order], size[order], slope[order])
 
 
-def sorted_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
+def sort_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
     """Pool entries floors[h] to caps[h] of each head and sort all blocks by slope, the steepest first.
 
     Equal slopes are sorted by size, then by layer and head. This is the order a k-way heap over each
@@ -61,10 +61,10 @@ def sorted_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
     starts = inside & (first | (gains != np.roll(gains, 1, axis=1)))
     head, start = np.nonzero(starts)
     stop = np.where(np.append(head[1:] == head[:-1], False), np.append(start[1:], 0), caps[head])
-    return merged([Blocks(head, stop - start, gains[head, start])])
+    return merge_blocks([Blocks(head, stop - start, gains[head, start])])
 
 
-def without_gap(importance: ArrayLike, protected: int = 0) -> Floats:
+def sort_as_oracle(importance: ArrayLike, protected: int = 0) -> Floats:
     """Sort importance in descending order along the last axis, as if the ranking were the oracle's.
 
     The first `protected` entries stay in front in their order, as no ranking decides about them. Solving with it is the
@@ -74,26 +74,26 @@ def without_gap(importance: ArrayLike, protected: int = 0) -> Floats:
     return np.concatenate([checked[..., :protected], -np.sort(-checked[..., protected:], axis=-1)], axis=-1)
 
 
-def prefix_sums(importance: NDArray[Any]) -> Floats:
+def sum_prefixes(importance: NDArray[Any]) -> Floats:
     """Return what is kept of ranked importance at every budget: [..., T] -> float64 [..., T + 1], index = budget."""
     kept = np.zeros((*importance.shape[:-1], importance.shape[-1] + 1))
     np.cumsum(importance, axis=-1, dtype=np.float64, out=kept[..., 1:])
     return kept
 
 
-def recall_curve(importance: ArrayLike) -> Floats:
+def compute_recall(importance: ArrayLike) -> Floats:
     """Share of the importance a ranking keeps at every budget: [..., T] -> float64 [..., T + 1], index = budget.
 
     A head without any importance has nothing to lose: its recall is 1 at every budget.
     """
-    kept = prefix_sums(check_signals(importance, "importance", 0.0))
+    kept = sum_prefixes(check_signals(importance, "importance", 0.0))
     mass = kept[..., -1:]
     return np.divide(kept, mass, out=np.ones_like(kept), where=mass > 0)
 
 
-def oracle_recall_curve(importance: ArrayLike) -> Floats:
+def compute_oracle_recall(importance: ArrayLike) -> Floats:
     """Share of the importance the best possible ranking keeps at every budget: [..., T] -> float64 [..., T + 1]."""
-    return recall_curve(without_gap(importance))
+    return compute_recall(sort_as_oracle(importance))
 
 
 def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budgets: Ints, left: int) -> Ints:
@@ -110,17 +110,20 @@ def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budge
     Returns:
         int64 [heads], summing to the sum of budgets plus `left`; among equals the first candidate wins.
     """
-    candidates = [_on_one_head(prefix, caps, budgets, left), _ByDensity(prefix, blocks, taken, budgets, left).spend()]
+    candidates = [
+        _spend_on_one_head(prefix, caps, budgets, left),
+        _ByDensity(prefix, blocks, taken, budgets, left).spend(),
+    ]
     near = blocks.slope[max(taken - 1, 0) : taken + 2]
     if np.count_nonzero(near == blocks.slope[taken]) > 1:
-        candidates.append(_in_head_order(blocks, taken, budgets, left))
+        candidates.append(_spend_in_head_order(blocks, taken, budgets, left))
     heads = np.arange(len(budgets))
     held = prefix[heads, budgets]
     gains = [float((prefix[heads, candidate] - held).sum()) for candidate in candidates]
     return candidates[int(np.argmax(gains))]
 
 
-def _on_one_head(prefix: Floats, caps: Ints, budgets: Ints, left: int) -> Ints:
+def _spend_on_one_head(prefix: Floats, caps: Ints, budgets: Ints, left: int) -> Ints:
     """Give everything to the head that gains most; ties go to the lower layer, then head."""
     heads = np.arange(len(budgets))
     wanted = budgets + left
@@ -131,7 +134,7 @@ def _on_one_head(prefix: Floats, caps: Ints, budgets: Ints, left: int) -> Ints:
     return grown
 
 
-def _in_head_order(blocks: Blocks, taken: int, budgets: Ints, left: int) -> Ints:
+def _spend_in_head_order(blocks: Blocks, taken: int, budgets: Ints, left: int) -> Ints:
     """Undo the blocks that tie with the one at `taken`, then take the tied ones in head order, cutting the last."""
     tied = np.flatnonzero(blocks.slope == blocks.slope[taken])
     undone = tied[tied < taken]

@@ -22,7 +22,7 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
-from kvsearch.plan.schema import STATIC, typed_values
+from kvsearch.plan.schema import STATIC, check_values
 from kvsearch.plan.size import GUARD
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvsearch.policies.base import Needs, Observation, Policy
 
-BUILT_IN = {
+BUILT_IN_ALLOCATIONS = {
     "adakv": "kvsearch.budgets.adakv:AdaKVAllocation",
     "cake": "kvsearch.budgets.cake:CAKEAllocation",
     "lava": "kvsearch.budgets.lava:LAVaAllocation",
@@ -101,7 +101,7 @@ class Allocation(ABC):
 
         `carries`: those that stay carry what leaves.
         """
-        if policy.exempt(1, 2) or policy.exempt(2**31, 2):
+        if policy.keeps_all(1, 2) or policy.keeps_all(2**31, 2):
             raise UsageError(
                 f"{name}: {policy.name} never evicts some heads, whatever their budget, so there is nothing to share: "
                 f"use a static plan, not allocation {self.name}"
@@ -133,10 +133,10 @@ class Shares:
         self.allocation = allocation
         low = np.minimum(floors, caps)
         if allocation.shares_layers:
-            parts = [_part(planned, low, caps)]
+            parts = [_find_room(planned, low, caps)]
         else:
             rows = zip(planned, low, caps, strict=True)
-            parts = [_part(*(row[None] for row in layer)) for layer in rows]
+            parts = [_find_room(*(row[None] for row in layer)) for layer in rows]
         self.floors, self.spare = (np.concatenate([part[which] for part in parts]) for which in (0, 1))
         self.free = [part[2] for part in parts]  # entries beyond the floors, of all layers together or of each
         self.rooms = caps - self.floors
@@ -225,7 +225,7 @@ class Shares:
         return water_fill(shares, free, 0, self.rooms[layer])
 
 
-def shared_budgets(
+def share_budgets(
     allocation: Allocation, planned: Ints, floors: Ints, caps: Ints, demand: Callable[[int, int], LayerDemand]
 ) -> Ints:
     """Return the budgets int64 [L, Hkv] of a prompt whose layers are all known; `demand(layer, free)` states theirs."""
@@ -245,19 +245,19 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
         if params:
             raise UsageError(f"allocation static has no option {next(iter(params))!r}")
         return None
-    kind = allocation_class(name)
+    kind = find_allocation_class(name)
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
-    allocation: Allocation = kind(**typed_values(params or {}, fields, f"allocation {name}", "option"))
+    allocation: Allocation = kind(**check_values(params or {}, fields, f"allocation {name}", "option"))
     return allocation
 
 
-def allocation_class(name: str) -> Any:
+def find_allocation_class(name: str) -> Any:
     """Return the class of an allocation other than "static"; UsageError for an unknown name."""
-    require_known("allocation", name, sorted([STATIC, *BUILT_IN]))
-    return resolve_name(BUILT_IN[name])
+    require_known("allocation", name, sorted([STATIC, *BUILT_IN_ALLOCATIONS]))
+    return resolve_name(BUILT_IN_ALLOCATIONS[name])
 
 
-def _part(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:
+def _find_room(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:
     """Return, of layers that share, floors in reach, what the caps leave over (both [l, Hkv]) and what is free."""
     wanted = int(planned.sum())
     total = min(wanted, int(caps.sum()))

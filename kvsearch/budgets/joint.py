@@ -65,12 +65,12 @@ class JointSolver:
     def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
         rows = np.asarray(importance, dtype=np.float64)
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), rows.shape[:3])
-        self.singles = [MarginalSolver(one, least, caps) for one, least in zip(rows, low, strict=True)]
+        self.singles = [MarginalSolver(one, floor, caps) for one, floor in zip(rows, low, strict=True)]
         self.shape = self.singles[0].shape
         self.length = self.singles[0].length
-        curves = [_curves(solver) for solver in self.singles]
+        curves = [_list_curves(solver) for solver in self.singles]
         self._curves = [[curves[policy][layer] for policy in range(len(rows))] for layer in range(self.shape[0])]
-        self._corners = [_envelope(layer) for layer in self._curves]
+        self._corners = [_find_envelope(layer) for layer in self._curves]
         size = np.concatenate([np.diff(corners.entries) for corners in self._corners])
         slope = np.concatenate([np.diff(corners.kept) for corners in self._corners]) / size
         layer = np.repeat(np.arange(self.shape[0]), [len(corners.entries) - 1 for corners in self._corners])
@@ -111,8 +111,8 @@ class JointSolver:
         slope = float(self._slope[taken])
         bound = promised + slope * left
         best = self._best_alone(total)
-        for policy, most in self._worth_trying(cut, int(places[cut]), slope, bound):
-            if best is not None and most <= best.kept:
+        for policy, maximum in self._worth_trying(cut, int(places[cut]), slope, bound):
+            if best is not None and maximum <= best.kept:
                 break
             chosen = policies.copy()
             chosen[cut] = policy
@@ -122,17 +122,17 @@ class JointSolver:
         assert best is not None  # the policies of the corners can meet the total: it is no less than they hold
         return best._replace(bound=bound)
 
-    def simplified(self, found: JointBudgets, share: float) -> JointBudgets:
+    def simplified(self, solved: JointBudgets, share: float) -> JointBudgets:
         """Give layers back the policy that keeps most in all of them, where a policy of their own is hardly worth it.
 
         Importance is measured on few contexts, and stands for a loss. So a layer keeps another policy only if that
         keeps more by at least `share` of all the importance that the one policy loses. The result keeps no less than
         that policy does with its own budgets.
         """
-        total = int(found.budgets.sum())
+        total = int(solved.budgets.sum())
         main = self._best_alone(total)
         if main is None:
-            return found
+            return solved
         policy = int(main.policies[0])
         whole = np.full(self.shape, self.length)
         enough = share * (self.singles[policy].kept(whole) - main.kept)
@@ -142,19 +142,21 @@ class JointSolver:
             policies[layer] = policy
             return self._under(policies, total)
 
-        trials = {int(layer): without(int(layer), found) for layer in np.flatnonzero(found.policies != policy)}
-        cheapest = sorted((found.kept - one.kept, layer) for layer, one in trials.items() if one is not None)
-        current = found
+        trials = {int(layer): without(int(layer), solved) for layer in np.flatnonzero(solved.policies != policy)}
+        cheapest = sorted((solved.kept - one.kept, layer) for layer, one in trials.items() if one is not None)
+        current = solved
         for _, layer in cheapest:
             trial = without(layer, current)
             if trial is not None and current.kept - trial.kept < enough:
                 current = trial
-        return (current if current.kept > main.kept else main)._replace(bound=found.bound)
+        return (current if current.kept > main.kept else main)._replace(bound=solved.bound)
 
     def _best_alone(self, total: int) -> JointBudgets | None:
         """Return the best budgets with one policy in all layers, the first of equals; None if none meets the total."""
         everywhere = [self._under(np.full(self.shape[0], policy), total) for policy in range(len(self.singles))]
-        return max((found for found in everywhere if found is not None), key=lambda found: found.kept, default=None)
+        return max(
+            (budgets for budgets in everywhere if budgets is not None), key=lambda budgets: budgets.kept, default=None
+        )
 
     def _under(self, policies: Ints, total: int) -> JointBudgets | None:
         """Return LU-KV's budgets with the policies of layers given, [L], without a bound; None below their floors."""
@@ -173,7 +175,9 @@ class JointSolver:
         corners = self._corners[layer]
         entries = float(corners.entries[place])
         kept = float(corners.kept[place])
-        gaps = [float((kept + slope * (one.entries - entries) - one.kept).min()) for one in self._curves[layer]]
+        gaps = [
+            float((kept + slope * (corner.entries - entries) - corner.kept).min()) for corner in self._curves[layer]
+        ]
         first = int(corners.policy[place])  # of equal ones the policy that the layer has
         for policy in sorted(range(len(gaps)), key=lambda policy: (gaps[policy], policy != first)):
             yield policy, bound - max(gaps[policy], 0.0)
@@ -189,7 +193,7 @@ class JointSolver:
         return table
 
 
-def _curves(solver: MarginalSolver) -> list[_Curve]:
+def _list_curves(solver: MarginalSolver) -> list[_Curve]:
     """Return what each layer keeps as its blocks are taken in their order."""
     layers, heads = solver.shape
     blocks = solver.blocks
@@ -197,18 +201,18 @@ def _curves(solver: MarginalSolver) -> list[_Curve]:
     held = solver.kept_by_head(floors).sum(axis=1)
     order = np.argsort(blocks.head // heads, kind="stable")
     ends = np.searchsorted(blocks.head[order] // heads, np.arange(layers + 1))
-    found = []
+    curves = []
     for layer in range(layers):
-        mine = order[ends[layer] : ends[layer + 1]]
-        size = blocks.size[mine]
+        of_layer = order[ends[layer] : ends[layer + 1]]
+        size = blocks.size[of_layer]
         entries = int(floors[layer].sum()) + np.cumsum([0, *size])
-        kept = held[layer] + np.cumsum(np.concatenate([[0.0], size * blocks.slope[mine]]))
-        found.append(_Curve(entries, kept, blocks.head[mine] % heads, size))
-    return found
+        kept = held[layer] + np.cumsum(np.concatenate([[0.0], size * blocks.slope[of_layer]]))
+        curves.append(_Curve(entries, kept, blocks.head[of_layer] % heads, size))
+    return curves
 
 
-def _envelope(curves: Sequence[_Curve]) -> _Corners:
-    """Return the corners of the least concave curve above those of all policies."""
+def _find_envelope(curves: Sequence[_Curve]) -> _Corners:
+    """Find the corners of the least concave curve above all policies' curves."""
     from scipy.optimize import isotonic_regression
 
     entries = np.concatenate([curve.entries for curve in curves])

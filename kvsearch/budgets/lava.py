@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 
-from kvsearch.budgets.adakv import check_floor_share, head_order, split_heads
+from kvsearch.budgets.adakv import check_floor_share, order_heads, split_heads
 from kvsearch.budgets.dynamic import NO_SCORES, Allocation, Order
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvsearch.policies.base import Observation, Policy
 
 
-Layers = Literal["dynamic", "planned", "scores"]
-Heads = Literal["dynamic", "equal"]
+LayerWeights = Literal["dynamic", "planned", "scores"]
+HeadWeights = Literal["dynamic", "equal"]
 
 
-def layer_entropy(scores: Tensor) -> Tensor:
+def compute_layer_entropy(scores: Tensor) -> Tensor:
     """Return the entropy of a layer's scores, a share of its maximum: -sum p * log(p) / log(Hkv * M), p = s / sum s.
 
     In [0, 1]: 0 when one entry holds everything, 1 when all are equal; also 1 without any score and 0 for less than two
@@ -48,7 +48,7 @@ def layer_entropy(scores: Tensor) -> Tensor:
 class LAVaAllocation(Allocation):
     """LAVa (Shen et al. 2025, arXiv 2509.09754, Algorithm 2): the free entries of all layers are one pool.
 
-    Layer l gets the share e_l / sum_j e_j of the pool, e its `layer_entropy`, and splits it over its heads as AdaKV
+    Layer l gets e_l / sum_j e_j of the pool, e by `compute_layer_entropy`, and splits it over its heads as AdaKV
     does. A layer with a single spike has next to no entropy and gets little more than its floors. The official code's
     truncated pools and stale head floors, 4.5 % over a budget of 128, are not reproduced.
 
@@ -62,13 +62,13 @@ class LAVaAllocation(Allocation):
 
     name: ClassVar[str] = "lava"
     floor_share: float = 0.2
-    heads: Heads = "dynamic"
-    layers: Layers = "dynamic"
+    heads: HeadWeights = "dynamic"
+    layers: LayerWeights = "dynamic"
 
     def __post_init__(self) -> None:
         check_floor_share(self.floor_share)
-        require_known("layers", self.layers, get_args(Layers))
-        require_known("heads", self.heads, get_args(Heads))
+        require_known("layers", self.layers, get_args(LayerWeights))
+        require_known("heads", self.heads, get_args(HeadWeights))
         if not (self.shares_layers or self.shares_heads):
             raise UsageError("allocation lava with planned layers and equal heads shares nothing: use static")
 
@@ -87,9 +87,9 @@ class LAVaAllocation(Allocation):
         """
         if self.layers == "scores":
             return torch.stack([sequence.sum() for sequence in scores]).tolist()
-        found = torch.stack([layer_entropy(sequence) for sequence in scores])
-        least = torch.stack([sequence.min() if sequence.numel() else found.new_zeros(()) for sequence in scores])
-        weights, lowest = torch.stack([found, least]).tolist()
+        entropies = torch.stack([compute_layer_entropy(sequence) for sequence in scores])
+        minima = torch.stack([sequence.min() if sequence.numel() else entropies.new_zeros(()) for sequence in scores])
+        weights, lowest = torch.stack([entropies, minima]).tolist()
         if min(lowest) < 0:
             raise UsageError(self._signed(policy, f"layer {observation.layer}"))
         return list(weights)
@@ -107,7 +107,7 @@ class LAVaAllocation(Allocation):
         )
 
     def order(self, ranked: Tensor, free: int) -> Order:
-        return head_order(ranked, free)
+        return order_heads(ranked, free)
 
     def scores(self, ranked: Tensor, free: int) -> Floats:
         if self.layers != "scores":

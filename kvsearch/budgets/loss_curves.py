@@ -44,10 +44,10 @@ class LossCurves:
         losses = check_signals(signals, "losses")
         knots = np.array(self.budgets, dtype=np.int64)
         whole = np.concatenate([np.maximum(losses, 0.0), np.zeros((len(losses), 1))], axis=1)
-        curves = convex(knots.astype(np.float64), whole)
+        curves = make_convex(knots.astype(np.float64), whole)
         have = lift_floors(int(knots[0]), total, low, high)
         gain = np.diff(-curves, axis=1) / np.diff(knots)
-        sums = _bought(np.maximum(gain, 0.0), knots * low.shape[1], total, have.sum(axis=1), high.sum(axis=1))
+        sums = _buy_entries(np.maximum(gain, 0.0), knots * low.shape[1], total, have.sum(axis=1), high.sum(axis=1))
         rows = zip(sums.tolist(), have, high, strict=True)
         return np.stack([water_fill(np.ones(low.shape[1]), kept, *bounds) for kept, *bounds in rows])
 
@@ -62,12 +62,12 @@ class LossCurves:
         return budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1)
 
 
-def convex(at: Floats, values: Floats) -> Floats:
+def make_convex(at: Floats, values: Floats) -> Floats:
     """Return the largest convex curves below `values` [L, N] at the places `at` [N], read there again."""
-    return np.stack([_hull(at, row) for row in values])
+    return np.stack([_find_hull(at, row) for row in values])
 
 
-def _hull(at: Floats, values: Floats) -> Floats:
+def _find_hull(at: Floats, values: Floats) -> Floats:
     """Walk Andrew's monotone chain, lower half."""
     kept: list[int] = []
     for new in range(len(at)):
@@ -82,10 +82,10 @@ def _hull(at: Floats, values: Floats) -> Floats:
     return np.interp(at, at[kept], values[kept])
 
 
-def _bought(gain: Floats, knots: Ints, total: int, have: Ints, most: Ints) -> Ints:
-    """Raise the entries of layers [L] from `have` towards `most`: the best pieces of [L, K - 1] first, then any."""
-    ends = np.array([0, *knots[1:], max(int(most.max()), int(knots[-1]))])  # a cap may keep heads below the first knot
-    room = np.diff(np.clip(ends, have[:, None], most[:, None]), axis=1)
+def _buy_entries(gain: Floats, knots: Ints, total: int, have: Ints, caps: Ints) -> Ints:
+    """Raise the entries of layers [L] from `have` towards `caps`: the best pieces of [L, K - 1] first, then any."""
+    ends = np.array([0, *knots[1:], max(int(caps.max()), int(knots[-1]))])  # a cap may keep heads below the first knot
+    room = np.diff(np.clip(ends, have[:, None], caps[:, None]), axis=1)
     priced = np.concatenate([gain, np.zeros((len(gain), 1))], axis=1)
     for price in np.unique(priced)[::-1]:
         more = np.where(priced == price, room, 0).sum(axis=1)

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvsearch.budgets.allocator import check_signals
-from kvsearch.budgets.convex import merged, prefix_sums, sorted_blocks, spend_leftover
+from kvsearch.budgets.convex import merge_blocks, sort_blocks, spend_leftover, sum_prefixes
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.profile_arrays import GRID_SIZE
 
 
 class MarginalSolver:
@@ -47,13 +47,13 @@ class MarginalSolver:
             raise UsageError(f"a floor must be in [0, cap]: head {list(at)} has floor {low[at]} and cap {high[at]}")
         self._floors = low.ravel()
         self._caps = high.ravel()
-        self._prefix = prefix_sums(rows)
-        self.blocks = sorted_blocks(rows, self._floors, self._caps)
+        self._prefix = sum_prefixes(rows)
+        self.blocks = sort_blocks(rows, self._floors, self._caps)
         self.ends = self.least + np.concatenate([[0], np.cumsum(self.blocks.size)])
 
     @classmethod
     def of_layers(cls, solvers: Sequence[MarginalSolver], chosen: Ints) -> MarginalSolver:
-        """Return the solver of a table whose layers come from those of `solvers`, `chosen` [L] says which."""
+        """Make a solver whose layer l is a layer of `solvers[chosen[l]]`, `chosen` [L]."""
         made = copy(solvers[0])
         source = np.repeat(chosen, made.shape[1])  # of each head
         made._prefix = made._prefix.copy()
@@ -61,11 +61,11 @@ class MarginalSolver:
         parts = []
         for number in np.unique(chosen):
             solver = solvers[number]
-            mine = source == number
-            made._prefix[mine] = solver._prefix[mine]
-            made._floors[mine] = solver._floors[mine]
-            parts.append(solver.blocks.of_heads(mine))
-        made.blocks = merged(parts)
+            of_solver = source == number
+            made._prefix[of_solver] = solver._prefix[of_solver]
+            made._floors[of_solver] = solver._floors[of_solver]
+            parts.append(solver.blocks.of_heads(of_solver))
+        made.blocks = merge_blocks(parts)
         made.ends = made.least + np.concatenate([[0], np.cumsum(made.blocks.size)])
         return made
 
@@ -116,7 +116,7 @@ class MarginalSolver:
         return solved.reshape(-1, *self.shape)
 
 
-def exact_budgets(importance: ArrayLike, totals: Sequence[int], floors: ArrayLike = 0) -> Ints:
+def solve_exactly(importance: ArrayLike, totals: Sequence[int], floors: ArrayLike = 0) -> Ints:
     """Maximise the importance kept by prefixes of every head by dynamic programming (LU-KV, Figure 2a: MCKP).
 
     It takes O(L * Hkv * T * the largest total), for the smaller ones, too: `MarginalSolver` is for use, this is what
@@ -134,7 +134,7 @@ def exact_budgets(importance: ArrayLike, totals: Sequence[int], floors: ArrayLik
     heads = values.shape[:-1]
     low = np.broadcast_to(np.asarray(floors, dtype=np.int64), heads)
     rows = values.reshape(-1, values.shape[-1])
-    choices = _choices(rows, low.ravel(), max(totals))
+    choices = _solve_heads(rows, low.ravel(), max(totals))
     left = np.array(totals, dtype=np.int64)
     budgets = np.zeros((len(left), len(rows)), dtype=np.int64)
     for head in reversed(range(len(rows))):
@@ -143,7 +143,7 @@ def exact_budgets(importance: ArrayLike, totals: Sequence[int], floors: ArrayLik
     return budgets.reshape(-1, *heads)
 
 
-def _choices(rows: Floats, floors: Ints, total: int) -> Ints:
+def _solve_heads(rows: Floats, floors: Ints, total: int) -> Ints:
     """Find head h's budget when heads 0 ... h share t entries at best: [heads, total + 1], -1 where they cannot."""
     choices = np.full((len(rows), total + 1), -1, dtype=np.int64)
     best = np.full(total + 1, -np.inf)
@@ -160,24 +160,24 @@ def _choices(rows: Floats, floors: Ints, total: int) -> Ints:
     return choices
 
 
-def check_reach(total: int, least: int, most: int) -> None:
+def check_reach(total: int, minimum: int, maximum: int) -> None:
     """Raise UsageError if a total is outside what the bounds of heads admit."""
-    if not least <= total <= most:
-        raise UsageError(f"total {total} is outside the budgets' reach: at least {least}, at most {most}")
+    if not minimum <= total <= maximum:
+        raise UsageError(f"total {total} is outside the budgets' reach: at least {minimum}, at most {maximum}")
 
 
-def profile_grid(solver: MarginalSolver) -> NDArray[np.float32]:
+def solve_grid(solver: MarginalSolver) -> NDArray[np.float32]:
     """Solve the 99 global eviction ratios 0.01 ... 0.99: the local eviction ratio of every head, float32 [99, L, Hkv].
 
     Row k - 1 keeps round_half_up((1 - k / 100) * T * L * Hkv) entries, or the nearest total within the bounds; its
     entries are 1 - budget / T (LU-KV, section 5; kvpress' curve array).
     """
-    totals = grid_totals(solver.length * solver.shape[0] * solver.shape[1])
+    totals = compute_grid_totals(solver.length * solver.shape[0] * solver.shape[1])
     budgets = solver.solve_many(np.clip(totals, solver.least, solver.most))
     ratios: NDArray[np.float32] = (1.0 - budgets / solver.length).astype(np.float32)
     return ratios
 
 
-def grid_totals(entries: int) -> Ints:
+def compute_grid_totals(entries: int) -> Ints:
     """Return what is kept of so many entries at the global eviction ratios 0.01 ... 0.99, halves upward, int64 [99]."""
-    return (2 * (100 - np.arange(1, GRID + 1, dtype=np.int64)) * entries + 100) // 200
+    return (2 * (100 - np.arange(1, GRID_SIZE + 1, dtype=np.int64)) * entries + 100) // 200

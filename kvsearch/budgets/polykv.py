@@ -43,19 +43,19 @@ class Proportional:
         """
         low, high = check_bounds(np.shape(floors), total, floors, caps)
         given = check_signals(signals, "sensitivities")
-        least = round_half_up(total / low.size / 10) if self.least is None else self.least
+        minimum = round_half_up(total / low.size / 10) if self.least is None else self.least
         scale = np.abs(given).max(initial=0.0)
         size = np.abs(given / scale).mean() * scale if scale > 0 else 0.0  # the sum of huge values would overflow
         weights = np.maximum(given, 0.0) + (1e-12 + 1e-6 * size)
         forward = share_above(
-            weights if given.ndim == 2 else weights[:, None], total, lift_floors(least, total, low, high), high
+            weights if given.ndim == 2 else weights[:, None], total, lift_floors(minimum, total, low, high), high
         )
         if self.direction == "forward":
             return forward
-        return largest_remainder(_reverse(forward, given), total, low, high)
+        return largest_remainder(_reverse_budgets(forward, given), total, low, high)
 
 
-def _reverse(budgets: Ints, signals: Floats) -> Ints:
+def _reverse_budgets(budgets: Ints, signals: Floats) -> Ints:
     """Permute budgets [L, Hkv], by layer or by head as the signals are, so that the largest signal gets the smallest.
 
     Among equal signals the one with the largest forward budget comes first, so odd entries change places, too.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
-from kvsearch.core.parsing import shown
+from kvsearch.core.parsing import format_value
 from kvsearch.plan import Profile
 from kvsearch.tasks.splits import group_by_text
 
@@ -101,7 +101,7 @@ def compute_ranking_gap(profile: Profile) -> Floats:
 
 def _array(profile: Profile, name: str) -> NDArray[Any]:
     if name not in profile.arrays:
-        raise UsageError(f"this {shown(profile.metadata.method)} profile has no {name!r}: it was not measured")
+        raise UsageError(f"this {format_value(profile.metadata.method)} profile has no {name!r}: it was not measured")
     return profile.arrays[name]
 
 

@@ -20,12 +20,12 @@ from kvsearch.core.fields import Record
 from kvsearch.core.files import read_text
 from kvsearch.core.limits import MOST_PATH
 from kvsearch.core.parsing import describe_validation_error, parse_json
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import BUNDLED
-from kvsearch.plan.origin import ContextSet, context_hash
-from kvsearch.tasks.fields import Filled, NotEmpty, is_blank, trimmed
+from kvsearch.plan.origin import ContextSet, hash_context
+from kvsearch.tasks.fields import Filled, NotEmpty, is_blank, trim
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
-from kvsearch.tasks.rows import is_plain, located_rows
+from kvsearch.tasks.rows import is_plain, parse_rows
 from kvsearch.tasks.splits import group_by_text
 
 DEFAULT, OF_BUNDLED = "data/calibration/texts.json", "data/calibration/bundled.json"
@@ -127,7 +127,7 @@ class Context:
 
         Worked examples, which all contexts of a task share, say nothing about its questions: then it is these.
         """
-        return self.recorded or (context_hash(self.text),)
+        return self.recorded or (hash_context(self.text),)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class CalibrationData:
 
 def find_default_data(model: str) -> Path:
     """Find the shipped calibration data for `model`: bundled models have their own, others get English."""
-    return resource(OF_BUNDLED if model in BUNDLED else DEFAULT)
+    return find_resource(OF_BUNDLED if model in BUNDLED else DEFAULT)
 
 
 def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationData:
@@ -208,7 +208,7 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
     contexts = tuple(
         Context(
             _read_text(folder / str(item.text_file)) if item.text is None else item.text,
-            tuple(pair.model_copy(update={"answer": trimmed(pair.answer)}) for pair in item.questions),
+            tuple(pair.model_copy(update={"answer": trim(pair.answer)}) for pair in item.questions),
         )
         for item in parsed.contexts
     )
@@ -235,7 +235,7 @@ def _parse_document(path: Path, text: str) -> Any:
     except UsageError as error:
         has_rows = False
         with suppress(UsageError):  # of damaged JSON the place is told, below
-            has_rows = isinstance(next(iter(located_rows(text, str(path))), ("", error))[1], dict)
+            has_rows = isinstance(next(iter(parse_rows(text, str(path))), ("", error))[1], dict)
         if has_rows:
             raise UsageError(
                 f"{path} has rows, and a calibration file is one object with name and contexts: give it as "

@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.budgets.allocator import Uniform
-from kvsearch.budgets.dynamic import Allocation, LayerDemand, shared_budgets
-from kvsearch.budgets.lukv import grid_totals
+from kvsearch.budgets.dynamic import Allocation, LayerDemand, share_budgets
+from kvsearch.budgets.lukv import compute_grid_totals
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, encode_prompts
 from kvsearch.calibration.tables import HELD_OUT, RatioTables, assign_folds, has_enough_contexts
 from kvsearch.core.arrays import Ints
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.sharing import LayerDemands
@@ -57,7 +57,7 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         allocation = options.make_allocation(self.loaded.name)
         tables = RatioTables(policy, options.minimum)
         work = partial(decide_ratios, policy=policy, allocation=allocation, floor=tables.floor)
-        decided = counted(self.loaded.map(work, prompts), len(prompts), progress)
+        decided = with_progress(self.loaded.map(work, prompts), len(prompts), progress)
         for prompt, table in zip(prompts, decided, strict=True):
             tables.add(table, prompt.length, prompt.text)
         settings = {**options.texts(self.data), **options.settings(), **allocation.parameters()}
@@ -80,7 +80,7 @@ def decide_ratios(
     floor: Callable[[int], int],
 ) -> NDArray[np.float32]:
     """Decide the local eviction ratios of one prompt, [99, L, Hkv]."""
-    with running(loaded.model):
+    with run_attention(loaded.model):
         demands = observe_demands(loaded, prompt, policy, allocation)
     budgets = decide_budgets(allocation, demands, prompt.length, floor(prompt.length))
     return (1.0 - budgets / prompt.length).astype(np.float32)
@@ -116,7 +116,7 @@ def decide_budgets(allocation: Allocation, demands: Sequence[LayerDemands], leng
 
     return np.stack(
         [
-            shared_budgets(allocation, Uniform().allocate(np.zeros(shape), total, floors, caps), floors, caps, demand)
-            for total in np.maximum(grid_totals(length * floors.size), floor * floors.size).tolist()
+            share_budgets(allocation, Uniform().allocate(np.zeros(shape), total, floors, caps), floors, caps, demand)
+            for total in np.maximum(compute_grid_totals(length * floors.size), floor * floors.size).tolist()
         ]
     )

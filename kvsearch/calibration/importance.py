@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvsearch.calibration.polykv.tree import TreeLayer
 from kvsearch.calibration.prompts import Continuation
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.models.architecture import describe
 from kvsearch.models.weights import require_gradients
 from kvsearch.policies import Observation, Policy, rank_under
@@ -81,7 +81,7 @@ class ImportancePass(DensePass[RankedContext]):
 
         def observe(prompt: Observation) -> RankedContext:
             ranks = [rank_under(policy, prompt) for policy in policies]
-            project = present(prompt.projection, "values are projected where importance is measured")
+            project = assert_present(prompt.projection, "values are projected where importance is measured")
             return RankedContext(ranks, partial(project, prompt.values, "l2"), note(prompt))
 
         check_rotary(model, policies)

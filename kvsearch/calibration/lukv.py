@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsearch.budgets.convex import oracle_recall_curve, prefix_sums, recall_curve, without_gap
-from kvsearch.budgets.lukv import MarginalSolver, profile_grid
+from kvsearch.budgets.convex import compute_oracle_recall, compute_recall, sort_as_oracle, sum_prefixes
+from kvsearch.budgets.lukv import MarginalSolver, solve_grid
 from kvsearch.calibration.importance import QUADRATURE_NODES, ImportancePass, compute_error_drops, measure_output_errors
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import AnsweredOptions, LukvOptions
@@ -41,13 +41,13 @@ from kvsearch.calibration.tables import (
     sample_curves,
 )
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Speed, Work, timed
+from kvsearch.models.speed import Speed, Work, time_action
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT, Arrays
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 
 CURVE_POINTS = 101
 # fp32 tables of tokens and entries, in times that one is made whose attention is looked at:
@@ -117,17 +117,17 @@ class LukvCalibration(Calibration[LukvOptions]):
         """Time the policies on one prompt, in seconds beyond a plain pass."""
 
         def read() -> None:
-            with running(self.loaded.model):
+            with run_attention(self.loaded.model):
                 _read_context(self.loaded, prompt, self.policies, self.options)
 
-        [seconds] = timed(read, 0)
+        [seconds] = time_action(read, 0)
         return max(0.0, seconds - Speed(self.loaded.model, prompt.length).seconds(prompt.work()))
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies
         options = self.options
         measuring = measure_importance(self.loaded, prompts, policy, options, compared_policies, self.steps)
-        questions = list(counted(measuring, self.data.questions, progress))
+        questions = list(with_progress(measuring, self.data.questions, progress))
         tables = RatioTables(policy, options.minimum)
         arrays = _summarize(questions, tables, options)
         table_of = None
@@ -219,7 +219,7 @@ def _measure_prompt(
     The prompt is read, unless there is a pass over it.
     """
     arrays: dict[str, NDArray[Any]] = {}
-    with running(loaded.model):
+    with run_attention(loaded.model):
         context_pass = context_pass or _read_context(loaded, prompt, policies, options)
         ranks = [context_pass.ranks(number) for number in range(len(policies))]
         orders = [of_policy.to(loaded.device).argsort(-1).cpu() for of_policy in ranks]
@@ -269,7 +269,7 @@ def _measure_importance(
 def _comparable(question: MeasuredQuestion, policy: Policy, options: LukvOptions) -> NDArray[np.float64]:
     """Return the importance for solving budgets, [L, Hkv, T]."""
     values = question.comparable
-    return values if options.gap else without_gap(values, policy.protected(values.shape[-1]))
+    return values if options.gap else sort_as_oracle(values, policy.protected(values.shape[-1]))
 
 
 def _solve_mean_table(
@@ -284,9 +284,9 @@ def _solve_mean_table(
     length = max(questions[number].importance.shape[-1] for number in numbers)
     kept = np.zeros((*questions[0].importance.shape[:2], length + 1))
     for number in numbers:
-        kept += sample_curves(prefix_sums(_comparable(questions[number], tables.policy, options)), length + 1)
+        kept += sample_curves(sum_prefixes(_comparable(questions[number], tables.policy, options)), length + 1)
     gains = np.diff(kept / len(numbers)).clip(min=0.0)
-    return profile_grid(MarginalSolver(gains, tables.floor(length)))
+    return solve_grid(MarginalSolver(gains, tables.floor(length)))
 
 
 def _summarize(
@@ -301,12 +301,12 @@ def _summarize(
         if len(question.curves):
             kept = np.concatenate([_compute_kept_curve(question.importance)[None], question.curves])
             by_policy.append(kept / question.scale[:, None, None])
-        recall = sample_curves(recall_curve(question.importance), CURVE_POINTS)
-        oracle = sample_curves(oracle_recall_curve(question.importance), CURVE_POINTS)
-        mass = sample_curves(recall_curve(values), CURVE_POINTS) * values.sum(-1, keepdims=True)
+        recall = sample_curves(compute_recall(question.importance), CURVE_POINTS)
+        oracle = sample_curves(compute_oracle_recall(question.importance), CURVE_POINTS)
+        mass = sample_curves(compute_recall(values), CURVE_POINTS) * values.sum(-1, keepdims=True)
         curves.append(np.stack([recall, oracle, mass]))
         solver = MarginalSolver(_comparable(question, tables.policy, options), tables.floor(length))
-        tables.add(profile_grid(solver), length, question.context)
+        tables.add(solve_grid(solver), length, question.context)
     arrays = tables.arrays()
     if by_policy:
         arrays[KEPT] = (np.sum(by_policy, axis=0) / len(questions)).astype(np.float32)
@@ -318,4 +318,4 @@ def _summarize(
 
 def _compute_kept_curve(importance: NDArray[np.float32]) -> NDArray[np.float64]:
     """Compute the kept part of ranked importance [L, Hkv, T] at `KEPT_POINTS` budgets from 0 to T."""
-    return sample_curves(prefix_sums(importance), KEPT_POINTS)
+    return sample_curves(sum_prefixes(importance), KEPT_POINTS)

@@ -85,7 +85,7 @@ class Calibration(ABC, Generic[Options]):
         """
         from kvsearch.models.architecture import describe
         from kvsearch.plan import ProfileMetadata
-        from kvsearch.plan.origin import ContextRecord, provenance
+        from kvsearch.plan.origin import ContextRecord, make_provenance
 
         record = ContextRecord(fitted=self.data.asked)
         return ProfileMetadata(
@@ -97,7 +97,7 @@ class Calibration(ABC, Generic[Options]):
             layers=describe(self.loaded.model).full_layers,
             floor=floor,
             policies=(policy, *rivals) if rivals else None,
-            provenance=provenance(self.options.method, self.options.seed, self.data.sha256, settings, record),
+            provenance=make_provenance(self.options.method, self.options.seed, self.data.sha256, settings, record),
         )
 
 

@@ -101,7 +101,7 @@ class CalibrationOptions(Seeded):
         "strategies without a route.",
         SIZE,
         shown="lukv, adakv, polykv: snapkv; lava, cake: their own",
-        completes="kvsearch.policies.registry:policy_names",
+        completes="kvsearch.policies.registry:list_policy_names",
     )
     params: Params = option(
         {},
@@ -156,13 +156,13 @@ class CalibrationOptions(Seeded):
         Raises:
             UsageError: an unknown policy or parameter, or one that cannot be calibrated.
         """
-        from kvsearch.policies import create_policy, policy_class
+        from kvsearch.policies import create_policy, find_policy_class
         from kvsearch.policies.fitted import parse_policy
 
         if self.policy in POLICIES_WITHOUT_RANKING:
             raise UsageError(f"policy {self.policy!r} evicts nothing, so it has no budgets to calibrate")
         name, fitted = parse_policy(self.policy)
-        policy_class(name)
+        find_policy_class(name)
         return create_policy(name, {**self.protection.get(name, {}), **fitted, **self.params})
 
     def policies(self) -> list[Policy]:
@@ -251,11 +251,11 @@ class LukvOptions(AnsweredOptions):
         Raises:
             UsageError: an unknown policy, one that is measured already, or one that cannot protect these entries.
         """
-        from kvsearch.policies.registry import protecting_like
+        from kvsearch.policies.registry import protect_like
 
         policy_of_method = self.make_policy()
         others = [self.model_copy(update={"policy": name, "params": {}}).make_policy() for name in self.rivals]
-        rivals = [protecting_like(policy, policy_of_method) for policy in others]
+        rivals = [protect_like(policy, policy_of_method) for policy in others]
         measured = [policy_of_method, *rivals]
         for number, policy in enumerate(rivals, 1):
             if policy in measured[:number]:
@@ -388,9 +388,9 @@ class DynamicOptions(CalibrationOptions):
 
     def make_allocation(self, model: str = "") -> Allocation:  # noqa: ARG002
         """Make the allocation for a model of this name; UsageError if options contradict each other."""
-        from kvsearch.budgets.dynamic import allocation_class
+        from kvsearch.budgets.dynamic import find_allocation_class
 
-        rule = allocation_class(self.method)
+        rule = find_allocation_class(self.method)
         allocation: Allocation = rule(**{field.name: getattr(self, field.name) for field in fields(rule)})
         return allocation
 
@@ -438,9 +438,9 @@ class CakeOptions(DynamicOptions):
     )
 
     def make_allocation(self, model: str = "") -> Allocation:
-        from kvsearch.budgets.cake import CAKEAllocation, exponents
+        from kvsearch.budgets.cake import CAKEAllocation, find_exponents
 
-        tuned = exponents(model)
+        tuned = find_exponents(model)
         return CAKEAllocation(self.tau1 or tuned[0], self.tau2 or tuned[1], self.window)
 
     def settings(self) -> dict[str, Any]:

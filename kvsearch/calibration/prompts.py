@@ -23,10 +23,10 @@ from kvsearch.plan.origin import ContextSet
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Finished, stop_tokens
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import Finished, find_stop_tokens
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.program import full_cache, prompt_bytes
+from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
 from kvsearch.runtime.replay.forced_answers import (
     TOGETHER,
     ForcedQuestions,
@@ -37,7 +37,16 @@ from kvsearch.runtime.replay.forced_answers import (
     right_reply,
 )
 from kvsearch.tasks.base import Example, Task
-from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, middle_cut, most_tokens, unused
+from kvsearch.tasks.encode import (
+    Prompt,
+    TaskPrompts,
+    check_length,
+    compute_token_limit,
+    cut_middle,
+    draw_unseen_examples,
+    encode,
+    make_token_counter,
+)
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText
@@ -149,7 +158,7 @@ def encode_prompts(
             leave no room for a context.
     """
     prompts: list[CalibrationPrompt] = []
-    limit = most_tokens(loaded.model, max_length)
+    limit = compute_token_limit(loaded.model, max_length)
     truncated = 0
     text_of = {number: text[0] for text in data.by_text for number in text}
     for number, context in enumerate(data.contexts):
@@ -209,7 +218,7 @@ def _cut_context(
             f"{where}: a question and its answer of {reserved} tokens leave no room for the context within {limit} "
             "tokens: raise --max-length, or give other texts with --data or --tasks"
         )
-    return middle_cut(ids[0], form.lead, limit - reserved)[None]
+    return cut_middle(ids[0], form.lead, limit - reserved)[None]
 
 
 def split_reply_batches(model: Any, prompts: Sequence[CalibrationPrompt]) -> Iterator[list[CalibrationPrompt]]:
@@ -217,7 +226,9 @@ def split_reply_batches(model: Any, prompts: Sequence[CalibrationPrompt]) -> Ite
     part: list[CalibrationPrompt] = []
     taken = 0
     for prompt in prompts:
-        size = 3 * prompt_bytes(model, full_cache(model), [prompt.length])  # the pass's, that for replies, the batch's
+        size = 3 * estimate_prompt_bytes(
+            model, make_full_program(model), [prompt.length]
+        )  # the pass's, that for replies, the batch's
         if part and (taken + size > CPU_BYTES or len(part) == TOGETHER):
             yield part
             part = []
@@ -244,11 +255,11 @@ def add_own_replies(
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
     """
-    limit = most_tokens(loaded.model) or sys.maxsize
+    limit = compute_token_limit(loaded.model) or sys.maxsize
 
     def make(missing: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
         stops = {
-            chat: frozenset(stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
+            chat: frozenset(find_stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
             for chat in {prompt.chat for part in missing for prompt in part}
         }
         replying = [[prompt for prompt in part if prompt.continuations] for part in missing]
@@ -279,7 +290,7 @@ def _continue_passes(
     asked: Sequence[ForcedQuestions],
 ) -> list[list[list[int]]]:
     """Generate replies to all questions of prompts from the passes of `read`, by prompt and question."""
-    with torch.no_grad(), running(loaded.model):
+    with torch.no_grad(), run_attention(loaded.model):
         passes = [read(prompt) for prompt in part]
         return replies_of_passes(loaded.model, passes, asked)
 
@@ -316,13 +327,13 @@ def make_task_data(
         UsageError: a task has no usable question or no context that is not used, or fills contexts to a length above
             the limit; see `check_length`.
     """
-    count = counter(loaded.tokenizer)
-    limit = most_tokens(loaded.model, max_length)
+    count = make_token_counter(loaded.tokenizer)
+    limit = compute_token_limit(loaded.model, max_length)
     contexts: list[Context] = []
     for task in tasks:
         check_length(loaded, task, limit)
         examples: dict[str, Example] = {}
-        for example in unused(task, samples, seed, count, used or ContextSet())[0]:
+        for example in draw_unseen_examples(task, samples, seed, count, used or ContextSet())[0]:
             answerable = tuple(
                 query
                 for query in example.queries

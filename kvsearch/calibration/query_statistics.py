@@ -16,15 +16,15 @@ from torch import Tensor
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, encode_prompts
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe, require_plain_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.collector import Moments, plain_queries
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.collector import Moments, unrotate_queries
 from kvsearch.runtime.observe import DensePass
 
 LayerQueries = tuple[Moments, Tensor]  # of one layer, and the sum of the moduli of the complex pairs, [Hq, R/2]
@@ -49,7 +49,7 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
         # one after the other: covariances of all contexts at once would not fit a large model's host
         contexts = self.loaded.map(partial(_measure_layers, policy=policy), prompts)
         layers: list[LayerQueries] = []
-        for context in counted(contexts, len(prompts), progress):
+        for context in with_progress(contexts, len(prompts), progress):
             pairs = zip(layers, context, strict=True) if layers else ()
             merged = [(moments.merged(more), moduli + others) for (moments, moduli), (more, others) in pairs]
             layers = merged or context
@@ -74,14 +74,14 @@ def _measure_layers(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Poli
         assert seen.rotary is not None
         positions = torch.arange(prompt.length, device=seen.queries.device)[None]
         cos, _ = seen.rotary(positions[0, :1])
-        plain = plain_queries(seen.queries, positions, seen.rotary)[:, :, policy.sink_count :]
+        plain = unrotate_queries(seen.queries, positions, seen.rotary)[:, :, policy.sink_count :]
         everything = torch.ones(1, plain.shape[2], dtype=torch.bool, device=plain.device)
         pairs = cos.shape[-1] // 2
         moduli = torch.hypot(plain[..., :pairs], plain[..., pairs : 2 * pairs])
         return Moments.of(plain, everything), moduli.double().sum(2)[0]
 
     needs = dict.fromkeys(describe(loaded.model).full_layers, (Needs(query_rows=prompt.length),))
-    with running(loaded.model):
+    with run_attention(loaded.model):
         return DensePass(
             loaded.model, needs, look, prompt.ids.to(loaded.device), refusal=prompt.refusal(loaded.name)
         ).noted

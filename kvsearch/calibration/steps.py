@@ -16,7 +16,7 @@ import numpy as np
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import read_json
-from kvsearch.core.resources import version
+from kvsearch.core.resources import read_version
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import CONFIG
@@ -100,7 +100,7 @@ def hash_step_inputs(
     loaded: LoadedModel, data: CalibrationData, prompts: Sequence[CalibrationPrompt], settings: Mapping[str, Any]
 ) -> str:
     """Hash all inputs of steps, SHA-256: the model, the texts, and `settings`."""
-    from kvsearch.runtime.decode.next_tokens import generation_record
+    from kvsearch.runtime.decode.next_tokens import record_generation_settings
 
     # the texts, as the tokenizer and the options cut them; `data.sha256` is of what is asked alone
     texts = [
@@ -112,8 +112,8 @@ def hash_step_inputs(
     ]
     weights = [loaded.fingerprint.weights_sha256, loaded.fingerprint.config_sha256]
     device = [str(loaded.model.dtype), loaded.device.type]
-    content = [version("kvsearch"), weights, device, data.sha256, texts, dict(settings)]
-    if generation := generation_record(loaded.model):  # the model's own replies follow it
+    content = [read_version("kvsearch"), weights, device, data.sha256, texts, dict(settings)]
+    if generation := record_generation_settings(loaded.model):  # the model's own replies follow it
         content.append(generation)
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.core.arrays import Floats
-from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.profile_arrays import GRID_SIZE
 from kvsearch.policies import Policy
 
 CHECKED_RATIOS = (0.8, 0.9, 0.95)  # at which a table is compared with even budgets
@@ -103,7 +103,7 @@ class RatioTables:
         """Return the weight of each prompt in each row, [M, 99]."""
         lengths = [self.lengths[number] for number in numbers]
         reach = np.array([1 - self.floor(length) / length for length in lengths])
-        rows = np.arange(1, GRID + 1) / (GRID + 1)
+        rows = np.arange(1, GRID_SIZE + 1) / (GRID_SIZE + 1)
         able = reach[:, None] >= np.minimum(rows, reach.max()) - 1e-9
         shares: Floats = able / able.sum(0)
         return shares

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.printed import brief
+from kvsearch.core.printed import truncate_lines
 
 if TYPE_CHECKING:
     from kvsearch.config.options import JobOptions
@@ -104,7 +104,7 @@ RECIPE = Flag(
     "is typed wins over it.",
     ["--recipe"],
     "FILE",
-    names="kvsearch.config.recipes:shipped_recipes",
+    names="kvsearch.config.recipes:list_shipped_recipes",
 )
 
 
@@ -244,7 +244,7 @@ def _report_usage_errors() -> Iterator[None]:
         if "NoArgs" in type(error).__name__:
             raise
         more = "" if error.ctx is None else f" (see `{error.ctx.command_path} -h`)"
-        typer.echo(f"kvsearch: error: {brief(error.format_message())}{more}", err=True)
+        typer.echo(f"kvsearch: error: {truncate_lines(error.format_message())}{more}", err=True)
         raise typer.Exit(UsageError.exit_code) from error
 
 

@@ -32,14 +32,14 @@ from kvsearch.cli.streams import describe_os_error, print_error
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.core.files import TYPED, check_target
 from kvsearch.core.items import Progress, Title
-from kvsearch.core.printed import brief, visible, visible_line, visible_reply
-from kvsearch.core.resources import package_version
+from kvsearch.core.printed import escape_invisible, escape_line, escape_reply, truncate_lines
+from kvsearch.core.resources import read_package_version
 from kvsearch.models.memory import is_out_of_memory
-from kvsearch.report.screen import WIDEST
-from kvsearch.runs.lock import this_command
+from kvsearch.report.screen import WIDEST_PAGE
+from kvsearch.runs.lock import find_own_command
 
 if TYPE_CHECKING:
-    from kvsearch.report.figures import Part
+    from kvsearch.report.figures import ReportPart
 
 BUG = 1
 LOGGER = logging.getLogger("kvsearch")
@@ -58,23 +58,23 @@ class Screen(RichConsole):
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Return a text that shows every character of `text`."""
-        return super().render_str(visible(text), **{**how, "markup": False, "emoji": False})
+        return super().render_str(escape_invisible(text), **{**how, "markup": False, "emoji": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield what is drawn: styles and moves of the cursor are rich's own, all else is text."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text))
+            yield segment if segment.control else segment._replace(text=escape_invisible(segment.text))
 
-    def print_parts(self, parts: Iterable[Part]) -> None:
+    def print_parts(self, parts: Iterable[ReportPart]) -> None:
         """Print lines and facts, which are never broken, tables and maps."""
-        from kvsearch.report.screen import facts, printable
+        from kvsearch.report.screen import align_facts, to_printable
 
         for part in parts:
             if isinstance(part, str | Mapping):
-                for line in [part] if isinstance(part, str) else facts(part):
-                    self.print(visible_line(line), soft_wrap=True)
+                for line in [part] if isinstance(part, str) else align_facts(part):
+                    self.print(escape_line(line), soft_wrap=True)
             else:
-                self.print(printable(part))
+                self.print(to_printable(part))
 
     def on_broken_pipe(self) -> None:
         """End the output, not the process: rich would exit with 1."""
@@ -101,16 +101,16 @@ class Console:
     @functools.cached_property
     def out(self) -> Screen:
         """The console for results, on standard output; as wide as any table where it is not a terminal."""
-        return Screen(width=None if sys.stdout.isatty() else WIDEST)
+        return Screen(width=None if sys.stdout.isatty() else WIDEST_PAGE)
 
     def say(self, text: str) -> None:
         """Print a message that is not a result."""
-        self.reporter.print(visible_line(text), soft_wrap=True)
+        self.reporter.print(escape_line(text), soft_wrap=True)
         LOGGER.info("%s", text, extra=SHOWN)
 
     def warn(self, text: str) -> None:
         """Print a warning on one line."""
-        self.reporter.print(brief(f"kvsearch: warning: {text}"), soft_wrap=True)
+        self.reporter.print(truncate_lines(f"kvsearch: warning: {text}"), soft_wrap=True)
         LOGGER.warning("%s", text, extra=SHOWN)
 
     def print_json(self, data: Any) -> None:
@@ -120,7 +120,7 @@ class Console:
 
     def print_reply(self, text: str) -> None:
         """Print a reply of a model: unchanged for programs, with visible control characters on a terminal."""
-        shown = visible_reply(text) if sys.stdout.isatty() else text.encode(errors="backslashreplace").decode()
+        shown = escape_reply(text) if sys.stdout.isatty() else text.encode(errors="backslashreplace").decode()
         _write(shown)
 
     @contextmanager
@@ -186,7 +186,7 @@ class Console:
     def _report_failure(self, message: str, error: BaseException, code: int) -> int:
         LOGGER.error("%s", message, exc_info=error, extra=SHOWN)
         if self.debug:
-            sys.stderr.write(visible("".join(traceback.format_exception(error))))
+            sys.stderr.write(escape_invisible("".join(traceback.format_exception(error))))
         print_error(message)
         return code
 
@@ -200,7 +200,7 @@ class Console:
                 if issubclass(category, KvsearchWarning):
                     self.warn(str(message))
                 else:
-                    show_others(visible(str(message)), category, *place, **more)
+                    show_others(escape_invisible(str(message)), category, *place, **more)
 
             warnings.showwarning = show
             warnings.simplefilter("always", KvsearchWarning)
@@ -244,10 +244,10 @@ class VisibleFormatter(logging.Formatter):
     """Formats records with visible control characters, so that no message begins a new line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
-        return visible_line(super().formatMessage(record))
+        return escape_line(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return visible(super().formatException(ei))
+        return escape_invisible(super().formatException(ei))
 
 
 class LogFile(logging.FileHandler):
@@ -281,5 +281,5 @@ def set_up_log(verbose: bool, path: Path | None) -> None:
         file = LogFile(path, encoding="utf-8", errors="backslashreplace")
         file.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
-        command = " ".join(this_command())
-        LOGGER.info("kvsearch began: %s (%s on %s)", command, package_version(), platform.node(), extra=SHOWN)
+        command = " ".join(find_own_command())
+        LOGGER.info("kvsearch began: %s (%s on %s)", command, read_package_version(), platform.node(), extra=SHOWN)

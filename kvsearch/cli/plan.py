@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from kvsearch.cli.registry import PLAN_VERBS, Output, job_verb, verb, view_output
-from kvsearch.report.numbers import counted
+from kvsearch.report.numbers import pluralize
 
 if TYPE_CHECKING:
     from kvsearch.cli.console import Console
@@ -62,7 +62,7 @@ def run_export(options: ExportOptions, console: Console) -> None:
         console.print_json(summary)
         return
     verb = "would write" if console.dry_run else "wrote"
-    lost = "nothing is lost" if not exported.losses else f"{counted(len(exported.losses), 'thing')} lost"
+    lost = "nothing is lost" if not exported.losses else f"{pluralize(len(exported.losses), 'thing')} lost"
     saved = (
         "" if exported.model is None else f", and {exported.model.name} itself in {exported.model.fingerprint.dtype}"
     )

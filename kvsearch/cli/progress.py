@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvsearch.core.items import Progress, Title, clock_words, item_words
-from kvsearch.core.printed import visible_line
+from kvsearch.core.items import Progress, Title, describe_item, format_clock
+from kvsearch.core.printed import escape_line
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -62,7 +62,7 @@ class Count:
         """The current step, with its number."""
         if self.total is None:
             return self.what if isinstance(self.what, str) else self.what()
-        return item_words(self.what, self.done, self.total)
+        return describe_item(self.what, self.done, self.total)
 
     @property
     def spent(self) -> float:
@@ -81,14 +81,14 @@ class Count:
             self._reason = SLOWER
         if self._shown_end < now:
             return LONGER
-        return f"about {clock_words(self._shown_end - now)} left{self._told}"
+        return f"about {format_clock(self._shown_end - now)} left{self._told}"
 
     def describe(self) -> str:
         """Describe the progress, with the time left if it can be estimated."""
         if self.total is None:
-            return f"{self.title}: begun {clock_words(self.spent)} ago"
+            return f"{self.title}: begun {format_clock(self.spent)} ago"
         share = self.done / self.total if self.total else 1.0
-        return ", ".join(filter(None, (f"{self.title}: {share:.0%} in {clock_words(self.spent)}", self.time_left())))
+        return ", ".join(filter(None, (f"{self.title}: {share:.0%} in {format_clock(self.spent)}", self.time_left())))
 
 
 @contextmanager
@@ -120,12 +120,10 @@ def show_bar(count: Count, console: RichConsole) -> Iterator[Progress]:
         TextColumn("{task.fields[left]}", markup=False),
     )  # fmt: skip
     with Bars(*columns, console=console) as bars:
-        task = bars.add_task(visible_line(count.title), total=None, left="")
+        task = bars.add_task(escape_line(count.title), total=None, left="")
 
         def show(done: int, total: int) -> None:
             count(done, total)
-            bars.update(
-                task, description=visible_line(count.title), completed=done, total=total, left=count.time_left()
-            )
+            bars.update(task, description=escape_line(count.title), completed=done, total=total, left=count.time_left())
 
         yield show

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvsearch.core.errors import KvsearchError
     from kvsearch.jobs.listings import Listing
     from kvsearch.jobs.reporter import Reporter
-    from kvsearch.report.figures import Part
+    from kvsearch.report.figures import ReportPart
     from kvsearch.report.screen import View
 
 Action = Callable[[Any, "Console"], None]
@@ -71,7 +71,7 @@ def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, conso
     view_output(run_job(function, checked, console, dry=True)).print(console)
 
 
-def make_parts_printer(parts: Callable[[], Iterable[Part]]) -> Printer:
+def make_parts_printer(parts: Callable[[], Iterable[ReportPart]]) -> Printer:
     """Make a function that prints lines and tables."""
     return lambda console: console.out.print_parts(parts())
 
@@ -80,9 +80,9 @@ def make_kind_printer(kind: str, result: Any) -> Printer:
     """Make a function that prints a result of this kind as `kvsearch show` prints its file."""
 
     def show(console: Console) -> None:
-        from kvsearch.report.artifacts import KINDS
+        from kvsearch.report.artifacts import ARTIFACT_KINDS
 
-        console.out.print_parts(KINDS[kind].parts(result))
+        console.out.print_parts(ARTIFACT_KINDS[kind].parts(result))
 
     return show
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from kvsearch.core.errors import EnvironmentFault
-from kvsearch.core.printed import brief
+from kvsearch.core.printed import truncate_lines
 
 # what says how OpenMP's threads wait: of any OpenMP, GNU's, Intel's
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -92,4 +92,4 @@ def describe_os_error(error: OSError) -> str:
 
 def print_error(message: str, kind: str = "error") -> None:
     """Print an error on one line, even with `--quiet`."""
-    sys.stderr.write(f"{brief(f'kvsearch: {kind}: {message}')}\n")
+    sys.stderr.write(f"{truncate_lines(f'kvsearch: {kind}: {message}')}\n")

@@ -21,7 +21,7 @@ from kvsearch.cli.registry import (
     view_output,
 )
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.report.numbers import counted
+from kvsearch.report.numbers import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,9 +116,9 @@ def evolve(options: JobOptions, result: SearchResult) -> Output:
 
     Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve
     """
-    from kvsearch.report.search import tables
+    from kvsearch.report.search import make_tables
 
-    return Output(result.as_json, make_parts_printer(lambda: tables(result)))
+    return Output(result.as_json, make_parts_printer(lambda: make_tables(result)))
 
 
 @verb("kvsearch.jobs.export:ExportOptions", dry_run=True)
@@ -188,7 +188,7 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
     With --cache the context is one that `kvsearch compress` has read before. Several prompts are asked one by one, and
     none sees another. Without --context and --prompt a bundled model answers a question about a text of its own.
     """
-    from kvsearch.tasks.given import expected_reply
+    from kvsearch.tasks.given import find_expected_reply
 
     def as_json() -> Any:
         answers = [asdict(reply) for reply in replies]
@@ -200,7 +200,7 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
             console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
             console.print_reply(reply.text)
         if options.context is None and not options.prompt:
-            console.say(f"expected to begin with: {expected_reply(options.seed)}")
+            console.say(f"expected to begin with: {find_expected_reply(options.seed)}")
         last = replies[-1]
         most = max(reply.most for reply in replies)
         console.say(
@@ -257,7 +257,7 @@ def verify(options: VerifyOptions, verification: Verification) -> Output:
     """
     problem = None
     if damaged := verification.damaged:
-        artefacts = counted(len(verification.artefacts), "artefact")
+        artefacts = pluralize(len(verification.artefacts), "artefact")
         count = f"{len(damaged)} of {artefacts} {'is' if len(damaged) == 1 else 'are'} damaged"
         first = damaged[0]
         problem = UsageError(f"{count}, the first is {first.path}: {first.problem}; {first.remedy}")
@@ -277,10 +277,10 @@ def report(options: ReportOptions, written: dict[str, Any]) -> Output:
 
     Example: kvsearch report runs/best runs/table -o report.html
     """
-    counts = f"{counted(written['figures'], 'figure')}, {counted(written['tables'], 'table')}"
+    counts = f"{pluralize(written['figures'], 'figure')}, {pluralize(written['tables'], 'table')}"
     lines = [f"wrote {options.output}: {counts}, {written['bytes'] / 1000:.0f} kB"]
     if written["files"]:
-        lines.append(f"wrote {counted(len(written['files']), 'file')} to {options.figures}")
+        lines.append(f"wrote {pluralize(len(written['files']), 'file')} to {options.figures}")
     return Output(lambda: written, remarks=lines)
 
 
@@ -302,9 +302,9 @@ def lm_eval(options: JobOptions, results: dict[str, Any]) -> Output:
 
     Example: kvsearch lm-eval bundled --plan plan.json --tasks arc_easy --limit 100
     """
-    from kvsearch.report.scores import harness_lines
+    from kvsearch.report.scores import list_harness_lines
 
-    return Output(lambda: results, make_parts_printer(lambda: harness_lines(results)))
+    return Output(lambda: results, make_parts_printer(lambda: list_harness_lines(results)))
 
 
 @job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)

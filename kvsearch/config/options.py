@@ -31,7 +31,7 @@ from kvsearch.config.recipes import find_recipe, read_recipe
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Record, ScalarField, refuse
 from kvsearch.core.limits import MOST_ENTRIES, MOST_NUMBER
-from kvsearch.core.parsing import MISSING, is_text, list_problems, problems_of
+from kvsearch.core.parsing import MISSING, is_text, list_problems, list_validation_problems
 
 FIRST, QUESTIONS, SIZE, RESULT, RULE, MACHINE = range(6)  # in the short help
 
@@ -204,7 +204,7 @@ class JobOptions(Record):
         try:
             cls.model_validate(cls.merge(dict(stated), {name: given[name] for name in needed & given.keys()}))
         except ValidationError as error:
-            raise UsageError(list_problems(problems_of(error), str(path))) from error
+            raise UsageError(list_problems(list_validation_problems(error), str(path))) from error
         except UsageError as error:
             raise type(error)(f"{path}: {error}") from error
 
@@ -213,7 +213,7 @@ class JobOptions(Record):
         """Make the UsageError of invalid options, with flags in place of field names."""
         offered = cls.list_options()
         problems = []
-        for problem in problems_of(error):
+        for problem in list_validation_problems(error):
             name = re.split(r"[.:]", problem, maxsplit=1)[0]
             if name in offered:
                 option = offered[name][1]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import describe_unknown
 from kvsearch.core.parsing import read_json
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.runs.identity import SCHEMA
 
 JOBS = ("calibrate", "evaluate", "evolve", "run")  # that recipes are shipped for
@@ -21,10 +21,12 @@ def find_recipe(name: str, job: str) -> Path:
     return path if path.exists() or path.suffix in (".yaml", ".yml", ".json") else find_shipped_recipe(name, job)[1]
 
 
-def shipped_recipes(job: str = "") -> dict[str, Path]:
+def list_shipped_recipes(job: str = "") -> dict[str, Path]:
     """List the shipped recipes of one job or of all, by job and name, as in run/bundled."""
     jobs = [known for known in JOBS if job in ("", known)]
-    return {f"{job}/{path.stem}": path for job in jobs for path in sorted(resource(f"recipes/{job}").glob("*.yaml"))}
+    return {
+        f"{job}/{path.stem}": path for job in jobs for path in sorted(find_resource(f"recipes/{job}").glob("*.yaml"))
+    }
 
 
 def find_shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
@@ -33,16 +35,16 @@ def find_shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
     Raises:
         UsageError: there is no such recipe, or several jobs have one of that name.
     """
-    known = shipped_recipes(job)
+    known = list_shipped_recipes(job)
     matches = [full for full in known if name in (full, full.partition("/")[2])]
     if len(matches) > 1:
         raise UsageError(f"several recipes are called {name!r}: give {' or '.join(matches)}")
     if not matches:
-        raise UsageError(unknown("recipe", name, [full.partition("/")[2] if job else full for full in known]))
+        raise UsageError(describe_unknown("recipe", name, [full.partition("/")[2] if job else full for full in known]))
     return matches[0], known[matches[0]]
 
 
-def about(path: Path) -> str:
+def read_description(path: Path) -> str:
     """Read the description of a recipe: its leading comment, as one line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = list(takewhile(lambda line: line.startswith("#"), lines))

@@ -32,7 +32,7 @@ def canonical_json(obj: object) -> bytes:
         raise UsageError(f"cannot write half of a surrogate pair as UTF-8: {error.object[error.start]!r}") from error
 
 
-def sha256_of(obj: object) -> str:
+def hash_json(obj: object) -> str:
     """Return the hexadecimal SHA-256 of the canonical JSON of `obj`; raises as `canonical_json`."""
     return hashlib.sha256(canonical_json(obj)).hexdigest()
 
@@ -44,33 +44,35 @@ def _write(value: object, indent: str, place: str) -> str:
         deeper = indent + _INDENT
         for key in value:
             if not isinstance(key, str):
-                raise InternalError(f"cannot write the key {key!r} at {_named(place)}: JSON keys are text")
-        members = (f"{_scalar(key, place)}: {_write(value[key], deeper, f'{place}.{key}')}" for key in sorted(value))
-        return _block("{", members, "}", indent)
+                raise InternalError(f"cannot write the key {key!r} at {_name_place(place)}: JSON keys are text")
+        members = (
+            f"{_format_scalar(key, place)}: {_write(value[key], deeper, f'{place}.{key}')}" for key in sorted(value)
+        )
+        return _format_block("{", members, "}", indent)
     if isinstance(value, list | tuple):
         if all(isinstance(item, int | float) for item in value):
-            line = f"[{', '.join(_scalar(item, place) for item in value)}]"
+            line = f"[{', '.join(_format_scalar(item, place) for item in value)}]"
             if len(indent) + len(line) <= _LINE:
                 return line
         written = (_write(item, indent + _INDENT, f"{place}.{index}") for index, item in enumerate(value))
-        return _block("[", written, "]", indent)
-    return _scalar(value, place)
+        return _format_block("[", written, "]", indent)
+    return _format_scalar(value, place)
 
 
-def _block(opening: str, members: Iterable[str], closing: str, indent: str) -> str:
+def _format_block(opening: str, members: Iterable[str], closing: str, indent: str) -> str:
     lines = f",\n{indent}{_INDENT}".join(members)
     return f"{opening}\n{indent}{_INDENT}{lines}\n{indent}{closing}" if lines else opening + closing
 
 
-def _scalar(value: object, place: str) -> str:
+def _format_scalar(value: object, place: str) -> str:
     if value is None or isinstance(value, str | int):
         return _encode(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise UsageError(f"cannot write {float(value)} at {_named(place)}: JSON has finite numbers only")
+            raise UsageError(f"cannot write {float(value)} at {_name_place(place)}: JSON has finite numbers only")
         return float.__repr__(value)
-    raise InternalError(f"cannot write a {type(value).__name__} at {_named(place)} as JSON")
+    raise InternalError(f"cannot write a {type(value).__name__} at {_name_place(place)} as JSON")
 
 
-def _named(place: str) -> str:
+def _name_place(place: str) -> str:
     return place.removeprefix(".") or "the top"

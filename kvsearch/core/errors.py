@@ -48,16 +48,16 @@ class KvsearchWarning(UserWarning):
     """Something that works but is probably not what one wants."""
 
 
-def given(value: Value | None, problem: str, kind: type[KvsearchError] = UsageError) -> Value:
-    """Return a value that has to be there; an error of this kind with the problem where it is None."""
+def require(value: Value | None, problem: str, kind: type[KvsearchError] = UsageError) -> Value:
+    """Return `value`; raise an error of this `kind` with the problem if it is None."""
     if value is None:
         raise kind(problem)
     return value
 
 
-def present(value: Value | None, problem: str) -> Value:
-    """Return a value that is there unless kvsearch has a bug."""
-    return given(value, problem, InternalError)
+def assert_present(value: Value | None, problem: str) -> Value:
+    """Return `value`, which is None only if kvsearch has a bug."""
+    return require(value, problem, InternalError)
 
 
 _said: set[str] = set()

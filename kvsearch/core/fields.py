@@ -82,15 +82,15 @@ def _check_setting(value: Any) -> Any:
 _TIME = re.compile(r"(?:(\d{1,4})h)?(?:(\d{1,5})m)?(?:(\d{1,6})s)?")
 
 
-def seconds_of(time: str) -> int:
-    """Return the seconds of a time such as 90s, 30m, 2h or 1h30m; 0 if it is none."""
-    found = _TIME.fullmatch(time)
-    hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
+def parse_seconds(time: str) -> int:
+    """Parse a time such as 90s, 30m, 2h or 1h30m to seconds; 0 if it is not a time."""
+    match = _TIME.fullmatch(time)
+    hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
     return 3600 * hours + 60 * minutes + seconds
 
 
 def _check_time(value: str) -> str:
-    if not seconds_of(value):
+    if not parse_seconds(value):
         raise PydanticCustomError(
             COMPLETE, "must be a time such as 90s, 30m, 2h or 1h30m, not {what}", {"what": repr(value)}
         )

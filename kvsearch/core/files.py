@@ -38,22 +38,22 @@ _PIECE = 1 << 20  # bytes that are unpacked at a time
 _LOOKED_AT = 1000  # bytes that an encoding is guessed from
 
 
-def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
-    """Read a whole file of at most so many bytes; raises as `opened`, or UsageError: it is a device, or larger."""
-    with opened(path) as file:
+def read_bytes(path: str | Path, max_bytes: int = MOST_DATA) -> bytes:
+    """Read a whole file of at most so many bytes; raises as `open_file`, or UsageError: it is a device, or larger."""
+    with open_file(path) as file:
         status = os.fstat(file.fileno())
         if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
             raise UsageError(f"{path} is a device, which may have no end: name a file")
-        if status.st_size <= most:  # 0 of a pipe
+        if status.st_size <= max_bytes:  # 0 of a pipe
             data = file.read()
-            if len(data) <= most:
+            if len(data) <= max_bytes:
                 return data
-    raise _too_large(path, most)
+    raise _too_large_error(path, max_bytes)
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[BufferedReader]:
-    """Open a file to be read, and say what keeps it from being opened or read.
+def open_file(path: str | Path) -> Iterator[BufferedReader]:
+    """Open a file for reading; errors of the system become errors that name the path.
 
     Raises:
         UsageError: there is no such file, or it is a folder.
@@ -67,7 +67,7 @@ def opened(path: str | Path) -> Iterator[BufferedReader]:
     except IsADirectoryError as error:
         raise UsageError(f"{path} is a folder: name a file in it") from error
     except OSError as error:
-        raise _fault(error, f"cannot read {path}") from error
+        raise _system_error(error, f"cannot read {path}") from error
     except ValueError as error:  # a zero byte in the name
         raise UsageError(f"cannot read {path!r}: {error}") from error
 
@@ -110,19 +110,19 @@ _KINDS = {
 _CONVERT = "iconv -f {} -t utf-8 FILE > NEW"
 
 
-def read_text(path: str | Path, name: str | None = None, most: int = MOST_DATA) -> str:
-    """Read a whole text file, called `name` where it is no text; raises as `read_unpacked` and `decoded`."""
-    return decoded(read_unpacked(path, most), name or str(path))
+def read_text(path: str | Path, name: str | None = None, max_bytes: int = MOST_DATA) -> str:
+    """Read a whole text file, called `name` where it is no text; raises as `read_unpacked` and `decode_text`."""
+    return decode_text(read_unpacked(path, max_bytes), name or str(path))
 
 
-def read_unpacked(path: str | Path, most: int = MOST_DATA) -> bytes:
+def read_unpacked(path: str | Path, max_bytes: int = MOST_DATA) -> bytes:
     """Read a file whole, and unpack it if it is compressed by gzip, bzip2 or xz, to at most so many bytes.
 
     Raises:
         UsageError: as `read_bytes`, or what is compressed is damaged.
         EnvironmentFault: as `read_bytes`.
     """
-    data = read_bytes(path, most)
+    data = read_bytes(path, max_bytes)
     try:
         library = next((import_module(name) for form, name in _COMPRESSED.items() if is_of_form(data, form)), None)
     except ImportError:  # Python was built without it: what reads the data says what it is
@@ -132,12 +132,12 @@ def read_unpacked(path: str | Path, most: int = MOST_DATA) -> bytes:
     faults = (OSError, EOFError, zlib.error, getattr(library, "LZMAError", EOFError))
     try:
         with library.open(BytesIO(data)) as file:
-            unpacked: bytes = b"".join(islice(iter(partial(file.read, _PIECE), b""), most // _PIECE + 1))
+            unpacked: bytes = b"".join(islice(iter(partial(file.read, _PIECE), b""), max_bytes // _PIECE + 1))
     except faults as error:
         problem = f"{path} is compressed by {library.__name__} and cannot be unpacked ({error}): fetch it again"
         raise UsageError(problem) from error
-    if len(unpacked) > most:
-        raise _too_large(path, most)
+    if len(unpacked) > max_bytes:
+        raise _too_large_error(path, max_bytes)
     return unpacked
 
 
@@ -146,7 +146,7 @@ def is_of_form(data: bytes, form: bytes) -> bool:
     return re.match(form, data, re.DOTALL) is not None
 
 
-def decoded(data: bytes, name: str) -> str:
+def decode_text(data: bytes, name: str) -> str:
     """Return text as it is in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, which is no part of it.
 
     Line ends stay as they are.
@@ -161,13 +161,13 @@ def decoded(data: bytes, name: str) -> str:
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} {_not_decoded(data, encoding, error.start)}") from error
+        raise UsageError(f"{name} {_encoding_error(data, encoding, error.start)}") from error
     if "\0" in text:
-        raise UsageError(f"{name} {_with_zeros(data, text)}")
+        raise UsageError(f"{name} {_describe_zeros(data, text)}")
     return text
 
 
-def _not_decoded(data: bytes, encoding: str, place: int) -> str:
+def _encoding_error(data: bytes, encoding: str, place: int) -> str:
     """Say where data is not in an encoding, and how to convert it."""
     if encoding == "utf-8-sig":
         place += 3  # Python counts from behind the mark
@@ -182,7 +182,7 @@ def _not_decoded(data: bytes, encoding: str, place: int) -> str:
     return f"{at}, in line {line}; if it is in {likely}, convert it: {_CONVERT.format(likely)}"
 
 
-def _with_zeros(data: bytes, text: str) -> str:
+def _describe_zeros(data: bytes, text: str) -> str:
     """Say what text with zero bytes is; in UTF-16 every other byte of plain letters is one."""
     if data[257:262] == b"ustar":
         return f"is a tar archive: {_UNPACK}"
@@ -193,14 +193,14 @@ def _with_zeros(data: bytes, text: str) -> str:
     return f"is binary, no text: character {text.index(chr(0))} is zero"
 
 
-def _too_large(path: str | Path, most: int) -> UsageError:
-    return UsageError(f"{path} is larger than the {most} bytes that such a file may have: is it the right one?")
+def _too_large_error(path: str | Path, max_bytes: int) -> UsageError:
+    return UsageError(f"{path} is larger than the {max_bytes} bytes that such a file may have: is it the right one?")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], overwrite: bool = True) -> None:
+def write_atomically(path: str | Path, data: bytes | Iterable[bytes | memoryview], overwrite: bool = True) -> None:
     """Replace the content of `path` in one step that survives a crash; links are followed, the file mode is kept.
 
     What is large can be given in pieces, which are asked for one by one. A file that holds what is given whole already
@@ -212,14 +212,14 @@ def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], o
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
     try:
-        target = resolved(path)
-        mode = _mode_of(target)
+        target = resolve_path(path)
+        mode = _read_mode(target)
         if not overwrite and _holds(target, data):
             return
         _replace(target, data, mode, overwrite)
         logging.getLogger("kvsearch").debug("wrote %s, %s bytes", path, target.stat().st_size)
     except OSError as error:
-        raise _fault(error, f"cannot write {path}") from error
+        raise _system_error(error, f"cannot write {path}") from error
     with suppress(OSError):  # the file is complete by now, and some file systems cannot sync folders
         folder = os.open(target.parent, os.O_RDONLY)
         try:
@@ -228,23 +228,23 @@ def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], o
             os.close(folder)
 
 
-def resolved(path: str | Path) -> Path:
-    """Return where a path leads; UsageError for a link that leads to itself, or a zero byte in the name."""
+def resolve_path(path: str | Path) -> Path:
+    """Resolve a path and its links; UsageError for a link to itself, or a zero byte in the name."""
     try:
         return Path(path).resolve()
     except (RuntimeError, ValueError) as error:
         raise UsageError(f"{str(path)!r} leads nowhere: {error}") from error
 
 
-def _fault(error: OSError, problem: str) -> KvsearchError:
+def _system_error(error: OSError, problem: str) -> KvsearchError:
     """Return what to say of an error of the system: a name that cannot be one is the request's fault."""
     kind = UsageError if error.errno in TYPED else EnvironmentFault
-    return kind(f"{problem}: {_reason(error)}")
+    return kind(f"{problem}: {_format_reason(error)}")
 
 
 def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
     """Return what to say of a file that a run cannot write; `then` is how to go on once the cause is removed."""
-    return EnvironmentFault(f"cannot write {path}: {_reason(error)}, then {then}")
+    return EnvironmentFault(f"cannot write {path}: {_format_reason(error)}, then {then}")
 
 
 def check_output(path: Path, force: bool) -> None:
@@ -266,23 +266,23 @@ def require_directory(path: Path) -> None:
 
 def check_target(path: str | Path) -> None:
     """Raise UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
-    _mode_of(resolved(path))
+    _read_mode(resolve_path(path))
 
 
-def _mode_of(target: Path) -> int | None:
+def _read_mode(target: Path) -> int | None:
     """Return the permission bits of an existing regular file, None for a new one."""
     try:
-        found = target.stat().st_mode
+        mode = target.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         if not target.parent.is_dir():
             raise UsageError(f"cannot write {target}: its folder does not exist, create it first") from None
         return None
     except OSError as error:
-        raise _fault(error, f"cannot write {target}") from error
-    if not stat.S_ISREG(found):
-        what = "a folder" if stat.S_ISDIR(found) else "not a regular file"
+        raise _system_error(error, f"cannot write {target}") from error
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
         raise UsageError(f"cannot write {target}: it is {what}, name a file")
-    return stat.S_IMODE(found)
+    return stat.S_IMODE(mode)
 
 
 def _holds(target: Path, data: bytes | Iterable[bytes | memoryview]) -> bool:
@@ -295,7 +295,7 @@ def _holds(target: Path, data: bytes | Iterable[bytes | memoryview]) -> bool:
 
 
 def _replace(target: Path, data: bytes | Iterable[bytes | memoryview], mode: int | None, overwrite: bool) -> None:
-    with temporary_for(target) as (temporary, file):
+    with open_temporary(target) as (temporary, file):
         file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
         os.fsync(file.fileno())
@@ -307,17 +307,17 @@ def _replace(target: Path, data: bytes | Iterable[bytes | memoryview], mode: int
             temporary.replace(target)
 
 
-def _reason(error: OSError) -> str:
+def _format_reason(error: OSError) -> str:
     remedy = _REMEDIES.get(error.errno or 0, "check the disk and the permissions")
     return f"{(error.strerror or str(error)).lower()}, {remedy}"
 
 
 TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
-SUFFIX = ".tmp"
+TEMPORARY_SUFFIX = ".tmp"
 
 
 @contextmanager
-def temporary_for(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
+def open_temporary(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """Yield a new file next to `target`, and its path; it is removed unless it is renamed before the end.
 
     Its writer has the system's lock on it, which ends with the process: so what a killed one left of the same target is
@@ -328,11 +328,11 @@ def temporary_for(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """
     beginning = f"{TEMPORARY}{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:8]}-"
     for left in target.parent.iterdir():
-        if left.name.startswith(beginning) and left.suffix == SUFFIX:
+        if left.name.startswith(beginning) and left.suffix == TEMPORARY_SUFFIX:
             with suppress(OSError), left.open("rb") as abandoned:
                 fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()
-    path, file = _made(target.parent, beginning)
+    path, file = _make_folder(target.parent, beginning)
     try:
         with file:
             yield path, file
@@ -342,9 +342,9 @@ def temporary_for(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
         raise
 
 
-def _made(folder: Path, beginning: str) -> tuple[Path, BinaryIO]:
+def _make_folder(folder: Path, beginning: str) -> tuple[Path, BinaryIO]:
     while True:
-        path = folder / f"{beginning}{secrets.token_hex(8)}{SUFFIX}"
+        path = folder / f"{beginning}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
         file = path.open("xb")
         try:
             with suppress(OSError):  # a file system without locks

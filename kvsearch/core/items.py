@@ -11,7 +11,7 @@ Progress = Callable[[int, int], None]  # what is done, and how much there is to 
 Title = str | Callable[[], str]  # the item that is being done, numbers follow: "asking: context"; or all that is said
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+def group_by_key(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """Return items by their keys; keys and the items of each are in the order in which they came."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
@@ -19,10 +19,10 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
-def counted(
+def with_progress(
     items: Iterable[Item], total: int, progress: Progress | None, weigh: Callable[[Item], int] = lambda _: 1
 ) -> Iterator[Item]:
-    """Yield `items`, and tell `progress` before the first and after each how many of `total` are done.
+    """Yield `items`, and report to `progress` before the first and after each how many of `total` are done.
 
     An item may `weigh` more than one.
     """
@@ -36,12 +36,12 @@ def counted(
             progress(done, total)
 
 
-def item_words(what: Title, done: int, total: int) -> str:
-    """Return which item is being done: "asking: context 3 of 27"."""
+def describe_item(what: Title, done: int, total: int) -> str:
+    """Describe the item in progress: "asking: context 3 of 27"."""
     return f"{what} {min(done + 1, total):,} of {total:,}" if isinstance(what, str) else what()
 
 
-def clock_words(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Return a time as minutes and seconds, 1:05, or hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import COMPLETE
-from kvsearch.core.files import decoded, read_text
+from kvsearch.core.files import decode_text, read_text
 from kvsearch.core.limits import MOST_DOCUMENT
-from kvsearch.core.naming import did_you_mean
-from kvsearch.core.printed import cut
+from kvsearch.core.naming import suggest_nearest
+from kvsearch.core.printed import truncate
 
 Valid = TypeVar("Valid")
 
@@ -44,8 +44,8 @@ _PLAINER: Final = {  # words of pydantic
 _ABOUT_CONTENT: Final = (COMPLETE, "too_long", "value_error", "assertion_error")
 
 
-def validated(validate: Callable[[Any], Valid], content: Any, name: str) -> Valid:
-    """Return what pydantic's `validate` makes of the content of a file; UsageError, as below, with all its problems."""
+def validate_content(validate: Callable[[Any], Valid], content: Any, name: str) -> Valid:
+    """Validate a file's content with pydantic's `validate`; UsageError, as below, with all its problems."""
     try:
         return validate(content)
     except ValidationError as error:
@@ -54,19 +54,19 @@ def validated(validate: Callable[[Any], Valid], content: Any, name: str) -> Vali
 
 def describe_validation_error(error: ValidationError, name: str) -> str:
     """List all problems of `error`: a first line with the file's `name`, then `path.to.field: what`, one per line."""
-    return list_problems(problems_of(error), name)
+    return list_problems(list_validation_problems(error), name)
 
 
-def problems_of(error: ValidationError, known: Sequence[str] = ()) -> list[str]:
+def list_validation_problems(error: ValidationError, known: Sequence[str] = ()) -> list[str]:
     """List the problems of `error` as `path.to.field: what`, one line each; `known` keys are what others may mean."""
     return [
-        f"{'.'.join(map(short_key, place)) or 'the whole'}: {what}"
-        + (did_you_mean(place[-1], known) if what == _UNKNOWN else "")
-        for place, what in located_problems(error)
+        f"{'.'.join(map(shorten_key, place)) or 'the whole'}: {what}"
+        + (suggest_nearest(place[-1], known) if what == _UNKNOWN else "")
+        for place, what in locate_problems(error)
     ]
 
 
-def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...], str]]:
+def locate_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...], str]]:
     """List the problems of `error`, each a place and one line; where there are very many, only how many."""
     if error.error_count() > _MOST_LISTED:
         return [((), f"has {error.error_count()} problems, too many to list: restore the file")]
@@ -74,16 +74,16 @@ def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...]
     for line in error.errors(include_url=False):
         kind = line["type"]
         what = _PLAIN.get(kind) or _OF_KIND.get(kind) or line["msg"]
-        for words, plainer in _PLAINER.items():
-            what = what.replace(words, plainer)
-        found = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {shown(line['input'])}"
-        problems.append((line["loc"], " ".join(f"{what}{found}".splitlines())))
+        for phrase, plainer in _PLAINER.items():
+            what = what.replace(phrase, plainer)
+        value = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {format_value(line['input'])}"
+        problems.append((line["loc"], " ".join(f"{what}{value}".splitlines())))
     return problems
 
 
-def short_key(key: str | int) -> str:
-    """Return a part of a place for a message: short, as `shown` has values."""
-    return cut(str(key), _LONGEST_VALUE)
+def shorten_key(key: str | int) -> str:
+    """Shorten one key of a place for a message, as `format_value` shortens values."""
+    return truncate(str(key), _LONGEST_VALUE)
 
 
 def list_problems(problems: list[str], name: str) -> str:
@@ -94,16 +94,16 @@ def list_problems(problems: list[str], name: str) -> str:
     return "\n  ".join([f"{name} is not valid, {count}:", *shown])
 
 
-def read_json(path: str | Path, most: int = MOST_DOCUMENT) -> Any:
+def read_json(path: str | Path, max_bytes: int = MOST_DOCUMENT) -> Any:
     """Read a file of one JSON value; raises as `read_text` and `parse_json`."""
-    return parse_json(read_text(path, most=most), str(path))
+    return parse_json(read_text(path, max_bytes=max_bytes), str(path))
 
 
 def parse_json(data: bytes | str, name: str) -> Any:
     """Parse JSON; UsageError for anything else, a key twice in one object, or what `require_plain` refuses."""
-    text = data if isinstance(data, str) else decoded(data, name)
+    text = data if isinstance(data, str) else decode_text(data, name)
     try:
-        content = json.loads(text, object_pairs_hook=_unique)
+        content = json.loads(text, object_pairs_hook=_require_unique_keys)
         require_plain(content)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}"
@@ -123,18 +123,18 @@ def require_plain(content: Any) -> None:
 
 
 def describe_fault(error: BaseException) -> str:
-    """Return what a library says of a file that it cannot read, `shortened`; its kind if that says too little."""
-    return in_one_line(error) if isinstance(error, KeyError) else shortened(str(error)) or type(error).__name__
+    """Return what a library says of a file that it cannot read, `shorten`; its kind if that says too little."""
+    return format_error(error) if isinstance(error, KeyError) else shorten(str(error)) or type(error).__name__
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return type and text of an error, `shortened`."""
-    return shortened(f"{type(error).__name__}: {error}")
+def format_error(error: BaseException) -> str:
+    """Return type and text of an error, `shorten`."""
+    return shorten(f"{type(error).__name__}: {error}")
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Return a text on one line and not too long."""
-    return cut(" ".join(text.split()), _LONGEST_FAULT)
+    return truncate(" ".join(text.split()), _LONGEST_FAULT)
 
 
 def is_text(value: str) -> bool:
@@ -150,26 +150,28 @@ def require_header(data: object, kind: str, version: int, name: str) -> dict[str
     """
     if not isinstance(data, dict) or data.get("format") != kind:
         stated = data.get("format") if isinstance(data, dict) else None
-        found = f'it has no "format": "{kind}"' if stated is None else f"its format is {shown(stated)}"
-        raise UsageError(f"{name} is not a {kind} file: {found}")
+        fault = f'it has no "format": "{kind}"' if stated is None else f"its format is {format_value(stated)}"
+        raise UsageError(f"{name} is not a {kind} file: {fault}")
     given = data.get("version")
     if type(given) is not int or given < 1:
-        raise UsageError(f'{name} has no valid version: found {shown(given)} where "version": {version} is expected')
+        raise UsageError(
+            f'{name} has no valid version: found {format_value(given)} where "version": {version} is expected'
+        )
     if given > version:
         raise UsageError(f"{name} was written by a newer kvsearch (version {given}, this one reads {version}): upgrade")
     return data
 
 
-def shown(value: object) -> str:
-    """Return a value for a message: short, without what is in it."""
+def format_value(value: object) -> str:
+    """Format a value for a message: short, and without the content of containers."""
     if isinstance(value, dict | list | tuple):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and value.bit_length() > _MOST_SHOWN_BITS:
         return "a number of very many digits"
-    return "null" if value is None else cut(repr(value), _LONGEST_VALUE)
+    return "null" if value is None else truncate(repr(value), _LONGEST_VALUE)
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _require_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content: dict[str, object] = {}
     for key, value in pairs:
         if key in content:

@@ -1,7 +1,7 @@
 r"""What is printed is data: no name, reply or path can act where it is shown. One function per place, used by all.
 
-`visible` is for screens and pages, `csv_text` for CSV, `markdown_text` for Markdown, `command_line` for commands that
-are to be pasted. Files of our own formats, --json and ledgers hold texts as they are.
+`escape_invisible` is for screens and pages, `format_csv` for CSV, `escape_markdown` for Markdown, and
+`format_command_line` for commands to paste. Files of our own formats, --json and ledgers hold texts as they are.
 """
 
 from __future__ import annotations
@@ -22,64 +22,64 @@ _NUMBER = r"[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+|inf|nan)(?:[eE][+-]?\d+)?%?"
 # what begins with a sign and is none: "-", a number, or one with its interval and how often it won
 _BOUNDS = rf"\[(?:{_NUMBER}, {_NUMBER}|\d+ contexts?: no interval)\]"
 PLAIN = re.compile(rf"-|{_NUMBER}(?: points)?(?: {_BOUNDS})?(?: \d+ / \d+ / \d+)?")
-LONGEST = 2000  # letters of a line that says what went wrong
+MAX_LINE_LENGTH = 2000  # letters of a line that says what went wrong
 _BARE = re.compile(r"[A-Za-z0-9][\w .:%/-]*|[-+][\d.eE+-]*|", re.ASCII)  # needs no quotes in CSV
 # of Markdown; a bracket around numbers is an interval, and an underscore within a word is part of it
 _MARKS = re.compile(r"[\\`*<|~$]|\[(?!(?:[-+\d.,% ]*|\d+ contexts?: no interval)\])|&(?=[#\w]+;)|(?<!\w)_|_(?!\w)")
 
 
-def visible(text: str, keep: str = "\n") -> str:
-    r"""Return a text in which characters that cannot be seen are escapes like \u202e, all but those of `keep`."""
+def escape_invisible(text: str, keep: str = "\n") -> str:
+    r"""Escape the invisible characters of a text, such as \u202e, except the ones in `keep`."""
     if text.isascii() and text.isprintable():
         return text
     shown = []
-    for one in text:
-        is_unseen = unicodedata.category(one) in UNSEEN or BLANK.match(one) is not None
-        shown.append(_escape(one) if is_unseen and one not in keep else one)
+    for character in text:
+        is_unseen = unicodedata.category(character) in UNSEEN or BLANK.match(character) is not None
+        shown.append(_escape(character) if is_unseen and character not in keep else character)
     return "".join(shown)
 
 
-def visible_line(text: str) -> str:
-    """Return `visible` of a line; what goes on below it is indented, so no data can begin a line of its own."""
-    return re.sub(r"\n(?! |\Z)", r"\\x0a", visible(text))
+def escape_line(text: str) -> str:
+    """Apply `escape_invisible` to a message and indent its further lines, so that no data can begin a line."""
+    return re.sub(r"\n(?! |\Z)", r"\\x0a", escape_invisible(text))
 
 
-def brief(text: str) -> str:
-    """Return `visible_line` of what went wrong, which names what is in files: lines without end are cut."""
-    return "\n".join(cut(line, LONGEST) for line in visible_line(text).split("\n"))
+def truncate_lines(text: str) -> str:
+    """Return `escape_line` of what went wrong, which names what is in files: lines without end are cut."""
+    return "\n".join(truncate(line, MAX_LINE_LENGTH) for line in escape_line(text).split("\n"))
 
 
-def cut(text: str, most: int) -> str:
+def truncate(text: str, max_length: int) -> str:
     """Return a text or, of a longer one, so many letters and three points."""
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= max_length else f"{text[:max_length]}..."
 
 
-def visible_reply(text: str) -> str:
-    """Return `visible` of what a model has written: lines, tabs and scripts that need joiners stay."""
-    return visible(text.replace("\r\n", "\n"), PROSE)
+def escape_reply(text: str) -> str:
+    """Return `escape_invisible` of what a model has written: lines, tabs and scripts that need joiners stay."""
+    return escape_invisible(text.replace("\r\n", "\n"), PROSE)
 
 
-def csv_text(rows: Iterable[Sequence[object]]) -> str:
+def format_csv(rows: Iterable[Sequence[object]]) -> str:
     r"""Return rows as CSV; None and NaN are empty cells.
 
     Texts are in quotes but for names and numbers: outside of quotes a carriage return, or the separator of another
     language, would end a cell. A text that a spreadsheet would compute has an apostrophe before it, a number has none.
     A lone surrogate, which has no place in UTF-8, is an escape such as `\ud800`.
     """
-    return "".join(",".join(map(_csv_cell, row)) + "\n" for row in rows)
+    return "".join(",".join(map(_format_csv_cell, row)) + "\n" for row in rows)
 
 
-def markdown_text(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return a text as Markdown that shows it, on one line and in one cell: no link, HTML, formula or emphasis."""
-    return _MARKS.sub(r"\\\g<0>", visible(text, keep=""))
+    return _MARKS.sub(r"\\\g<0>", escape_invisible(text, keep=""))
 
 
-def command_line(words: Iterable[str]) -> str:
+def format_command_line(arguments: Iterable[str]) -> str:
     """Return a command to be pasted, unless there are characters in it that cannot be seen: these are escapes."""
-    return visible(shlex.join(words), keep="")
+    return escape_invisible(shlex.join(arguments), keep="")
 
 
-def _csv_cell(cell: object) -> str:
+def _format_csv_cell(cell: object) -> str:
     if not isinstance(cell, str):
         return "" if cell is None or cell != cell else str(cell)
     text = cell.encode(errors="backslashreplace").decode()
@@ -88,6 +88,6 @@ def _csv_cell(cell: object) -> str:
     return text if _BARE.fullmatch(text) else '"' + text.replace('"', '""') + '"'
 
 
-def _escape(one: str) -> str:
-    code = ord(one)
+def _escape(character: str) -> str:
+    code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

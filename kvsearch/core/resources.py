@@ -14,7 +14,7 @@ from kvsearch.core.errors import EnvironmentFault
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def resource(relative: str) -> Path:
+def find_resource(relative: str) -> Path:
     """Return the path of a shipped file or folder, such as "data/bundled"; EnvironmentFault if it is missing."""
     for root in (_PACKAGE / "_resources", _PACKAGE.parent):
         path = root / relative
@@ -24,16 +24,16 @@ def resource(relative: str) -> Path:
 
 
 @cache  # a search makes many plans, which all name the versions
-def version(package: str) -> str:
+def read_version(package: str) -> str:
     """Return the version of an installed package; PackageNotFoundError if it is not installed."""
     return metadata.version(package)
 
 
-def package_version() -> str:
+def read_package_version() -> str:
     """Return the version of kvsearch, with the commit that it was installed from where that is known."""
     source = json.loads(metadata.distribution("kvsearch").read_text("direct_url.json") or "{}")
     commit = source.get("vcs_info", {}).get("commit_id")
-    return f"kvsearch {version('kvsearch')}" + (f", commit {commit}" if commit else "")
+    return f"kvsearch {read_version('kvsearch')}" + (f", commit {commit}" if commit else "")
 
 
 class Closing(ABC):

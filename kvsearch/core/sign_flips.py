@@ -15,7 +15,7 @@ import numpy as np
 from kvsearch.core.arrays import TIE, Floats
 
 FLIPS = 9999
-EXACT = 12  # contexts up to which all signs are tried
+MAX_EXACT_CONTEXTS = 12  # contexts up to which all signs are tried
 
 
 def compute_chances(leads: Floats) -> Floats:
@@ -26,7 +26,7 @@ def compute_chances(leads: Floats) -> Floats:
     scale = np.linalg.norm(leads, axis=1, keepdims=True)
     scaled = np.divide(leads, scale, out=np.zeros_like(leads), where=scale > 0)
     contexts = leads.shape[1]
-    if contexts <= EXACT:
+    if contexts <= MAX_EXACT_CONTEXTS:
         signs = np.array(list(product((1.0, -1.0), repeat=contexts)))  # the first is the leads as they are
     else:
         drawn = np.random.default_rng(0).choice([-1.0, 1.0], (FLIPS, contexts))

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import decoded, read_text
+from kvsearch.core.files import decode_text, read_text
 from kvsearch.core.limits import MOST_BRACKETS, MOST_YAML
-from kvsearch.core.parsing import FAULTS, describe_fault, list_problems, require_plain, shown
+from kvsearch.core.parsing import FAULTS, describe_fault, format_value, list_problems, require_plain
 
-Place = tuple[str | int, ...]
+YamlPlace = tuple[str | int, ...]
 
 _TAG = "tag:yaml.org,2002:"
 _TAGS = frozenset(f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
@@ -30,10 +30,10 @@ class YamlDocument:
     def __init__(self, text: bytes | str, name: str) -> None:
         self.name = name
         self.data: Any = None
-        self.lines: dict[Place, int] = {}
+        self.lines: dict[YamlPlace, int] = {}
         self.problems: list[tuple[int, str]] = []
         try:
-            loader = _Loader(text if isinstance(text, str) else decoded(text, name))
+            loader = _Loader(text if isinstance(text, str) else decode_text(text, name))
             node = loader.get_single_node()
             if node is not None:
                 self._note_lines(node)
@@ -46,13 +46,13 @@ class YamlDocument:
         except (yaml.YAMLError, *FAULTS) as error:
             raise UsageError(f"{name} is not valid YAML: {describe_fault(error)}") from error
 
-    def tell(self, place: Place, what: str) -> None:
+    def tell(self, place: YamlPlace, what: str) -> None:
         """Note a problem; of a place that is not in the document, the line is that of what it would be in."""
         known = next((place[:end] for end in range(len(place), -1, -1) if place[:end] in self.lines), ())
         name = ".".join(map(str, place)) or "the whole"
         self.problems.append((self.lines.get(known, 1), f"{name}: {what}"))
 
-    def _note_lines(self, node: Any, place: Place = ()) -> None:
+    def _note_lines(self, node: Any, place: YamlPlace = ()) -> None:
         """Note the lines of a node and of all that is in it; yaml.MarkedYAMLError for a key that is given twice."""
         self.lines.setdefault(place, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
@@ -62,7 +62,7 @@ class YamlDocument:
             for key, value in node.value:
                 inner = (*place, key.value)
                 if inner in self.lines:
-                    raise _refusal(key.start_mark, f"the key {shown(key.value)} is given twice: remove one")
+                    raise _syntax_error(key.start_mark, f"the key {format_value(key.value)} is given twice: remove one")
                 self.lines[inner] = key.start_mark.line + 1
                 self._note_lines(value, inner)
 
@@ -74,7 +74,7 @@ class YamlDocument:
 
 def read_yaml(path: str | Path) -> Any:
     """Read a YAML file as plain data; errors as `read_text` and `YamlDocument`."""
-    return YamlDocument(read_text(path, most=MOST_YAML), str(path)).data
+    return YamlDocument(read_text(path, max_bytes=MOST_YAML), str(path)).data
 
 
 class _Loader(yaml.SafeLoader):
@@ -88,26 +88,28 @@ class _Loader(yaml.SafeLoader):
     def fetch_flow_collection_start(self, kind: Any) -> None:
         """Take an opening bracket; yaml.MarkedYAMLError where so many are open that PyYAML would take seconds."""
         if self.flow_level == MOST_BRACKETS:
-            raise _refusal(self.get_mark(), f"more than {MOST_BRACKETS} brackets are open")
+            raise _syntax_error(self.get_mark(), f"more than {MOST_BRACKETS} brackets are open")
         super().fetch_flow_collection_start(kind)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node; yaml.MarkedYAMLError if it is none of plain data."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            raise _refusal(event.start_mark, f"the alias *{event.anchor} is not read: write out what it stands for")
+            raise _syntax_error(
+                event.start_mark, f"the alias *{event.anchor} is not read: write out what it stands for"
+            )
         node: Any = super().compose_node(parent, index)
         if isinstance(parent, yaml.MappingNode) and index is None:
             if not isinstance(node, yaml.ScalarNode):
-                raise _refusal(node.start_mark, "a key must be a word or number")
+                raise _syntax_error(node.start_mark, "a key must be a word or number")
             node.tag = f"{_TAG}str"
         if node.tag not in _TAGS:
-            raise _refusal(
-                node.start_mark, f"the tag {shown(node.tag)} is not read: write plain values, texts in quotes"
+            raise _syntax_error(
+                node.start_mark, f"the tag {format_value(node.tag)} is not read: write plain values, texts in quotes"
             )
         return node
 
 
-def _refusal(mark: Any, what: str) -> yaml.MarkedYAMLError:
+def _syntax_error(mark: Any, what: str) -> yaml.MarkedYAMLError:
     """Return what to raise for what stands at a mark."""
     return yaml.MarkedYAMLError(problem=what, problem_mark=mark)

@@ -14,10 +14,10 @@ from kvsearch.models.architecture import describe, require_same_rotary, warn_bey
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Replies, stop_tokens
-from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import held_entries, read
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import Replies, find_stop_tokens
+from kvsearch.runtime.program import make_full_program
+from kvsearch.runtime.shared_prefill import count_held_entries, read
 from kvsearch.tasks.prompts import PromptFormat, QuestionText
 
 
@@ -35,7 +35,7 @@ class Reply:
 
 
 class CompressedContext:
-    """A context in the cache that a plan leaves, to be asked any number of times: no prompt sees another.
+    """A context in a compressed cache that answers any number of prompts; no prompt sees another.
 
     `ids` [1, T] are its tokens, but for those of its `rest`: see `PromptFormat.open_context`.
     """
@@ -44,9 +44,9 @@ class CompressedContext:
         self.loaded, self.cache, self.ids, self.rest = loaded, cache, ids, rest
         shape, length = describe(loaded.model), ids.shape[1]
         mask = torch.ones_like(ids, device=loaded.model.device)
-        stop = stop_tokens(loaded, PromptFormat(loaded.tokenizer))
+        stop = find_stop_tokens(loaded, PromptFormat(loaded.tokenizer))
         self.replies = Replies(loaded.model, cache, [ids[0]], mask, None, stop)
-        self.entries, self.bytes = held_entries(loaded.model, cache, [length])[0], cache.nbytes()
+        self.entries, self.bytes = count_held_entries(loaded.model, cache, [length])[0], cache.nbytes()
         self.full_entries = len(shape.full_layers) * shape.kv_heads * length
         others = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)
         self.full_bytes = self.full_entries * 2 * shape.head_dim * loaded.model.dtype.itemsize + others
@@ -64,12 +64,12 @@ class CompressedContext:
             IncompatibleError: the model and the plan or the context do not fit.
             EnvironmentFault: the device has too little memory for it.
         """
-        program = full_cache(loaded.model) if plan is None else Program.from_plan(loaded.model, plan)
+        program = make_full_program(loaded.model) if plan is None else Program.from_plan(loaded.model, plan)
         if ids.shape[1] == 0:
             raise UsageError("there is nothing to compress: give a longer context or prompt")
-        with running(loaded.model):
+        with run_attention(loaded.model):
             cache = PlanCache(loaded.model, program)
-            read(loaded.model, cache, [ids[0]], stop_tokens(loaded), chunk)
+            read(loaded.model, cache, [ids[0]], find_stop_tokens(loaded), chunk)
         return cls(loaded, cache, ids, rest)
 
     @classmethod
@@ -86,7 +86,7 @@ class CompressedContext:
 
     def ask(self, question: Tensor, max_new_tokens: int) -> list[int]:
         """Return the token ids of the greedy reply to a question of token ids [K]."""
-        with running(self.loaded.model):
+        with run_attention(self.loaded.model):
             return self.replies.ask([question], [max_new_tokens])[0]
 
     def reply(self, formatted: PromptFormat, question: Tensor, max_new_tokens: int) -> Reply:

@@ -12,13 +12,13 @@ from statistics import fmean
 from typing import Any
 
 from kvsearch.core.arrays import TIE
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.items import Progress, grouped
+from kvsearch.core.items import Progress, group_by_key
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import KeptReplies, environment, metric_of, rows_hash, run_encoded
+from kvsearch.evaluation.runner import KeptReplies, describe_environment, find_metric_name, hash_rows, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample
-from kvsearch.evaluation.statistics import MACRO, SizeBlock, TraceLength, blocks_of, contrast, summarize
+from kvsearch.evaluation.statistics import MACRO, SizeBlock, TraceLength, contrast_scores, make_blocks, summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -26,15 +26,23 @@ from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import USES, ContextRecord, ContextSet, Use
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.runs.estimates import Difference, Estimate, TextLoss, doubt_of
+from kvsearch.runs.estimates import Difference, Estimate, TextLoss, find_doubt
 from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
-from kvsearch.runtime.decode.next_tokens import generation_words
-from kvsearch.runtime.shared_prefill import batches
+from kvsearch.runtime.decode.next_tokens import describe_generation_settings
+from kvsearch.runtime.shared_prefill import make_batches
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.strategies.ready_methods import ReadyMethod, describe_different_settings, make_full_cache_method
 from kvsearch.tasks.base import Coverage, Sampling, Task
-from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
+from kvsearch.tasks.encode import (
+    TaskPrompts,
+    compute_token_limit,
+    encode_tasks,
+    format_reasons,
+    list_questions,
+    make_readings,
+    name_contexts,
+)
 from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import FORCED, MOST_LOST, read_losses
@@ -43,53 +51,53 @@ from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
 StageStore = Callable[[str, "Evaluation"], OpenStage]  # opens what keeps the replies of a stage, by its name
 
-ROUNDING = ("batch", "max_memory")  # settings that replies depend on by rounding alone
+ROUNDING_SETTINGS = ("batch", "max_memory")  # settings that replies depend on by rounding alone
 # times that reading a prompt takes, by benchmarks/said_and_taken.py on a CPU
-RANKED = 0.1  # to rank its entries for a program
-DIVIDED = 0.5  # to share out a program's budgets
-SUMMED = 0.7  # for attention column sums
-REREAD = 4.5  # to read it again
-DECIDED = 7.0  # passes that a step takes for a program that evicts while it replies
-UNKNOWN = "which contexts it was fitted and chosen on is not known"
+RANKING_PASSES = 0.1  # to rank its entries for a program
+SHARING_PASSES = 0.5  # to share out a program's budgets
+COLUMN_SUM_PASSES = 0.7  # for attention column sums
+SECOND_READING_PASSES = 4.5  # to read it again
+STEP_PASSES = 7.0  # passes that a step takes for a program that evicts while it replies
+UNKNOWN_CONTEXTS = "which contexts it was fitted and chosen on is not known"
 
 
-class Seen:
-    """The record of a method, None where it is not known, and how many of the `asked` contexts are in it, by use."""
+class ContextOverlap:
+    """How many of an evaluation's contexts a method was fitted or chosen on; `record` is None where unknown."""
 
     def __init__(self, record: ContextRecord | None, encoded: Sequence[TaskPrompts]) -> None:
         prompts = [prompt.hashes for task in encoded for prompt in task.prompts]
         known = record or ContextRecord()
         self.record = record
-        self.asked = len(prompts)
+        self.contexts = len(prompts)
         self.shared: dict[Use, int] = {
             use: sum(any(map(getattr(known, use).has, hashes)) for hashes in prompts) for use in USES
         }
 
     @property
     def warning(self) -> str | None:
-        """Why the score is not to be believed, if it is not."""
-        told = [f"{use} on {self.shared[use]}" for use in ("fitted", "chosen") if self.shared[use]]
-        if not told:
+        """Why the score is too good, or None: contexts of this evaluation were fitted or chosen on."""
+        overlaps = [f"{use} on {self.shared[use]}" for use in ("fitted", "chosen") if self.shared[use]]
+        if not overlaps:
             return None
         return (
-            f"it was {' and '.join(told)} of the {self.asked} contexts asked here, so its score is too good: ask "
-            "others (--seed, --split or --tasks)"
+            f"it was {' and '.join(overlaps)} of the {self.contexts} contexts asked here, so its score is too good: "
+            "ask others (--seed, --split or --tasks)"
         )
 
     @property
     def notes(self) -> list[str]:
-        """What is to be said of it beside its scores."""
+        """Notes to print beside the method's scores."""
         if self.record is None:
-            return [f"{UNKNOWN} (it was written by hand or by an older version)"]
-        found = [] if self.warning is None else [self.warning]
+            return [f"{UNKNOWN_CONTEXTS} (it was written by hand or by an older version)"]
+        notes = [] if self.warning is None else [self.warning]
         if self.record.chosen.ids:
-            found.append(f"it was chosen on {len(self.record.chosen.ids)} contexts")
+            notes.append(f"it was chosen on {len(self.record.chosen.ids)} contexts")
         if not self.record.complete:
-            found.append(f"of a part of what it was made of, {UNKNOWN}")
-        return found
+            notes.append(f"of a part of what it was made of, {UNKNOWN_CONTEXTS}")
+        return notes
 
     def as_json(self) -> dict[str, Any]:
-        """Return all that is known; contexts are those of the record, `asked_here` those in both."""
+        """Return the overlap as JSON: by use, the record's contexts, and how many are evaluated, too (`asked_here`)."""
         if self.record is None:
             return {"known": False}
         sets: dict[str, Any] = {
@@ -100,10 +108,10 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The tasks of a split, and how to ask them: up to `samples` contexts of each, `batch` prompts at a time.
+    """Tasks with the settings to evaluate them: up to `samples` contexts of each, `batch` prompts at a time.
 
     `max_memory` is the most bytes for compressed caches at a time, see `compressed`. Contexts that are in `used`
-    are not asked, see `encode_tasks`. Replies are greedy where there is no `sampling`.
+    are left out, see `encode_tasks`. Replies are greedy without `sampling`.
     """
 
     tasks: Sequence[Task]
@@ -117,30 +125,34 @@ class Split:
     sampling: Sampling | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return how the tasks are asked; which contexts that leaves is told by what is asked."""
-        stated = {one.name: getattr(self, one.name) for one in fields(self)[1:] if one.name not in ("used", "sampling")}
+        """Return the split's settings as JSON. Used contexts are left out: the results record their own contexts."""
+        stated = {
+            setting.name: getattr(self, setting.name)
+            for setting in fields(self)[1:]
+            if setting.name not in ("used", "sampling")
+        }
         return stated if self.sampling is None else {**stated, "sampling": asdict(self.sampling)}
 
     def encode(self, loaded: LoadedModel) -> list[TaskPrompts]:
-        """Return what is asked, as tokens; errors as for `encode_tasks`."""
-        asked = (self.samples, self.seed, self.max_length, self.used, self.sampling)
-        return encode_tasks(loaded, self.tasks, *asked)
+        """Draw and encode the examples of all tasks; errors as for `encode_tasks`."""
+        settings = (self.samples, self.seed, self.max_length, self.used, self.sampling)
+        return encode_tasks(loaded, self.tasks, *settings)
 
     def without(self, used: ContextSet | None) -> Split:
         """Return the split without contexts that were used for something else."""
         return replace(self, used=used)
 
 
-def _spread(values: Iterable[float]) -> float:
-    found = list(values)
-    return max(found) - min(found)
+def _find_spread(values: Iterable[float]) -> float:
+    spread_values = list(values)
+    return max(spread_values) - min(spread_values)
 
 
-def _listed(entries: Mapping[str, float | None]) -> str:
+def _format_entries(entries: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
 
 
-def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Split, programs: Sequence[Program]) -> StageCost:
+def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, programs: Sequence[Program]) -> StageCost:
     """Return what the stage `name` costs that asks under some programs.
 
     A prompt is read once for all of them, and compressed for each. Replies are decoded in one batch, but for programs
@@ -148,13 +160,13 @@ def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Split, progra
     """
     work = Work()
     contexts = questions = 0
-    together = 1 + DECIDED * sum(program.decode is not None for program in programs)
+    together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
-        for batch in batches(readings(task.prompts, asked.protocol), asked.batch, lambda _: ()):
-            pairs = questions_of(batch)
+        for batch in make_batches(make_readings(task.prompts, split.protocol), split.batch, lambda _: ()):
+            pairs = list_questions(batch)
             questions += len(pairs)
-            work += Work.over((len(reading.ids) for reading in batch), 1 + _compressing(programs))
+            work += Work.over((len(reading.ids) for reading in batch), 1 + _estimate_compression(programs))
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
                 steps = 0 if is_forced(task.task) else max(question.query.max_new_tokens for question in replied)
@@ -167,23 +179,28 @@ def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Split, progra
     return StageCost(name, contexts, questions, work)
 
 
-def _compressing(programs: Sequence[Program]) -> float:
+def _estimate_compression(programs: Sequence[Program]) -> float:
     """Return how many times as long as reading a prompt it takes to compress it; policies share what they need."""
     phases = [program.prefill for program in programs if program.prefill is not None]
     needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
     divided = sum(phase.allocation is not None for phase in phases)
     summed = any(need.column_sums for need in needs)
     reread = any(need.reread is not None for need in needs)
-    return RANKED * len(phases) + DIVIDED * divided + SUMMED * summed + REREAD * reread
+    return (
+        RANKING_PASSES * len(phases)
+        + SHARING_PASSES * divided
+        + COLUMN_SUM_PASSES * summed
+        + SECOND_READING_PASSES * reread
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What is to be compared on which questions, checked and in token ids.
+    """A comparison of methods on the same questions: checked and encoded, and once it has run with its replies.
 
-    `subject` is the method that the others are compared with. `told` are notes on what is asked. `names` are those of
-    plans that are compared, with the label of the method that replies for it: equal plans share their replies, and the
-    full cache is always there. `samples` are the replies once it has run: scores and what follows are made of them.
+    `subject` is the method that the others are compared with. `size_notes` say how sizes and prompts fit together.
+    `names` map every plan to the label of the method that replies for it: equal plans share their replies, and the
+    full cache is always included. `samples` are the replies once it has run; scores and tables are made of them.
     """
 
     loaded: LoadedModel
@@ -191,7 +208,7 @@ class Evaluation:
     subject: str
     encoded: list[TaskPrompts]
     split: Split
-    told: tuple[str, ...] = ()
+    size_notes: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
 
@@ -203,35 +220,37 @@ class Evaluation:
 
     @property
     def replies(self) -> int:
-        """How many replies there are to be."""
+        """The number of replies: methods times questions."""
         return len(self.methods) * sum(task.coverage.questions for task in self.encoded)
 
     def cost(self, name: str) -> StageCost:
-        """Return what the stage `name` costs that asks this."""
-        return replies_cost(name, self.encoded, self.split, [method.program for method in self.methods])
+        """Estimate the cost of this evaluation as the stage `name`."""
+        return estimate_replies(name, self.encoded, self.split, [method.program for method in self.methods])
 
     @cached_property
-    def seen(self) -> dict[str, Seen]:
-        """What the methods, by name, knew of the contexts that are asked."""
-        return {one.name: Seen(one.contexts, self.encoded) for one in self.methods}
+    def seen(self) -> dict[str, ContextOverlap]:
+        """The overlap of every method's record, by name, with the evaluated contexts."""
+        return {method.name: ContextOverlap(method.contexts, self.encoded) for method in self.methods}
 
     @property
     def metrics(self) -> dict[str, str]:
-        """What scores each task."""
-        return {task.task.name: metric_of(task.task) for task in self.encoded}
+        """The metric of each task, by name."""
+        return {task.task.name: find_metric_name(task.task) for task in self.encoded}
 
     def config(self) -> RunConfig:
-        """Return the configuration of a run: its content is all that the samples depend on."""
+        """Return the configuration of a run; its content is everything that the samples depend on."""
         settings = {name: value for name, value in self.split.as_json().items() if name != "protocol"}
         content = {
-            **environment(self.loaded),
+            **describe_environment(self.loaded),
             "protocol": self.split.protocol,
-            "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in self.methods},
+            "methods": {
+                method.label: {**method.definition, "sha256": hash_json(method.definition)} for method in self.methods
+            },
             "tasks": {
                 task.task.name: {
                     "category": task.coverage.category, "contexts": task.coverage.contexts,
                     "questions": task.coverage.questions, "wanted": task.coverage.wanted,
-                    "rows_sha256": rows_hash(task),
+                    "rows_sha256": hash_rows(task),
                 }
                 for task in self.encoded
             },
@@ -240,18 +259,18 @@ class Evaluation:
         return RunConfig(job="evaluate", content=content, execution={METRICS: self.metrics})
 
     def stage_config(self, job: Job, **content: object) -> RunConfig:
-        """Return the configuration of a stage of another job, whose `content` says what the names of methods stand for.
+        """Return the configuration of a stage of another job, whose `content` identifies the methods.
 
         So a stage with other methods goes on with the same replies, and so does one with another batch, which changes
         replies by rounding alone.
         """
         whole = self.config()
-        left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING)}
-        rounding = {name: whole.content[name] for name in ROUNDING}
+        left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING_SETTINGS)}
+        rounding = {name: whole.content[name] for name in ROUNDING_SETTINGS}
         return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
 
     def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Evaluation:
-        """Ask everything that is not in the store, and summarise it; see `run_encoded` for the errors."""
+        """Generate and score all replies that are not in the store; see `run_encoded` for the errors."""
         return replace(self, samples=self._replies(self.methods, progress, store))
 
     def run_stage(self, name: str, store: StageStore | None, *, answered: bool = False) -> Evaluation:
@@ -266,25 +285,25 @@ class Evaluation:
             return self.run(progress, replies)
 
     def require_answers(self, progress: Progress | None = None, store: ReplyStore | None = None) -> None:
-        """Ask the full cache alone, before what takes long; see `run`.
+        """Evaluate the full cache alone, before anything that takes long; see `run`.
 
         Raises:
             IncompatibleError: it scores next to nothing, so nothing could be chosen by these questions.
         """
         samples = self._replies([method for method in self.methods if method.name == FULL], progress, store)
-        doubt = doubt_of(summarize(samples, FULL, self.contexts)[-1].scores[FULL])
+        doubt = find_doubt(summarize(samples, FULL, self.contexts)[-1].scores[FULL])
         if doubt is not None:
             raise IncompatibleError(f"{self.loaded.name} on {', '.join(self.metrics)}: {doubt}")
 
     def _replies(
         self, methods: Sequence[ReadyMethod], progress: Progress | None, store: ReplyStore | None
     ) -> list[Sample]:
-        """Ask everything of some methods that is not in the store."""
-        asked = self.split
-        kept = None if store is None else KeptReplies(store, self.loaded, methods, asked.protocol)
+        """Generate and score the replies of some methods that are not in the store."""
+        split = self.split
+        kept = None if store is None else KeptReplies(store, self.loaded, methods, split.protocol)
         programs = {method.label: method.program for method in methods}
         return run_encoded(
-            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
+            self.loaded, programs, self.encoded, split.protocol, split.batch, progress, split.max_memory, kept
         )
 
     # --- what the replies come to ----------------------------------------------------------------------------------
@@ -299,13 +318,13 @@ class Evaluation:
 
     @cached_property
     def contexts(self) -> Contexts:
-        """Which samples share a context, see `contexts_of`."""
-        return contexts_of(self.encoded)
+        """Which samples share a context, see `name_contexts`."""
+        return name_contexts(self.encoded)
 
     @cached_property
     def blocks(self) -> list[SizeBlock]:
         """The scores of all methods, by size."""
-        return blocks_of(self.samples, self.methods, self.subject, self.averages, self.contexts)
+        return make_blocks(self.samples, self.methods, self.subject, self.averages, self.contexts)
 
     @cached_property
     def traces(self) -> dict[str, dict[str, TraceLength]]:
@@ -314,7 +333,7 @@ class Evaluation:
 
     @cached_property
     def coverage(self) -> list[Coverage]:
-        """What was asked of each task."""
+        """How many contexts and questions of each task are evaluated."""
         return [task.coverage for task in self.encoded]
 
     @cached_property
@@ -324,8 +343,8 @@ class Evaluation:
         Layers that a plan leaves alone hold the prompt.
         """
         shape = describe(self.loaded.model)
-        lengths = _lengths(self.encoded, self.split.protocol)
-        phases = {one.label: one.program.decode for one in self.methods if one.program.decode is not None}
+        lengths = _list_lengths(self.encoded, self.split.protocol)
+        phases = {method.label: method.program.decode for method in self.methods if method.program.decode is not None}
         return {
             label: fmean(
                 decode_entries(phase, n) + (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads * n
@@ -337,32 +356,32 @@ class Evaluation:
     @cached_property
     def environment(self) -> dict[str, Any]:
         """The model and what it ran on."""
-        return environment(self.loaded)
+        return describe_environment(self.loaded)
 
     @cached_property
     def most_tokens(self) -> int | None:
-        """What prompt and reply could have together."""
-        return most_tokens(self.loaded.model, self.split.max_length)
+        """The limit on tokens of prompt and reply together; None without one."""
+        return compute_token_limit(self.loaded.model, self.split.max_length)
 
     def score(self, name: str) -> Estimate:
         """Return the mean of a plan over all tasks with its 95% interval."""
         return self.blocks[0].overall.scores[self.names[name]]
 
     def nats(self, name: str) -> dict[str, TextLoss]:
-        """Return the losses of all plans, with differences to one; none unless all tasks are teacher-forced."""
+        """Return the losses of all plans, with differences to `name`; empty unless all tasks are teacher-forced."""
         losses = summarize(self.samples, self.names[name], self.contexts)[-1].nats
         return {other: losses[label] for other, label in self.names.items() if label in losses}
 
     def gain(self, name: str, others: Sequence[str]) -> Difference:
-        """Return what a plan scores above the mean of others, paired by question, with its 95% interval."""
+        """Return a plan's lead over the mean score of others, paired by question, with its 95% interval."""
         weights: dict[str, float] = {self.names[name]: 1.0}
         for other in others:
             label = self.names[other]
             weights[label] = weights.get(label, 0.0) - 1 / len(others)
-        return contrast(self.samples, weights, self.contexts)
+        return contrast_scores(self.samples, weights, self.contexts)
 
-    def ahead(self, name: str) -> dict[str, Difference]:
-        """Return what other plans score above one, the most first; the full cache aside."""
+    def find_higher_plans(self, name: str) -> dict[str, Difference]:
+        """Return the leads of plans that score higher than `name`, largest first; the full cache aside."""
         mean = self.score(name).mean
         higher = [other for other in self.names if other not in (FULL, name) and self.score(other).mean > mean + TIE]
         leads = {other: self.gain(other, [name]) for other in higher}
@@ -371,18 +390,18 @@ class Evaluation:
     @property
     def phases(self) -> str:
         """When all but the full cache evict: prefill, decode or both; several joined by commas."""
-        return ", ".join(sorted({one.phases for one in self.methods if one.name != FULL}))
+        return ", ".join(sorted({method.phases for method in self.methods if method.name != FULL}))
 
     @property
     def doubt(self) -> str | None:
         """Why the comparison may say little, if it does."""
-        return doubt_of(self.blocks[0].overall.scores[FULL])
+        return find_doubt(self.blocks[0].overall.scores[FULL])
 
     @property
     def following(self) -> str | None:
-        """What replies follow of the model's generation config, if anything."""
+        """Which settings of the model's generation config apply to replies; None if no setting does."""
         drawn = any(task.sampling is not None for task in self.encoded)
-        return generation_words(self.loaded.model, drawn=drawn)
+        return describe_generation_settings(self.loaded.model, drawn=drawn)
 
     @property
     def different(self) -> str | None:
@@ -391,12 +410,12 @@ class Evaluation:
 
     @property
     def notes(self) -> list[str]:
-        """What was not asked, or not as it was written, and what is not of equal size; nothing if all is well."""
+        """Notes on what was left out or cut, and on sizes that differ; empty if all is well."""
         return [
             *([] if self.doubt is None else [self.doubt]),
             *([] if self.following is None else [self.following]),
             *(f"{name}: {note}" for name, seen in self.seen.items() for note in seen.notes),
-            *self.told,
+            *self.size_notes,
             *self._hopeless_notes(),
             *self._loss_notes(),
             *(note for covered in self.coverage for note in self._coverage_notes(covered)),
@@ -410,15 +429,15 @@ class Evaluation:
 
     @property
     def labels(self) -> list[str]:
-        """All that was compared, the full cache first."""
+        """The labels of all methods, the full cache first."""
         return [method.label for method in self.methods]
 
     @cached_property
     def held(self) -> dict[str, Footprint]:
-        """What each method (by label) held in the cache, means over the questions."""
+        """The cache entries and bytes of each method, by label, means over the questions."""
         return {
             label: Footprint(*(fmean(getattr(sample, field.name) for sample in samples) for field in fields(Footprint)))
-            for label, samples in grouped(self.samples, attrgetter("method")).items()
+            for label, samples in group_by_key(self.samples, attrgetter("method")).items()
         }
 
     def _hopeless_notes(self) -> Iterator[str]:
@@ -433,10 +452,10 @@ class Evaluation:
         for task in [task for task, metric in self.metrics.items() if metric == FORCED]:
             losses = [read_losses(sample.reply) for sample in self.samples if sample.task == task]
             full = fmean(loss[1] for loss in losses if loss is not None)
-            words = f"{task}: the full cache has a perplexity of {math.exp(full):.4g}, {full:.4f} nats per token"
+            note = f"{task}: the full cache has a perplexity of {math.exp(full):.4g}, {full:.4f} nats per token"
             if set(self.metrics.values()) != {FORCED}:  # else no score is shown
-                words += f"; its score in averages is 100 less a point for every {MOST_LOST / 100:g} nats more, or 0"
-            yield words
+                note += f"; its score in averages is 100 less a point for every {MOST_LOST / 100:g} nats more, or 0"
+            yield note
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
         if covered.shortfall is not None:
@@ -452,32 +471,34 @@ class Evaluation:
             cut = ", ".join(f"{label} {count}" for label, count in traces.items())
             yield f"{covered.task}: of {covered.questions} replies so many reached the most tokens of a reply: {cut}"
         if covered.excluded:
-            yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
+            yield f"{covered.task}: questions left out ({format_reasons(covered.excluded)})"
 
     def _size_notes(self, block: SizeBlock) -> Iterator[str]:
         held = {name: self.held[label] for name, label in block.methods.items()}
-        even = _spread(one.entries for one in held.values()) <= 0.5
+        even = _find_spread(footprint.entries for footprint in held.values()) <= 0.5
         if not even:
-            yield f"not all hold the same, mean entries: {_listed({n: one.entries for n, one in held.items()})}"
+            entries = {name: footprint.entries for name, footprint in held.items()}
+            yield f"not all hold the same, mean entries: {_format_entries(entries)}"
         allowed = {name: self.decode_entries.get(label) for name, label in block.methods.items()}
         known = [entries for entries in allowed.values() if entries is not None]
-        if known and (len(known) < len(allowed) or _spread(known) > 0.5):
-            yield f"not all may hold the same while they reply, mean entries: {_listed(allowed)}"
-        most = {name: one.most for name, one in held.items()}
-        if _spread(most.values()) > 0.01 * min(most.values()):
+        if known and (len(known) < len(allowed) or _find_spread(known) > 0.5):
+            yield f"not all may hold the same while they reply, mean entries: {_format_entries(allowed)}"
+        peaks = {name: footprint.most for name, footprint in held.items()}
+        if _find_spread(peaks.values()) > 0.01 * min(peaks.values()):
             why = ", as their replies differ in length" if even and not known else ""
-            yield f"not all held the same at most until a reply was complete{why}, mean entries: {_listed(most)}"
+            listed = _format_entries(peaks)
+            yield f"not all held the same at most until a reply was complete{why}, mean entries: {listed}"
 
 
-def prepare(loaded: LoadedModel, methods: Sequence[ReadyMethod], subject: str, asked: Split) -> Evaluation:
+def prepare(loaded: LoadedModel, methods: Sequence[ReadyMethod], subject: str, split: Split) -> Evaluation:
     """Draw the examples, and check that they and the methods fit together; `subject` is a name.
 
     Raises:
         UsageError, IncompatibleError: see `encode_tasks` and `check_totals`.
     """
-    encoded = asked.encode(loaded)
-    notes = check_totals(loaded, methods, _lengths(encoded, asked.protocol))
-    return Evaluation(loaded, tuple(methods), subject, encoded, asked, tuple(notes))
+    encoded = split.encode(loaded)
+    notes = check_totals(loaded, methods, _list_lengths(encoded, split.protocol))
+    return Evaluation(loaded, tuple(methods), subject, encoded, split, tuple(notes))
 
 
 def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) -> Evaluation:
@@ -493,13 +514,13 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
     labels = {FULL: FULL}
     known: dict[str, str] = {}
     for name, plan in plans.items():
-        content = sha256_of(plan.model_dump(mode="json", exclude={"provenance"}))
+        content = hash_json(plan.model_dump(mode="json", exclude={"provenance"}))
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:
             methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})
     return replace(prepare(loaded, list(methods.values()), FULL, split), names=labels)
 
 
-def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:
+def _list_lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:
     """Return tokens of everything that is compressed as one."""
-    return [len(one.ids) for task in encoded for one in readings(task.prompts, protocol)]
+    return [len(reading.ids) for task in encoded for reading in make_readings(task.prompts, protocol)]

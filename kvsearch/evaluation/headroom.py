@@ -28,10 +28,10 @@ from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.importance import QUADRATURE_NODES, ImportancePass, compute_error_drops, measure_output_errors
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.items import Progress, counted, grouped
-from kvsearch.evaluation.compare import RANKED, Split, replies_cost
+from kvsearch.core.items import Progress, group_by_key, with_progress
+from kvsearch.evaluation.compare import RANKING_PASSES, Split, estimate_replies
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import answer_joints, score_replies
+from kvsearch.evaluation.runner import reply_to_batch, score_replies
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -42,21 +42,21 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.plan.size import round_half_up
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import PhaseProgram, full_cache
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.program import PhaseProgram, make_full_program
 from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
-from kvsearch.runtime.shared_prefill import compressed
+from kvsearch.runtime.shared_prefill import compress_prompts
 from kvsearch.strategies.names import FULL
 from kvsearch.strategies.ready_methods import make_baselines, spread_evenly
-from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, listed, readings
+from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, format_reasons, make_readings
 
 BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"
-KNOWN = "true importance"  # allocations are called "true importance, NAME"
-RECENT = (32, 8)  # recent entries that an allocation protects
-EVEN_ALLOCATION = f"{KNOWN}, even, {RECENT[0]} recent"
+TRUE_IMPORTANCE = "true importance"  # allocations are called "true importance, NAME"
+RECENT_ENTRIES = (32, 8)  # recent entries that an allocation protects
+EVEN_ALLOCATION = f"{TRUE_IMPORTANCE}, even, {RECENT_ENTRIES[0]} recent"
 WINDOWS: dict[str, dict[str, int]] = {"snapkv": {}, "keydiff": {"window": 1}, "kvzip": {}}  # of policies
 OTHERS = 24  # questions about other contexts: 24 keep 0.96 of the bundled model's score at a tenth, evenly, 3 keep 0.54
-TRIED = 4 * len(RECENT)  # allocations by true importance, of which two reply
+TRIED = 4 * len(RECENT_ENTRIES)  # allocations by true importance, of which two reply
 PROGRAMS = 10  # that reply on every context: the full cache, two of these, two by other importance, and policies
 
 Replied = tuple[Tensor, Tensor]  # token ids of a question [K] and of the reply that is teacher-forced after it [A]
@@ -80,7 +80,7 @@ class GivenScores(Policy):
 Replies = dict[str, list[Sample]]  # of one context, by method
 
 
-def headroom(
+def measure_headroom(
     loaded: LoadedModel,
     encoded: Sequence[TaskPrompts],
     ratio: float,
@@ -95,12 +95,12 @@ def headroom(
     """
     for task in encoded:
         if task.coverage.excluded:
-            raise IncompatibleError(f"task {task.task.name}: {listed(task.coverage.excluded)}")
+            raise IncompatibleError(f"task {task.task.name}: {format_reasons(task.coverage.excluded)}")
     forced = forced_answers(loaded, encoded, QUESTION_AGNOSTIC, "own")
     contexts = [
-        (number, reading, replied(task, reading.prompt, forced))
+        (number, reading, attach_replies(task, reading.prompt, forced))
         for number, task in enumerate(encoded)
-        for reading in readings(task.prompts, QUESTION_AGNOSTIC)
+        for reading in make_readings(task.prompts, QUESTION_AGNOSTIC)
     ]
     texts = [reading.ids for _, reading, _ in contexts]
     others_of = [[n for n, other in enumerate(texts) if not torch.equal(other, text)] for text in texts]
@@ -120,32 +120,37 @@ def headroom(
         # of the same task first, and each about another context
         questions.sort(key=lambda ranked: ranked[:2])
         items.append((task_number, reading, own, [question for *_, question in questions[:OTHERS]]))
-    asked = loaded.map(partial(_ask, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
-    for key in counted((key for key in keys if key not in kept), len(items), progress):
-        kept[key] = next(asked)
+    results = loaded.map(partial(_ask, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
+    for key in with_progress((key for key in keys if key not in kept), len(items), progress):
+        kept[key] = next(results)
         if store is not None:
             store.add([(key, sample) for samples in kept[key].values() for sample in samples])
     replies = [kept[key] for key in keys]
-    chosen = (_compared(mine, [replies[n] for n in others]) for mine, others in zip(replies, others_of, strict=True))
+    chosen = (
+        _compare_context(own_replies, [replies[n] for n in others])
+        for own_replies, others in zip(replies, others_of, strict=True)
+    )
     return list(chain.from_iterable(chosen))
 
 
-def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio: float) -> StageCost:
-    """Return what `headroom` costs: own replies, importance, predicted replies, and those that are made.
+def estimate_headroom(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio: float) -> StageCost:
+    """Estimate the cost of `measure_headroom`: own replies, importance, predicted and generated replies.
 
     A context is read for each of these; questions about it and other ones follow it side by side for its importance.
     """
-    allocation, *others = _policies(loaded.model, lambda length: int(round_half_up((1 - ratio) * length))).values()
-    full = full_cache(loaded.model)
+    allocation, *others = _make_simple_policies(
+        loaded.model, lambda length: int(round_half_up((1 - ratio) * length))
+    ).values()
+    full = make_full_program(loaded.model)
     tasks = [task.task for task in encoded]
     programs = [full, *[allocation] * (PROGRAMS - 1 - len(others)), *others]
-    cost = replies_cost("true importance, replies", encoded, Split(tasks, batch=1), programs)
-    work = cost.work + replies_cost("", encoded, Split(tasks), [full]).work
+    cost = estimate_replies("true importance, replies", encoded, Split(tasks, batch=1), programs)
+    work = cost.work + estimate_replies("", encoded, Split(tasks), [full]).work
     for task in encoded:
         for prompt in task.prompts:
             lengths = [len(question.ids) + question.query.max_new_tokens for question in prompt.questions]
             rows = min(len(lengths) + OTHERS, cost.questions)
-            work += Work.over([len(prompt.context)], 2 + RANKED * TRIED)
+            work += Work.over([len(prompt.context)], 2 + RANKING_PASSES * TRIED)
             work += Work(rows / TOGETHER, rows * max(lengths)) + Work(len(lengths), TRIED * sum(lengths))
             # output errors: passes forward, and back, which takes twice as long
             work += Work((1 + QUADRATURE_NODES) * len(lengths), (1 + 3 * QUADRATURE_NODES) * sum(lengths))
@@ -158,23 +163,23 @@ def _ask(
     tasks: Sequence[TaskPrompts],
     ratio: float,
 ) -> Replies:
-    """Return the replies of what is compared on one context.
+    """Return the replies of all compared methods on one context.
 
     The `item` is a context of the task of that number, what is asked about it, and some of what is asked about others.
     """
-    number, reading, asked, others = item
-    with running(loaded.model):
-        tried, programs = _programs(loaded, reading.ids, asked, ratio, others)
-        losses = reply_losses(loaded.model, reading.ids, asked, tried)
+    number, reading, own, others = item
+    with run_attention(loaded.model):
+        tried, programs = _make_programs(loaded, reading.ids, own, ratio, others)
+        losses = measure_reply_losses(loaded.model, reading.ids, own, tried)
         programs |= {method: tried[method] for method in (EVEN_ALLOCATION, min(losses, key=losses.__getitem__))}
-        joints = answer_joints(loaded, tasks[number], [reading], programs)
+        joints = reply_to_batch(loaded, tasks[number], [reading], programs)
         samples = chain.from_iterable(score_replies(tasks[number], [reading], answered) for answered in joints)
-        return grouped(samples, attrgetter("method"))
+        return group_by_key(samples, attrgetter("method"))
 
 
-def _compared(replies: Replies, elsewhere: Sequence[Replies]) -> Iterator[Sample]:
-    """Yield the samples of what is compared on one context, given what was tried on contexts of other texts."""
-    policies = [method for method in replies if not method.startswith((KNOWN, AGNOSTIC))]
+def _compare_context(replies: Replies, elsewhere: Sequence[Replies]) -> Iterator[Sample]:
+    """Yield the samples of all methods on one context, given the replies on contexts of other texts."""
+    policies = [method for method in replies if not method.startswith((TRUE_IMPORTANCE, AGNOSTIC))]
     best = max([method for method in replies if method != FULL], key=lambda method: _score(replies[method]))
     chosen = {FULL: FULL, BEST: best, EVEN: EVEN_ALLOCATION}
     allocations = [method for method in replies if method.startswith(AGNOSTIC)]
@@ -188,44 +193,44 @@ def _score(samples: Sequence[Sample]) -> float:
     return fmean(sample.score for sample in samples)
 
 
-def replied(task: TaskPrompts, prompt: Prompt, forced: Mapping[Asked, ForcedAnswer]) -> list[Replied]:
-    """Return the questions of a prompt with what is teacher-forced after them.
+def attach_replies(task: TaskPrompts, prompt: Prompt, forced: Mapping[Asked, ForcedAnswer]) -> list[Replied]:
+    """Return the questions of a prompt, each with the reply that is teacher-forced after it.
 
     Raises:
         IncompatibleError: there is nothing to force, as the task names no right answer.
     """
-    found = [(one, forced[task.task.name, prompt.key, one.number].ids) for one in prompt.questions]
-    for question, reply in found:
+    pairs = [(item, forced[task.task.name, prompt.key, item.number].ids) for item in prompt.questions]
+    for question, reply in pairs:
         if not len(reply):
             raise IncompatibleError(
                 f"task {task.task.name}, example {prompt.key}, question {question.number}: no right answer is known, "
                 "so nothing is important for it"
             )
-    return [(question.ids, reply) for question, reply in found]
+    return [(question.ids, reply) for question, reply in pairs]
 
 
-def _programs(
-    loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], ratio: float, others: Sequence[Replied]
+def _make_programs(
+    loaded: LoadedModel, context: Tensor, own: Sequence[Replied], ratio: float, others: Sequence[Replied]
 ) -> tuple[dict[str, Program], dict[str, Program]]:
-    """Return allocations by true importance of a context, token ids [T], and what replies whatever these lose."""
+    """Make allocations by true importance of a context, token ids [T], and the simple policies beside them."""
     model = loaded.model
     passed = ImportancePass(model, [], context[None].to(loaded.device))
-    importance = passed.measure_importance_of([torch.cat(pair) for pair in (*asked, *others)])
-    known = importance[: len(asked)]
-    strange = importance[len(asked) :]
+    importance = passed.measure_importance_of([torch.cat(pair) for pair in (*own, *others)])
+    known = importance[: len(own)]
+    strange = importance[len(own) :]
     total = int(round_half_up((1 - ratio) * known[0].numel()))
-    weighed = asked if passes_gradients(model) else ()  # quantised models may pass none: importance alone shares out
-    allocations = _allocations(passed, known.amax(0), total, RECENT, weighed)
-    tried = {f"{KNOWN}, {name}": program for name, program in allocations}
-    programs = {FULL: full_cache(model)}
+    weighed = own if passes_gradients(model) else ()  # quantised models may pass none: importance alone shares out
+    allocations = _make_allocations(passed, known.amax(0), total, RECENT_ENTRIES, weighed)
+    tried = {f"{TRUE_IMPORTANCE}, {name}": program for name, program in allocations}
+    programs = {FULL: make_full_program(model)}
     if others:
-        allocations = _allocations(passed, strange.amax(0), total, RECENT[:1])
+        allocations = _make_allocations(passed, strange.amax(0), total, RECENT_ENTRIES[:1])
         programs |= {f"{AGNOSTIC}, {name}": program for name, program in allocations}
-    return tried, programs | _policies(model, lambda _: total)
+    return tried, programs | _make_simple_policies(model, lambda _: total)
 
 
-def _policies(model: Any, total: Callable[[int], int]) -> dict[str, Program]:
-    """Return what knows no question, with `total` entries of a context of that length, evenly over layers and heads."""
+def _make_simple_policies(model: Any, total: Callable[[int], int]) -> dict[str, Program]:
+    """Make question-agnostic policies with `total(T)` entries of a context of T tokens, even over layers and heads."""
     even = {
         name: spread_evenly(model, create_policy(name, {"sinks": 4, **window}), {"prefill": total})
         for name, window in WINDOWS.items()
@@ -233,12 +238,12 @@ def _policies(model: Any, total: Callable[[int], int]) -> dict[str, Program]:
     return even | make_baselines(model, even["snapkv"], ("streaming", "random"))
 
 
-def _allocations(
-    passed: ImportancePass, importance: Tensor, total: int, windows: Sequence[int], asked: Sequence[Replied] = ()
+def _make_allocations(
+    passed: ImportancePass, importance: Tensor, total: int, windows: Sequence[int], own: Sequence[Replied] = ()
 ) -> Iterator[tuple[str, Program]]:
     """Yield allocations of `total` entries that rank by `importance`, [L, Hkv, T], and protect as many recent ones.
 
-    Even; over all heads, by the importance of every layer as a share; with what is `asked` by the output errors that
+    Even; over all heads, by the importance of every layer as a share; with what is `own` by the output errors that
     entries take away, too, and by these over layers, with equal heads.
     """
     layers, heads, length = importance.shape
@@ -248,7 +253,7 @@ def _allocations(
     ranks = [rank_entries(importance, valid, policy.sink_count, policy.recent_count) for policy in policies]
     orders = [of_window.argsort(-1) for of_window in ranks]
     protected = [policy.protected(length) for policy in policies]
-    continuations = [Continuation(torch.cat(pair)[None], len(pair[0])) for pair in asked]
+    continuations = [Continuation(torch.cat(pair)[None], len(pair[0])) for pair in own]
     errors = list(measure_output_errors(passed, continuations, ranks[0] < protected[0], orders))
     shares = importance / importance.sum((1, 2), keepdim=True).clamp(min=1e-30)
     for number, (policy, order) in enumerate(zip(policies, orders, strict=True)):
@@ -270,18 +275,18 @@ def _allocations(
             yield f"{name}, {policy.window} recent", program
 
 
-def reply_losses(
-    model: Any, context: Tensor, asked: Sequence[Replied], programs: Mapping[str, Program]
+def measure_reply_losses(
+    model: Any, context: Tensor, questions: Sequence[Replied], programs: Mapping[str, Program]
 ) -> dict[str, float]:
-    """Return how well replies are predicted after a context, token ids [T], under each program.
+    """Measure the loss of right replies after a context, token ids [T], under each program.
 
     Losses are nats per token, means over the questions, of which each is one pass for all programs.
     """
     losses = dict.fromkeys(programs, 0.0)
-    for joint in compressed(model, programs, [context], set()):
-        for question, reply in asked:
+    for joint in compress_prompts(model, programs, [context], set()):
+        for question, reply in questions:
             rows = len(joint.methods)
             predicted = joint.replies.predict([question] * rows, [reply.tolist()] * rows)
             for method, loss in zip(joint.methods, predicted, strict=True):
-                losses[method] += loss / len(asked)
+                losses[method] += loss / len(questions)
     return losses

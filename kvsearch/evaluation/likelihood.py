@@ -13,14 +13,14 @@ from kvsearch.models.architecture import require_same_rotary
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.decode.replies import NO_LOGITS, check_logits
 from kvsearch.runtime.program import require_room
-from kvsearch.runtime.shared_prefill import held_entries, read_prompts
+from kvsearch.runtime.shared_prefill import count_held_entries, read_prompts
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
 
 Likelihood = tuple[float, bool]  # log-probability in nats, and whether greedy decoding would give just this text
 
 
-def compressible(context: Sequence[int]) -> int:
+def count_compressible(context: Sequence[int]) -> int:
     """Return how many tokens of a context are compressed: all but the last.
 
     That one follows the compressed cache, so that all of a continuation, its first token included, is predicted from
@@ -45,7 +45,7 @@ def score(
         NonFiniteError: the model emits NaN; `row` is the context.
         EnvironmentFault: the device has too little memory for the contexts.
     """
-    leads = [torch.tensor(context[: compressible(context)]) for context in contexts]
+    leads = [torch.tensor(context[: count_compressible(context)]) for context in contexts]
     lengths = [len(lead) for lead in leads]
     longest = max(len(text) for several in continuations for text in several)
     ends = max(len(context) - len(lead) for context, lead in zip(contexts, leads, strict=True))
@@ -54,7 +54,7 @@ def score(
     cache = PlanCache(model, program)
     first, mask = read_prompts(model, [cache], leads)
     check_logits(first)
-    held = held_entries(model, cache, lengths)
+    held = count_held_entries(model, cache, lengths)
     followers: list[dict[tuple[int, ...], list[int]]] = [{} for _ in contexts]  # continuations by what is fed
     for follower, context, lead, texts in zip(followers, contexts, leads, continuations, strict=True):
         for index, text in enumerate(texts):
@@ -66,18 +66,19 @@ def score(
         cache.rewind(mark)
         # a context without a text of that number repeats its last one, unheard
         fed = [list(follower)[min(number, len(follower) - 1)] for follower in followers]
-        logits = torch.cat([first, _forced(model, cache, mask, fed)], 1) if any(fed) else first
+        logits = torch.cat([first, _feed_texts(model, cache, mask, fed)], 1) if any(fed) else first
         for row, follower in enumerate(followers):
             for index in follower[fed[row]] if number < len(follower) else ():
                 predicting = logits[row, : 1 + len(fed[row])]
-                likelihoods[row][index] = _likelihood(predicting, continuations[row][index], row)
+                likelihoods[row][index] = _measure_likelihood(predicting, continuations[row][index], row)
     return [
-        ([found[index] for index in sorted(found)], entries) for found, entries in zip(likelihoods, held, strict=True)
+        ([by_index[index] for index in sorted(by_index)], entries)
+        for by_index, entries in zip(likelihoods, held, strict=True)
     ]
 
 
-def _likelihood(logits: Tensor, text: Sequence[int], row: int) -> Likelihood:
-    """Return what logits [1 + K, V] of a context's end, and of the K tokens fed after it, say of a text."""
+def _measure_likelihood(logits: Tensor, text: Sequence[int], row: int) -> Likelihood:
+    """Measure a text's log-likelihood from logits [1 + K, V]: of the context's end and of K tokens fed after it."""
     predicted = logits[-len(text) :].float()
     if not bool(predicted.isfinite().all()):
         raise NonFiniteError(NO_LOGITS, row)
@@ -87,7 +88,7 @@ def _likelihood(logits: Tensor, text: Sequence[int], row: int) -> Likelihood:
 
 
 @torch.no_grad()
-def _forced(model: Any, cache: PlanCache, mask: Tensor, fed: Sequence[Sequence[int]]) -> Tensor:
+def _feed_texts(model: Any, cache: PlanCache, mask: Tensor, fed: Sequence[Sequence[int]]) -> Tensor:
     """Return logits [B, K, V] of texts fed after contexts of `mask` [B, T]; padded at the right, where it is unseen."""
     width = max(len(text) for text in fed)
     ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in fed], device=mask.device)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, NonFiniteError, UsageError
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies.base import Needs
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.decoding import Decoding
-from kvsearch.runtime.eviction import PhaseRule, rules_need
+from kvsearch.runtime.eviction import PhaseRule, collect_needs
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.replay.replay import FollowedLayer
@@ -31,7 +31,7 @@ from kvsearch.runtime.stock import CACHE
 from kvsearch.runtime.store.storage import RaggedStore
 from kvsearch.signals.attention_rows import bound_output_loss, compute_output_loss
 from kvsearch.tasks.base import Answers, Task
-from kvsearch.tasks.encode import Reading, TaskPrompts, encode_tasks, readings
+from kvsearch.tasks.encode import Reading, TaskPrompts, encode_tasks, make_readings
 
 # what a program does in a layer in prefill and while decoding, with budgets for the context at hand
 LayerRules = tuple[PhaseRule | None, PhaseRule | None]
@@ -39,7 +39,7 @@ ForcedTokens = tuple[Tensor, str]  # ids [K] that are teacher-forced after what 
 
 
 QueryLosses = dict[str, Tensor]  # what a layer loses for each of K queries, [K] each, by the field of `LayerLoss`
-Measured = dict[tuple[int, str], list[QueryLosses]]  # by layer and method
+LayerLosses = dict[tuple[int, str], list[QueryLosses]]  # by layer and method
 
 
 def measure_losses(
@@ -70,19 +70,19 @@ def measure_losses(
     encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
     forced = forced_answers(loaded, encoded, protocol, answers)
     work = [
-        (task.task.name, reading, _following(task, reading, forced))
+        (task.task.name, reading, _list_following(task, reading, forced))
         for task in encoded
-        for reading in readings(task.prompts, protocol)
+        for reading in make_readings(task.prompts, protocol)
     ]
-    found: dict[str, Measured] = {}
+    by_name: dict[str, LayerLosses] = {}
     losses_of = loaded.map(partial(_measure, programs=programs), work)
-    for (name, *_), some in zip(work, counted(losses_of, len(work), progress), strict=True):
-        measured = found.setdefault(name, {})
-        for layer, method, losses in some:
+    for (name, *_), layer_losses in zip(work, with_progress(losses_of, len(work), progress), strict=True):
+        measured = by_name.setdefault(name, {})
+        for layer, method, losses in layer_losses:
             measured.setdefault((layer, method), []).append(losses)
     rows = []
     order = {method: number for number, method in enumerate(programs)}
-    for task, measured in found.items():
+    for task, measured in by_name.items():
         for layer, method in sorted(measured, key=lambda place: (place[0], order[place[1]])):
             parts = measured[layer, method]
             means = {name: float(torch.cat([part[name] for part in parts]).double().mean()) for name in parts[0]}
@@ -90,31 +90,31 @@ def measure_losses(
     return rows
 
 
-def _following(task: TaskPrompts, reading: Reading, forced: Mapping[Asked, ForcedAnswer]) -> list[ForcedTokens]:
-    """Return what follows a context for each of its questions; the question only where it is not compressed."""
-    found = []
+def _list_following(task: TaskPrompts, reading: Reading, forced: Mapping[Asked, ForcedAnswer]) -> list[ForcedTokens]:
+    """Return the tokens after a context for each of its questions; with the question where it is not compressed."""
+    following = []
     for question in reading.questions:
         place = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
         answer = forced[task.task.name, reading.prompt.key, question.number].ids
         if not len(answer):
             raise UsageError(f"{place}: output losses are measured on a right answer, and there is none")
-        found.append((torch.cat([reading.following(question), answer]), place))
-    return found
+        following.append((torch.cat([reading.following(question), answer]), place))
+    return following
 
 
 @torch.no_grad()
 def _measure(
     loaded: LoadedModel, item: tuple[str, Reading, Sequence[ForcedTokens]], programs: Mapping[str, Program]
 ) -> Iterator[tuple[int, str, QueryLosses]]:
-    """Yield what every layer loses under every program; the `item` is a context of a task with what follows it."""
+    """Yield the losses of every layer under every program; the `item` is a context of a task with its continuations."""
     _, reading, following = item
     context = reading.ids[None].to(loaded.device)
     needs: dict[int, list[Needs]] = {}
-    with running(loaded.model):
-        rules = {method: layer_rules(loaded.model, program, context) for method, program in programs.items()}
+    with run_attention(loaded.model):
+        rules = {method: make_layer_rules(loaded.model, program, context) for method, program in programs.items()}
         for by_layer in rules.values():
             for index, here in by_layer.items():
-                needs.setdefault(index, []).extend(rules_need(*here))
+                needs.setdefault(index, []).extend(collect_needs(*here))
         passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
         for ids, place in following:
             with passed.following(ids[None].to(loaded.device), logits_to_keep=1):
@@ -123,7 +123,7 @@ def _measure(
                         if layer.index not in rules[method]:
                             continue
                         try:
-                            losses = query_losses(layer, rules[method][layer.index])
+                            losses = measure_query_losses(layer, rules[method][layer.index])
                         except NonFiniteError as error:
                             raise IncompatibleError(f"{place}, method {method}: {error}") from error
                         if not bool(losses["loss"].isfinite().all()):
@@ -134,17 +134,17 @@ def _measure(
                         yield layer.index, method, losses
 
 
-def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, LayerRules]:
+def make_layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, LayerRules]:
     """Return the rules of a program by layer; budgets made of the context [1, T] are read off a cache that saw it."""
     cache = PlanCache(model, program)
     planned = {index: (layer.prefill, layer.decode) for index, layer in cache.planned.items()}
     if program.allocation is None:
         return planned
     model(input_ids=context, logits_to_keep=1, **{CACHE: cache})
-    return {index: _decided(rules, cache.planned[index].holder) for index, rules in planned.items()}
+    return {index: _with_budgets(rules, cache.planned[index].holder) for index, rules in planned.items()}
 
 
-def _decided(rules: LayerRules, holder: RaggedStore | Decoding | None) -> LayerRules:
+def _with_budgets(rules: LayerRules, holder: RaggedStore | Decoding | None) -> LayerRules:
     """Return the rules with the budgets that `holder` was given."""
     assert holder is not None
     prefill, decode = rules
@@ -157,8 +157,8 @@ def _decided(rules: LayerRules, holder: RaggedStore | Decoding | None) -> LayerR
     return prefill, decode
 
 
-def query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
-    """Measure what the output of one layer loses for the tokens that followed a context, on the CPU.
+def measure_query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
+    """Measure the output loss of one layer for the tokens that followed a context, on the CPU.
 
     There are no bounds where entries are merged, or carry what leaves.
     """

@@ -24,13 +24,13 @@ from typing import Any
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.limits import MOST_NUMBER
-from kvsearch.evaluation.samples import Place, Sample
+from kvsearch.evaluation.samples import ReplyPlace, Sample
 from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, RunConfig
 from kvsearch.runs.ledger import Ledger, LedgerFormatError, read_lines
-from kvsearch.runs.lock import locked
-from kvsearch.runs.run import Run, require_unchanged, run_in
+from kvsearch.runs.lock import lock_directory
+from kvsearch.runs.run import Run, read_run, require_unchanged
 
-FILES = (REPORT, SAMPLES, TABLES, LOSSES)
+REPLY_FILES = (REPORT, SAMPLES, TABLES, LOSSES)
 _KEY = "id"  # in place of what the author calls the question, which is looked up again
 _FIELDS = {field.name: str(field.type) for field in fields(Sample)}
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
@@ -42,7 +42,7 @@ class ReplyStore(Ledger[Keyed]):
     """The finished replies of one run, by place and key."""
 
     def __init__(self, path: Path, identity: str = "") -> None:
-        self.samples: dict[tuple[Place, str], Sample] = {}
+        self.samples: dict[tuple[ReplyPlace, str], Sample] = {}
         super().__init__(path, identity)
 
     @property
@@ -85,19 +85,19 @@ def read_replies(path: Path) -> dict[str, Sample]:
 
 @contextmanager
 def open_run(directory: Path, config: RunConfig, force: bool = False) -> Iterator[tuple[Run, ReplyStore]]:
-    """Begin a run that keeps replies, or go on with one: what is finished of it.
+    """Begin a run that keeps replies, or resume it with the replies that are finished.
 
     Other metrics make no other run: a `KvsearchWarning` says that the replies that are there are scored anew.
 
     `force` starts anew whatever is there.
 
     Raises:
-        UsageError: another run is there, a damaged ledger, or another process writes to it; see `run_in`.
+        UsageError: another run is there, a damaged ledger, or another process writes to it; see `read_run`.
         EnvironmentFault: the disk is full, permissions are missing.
     """
     if not force:
         require_unchanged(directory, LOSSES, "delete it, and give --losses to measure them again")
-    with Run.open(directory, config, force=force, files=FILES) as run:
+    with Run.open(directory, config, force=force, files=REPLY_FILES) as run:
         _warn_of_metrics(run)
         with run.open_ledger(ReplyStore) as store:
             yield run, store
@@ -105,7 +105,7 @@ def open_run(directory: Path, config: RunConfig, force: bool = False) -> Iterato
 
 @contextmanager
 def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Iterator[ReplyStore]:
-    """Begin a stage of another command, or go on with it: the replies that are finished of it.
+    """Begin a stage of another command, or resume it with the replies that are finished.
 
     `force` throws away only what cannot be gone on with: a command that is interrupted goes on when it is given again,
     with `force` or without.
@@ -115,8 +115,8 @@ def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Itera
             or another process writes to it.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    with locked(directory):
-        earlier = run_in(directory, config.job)
+    with lock_directory(directory):
+        earlier = read_run(directory, config.job)
         is_other = earlier is not None and config.difference(earlier) is not None
         anew = force and (is_other or _is_damaged(directory / LEDGER))
         with open_run(directory, config, anew) as (_, store):
@@ -138,5 +138,5 @@ def _warn_of_metrics(run: Run) -> None:
     old = run.earlier.execution.get(METRICS, {})
     for task, metric in run.config.execution.get(METRICS, {}).items():
         if old.get(task, metric) != metric:
-            told = f"{run.directory} has task {task} by {old[task]}: all its replies are now scored by {metric}"
-            warnings.warn(told, KvsearchWarning, stacklevel=5)
+            warning = f"{run.directory} has task {task} by {old[task]}: all its replies are now scored by {metric}"
+            warnings.warn(warning, KvsearchWarning, stacklevel=5)

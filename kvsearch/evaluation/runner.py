@@ -15,31 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError
-from kvsearch.core.items import Progress, counted
-from kvsearch.core.resources import version
+from kvsearch.core.items import Progress, with_progress
+from kvsearch.core.resources import read_version
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.samples import Place, Sample
-from kvsearch.models.architecture import beyond_switch, require_same_rotary, text_config
+from kvsearch.evaluation.samples import ReplyPlace, Sample
+from kvsearch.models.architecture import find_text_config, is_beyond_switch, require_same_rotary
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.memory import free_memory, is_out_of_memory
+from kvsearch.models.memory import is_out_of_memory, release_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.next_tokens import Draws, generation_record
-from kvsearch.runtime.decode.replies import has_windows, stop_tokens
-from kvsearch.runtime.program import full_cache, require_room
-from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.next_tokens import Draws, record_generation_settings
+from kvsearch.runtime.decode.replies import find_stop_tokens, has_windows
+from kvsearch.runtime.program import make_full_program, require_room
+from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
 from kvsearch.strategies.names import FULL
 from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Question, Reading, TaskPrompts, questions_of, readings, token_hash
+from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, list_questions, make_readings
 from kvsearch.tasks.metrics import is_forced, score
-from kvsearch.tasks.metrics.likelihood import loss_words
-from kvsearch.tasks.prompts import cut
+from kvsearch.tasks.metrics.likelihood import format_losses
+from kvsearch.tasks.prompts import cut_at_stop
 
-PACKAGES = ("kvsearch", "torch", "transformers")
+RECORDED_PACKAGES = ("kvsearch", "torch", "transformers")
 UNSCORED = 0.0  # finite, as all that is kept; scores of recalled replies are computed anew
 
 
@@ -53,7 +53,7 @@ def run_encoded(
     memory: int | None = None,
     kept: KeptReplies | None = None,
 ) -> list[Sample]:
-    """Run every program on all questions of what `encode_tasks` made; `memory` as in `answer_joints`.
+    """Run every program on all questions of what `encode_tasks` made; `memory` as in `reply_to_batch`.
 
     What is `kept` is not done again. What is left of a batch is done as if all of it were, so replies that share their
     arithmetic still do.
@@ -77,23 +77,25 @@ def run_encoded(
 
     def follows(reading: Reading) -> tuple[bool, tuple[int, ...]]:
         lengths = tuple(len(question.ids) for question in reading.questions) if parted else ()
-        return beyond_switch(loaded.model, len(reading.ids)), lengths
+        return is_beyond_switch(loaded.model, len(reading.ids)), lengths
 
     work = [
         (number, part)
         for number, task in enumerate(tasks)
-        for part in batches(readings(task.prompts, protocol), batch, follows)
+        for part in make_batches(make_readings(task.prompts, protocol), batch, follows)
     ]
     known = [[] if kept is None else kept.recall(tasks[number], part, programs) for number, part in work]
     finished = [{sample.method for sample in samples} for samples in known]
     left = [(*item, done) for item, done in zip(work, finished, strict=True) if programs.keys() - done]
     # methods that are finished everywhere, as of an earlier evaluation, are not read and compressed beside new ones
-    asked = {method: program for method, program in programs.items() if any(method not in done for _, _, done in left)}
-    answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], asked, memory), left)
+    missing = {
+        method: program for method, program in programs.items() if any(method not in done for _, _, done in left)
+    }
+    answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], missing, memory), left)
     results: list[Sample] = []
     parts = list(zip(work, known, finished, strict=True))
     contexts = sum(len(part) for _, part in work)
-    for (number, part), recalled, done in counted(parts, contexts, progress, lambda item: len(item[0][1])):
+    for (number, part), recalled, done in with_progress(parts, contexts, progress, lambda item: len(item[0][1])):
         task = tasks[number]
         samples = score_replies(task, part, recalled)
         for replies in next(answers) if programs.keys() - done else ():
@@ -104,18 +106,18 @@ def run_encoded(
                 if kept is not None:
                     kept.keep(task, part, scored)
             samples += scored
-        found = {sample.place: sample for sample in samples}
+        by_place = {sample.place: sample for sample in samples}
         results += [
-            found[task.task.name, reading.prompt.key, question.number, method]
+            by_place[task.task.name, reading.prompt.key, question.number, method]
             for method in programs
-            for reading, question in questions_of(part)
+            for reading, question in list_questions(part)
         ]
     return results
 
 
 def _require_same_rotary(loaded: LoadedModel, task: TaskPrompts, protocol: Protocol) -> None:
-    """Refuse a task, before any of it is asked, where a reply may pass the length at which rotary factors change."""
-    pairs = [(reading, question) for reading in readings(task.prompts, protocol) for question in reading.questions]
+    """Refuse a task, before its first question, if a reply may pass the length at which rotary factors change."""
+    pairs = [(reading, question) for reading in make_readings(task.prompts, protocol) for question in reading.questions]
     for reading, question in pairs:
         later = len(reading.following(question)) + question.query.max_new_tokens - 1
         sample = f"task {task.task.name}, example {reading.prompt.key}, question {question.number}"
@@ -123,7 +125,7 @@ def _require_same_rotary(loaded: LoadedModel, task: TaskPrompts, protocol: Proto
 
 
 class _Answering:
-    """Replies to batches; where memory was too short for one, the next ones that are as long are halved at once."""
+    """Replies to batches, halved when memory is too short; later batches of that length are halved at once."""
 
     def __init__(self, tasks: Sequence[TaskPrompts], programs: Mapping[str, Program], memory: int | None) -> None:
         self.tasks, self.programs, self.memory = tasks, programs, memory
@@ -137,10 +139,10 @@ class _Answering:
         The `item` is the number of a task, what is read together of it, and the methods that are finished.
         """
         number, batch, finished = item
-        with running(loaded.model):
-            yield from self._that_fit(loaded, self.tasks[number], batch, self.programs, finished)
+        with run_attention(loaded.model):
+            yield from self._reply_in_halves(loaded, self.tasks[number], batch, self.programs, finished)
 
-    def _that_fit(
+    def _reply_in_halves(
         self,
         loaded: LoadedModel,
         task: TaskPrompts,
@@ -148,31 +150,31 @@ class _Answering:
         programs: Mapping[str, Program],
         finished: Collection[str] = (),
     ) -> Iterator[list[Sample]]:
-        """Do as `answer_joints`, by halves of a batch that memory is too short for, with methods not replied yet."""
+        """Reply as `reply_to_batch`, in halves if memory is too short for the batch, with the methods still missing."""
         done, longest = set(finished), max(len(reading.ids) for reading in batch)
         if len(batch) <= self._fits or longest < self._from:
             try:
-                for replies in answer_joints(loaded, task, batch, programs, self.memory, done):
+                for replies in reply_to_batch(loaded, task, batch, programs, self.memory, done):
                     yield replies
                     done |= {reply.method for reply in replies}
                 return
             except (RuntimeError, MemoryError) as error:
                 if len(batch) == 1 or not is_out_of_memory(error):
                     raise
-            free_memory()
+            release_memory()
             middle = len(batch) // 2
             self._fits, self._from = middle, min(longest, self._from)
             short = f"memory is too short for {len(batch)} contexts at a time, so {middle} are read"
-            told = f"task {task.task.name}: {short} (--batch {middle} spares the attempt)"
-            warnings.warn(told, KvsearchWarning, stacklevel=4)
+            note = f"task {task.task.name}: {short} (--batch {middle} spares the attempt)"
+            warnings.warn(note, KvsearchWarning, stacklevel=4)
         middle = len(batch) // 2
         left = {method: program for method, program in programs.items() if method not in done}
         for half in (batch[:middle], batch[middle:]):
-            yield from self._that_fit(loaded, task, half, left)
+            yield from self._reply_in_halves(loaded, task, half, left)
 
 
 class KeptReplies:
-    """The replies of an evaluation in a store: those that are there are known.
+    """The replies of an evaluation that are kept in a store, so that no reply is generated twice.
 
     The key of a reply is the SHA-256 of all that decides its text.
     """
@@ -182,11 +184,11 @@ class KeptReplies:
     ) -> None:
         self.store = store
         self._loaded = loaded
-        self._drawing = generation_record(loaded.model, drawn=True)
-        shared = {**environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
+        self._drawing = record_generation_settings(loaded.model, drawn=True)
+        shared = {**describe_environment(loaded), "protocol": protocol, "stop_tokens": sorted(find_stop_tokens(loaded))}
         for label in ("name", "revision"):  # of the model: they are for the reader
             shared["model"].pop(label)
-        self._methods = {method.label: sha256_of({**shared, "method": method.definition}) for method in methods}
+        self._methods = {method.label: hash_json({**shared, "method": method.definition}) for method in methods}
 
     def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> list[Sample]:
         """Return the replies to a batch of the methods all of whose replies are known, as they were scored then."""
@@ -199,34 +201,36 @@ class KeptReplies:
 
     def keep(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
         """Write samples that were finished together; errors as for `ReplyStore.add`."""
-        keys: dict[Place, str] = {}
+        keys: dict[ReplyPlace, str] = {}
         for method in dict.fromkeys(sample.method for sample in samples):
             keys |= self.keys(task, batch, method)
         self.store.add([(keys[sample.place], sample) for sample in samples])
 
-    def keys(self, task: TaskPrompts, batch: Sequence[Reading], method: str) -> dict[Place, str]:
+    def keys(self, task: TaskPrompts, batch: Sequence[Reading], method: str) -> dict[ReplyPlace, str]:
         """Return the key of each reply of a method to a batch."""
-        keys: dict[Place, str] = {}
-        turn = sorted(stop_tokens(self._loaded, task.format) - stop_tokens(self._loaded))
-        for reading, question in questions_of(batch):
+        keys: dict[ReplyPlace, str] = {}
+        turn = sorted(find_stop_tokens(self._loaded, task.format) - find_stop_tokens(self._loaded))
+        for reading, question in list_questions(batch):
             prompt = reading.prompt
-            asked: dict[str, Any] = {
-                "prompt": token_hash(prompt.with_question(question)), "context": len(prompt.context),
+            settings: dict[str, Any] = {
+                "prompt": hash_tokens(prompt.with_question(question)), "context": len(prompt.context),
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
                 **({"end_of_turn": turn} if turn else {}),
             }  # fmt: skip
             if task.sampling is not None:
-                seed = task.sampling.seed_of(task.task.name, prompt.key, question.number)
-                asked["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed, self._drawing]
+                seed = task.sampling.derive_seed(task.task.name, prompt.key, question.number)
+                settings["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed, self._drawing]
             place = (task.task.name, prompt.key, question.number, method)
-            keys[place] = sha256_of([self._methods[method], sha256_of(asked)])
+            keys[place] = hash_json([self._methods[method], hash_json(settings)])
         return keys
 
 
 def score_replies(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sample]) -> list[Sample]:
     """Return replies to the questions of a batch with their scores."""
-    asked = {(reading.prompt.key, question.number): (reading, question) for reading, question in questions_of(batch)}
-    found = ((reply, *asked[reply.key, reply.question]) for reply in replies)
+    questions = {
+        (reading.prompt.key, question.number): (reading, question) for reading, question in list_questions(batch)
+    }
+    scored = ((reply, *questions[reply.key, reply.question]) for reply in replies)
     return [
         replace(
             reply,
@@ -234,11 +238,11 @@ def score_replies(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable
             category=question.query.category or task.task.category,
             id=question.query.id,
         )
-        for reply, reading, question in found
+        for reply, reading, question in scored
     ]
 
 
-def answer_joints(
+def reply_to_batch(
     loaded: LoadedModel,
     prompts: TaskPrompts,
     batch: Sequence[Reading],
@@ -249,31 +253,31 @@ def answer_joints(
     """Yield replies to all questions of one batch, a list for methods that reply together and are not all `finished`.
 
     The model must run the attention "kvsearch". The prompts are read once for all programs, as far as `memory` bytes of
-    compressed caches permit; see `compressed`. The samples are not scored: see `UNSCORED`.
+    compressed caches permit; see `compress_prompts`. The samples are not scored: see `UNSCORED`.
     """
     where = f"task {prompts.task.name}"
     ended = prompts.format.ended(prompts.task.stops)
-    stop = stop_tokens(loaded, prompts.format)
-    asked = programs.keys() - set(finished)
+    stop = find_stop_tokens(loaded, prompts.format)
+    unfinished = programs.keys() - set(finished)
     logits = 0
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
-        programs = {FULL: full_cache(loaded.model), **programs}
+        programs = {FULL: make_full_program(loaded.model), **programs}
         longest = max(len(question.right) for reading in batch for question in reading.questions)
-        logits = len(batch) * longest * text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
+        logits = len(batch) * longest * find_text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
     full_losses: dict[tuple[int, int], float] = {}
-    joints = compressed(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
+    joints = compress_prompts(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
-        with _naming(where, batch, [reading.questions[0] for reading in batch]):
+        with _name_samples(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)
         if joint is None:
             return
-        if asked & set(joint.methods) or (is_forced(prompts.task) and FULL in joint.methods):
-            replies = _replied(prompts, batch, joint, where, full_losses)
-            if samples := [sample for sample in replies if sample.method in asked]:
+        if unfinished & set(joint.methods) or (is_forced(prompts.task) and FULL in joint.methods):
+            replies = _collect_replies(prompts, batch, joint, where, full_losses)
+            if samples := [sample for sample in replies if sample.method in unfinished]:
                 yield samples
 
 
-def _replied(
+def _collect_replies(
     prompts: TaskPrompts,
     batch: Sequence[Reading],
     joint: JointReplies,
@@ -289,18 +293,18 @@ def _replied(
     sequences = list(batch) * len(joint.methods)
     earlier: list[list[Tensor]] = [[] for _ in sequences]
     where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
-    for asked in range(max(len(reading.questions) for reading in batch)):
+    for turn in range(max(len(reading.questions) for reading in batch)):
         # a context without a question of that number repeats its first one, unheard
-        questions = [reading.questions[asked if asked < len(reading.questions) else 0] for reading in batch]
+        questions = [reading.questions[turn if turn < len(reading.questions) else 0] for reading in batch]
         everyone = questions * len(joint.methods)
-        heard = [asked < len(reading.questions) for reading in sequences]
+        heard = [turn < len(reading.questions) for reading in sequences]
         limits = [one.query.max_new_tokens if is_heard else 1 for one, is_heard in zip(everyone, heard, strict=True)]
         if prompts.sampling is not None:
             numbers = zip(sequences, everyone, strict=True)
-            seeds = [prompts.sampling.seed_of(task.name, one.prompt.key, own.number) for one, own in numbers]
+            seeds = [prompts.sampling.derive_seed(task.name, one.prompt.key, own.number) for one, own in numbers]
             joint.replies.draws = Draws(prompts.sampling, seeds)
         started = perf_counter()
-        with _naming(where, sequences, everyone):
+        with _name_samples(where, sequences, everyone):
             following = [reading.following(one) for reading, one in zip(sequences, everyone, strict=True)]
             texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
             if is_forced(task):
@@ -308,13 +312,13 @@ def _replied(
                 losses = joint.replies.predict(texts, answered)
                 if FULL in joint.methods:
                     first = joint.methods.index(FULL) * len(batch)
-                    full_losses |= {(row, asked): losses[first + row] for row in range(len(batch))}
-                replies = [loss_words(loss, full_losses[row % len(batch), asked]) for row, loss in enumerate(losses)]
+                    full_losses |= {(row, turn): losses[first + row] for row in range(len(batch))}
+                replies = [format_losses(loss, full_losses[row % len(batch), turn]) for row, loss in enumerate(losses)]
             else:
                 answered = joint.replies.ask(texts, limits)
-                replies = [cut(prompts.format.decode(tokens), task.stops) for tokens in answered]
+                replies = [cut_at_stop(prompts.format.decode(tokens), task.stops) for tokens in answered]
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
-        for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):
+        for row, (tokens, peak) in enumerate(zip(answered, joint.replies.most, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
             if heard[row]:
                 prompt = batch[sequence].prompt
@@ -324,15 +328,15 @@ def _replied(
                     earlier[row] += [question.ids, torch.tensor(tokens, dtype=torch.long)]
                 yield Sample(
                     task.name, question.query.category or task.category, method, batch[sequence].protocol, prompt.key,
-                    question.number, replies[row], UNSCORED, token_hash(whole),
+                    question.number, replies[row], UNSCORED, hash_tokens(whole),
                     prompt.truncated, len(prompt.context), len(whole), len(tokens), joint.entries[method][sequence],
-                    joint.nbytes[method] / len(batch), most, joint.seconds / len(batch), seconds / len(answered),
+                    joint.nbytes[method] / len(batch), peak, joint.seconds / len(batch), seconds / len(answered),
                 )  # fmt: skip
 
 
 @contextmanager
-def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question]) -> Iterator[None]:
-    """Say which sample it was that the model could not handle."""
+def _name_samples(where: str, batch: Sequence[Reading], questions: Sequence[Question]) -> Iterator[None]:
+    """Add to a model's error which samples it could not handle."""
     try:
         yield
     except NonFiniteError as error:
@@ -343,26 +347,26 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
 # --- what an evaluation is made of, by content: two runs with equal configurations give equal reports -----------------
 
 
-def environment(loaded: LoadedModel) -> dict[str, Any]:
-    """Model, tokenizer, arithmetic and code; and what the generation config says of replies, if it says anything."""
-    generation = generation_record(loaded.model)
+def describe_environment(loaded: LoadedModel) -> dict[str, Any]:
+    """Describe the environment of a run: model, tokenizer, dtype, device, versions, generation config."""
+    generation = record_generation_settings(loaded.model)
     return {
         **({"generation": generation} if generation else {}),
         "model": loaded.fingerprint.model_dump(mode="json", exclude={"dtype"}),
-        "tokenizer_sha256": tokenizer_hash(loaded.tokenizer),
+        "tokenizer_sha256": hash_tokenizer(loaded.tokenizer),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device.type),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {package: read_version(package) for package in RECORDED_PACKAGES},
     }
 
 
-def metric_of(task: Task) -> str:
-    """Return the name of what scores a task's replies; of a task of one's own that names none, its class."""
+def find_metric_name(task: Task) -> str:
+    """Return the name of a task's metric; the class of a user's task that names no metric."""
     return str(getattr(task, "metric", type(task).__name__))
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of what a tokenizer does: its vocabulary and rules, special tokens and chat template."""
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Return the SHA-256 of a tokenizer: its vocabulary and rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any
     if backend is None:
@@ -377,15 +381,15 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
-def rows_hash(task: TaskPrompts) -> str:
-    """SHA-256 of the questions of a task: prompts in token ids, and what counts as an answer."""
+def hash_rows(task: TaskPrompts) -> str:
+    """Return the SHA-256 of a task's questions: prompts in token ids, and right answers."""
     rows = [
         [
-            prompt.key, question.number, token_hash(prompt.with_question(question)), len(prompt.context),
+            prompt.key, question.number, hash_tokens(prompt.with_question(question)), len(prompt.context),
             question.query.max_new_tokens, question.query.answers, question.query.options,
             *([question.query.written] if question.query.written else []),
         ]
         for prompt in task.prompts
         for question in prompt.questions
     ]  # fmt: skip
-    return sha256_of([rows, task.task.stops])
+    return hash_json([rows, task.task.stops])

@@ -8,21 +8,21 @@ from pathlib import Path
 
 from pydantic import PositiveFloat
 
-from kvsearch.core.files import atomic_write
-from kvsearch.core.printed import csv_text
+from kvsearch.core.files import write_atomically
+from kvsearch.core.printed import format_csv
 
-Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the context, see `contexts_of`
-Place = tuple[str, str, int, str]  # of a reply in its run: task, key, number of the question, method
+Contexts = Mapping[tuple[str, str], str]  # by task and key: the context's name, see `name_contexts`
+ReplyPlace = tuple[str, str, int, str]  # of a reply in its run: task, key, number of the question, method
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One reply of one method.
+    """One reply of one method, its score, and how many cache entries it was made from.
 
-    `category` and `id` are those of the question; `id` is what its author calls it, empty if nothing.
+    `category` and `id` belong to the question; `id` is its author's name for it, or empty.
     `entries` and `bytes` are what the cache held once context (question-agnostic) or prompt (question-aware) were
-    compressed, `most` the most entries it held at a time from then until the reply was complete. `prompt_sha256` is of
-    the token ids before the reply as little-endian 64-bit integers. Seconds are those of the batch by its size; reading
+    compressed, `most` the largest number of entries from then until the reply was complete. `prompt_sha256` is of
+    the token ids before the reply as little-endian 64-bit integers. Seconds are the batch's by its size; reading
     the prompts is shared by all methods that are evaluated together, replying by those that reply together.
     """
 
@@ -47,7 +47,7 @@ class Sample:
     reply_seconds: float = field(compare=False)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ReplyPlace:
         """Where the reply belongs in its run."""
         return self.task, self.key, self.question, self.method
 
@@ -55,11 +55,11 @@ class Sample:
 def write_samples(samples: Sequence[Sample], path: Path) -> None:
     r"""Write a row per reply, all fields of `Sample`, as CSV.
 
-    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; see `csv_text`.
+    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; see `format_csv`.
     """
     names = [column.name for column in fields(Sample)]
     rows = [[getattr(sample, name) for name in names] for sample in samples]
-    atomic_write(path, csv_text([names, *rows]).encode())
+    write_atomically(path, format_csv([names, *rows]).encode())
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from kvsearch.strategies.ready_methods import ReadyMethod
     from kvsearch.tasks.encode import TaskPrompts
 
-LEVEL = 0.95
-LEAST_CONTEXTS: Final = 5  # fewer make no interval
+CONFIDENCE = 0.95
+MIN_CONTEXTS_FOR_INTERVAL: Final = 5  # fewer make no interval
 SCORE_ENDS: Final = (0.0, 1.0)
 DIFFERENCE_ENDS: Final = (-1.0, 1.0)
 AVERAGE = "average"
@@ -48,9 +48,9 @@ ContextSums = tuple[Floats, Floats | Ints]
 class Row:
     """One task, or the plain mean over the tasks of a category or over all tasks.
 
-    Of a task whose questions are of several categories, those of the category count there.
+    A category's row of a task counts only the questions of that category.
 
-    Scores are per method, differences those of the subject to each other method. Means give every task the same weight;
+    Scores are per method, differences between the subject and each other method. Means give every task the same weight;
     wins, ties and losses are sums over its questions. `nats` are per method, too, where all tasks are teacher-forced.
     """
 
@@ -63,9 +63,9 @@ class Row:
 
 
 class TaskScores(NamedTuple):
-    """What the questions of one task scored: of every method, an array [questions] in the same order.
+    """The scores of one task's questions: an array [questions] per method, all in the same order.
 
-    `losses` are those of teacher-forced answers by method, and of the full cache beside each, [2, questions].
+    `losses` are per method, of teacher-forced answers: the method's and the full cache's, [2, questions].
     """
 
     categories: tuple[str, ...]  # [questions]
@@ -74,38 +74,38 @@ class TaskScores(NamedTuple):
     losses: dict[str, Floats]  # nats per token; empty of tasks that are replied to
 
     def of(self, category: str) -> TaskScores:
-        """Return what the questions of one category scored."""
-        mine = np.array([one == category for one in self.categories])
-        if mine.all():
+        """Return the scores of one category's questions."""
+        in_category = np.array([label == category for label in self.categories])
+        if in_category.all():
             return self
-        _, contexts = np.unique(self.contexts[mine], return_inverse=True)
-        found = {method: scores[mine] for method, scores in self.by_method.items()}
-        losses = {method: values[:, mine] for method, values in self.losses.items()}
-        return TaskScores((category,) * len(contexts), contexts, found, losses)
+        _, contexts = np.unique(self.contexts[in_category], return_inverse=True)
+        scores_of_category = {method: scores[in_category] for method, scores in self.by_method.items()}
+        losses = {method: values[:, in_category] for method, values in self.losses.items()}
+        return TaskScores((category,) * len(contexts), contexts, scores_of_category, losses)
 
-    def sums_of(self, scores: Floats) -> ContextSums:
+    def sum_by_context(self, scores: Floats) -> ContextSums:
         """Return what scores [questions] add up to in each context, and how many questions it has."""
         return np.bincount(self.contexts, scores).astype(np.float64), np.bincount(self.contexts)
 
-    def means_of(self, values: Floats) -> Floats:
+    def average_by_context(self, values: Floats) -> Floats:
         """Return the mean of values [questions] over the questions of each context, [contexts]."""
-        sums, questions = self.sums_of(values)
+        sums, questions = self.sum_by_context(values)
         means: Floats = sums / questions
         return means
 
     def by_context(self) -> tuple[dict[str, Floats], Ints]:
         """Return sums over the questions of each context, by method, and how many questions it has; all [contexts]."""
-        return {m: self.sums_of(scores)[0] for m, scores in self.by_method.items()}, np.bincount(self.contexts)
+        return {m: self.sum_by_context(scores)[0] for m, scores in self.by_method.items()}, np.bincount(self.contexts)
 
 
-def student_quantile(freedom: float) -> float:
-    """Return how many standard errors a 95% interval reaches to either side, by the degrees of freedom."""
+def find_student_quantile(freedom: float) -> float:
+    """Return how many standard errors a 95% interval reaches to either side, by Student's t with `freedom` degrees."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
-def interval_of(tasks: Sequence[ContextSums], ends: tuple[float, float]) -> tuple[Floats, Floats]:
+def compute_interval(tasks: Sequence[ContextSums], ends: tuple[float, float]) -> tuple[Floats, Floats]:
     """Return the ends [...] of the 95% interval of the mean over tasks, of values between the `ends` of their scale.
 
     A task with one context has the largest variance that its scale allows.
@@ -128,11 +128,11 @@ def interval_of(tasks: Sequence[ContextSums], ends: tuple[float, float]) -> tupl
     whole = 1 + 2 * weight
     middle = mean + weight * (low + high) / whole
     variance = variance + weight**2 * (low**2 + high**2)
-    reach = student_quantile(contexts + 2 - len(tasks)) * np.sqrt(variance) / whole
+    reach = find_student_quantile(contexts + 2 - len(tasks)) * np.sqrt(variance) / whole
     return np.maximum(middle - reach, ends[0]), np.minimum(middle + reach, ends[1])
 
 
-def student_estimate(*tasks: Floats) -> Estimate:
+def estimate_by_student(*tasks: Floats) -> Estimate:
     """Return the mean over tasks of the means of values [contexts], with its interval by Student's t alone.
 
     It needs no ends of a scale, so a task with one context, which says nothing of its variance, leaves no interval.
@@ -140,9 +140,9 @@ def student_estimate(*tasks: Floats) -> Estimate:
     count = sum(map(len, tasks))
     mean = float(np.mean([values.mean() for values in tasks]))
     reach = math.nan
-    if count >= LEAST_CONTEXTS and min(map(len, tasks)) > 1:
+    if count >= MIN_CONTEXTS_FOR_INTERVAL and min(map(len, tasks)) > 1:
         error = math.sqrt(sum(float(values.var(ddof=1)) / len(values) for values in tasks)) / len(tasks)
-        reach = student_quantile(count - len(tasks)) * error
+        reach = find_student_quantile(count - len(tasks)) * error
     return Estimate(mean, mean - reach, mean + reach, contexts=count)
 
 
@@ -155,18 +155,20 @@ def summarize(samples: Sequence[Sample], subject: str, contexts: Contexts | None
     Raises:
         InternalError: the methods did not answer the same questions.
     """
-    tasks = scores_by_task(samples, contexts)
-    rows = [_row(name, "task", [scores], subject) for name, scores in tasks.items()]
+    tasks = group_scores(samples, contexts)
+    rows = [_make_row(name, "task", [scores], subject) for name, scores in tasks.items()]
     categories = dict.fromkeys(category for scores in tasks.values() for category in scores.categories)
     for category in categories if len(categories) > 1 else ():
         parts = [scores.of(category) for scores in tasks.values() if category in scores.categories]
-        rows.append(_row(category, "category", parts, subject))
+        rows.append(_make_row(category, "category", parts, subject))
     if len(rows) > 1:
-        rows.append(_row(AVERAGE, "average", list(tasks.values()), subject))
+        rows.append(_make_row(AVERAGE, "average", list(tasks.values()), subject))
     return rows
 
 
-def contrast(samples: Sequence[Sample], weights: Mapping[str, float], contexts: Contexts | None = None) -> Difference:
+def contrast_scores(
+    samples: Sequence[Sample], weights: Mapping[str, float], contexts: Contexts | None = None
+) -> Difference:
     """Return the weighted sum of the scores of some methods, question by question, averaged as `summarize` does.
 
     With weights of 1 and -1 that is their paired difference, with 1 and several of -1/n the difference to a mean.
@@ -174,11 +176,11 @@ def contrast(samples: Sequence[Sample], weights: Mapping[str, float], contexts: 
     Raises:
         InternalError: the methods did not answer the same questions.
     """
-    tasks = list(scores_by_task([sample for sample in samples if sample.method in weights], contexts).values())
+    tasks = list(group_scores([sample for sample in samples if sample.method in weights], contexts).values())
     ends = DIFFERENCE_ENDS if any(weights.values()) else (0.0, 0.0)  # nothing differs from itself
     sums = [sum(weight * task.by_method[method] for method, weight in weights.items()) for task in tasks]
     # a tie stays one whatever the weights
-    return _difference(tasks, [np.where(np.abs(total) < 1e-12, 0.0, total) for total in sums], ends)
+    return _compare_paired(tasks, [np.where(np.abs(total) < 1e-12, 0.0, total) for total in sums], ends)
 
 
 def estimate(samples: Sequence[Sample], contexts: Contexts | None = None) -> Estimate:
@@ -187,84 +189,86 @@ def estimate(samples: Sequence[Sample], contexts: Contexts | None = None) -> Est
     return summarize(samples, method, contexts)[-1].scores[method]
 
 
-def scores_by_task(samples: Sequence[Sample], contexts: Contexts | None = None) -> dict[str, TaskScores]:
-    """Return what every task's questions scored; `contexts` as for `summarize`.
+def group_scores(samples: Sequence[Sample], contexts: Contexts | None = None) -> dict[str, TaskScores]:
+    """Group scores by task; `contexts` as for `summarize`.
 
     Raises:
         InternalError: the methods did not answer the same questions.
     """
-    return {task: _scores(samples, task, contexts) for task in dict.fromkeys(sample.task for sample in samples)}
+    return {task: _fill_scores(samples, task, contexts) for task in dict.fromkeys(sample.task for sample in samples)}
 
 
-def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> TaskScores:
-    mine = [sample for sample in samples if sample.task == task]
-    named = {sample.key: sample.key if contexts is None else contexts[task, sample.key] for sample in mine}
+def _fill_scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> TaskScores:
+    task_samples = [sample for sample in samples if sample.task == task]
+    named = {sample.key: sample.key if contexts is None else contexts[task, sample.key] for sample in task_samples}
     numbers = {name: number for number, name in enumerate(dict.fromkeys(named.values()))}
-    categories = {(sample.key, sample.question): sample.category for sample in mine}
-    questions = {asked: n for n, asked in enumerate(categories)}
-    by_method = {m: np.full(len(questions), np.nan) for m in dict.fromkeys(sample.method for sample in mine)}
-    for sample in mine:
+    categories = {(sample.key, sample.question): sample.category for sample in task_samples}
+    questions = {question: n for n, question in enumerate(categories)}
+    by_method = {m: np.full(len(questions), np.nan) for m in dict.fromkeys(sample.method for sample in task_samples)}
+    for sample in task_samples:
         by_method[sample.method][questions[sample.key, sample.question]] = sample.score
-    if len(mine) != len(questions) * len(by_method) or any(np.isnan(found).any() for found in by_method.values()):
+    if len(task_samples) != len(questions) * len(by_method) or any(
+        np.isnan(scores).any() for scores in by_method.values()
+    ):
         raise InternalError(f"task {task}: the methods did not answer the same questions once each")
     places = np.array([numbers[named[key]] for key, _ in questions])
-    return TaskScores(tuple(categories.values()), places, by_method, _losses(mine, questions))
+    return TaskScores(tuple(categories.values()), places, by_method, _read_losses(task_samples, questions))
 
 
-def _losses(samples: Sequence[Sample], questions: Mapping[tuple[str, int], int]) -> dict[str, Floats]:
-    """Return what stands in place of the replies to one task, see `TaskScores.losses`."""
+def _read_losses(samples: Sequence[Sample], questions: Mapping[tuple[str, int], int]) -> dict[str, Floats]:
+    """Read the losses that stand in place of one task's replies, see `TaskScores.losses`."""
     by_method: dict[str, Floats] = {}
     for sample in samples:
         losses = read_losses(sample.reply)
         if losses is None:
             return {}
-        found = by_method.setdefault(sample.method, np.empty((2, len(questions))))
-        found[:, questions[sample.key, sample.question]] = losses
+        pairs = by_method.setdefault(sample.method, np.empty((2, len(questions))))
+        pairs[:, questions[sample.key, sample.question]] = losses
     return by_method
 
 
-def _row(label: str, kind: Kind, tasks: Sequence[TaskScores], subject: str) -> Row:
+def _make_row(label: str, kind: Kind, tasks: Sequence[TaskScores], subject: str) -> Row:
     methods = tasks[0].by_method
     scores = {method: _estimate(tasks, [task.by_method[method] for task in tasks], SCORE_ENDS) for method in methods}
     differences = {
-        method: _difference(tasks, [task.by_method[subject] - task.by_method[method] for task in tasks])
+        method: _compare_paired(tasks, [task.by_method[subject] - task.by_method[method] for task in tasks])
         for method in (methods if subject in methods else ())
         if method != subject
     }
-    nats = _text_losses(tasks, subject) if all(task.losses for task in tasks) else {}
+    nats = _compare_losses(tasks, subject) if all(task.losses for task in tasks) else {}
     return Row(label, kind, sum(len(task.contexts) for task in tasks), scores, differences, nats)
 
 
-def _text_losses(tasks: Sequence[TaskScores], subject: str) -> dict[str, TextLoss]:
+def _compare_losses(tasks: Sequence[TaskScores], subject: str) -> dict[str, TextLoss]:
     """Return the losses of every method on tasks that are all teacher-forced."""
 
     def excess(task: TaskScores, method: str) -> Floats:
         loss, full = task.losses[method]
-        return task.means_of(loss - full)
+        return task.average_by_context(loss - full)
 
-    found = {}
+    losses = {}
     for method in tasks[0].losses:
         difference = None
         if method != subject and subject in tasks[0].losses:
-            difference = student_estimate(*(excess(task, method) - excess(task, subject) for task in tasks))
-        found[method] = TextLoss(
-            student_estimate(*(task.means_of(task.losses[method][0]) for task in tasks)),
-            student_estimate(*(excess(task, method) for task in tasks)),
+            difference = estimate_by_student(*(excess(task, method) - excess(task, subject) for task in tasks))
+        losses[method] = TextLoss(
+            estimate_by_student(*(task.average_by_context(task.losses[method][0]) for task in tasks)),
+            estimate_by_student(*(excess(task, method) for task in tasks)),
             difference,
         )
-    return found
+    return losses
 
 
 def _estimate(tasks: Sequence[TaskScores], scores: Sequence[Floats], ends: tuple[float, float]) -> Estimate:
     """Return the mean over tasks of the scores [questions] of each, on a scale with these ends."""
     mean = float(np.mean([of_task.mean() for of_task in scores]))
-    sums = [task.sums_of(of_task) for task, of_task in zip(tasks, scores, strict=True)]
+    sums = [task.sum_by_context(of_task) for task, of_task in zip(tasks, scores, strict=True)]
     contexts = sum(len(sizes) for _, sizes in sums)
-    low, high = interval_of(sums, ends) if contexts >= LEAST_CONTEXTS else (math.nan, math.nan)
+    low, high = compute_interval(sums, ends) if contexts >= MIN_CONTEXTS_FOR_INTERVAL else (math.nan, math.nan)
     return Estimate(mean, float(low), float(high), contexts=contexts)
 
 
-def _difference(
+def _compare_paired(
     tasks: Sequence[TaskScores], differences: Sequence[Floats], ends: tuple[float, float] = DIFFERENCE_ENDS
 ) -> Difference:
     """Return the mean over tasks of paired differences [questions], and how many questions were won, tied and lost."""
@@ -275,9 +279,9 @@ def _difference(
 
 @dataclass(frozen=True)
 class TraceLength:
-    """How many tokens the replies of a method to a task have: their mean, and how many are as long as they may be.
+    """The length of a method's replies to one task in tokens: the mean, and how many replies reached the limit.
 
-    `longer` is what they have above those of the full cache, paired by question (None: it is the full cache).
+    `longer` is the mean difference to the full cache's replies, paired by question (None for the full cache itself).
     """
 
     tokens: Estimate
@@ -286,25 +290,31 @@ class TraceLength:
 
     @classmethod
     def by_method(
-        cls, samples: Sequence[Sample], asked: Sequence[TaskPrompts], contexts: Contexts | None = None
+        cls, samples: Sequence[Sample], tasks: Sequence[TaskPrompts], contexts: Contexts | None = None
     ) -> dict[str, dict[str, TraceLength]]:
-        """Return how long replies are, by method and traced task; means and intervals are over contexts."""
-        found: dict[str, dict[str, TraceLength]] = {}
-        for task in asked:
+        """Measure the length of replies, by method and traced task; means and intervals are over contexts."""
+        result: dict[str, dict[str, TraceLength]] = {}
+        for task in tasks:
             if not task.task.traced:
                 continue
             name = task.task.name
-            most = {
-                (one.key, asked.number): asked.query.max_new_tokens for one in task.prompts for asked in one.questions
+            limits = {
+                (prompt.key, question.number): question.query.max_new_tokens
+                for prompt in task.prompts
+                for question in prompt.questions
             }
-            mine = [replace(one, score=float(one.reply_tokens)) for one in samples if one.task == name]
-            cut = Counter(one.method for one in mine if one.reply_tokens >= most[one.key, one.question])
-            lengths = _scores(mine, name, contexts)
-            means = {method: lengths.means_of(tokens) for method, tokens in lengths.by_method.items()}
+            token_counts = [
+                replace(sample, score=float(sample.reply_tokens)) for sample in samples if sample.task == name
+            ]
+            cut = Counter(
+                sample.method for sample in token_counts if sample.reply_tokens >= limits[sample.key, sample.question]
+            )
+            lengths = _fill_scores(token_counts, name, contexts)
+            means = {method: lengths.average_by_context(tokens) for method, tokens in lengths.by_method.items()}
             for method, mean in means.items():
-                longer = None if method == FULL else student_estimate(mean - means[FULL])
-                found.setdefault(method, {})[name] = cls(student_estimate(mean), longer, cut[method])
-        return found
+                longer = None if method == FULL else estimate_by_student(mean - means[FULL])
+                result.setdefault(method, {})[name] = cls(estimate_by_student(mean), longer, cut[method])
+        return result
 
 
 @dataclass(frozen=True)
@@ -332,7 +342,7 @@ class SizeBlock:
         return replace(turned, wins=lead.losses, losses=lead.wins)
 
 
-def blocks_of(
+def make_blocks(
     samples: Sequence[Sample],
     methods: Sequence[ReadyMethod],
     subject: str,
@@ -345,14 +355,14 @@ def blocks_of(
     for size, group in groupby(others, key=lambda method: method.size):
         labels = {method.name: method.label for method in group}
         label = {**labels, FULL: FULL}[subject]
-        asked = [sample for sample in samples if sample.method in {FULL, *labels.values()}]
-        *rows, last = summarize(asked, label, contexts)
+        compared = [sample for sample in samples if sample.method in {FULL, *labels.values()}]
+        *rows, last = summarize(compared, label, contexts)
         whole = {frozenset(averages[MACRO]): last}
         rows = [row for row in (*rows, last) if row.kind != "average"]
         for name, tasks in averages.items():
             chosen = frozenset(tasks)
             if chosen not in whole:
-                whole[chosen] = summarize([sample for sample in asked if sample.task in chosen], label, contexts)[-1]
+                whole[chosen] = summarize([sample for sample in compared if sample.task in chosen], label, contexts)[-1]
             rows.append(replace(whole[chosen], task=name, kind="average"))
         blocks.append(SizeBlock(size, labels, label, rows))
     return blocks

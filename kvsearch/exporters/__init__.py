@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 TARGETS = {
     "folder": "kvsearch.exporters.folder:Folder",
+    "custom-generate": "kvsearch.exporters.folder:CustomGenerate",
     "model": "kvsearch.exporters.folder:ModelFolder",
     "kvpress-lukv": "kvsearch.exporters.kvpress:KvpressLukv",
     "kvpress-layers": "kvsearch.exporters.kvpress:KvpressLayers",

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import IncompatibleError, UsageError, given
+from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.runs.estimates import Estimate
 
@@ -81,7 +81,7 @@ class PrefillBudgets:
             raise UsageError("the plan leaves some layers their whole cache: give the --length of your prompts")
         self.entries: Ints = np.full((plan.model.layers, plan.model.kv_heads), at or 0, dtype=np.int64)
         # without a length budgets are fixed, and no prompt is shorter than all of them together
-        self.entries[list(plan.prefill.planned_layers)] = budgets_at(plan, "prefill", at or plan.prefill.total)
+        self.entries[list(plan.prefill.planned_layers)] = compute_budgets(plan, "prefill", at or plan.prefill.total)
 
     @property
     def total(self) -> int:
@@ -90,7 +90,7 @@ class PrefillBudgets:
     @property
     def known_length(self) -> int:
         """The prompt length; UsageError where there is none."""
-        return given(self.length, "the target needs the length of a prompt, and the plan has none: give --length")
+        return require(self.length, "the target needs the length of a prompt, and the plan has none: give --length")
 
     @property
     def per_layer(self) -> list[int]:
@@ -152,7 +152,7 @@ class ExportInputs:
     @property
     def known_architecture(self) -> Architecture:
         """The shape of the model; UsageError where it was not given."""
-        return given(self.architecture, "the target is told of query heads, which a plan does not know: give --model")
+        return require(self.architecture, "the target is told of query heads, which a plan does not know: give --model")
 
 
 class Exporter:

@@ -24,7 +24,7 @@ from kvsearch.exporters.base import (
     repeat_for_heads,
 )
 from kvsearch.plan import ModelFingerprint, PolicySpec, canonical_json
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.policies.snapkv import SnapKV
 
 TRACE = 1e-9  # relative
@@ -91,7 +91,7 @@ class HeadKV(BudgetExporter):
             for (layer, head), score in np.ndenumerate(scores)
             for member in range(group)
         }
-        policy = policy_of(budgets.policy)
+        policy = build_policy(budgets.policy)
         shared = f"--kv_cache_granularity kv_head --gqa_score_agg {policy.group} " if isinstance(policy, SnapKV) else ""
         usage = (
             f"python run_longbench.py --method headkv {shared}--head_path {{path}} --head_beta 1 "
@@ -106,7 +106,7 @@ class HeadKV(BudgetExporter):
         """Find the loss of layers that rank by SnapKV with other settings than the tool's."""
 
         def differs(spec: PolicySpec) -> bool:
-            policy = policy_of(spec)
+            policy = build_policy(spec)
             return isinstance(policy, SnapKV) and (
                 any(getattr(policy, name) != value for name, value in self.RANKING.items())
                 or policy.recent_count != self.WINDOW
@@ -140,7 +140,7 @@ class DuoAttentionGates(BudgetExporter):
 
         The others hold one of the plan's budgets, that from which the fewest entries are in the wrong place.
         """
-        policy = policy_of(budgets.policy)
+        policy = build_policy(budgets.policy)
         at = budgets.known_length
         sizes = np.unique(budgets.entries[budgets.entries < at]).tolist()
         if not sizes and policy.least < at:  # all heads keep everything, whatever a streaming head would
@@ -198,7 +198,7 @@ class SparseVLLM(BudgetExporter):
 
     def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Write the settings; a quarter of an entry keeps cut-off fractions from costing one."""
-        policy = policy_of(budgets.policy)
+        policy = build_policy(budgets.policy)
         kept = budgets.per_layer
         sinks = min(policy.sink_count, *kept)
         recent = min(policy.recent_count, min(kept) - sinks)
@@ -339,7 +339,10 @@ class TensorRTLLM(WindowExporter):
 
     def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Give every layer the mean of its heads, and the sinks of its policy."""
-        cache = {"max_attention_window": budgets.per_layer, "sink_token_length": policy_of(budgets.policy).sink_count}
+        cache = {
+            "max_attention_window": budgets.per_layer,
+            "sink_token_length": build_policy(budgets.policy).sink_count,
+        }
         config = yaml.safe_dump({"kv_cache_config": cache}).encode()
         losses = self.through | measure_sink_loss(budgets, budgets.per_layer)
         return ExportedFiles({SINGLE_FILE: config}, ("trtllm-serve MODEL --config {path}",), losses)
@@ -396,7 +399,7 @@ class OpenVINO(BudgetExporter):
 
     def write(self, budgets: PrefillBudgets, inputs: ExportInputs) -> ExportedFiles:  # noqa: ARG002
         """Write the sizes: whole blocks, with at least one between the first and the recent entries."""
-        policy = policy_of(budgets.policy)
+        policy = build_policy(budgets.policy)
         start, recent = (
             max(1, -(-count // OPENVINO_BLOCK)) * OPENVINO_BLOCK for count in (policy.sink_count, policy.recent_count)
         )
@@ -426,7 +429,7 @@ class OpenVINO(BudgetExporter):
 
 def measure_sink_loss(budgets: PrefillBudgets, windows: Sequence[int]) -> dict[str, int | None]:
     """Measure the loss of the first entries of every layer whose window is shorter than the prompt."""
-    sinks = policy_of(budgets.policy).sink_count
+    sinks = build_policy(budgets.policy).sink_count
     moving = [window for window in windows if budgets.length is None or window < budgets.length]
     lost = sum(min(sinks, window) for window in moving) * budgets.plan.model.kv_heads
     return {f"windows have no sinks: the first {sinks} entries of a head leave": lost} if lost else {}

@@ -12,14 +12,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import describe_fault
-from kvsearch.core.printed import command_line, markdown_text
+from kvsearch.core.printed import escape_markdown, format_command_line
 from kvsearch.exporters.base import CARD_FILE, ExportInputs, PlanScores
-from kvsearch.models.gguf import SUFFIX
+from kvsearch.models.gguf import GGUF_SUFFIX
 from kvsearch.models.loading import BUNDLED, HUB_ID
 from kvsearch.models.real import REAL_MODELS
 from kvsearch.plan import ModelFingerprint, Plan
 from kvsearch.plan.origin import USES
-from kvsearch.plan.saved import size_of
+from kvsearch.plan.saved import find_size
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard, ModelCardData
@@ -30,14 +30,19 @@ METRIC_DECIMALS = 4  # decimals of a metric
 PLAN_ARGUMENT = "plan"  # the size of the plan that a metric of the front matter is of, among its arguments
 
 
-def render_folder_card(plan: Plan, scores: PlanScores | None) -> bytes:
-    """Render the card of a folder that holds a plan and no model."""
+def render_folder_card(plan: Plan, scores: PlanScores | None, needs: str | None = None) -> bytes:
+    """Render the card of a folder that holds a plan and no model.
+
+    `needs` says what code of transformers' `custom_generate` that lies there needs; None: there is none.
+    """
     command = _command("evaluate", plan.model.name, "--plan", "FOLDER", "--tasks", "jsonl:YOUR.jsonl")
-    body = fill_template("README.md", **_collect_facts(plan, scores), name=_short_name(plan.model), command=command)
+    body = fill_template(
+        "README.md", **_collect_facts(plan, scores), name=_short_name(plan.model), command=command, needs=needs
+    )
     card, data = _parse_card(body.decode())
-    data.library_name = "kvsearch"
+    data.library_name = "kvsearch" if needs is None else "transformers"
     data.base_model = find_hub_id(plan.model)
-    data.tags = list(CARD_TAGS)
+    data.tags = [*CARD_TAGS, *([] if needs is None else ["custom_generate"])]  # by which the hub lists such code
     _add_scores(data, plan, scores)
     return str(card).encode()
 
@@ -54,7 +59,7 @@ def render_model_card(plan: Plan, path: str, inputs: ExportInputs) -> bytes:
         file = _short_name(source) if real is None else real.file
         about = fill_template(
             "model.md", name=_short_name(source), dtype=None if inputs.unsaved is None else source.dtype, weights=file,
-            is_gguf=file.lower().endswith(SUFFIX), licence=None if real is None else real.licence,
+            is_gguf=file.lower().endswith(GGUF_SUFFIX), licence=None if real is None else real.licence,
         )  # fmt: skip
         card, data = _parse_card(about.decode())
         data.library_name = "transformers"
@@ -64,7 +69,7 @@ def render_model_card(plan: Plan, path: str, inputs: ExportInputs) -> bytes:
         card, data = _parse_card(inputs.card)
     data.tags = _merge_lists(data.tags, CARD_TAGS)
     _add_scores(data, plan, inputs.scores)
-    size = size_of(plan)
+    size = find_size(plan)
     command = _command("generate", "FOLDER", "--plan", f"FOLDER/{path}", "--context", "@FILE", "--prompt", "...")
     section = fill_template("plan.md", **_collect_facts(plan, inputs.scores), size=size, command=command).decode()
     begin, *_, end = section.splitlines()
@@ -79,7 +84,7 @@ def find_hub_id(model: ModelFingerprint) -> str | None:
     """Find the id of a model on the hub; None for local folders or files and bundled models."""
     if (real := REAL_MODELS.get(model.name)) is not None:
         return real.hub
-    is_ours = model.name in BUNDLED or model.name.lower().endswith(SUFFIX)
+    is_ours = model.name in BUNDLED or model.name.lower().endswith(GGUF_SUFFIX)
     is_id = HUB_ID.fullmatch(model.name) and (model.revision is not None or not Path(model.name).exists())
     return model.name if is_id and not is_ours else None
 
@@ -93,7 +98,7 @@ def fill_template(file: str, **values: Any) -> bytes:
         autoescape=False,
         keep_trailing_newline=True,
     )
-    environment.filters["md"] = lambda text: markdown_text(str(text))
+    environment.filters["md"] = lambda text: escape_markdown(str(text))
     return environment.get_template(f"{file}.jinja").render(values).encode()
 
 
@@ -110,7 +115,7 @@ def _short_name(model: ModelFingerprint) -> str:
 
 
 def _command(*words: str) -> str:
-    return command_line(["kvsearch", *words])
+    return format_command_line(["kvsearch", *words])
 
 
 def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> None:
@@ -119,7 +124,7 @@ def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> N
 
     if scores is None:
         return
-    size = size_of(plan)
+    size = find_size(plan)
     results = [
         entry
         for entry in data.eval_results or ()

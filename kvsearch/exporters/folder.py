@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 
 from kvsearch.exporters.base import CARD_FILE, ExportedFiles, ExportInputs, PlanExporter
 from kvsearch.exporters.card import fill_template, render_folder_card, render_model_card
-from kvsearch.models.loading import CONFIG
+from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.saved import (
     BESIDE,
@@ -16,10 +17,12 @@ from kvsearch.plan.saved import (
     MODEL_KEY,
     WEIGHTS,
     check_listing,
-    known_weights,
-    size_of,
-    with_weights,
+    find_size,
+    list_weights,
+    read_known_weights,
 )
+
+REQUIREMENTS = b"torch>=2.8\ntransformers>=5.18\n"  # of what `custom_generate` needs, as transformers reads it
 
 
 class Folder(PlanExporter):
@@ -27,16 +30,41 @@ class Folder(PlanExporter):
 
     def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
-        places = with_weights(plan.policies, FOLDER_PLAN)
-        weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
-        files = {
-            FOLDER_PLAN: canonical_json(plan),
-            **weights,
+        written = {
+            **self.plan_files(plan),
             CARD_FILE: render_folder_card(plan, inputs.scores),
             "generate.py": fill_template("generate.py", model=repr(plan.model.name)),
         }
         usage = ("python {path}/generate.py --help", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
-        return ExportedFiles(files, usage, total=plan.total)
+        return ExportedFiles(written, usage, total=plan.total)
+
+    def plan_files(self, plan: Plan) -> dict[str, bytes]:
+        """Return the plan and its weights; UsageError if these are not here."""
+        places = list_weights(plan.policies, FOLDER_PLAN)
+        weights = {place.name: read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        return {FOLDER_PLAN: canonical_json(plan), **weights}
+
+
+class CustomGenerate(Folder):
+    """Everything of a plan in one folder, with code that transformers runs in place of its own `generate`.
+
+    Plans without fitted rankings need transformers alone, others the package kvsearch; nothing is lost.
+    """
+
+    def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
+        """Make the folder; UsageError if the weights of a fitted ranking are not here."""
+        from kvsearch.exporters.planned_generate import needs_kvsearch
+
+        reason = needs_kvsearch(plan.model_dump(mode="json"))
+        needs = "torch and transformers alone" if reason is None else f"the package kvsearch: {reason}"
+        written = {
+            **self.plan_files(plan),
+            CARD_FILE: render_folder_card(plan, inputs.scores, needs),
+            "custom_generate/generate.py": files("kvsearch.exporters").joinpath("planned_generate.py").read_bytes(),
+            "custom_generate/requirements.txt": REQUIREMENTS,
+        }
+        call = "model.generate(**inputs, custom_generate={path!r}, trust_remote_code=True)"
+        return ExportedFiles(written, (call, f"needs {needs}"), total=plan.total)
 
 
 class ModelFolder(Folder):
@@ -49,16 +77,21 @@ class ModelFolder(Folder):
             UsageError: the weights of a fitted ranking are not here, or the folder's card cannot be read.
         """
         listed = dict(check_listing(inputs.config.get(MODEL_KEY), "the model"))
-        size = size_of(plan)
+        size = find_size(plan)
         path = f"{BESIDE}/plan-{size}.json" if listed else f"{BESIDE}/{FOLDER_PLAN}"
         path = f"{BESIDE}/{Path(listed[size]['file']).name}" if size in listed else path
-        places = with_weights(plan.policies, path)
-        weights = {f"{BESIDE}/{place.name}": known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        places = list_weights(plan.policies, path)
+        weights = {f"{BESIDE}/{place.name}": read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
         content = canonical_json(plan)
         listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
-        files = {path: content, **weights, CARD_FILE: render_model_card(plan, path, inputs), CONFIG: config.encode()}
+        written = {
+            path: content,
+            **weights,
+            CARD_FILE: render_model_card(plan, path, inputs),
+            MODEL_CONFIG_FILE: config.encode(),
+        }
         usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
         return ExportedFiles(
-            files, usage, total=plan.total, updated=(*weights, CARD_FILE, CONFIG), model=inputs.unsaved
+            written, usage, total=plan.total, updated=(*weights, CARD_FILE, MODEL_CONFIG_FILE), model=inputs.unsaved
         )

@@ -19,12 +19,12 @@ from kvsearch.exporters.base import (
     measure_head_loss,
 )
 from kvsearch.plan import Profile, canonical_json
-from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID_SIZE
 from kvsearch.policies import Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.keydiff import KeyDiff
 from kvsearch.policies.knorm import Knorm
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.policies.tova import TOVA
@@ -44,9 +44,9 @@ class KvpressLukv(ProfileExporter):
         metadata = profile.metadata
         if EVICTED_RATIO not in profile.arrays:
             raise UsageError(f"target {self.name} needs a table of ratios, and a {metadata.method} profile has none")
-        curves = np.zeros((GRID, metadata.model.layers, metadata.model.kv_heads))
+        curves = np.zeros((GRID_SIZE, metadata.model.layers, metadata.model.kv_heads))
         curves[:, list(metadata.layers)] = profile.arrays[EVICTED_RATIO]
-        policy = policy_of(metadata.policy)
+        policy = build_policy(metadata.policy)
         press = find_press(policy)
         file = io.BytesIO()
         np.save(file, curves)
@@ -69,7 +69,7 @@ class KvpressLayers(BudgetExporter):
         at = budgets.known_length
         evicted = [0.0 if entries >= at else 1 - (entries + 0.5) / at for entries in budgets.per_layer]
         spec = budgets.policy
-        policy = policy_of(spec)
+        policy = build_policy(spec)
         press = find_press(policy)
         losses = {
             **measure_head_loss(budgets),

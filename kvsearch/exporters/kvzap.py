@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from kvsearch.core.errors import IncompatibleError, UsageError, given
+from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.exporters.base import WEIGHTS_FILE, ExportedFiles, ExportInputs, ProfileExporter
-from kvsearch.models.architecture import attention_modules, describe
-from kvsearch.models.loading import CONFIG
-from kvsearch.models.weights import effective_bias, effective_weight
+from kvsearch.models.architecture import describe, find_attention_modules
+from kvsearch.models.loading import MODEL_CONFIG_FILE
+from kvsearch.models.weights import read_effective_bias, read_effective_weight
 from kvsearch.plan import Profile, canonical_json
-from kvsearch.policies.probe import ARRAYS, METHOD, SPREAD
+from kvsearch.policies.probe import ARRAYS, PROBE_METHOD, SPREAD
 
 HeadMaps = tuple[Tensor, Tensor]  # z = weight h + bias of each head: [Hkv, F, d_model], [Hkv, F]
 LINEAR = ("key", "value")  # features that are linear in hidden states
@@ -46,8 +46,8 @@ class KvpressKvzap(ProfileExporter):
         """
         metadata = profile.metadata
         features = self._features(profile)
-        model = given(inputs.model, "the target is made of weights of the model: give --model")
-        modules = attention_modules(model)
+        model = require(inputs.model, "the target is made of weights of the model: give --model")
+        modules = find_attention_modules(model)
         if list(metadata.layers) != list(range(metadata.model.layers)):
             raise IncompatibleError(f"target {self.name} is told of all layers, and not all of this model were fitted")
         fits = [  # the regressions of all heads of a layer, [Hkv, ...] fp64
@@ -76,13 +76,13 @@ class KvpressKvzap(ProfileExporter):
             "press.kvzap_model = KVzapModel.from_pretrained({path!r})",
             f"press.kvzap_model_name = 'nvidia/KVzap-{kind}-' + model.config.name_or_path.split('/')[-1]",
         )
-        files = {WEIGHTS_FILE: save(tensors, {"format": "pt"}), CONFIG: canonical_json(config)}
+        files = {WEIGHTS_FILE: save(tensors, {"format": "pt"}), MODEL_CONFIG_FILE: canonical_json(config)}
         return ExportedFiles(files, usage, dict.fromkeys(_losses(profile, features, fits)))
 
     def _features(self, profile: Profile) -> list[str]:
         """Return the features of a probe; UsageError for other rankings, or features not linear in hidden states."""
         metadata = profile.metadata
-        if metadata.method != METHOD:
+        if metadata.method != PROBE_METHOD:
             raise UsageError(f"target {self.name} is made of a probe, and this is a {metadata.method} profile")
         stated = metadata.provenance.settings["features"]
         features = list(map(str, stated)) if isinstance(stated, tuple) else [str(stated)]
@@ -119,10 +119,10 @@ def _heads(module: Any, width: int, dtype: torch.dtype, features: list[str], fit
             continue
         place = LINEAR.index(name)
         what = f"{PROJECTIONS[place]} of layer {getattr(module, 'layer_idx', '?')}"
-        matrix = effective_weight(projections[place], what, width, dtype)
+        matrix = read_effective_weight(projections[place], what, width, dtype)
         weight.append(matrix.detach().cpu().double().reshape(count, -1, width))
         offset = weight[-1].new_zeros(count, weight[-1].shape[1])
-        added = effective_bias(projections[place], width, dtype)
+        added = read_effective_bias(projections[place], width, dtype)
         bias.append(offset if added is None else added.detach().cpu().double().view_as(offset))
     return torch.cat(weight, 1) / fit["scale"][..., None], (torch.cat(bias, 1) - fit["center"]) / fit["scale"]
 

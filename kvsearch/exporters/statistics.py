@@ -10,13 +10,13 @@ from safetensors.numpy import save
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.printed import markdown_text
+from kvsearch.core.printed import escape_markdown
 from kvsearch.exporters.base import CARD_FILE, WEIGHTS_FILE, ExportedFiles, ExportInputs, ProfileExporter
-from kvsearch.models.loading import CONFIG
+from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.expected_attention import ExpectedAttention
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 
 STATISTICS = "statistics.safetensors"
 
@@ -51,7 +51,7 @@ class KvpressEA(ProfileExporter):
         """Make the folder."""
         arrays = read_statistics(profile, self.name)
         metadata = profile.metadata
-        policy = policy_of(metadata.policy)
+        policy = build_policy(metadata.policy)
         if not isinstance(policy, ExpectedAttention):
             raise UsageError(f"target {self.name} is for policy expected_attention, not {policy.name}")
         layers, heads, size = arrays[QUERY_MEAN].shape
@@ -62,7 +62,7 @@ class KvpressEA(ProfileExporter):
         }  # fmt: skip
         files = {
             WEIGHTS_FILE: save({name: arrays[name] for name in (QUERY_MEAN, QUERY_COVARIANCE)}),
-            CONFIG: canonical_json(config),
+            MODEL_CONFIG_FILE: canonical_json(config),
         }
         usage = (
             f"press = ExpectedAttentionStatsPress(compression_ratio=0.8, n_sink={policy.sinks}, "
@@ -110,7 +110,7 @@ class TriAttention(ProfileExporter):
             "sampled_heads": [[layer, head] for layer in range(mean.shape[0]) for head in range(mean.shape[1])],
         }  # fmt: skip
         file_metadata = {"metadata": json.dumps(about)}
-        card = _CARD.format(model=markdown_text(profile.metadata.model.name))
+        card = _CARD.format(model=escape_markdown(profile.metadata.model.name))
         files = {STATISTICS: save(named, file_metadata), CARD_FILE: card.encode()}
         return ExportedFiles(files, ("the script in {path}/README.md makes the .pt file that the tools read",))
 

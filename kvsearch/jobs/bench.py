@@ -16,9 +16,9 @@ from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.shapes import device_of, random_model
+from kvsearch.models.shapes import find_device, make_random_model
 from kvsearch.models.speed import StageCost, Work
-from kvsearch.plan import Size, phases_of
+from kvsearch.plan import Size, parse_phases
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.costs import Forecast, SpeedView
@@ -164,9 +164,9 @@ def _load(
         loaded = options.load(str(options.model), reporter)
     else:
         with reporter.loading(options.shape):
-            loaded = random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)
+            loaded = make_random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)
     from kvsearch.benchmark.capacity import require_memory
-    from kvsearch.benchmark.speed import Workload, make_program_at
+    from kvsearch.benchmark.speed import Workload, make_program
     from kvsearch.models.architecture import describe, require_same_rotary
     from kvsearch.runtime import Program
 
@@ -179,7 +179,7 @@ def _load(
         if options.phases != "prefill":
             parts_of_name.append(options.phases)
         policy = create_policy(*parse_policy(options.policy))
-        program = make_program_at(loaded.model, policy, size, phases_of(options.phases), options.skewed)
+        program = make_program(loaded.model, policy, size, parse_phases(options.phases), options.skewed)
         programs[", ".join(parts_of_name)] = program
     tokens = max(options.length) + options.new_tokens
     limit = describe(loaded.model).max_positions
@@ -188,4 +188,4 @@ def _load(
     for length in options.length:
         require_same_rotary(loaded.model, [length], options.new_tokens)
     largest = Workload(max(options.batch), max(options.length), options.new_tokens, options.rounds)
-    return loaded, programs, require_memory(loaded.model, programs, largest, device_of(options.device))
+    return loaded, programs, require_memory(loaded.model, programs, largest, find_device(options.device))

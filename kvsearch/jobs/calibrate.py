@@ -21,7 +21,7 @@ from kvsearch.calibration.tables import HELD_OUT, MIN_CONTEXTS_TO_JUDGE
 from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
-from kvsearch.core.naming import suggest, unknown
+from kvsearch.core.naming import describe_unknown, suggest
 from kvsearch.core.parsing import list_problems
 from kvsearch.jobs.groups import (
     TASK_DETAILS,
@@ -42,10 +42,10 @@ from kvsearch.plan.profile_arrays import QUERIES
 from kvsearch.plan.saved import PROFILE
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.profile import remarks as profile_remarks
+from kvsearch.report.profile import list_remarks as profile_remarks
 from kvsearch.report.ranking import find_losses
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
-from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in, write_contexts
+from kvsearch.runs.run import Run, read_run, read_sums, require_same, require_unchanged, write_contexts
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions,
         typed = given.get("method")
         name = stated.get("method", typed or DEFAULT_METHOD)
         if typed is not None and typed not in known:
-            raise UsageError(unknown("method", typed, known))
+            raise UsageError(describe_unknown("method", typed, known))
         if not isinstance(name, str) or name not in known:
             problem = f"method: {name!r} is unknown{suggest(str(name), known)}"
             raise UsageError(list_problems([problem], str(path)))
@@ -207,7 +207,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
             require_unchanged(options.output, PROFILE, "restore it, or start anew with --force")
         reporter.say(FINISHED_NOTE)
         return [load_profile(options.output / PROFILE) for options in several]
-    from kvsearch.evaluation.runner import environment
+    from kvsearch.evaluation.runner import describe_environment
 
     first: Calibration[Any] = calibrations[0]
     loaded = first.loaded
@@ -233,7 +233,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) 
     with ExitStack() as stack:
         runs = []
         for each, config in zip(several, configs, strict=True):
-            config = config.model_copy(update={"execution": environment(loaded)})
+            config = config.model_copy(update={"execution": describe_environment(loaded)})
             runs.append(stack.enter_context(Run.open(each.output, config, force=each.force, files=FILES)))
         stack.enter_context(on_interruption(reporter, words_to_go_on))
         progress = stack.enter_context(reporter.progress(f"calibrating: {options.unit}"))
@@ -279,7 +279,7 @@ def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[l
     is_finished = True
     for options, config in zip(several, configs, strict=True):
         if options.force:
-            run_in(options.output, config.job)
+            read_run(options.output, config.job)
             is_finished = False
         else:
             known = require_same(options.output, config) is not None
@@ -376,7 +376,7 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
     from kvsearch.selection.splits import refuse_reported
 
     refuse_reported(tasks)
-    run_in(options.output, "calibrate")
+    read_run(options.output, "calibrate")
     if any(facts.split == "all" for facts in describe_tasks(options.tasks)):
         reporter.say(f"evaluate asks all examples of {options.tasks} by default: add --split report for held-out ones")
     loaded = options.load(options.model, reporter)

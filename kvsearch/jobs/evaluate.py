@@ -11,11 +11,13 @@ from pydantic import AfterValidator, TypeAdapter
 from kvsearch.config.options import RULE, SIZE, Commas, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
-from kvsearch.core.files import check_output
+from kvsearch.core.files import check_output, require_directory
 from kvsearch.core.items import Progress
-from kvsearch.core.parsing import read_json, validated
+from kvsearch.core.parsing import read_json, validate_content
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import summarize
+from kvsearch.exporters.base import ExportedFiles
+from kvsearch.jobs.export import write_files
 from kvsearch.jobs.groups import (
     ASKED,
     KEPT,
@@ -34,10 +36,11 @@ from kvsearch.plan import Size, load_plan
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import write_tables
+from kvsearch.report.records import record_files
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
-from kvsearch.runs.run import run_in, write_json
+from kvsearch.runs.run import read_run, write_json
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Sampling
 
@@ -63,7 +66,7 @@ class EvaluateOptions(ModelArgument, WorkerOptions, TaskOptions, BatchOptions):
         "`calibrate`.",
         SIZE,
         metavar="NAME,...",
-        completes="kvsearch.strategies.names:method_names",
+        completes="kvsearch.strategies.names:list_method_names",
     )
     budgets: Commas | None = option(
         None, "Sizes of the methods: entries per kv head, on average.", SIZE, metavar="N,..."
@@ -98,11 +101,20 @@ class EvaluateOptions(ModelArgument, WorkerOptions, TaskOptions, BatchOptions):
     )
     replies: int | None = option(None, "Replies to each question, drawn.", panel=ASKED, shown="1", ge=1)
     output: Path | None = option(None, OUTPUT_OPTION, panel=KEPT)
-    force: bool = option(False, "Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)
+    force: bool = option(
+        False, "Start the run in --output anew; replace --table and --records.", panel=KEPT, recorded=False
+    )
     table: Path | None = option(
         None,
         "Write the tables to this .md or .tex file, or every number of them to this .csv file.",
         metavar="FILE",
+        panel=KEPT,
+        recorded=False,
+    )
+    records: Path | None = option(
+        None,
+        "Write every reply into this folder in the files of kvpress' evaluation, a folder per method.",
+        metavar="DIR",
         panel=KEPT,
         recorded=False,
     )
@@ -120,16 +132,20 @@ class EvaluateOptions(ModelArgument, WorkerOptions, TaskOptions, BatchOptions):
         return Sampling(self.temperature, self.top_p or 1.0, self.replies or 1, self.seed)
 
     def check_files(self) -> None:
-        """Raise UsageError if the run or the table cannot be written, or the table is there already and would be lost.
+        """Raise UsageError if what is to be written cannot be, or table or records are there already and would be lost.
 
-        A finished run that is repeated finds the table that it has written itself.
+        A finished run that is repeated finds the table and the records that it has written itself.
         """
         if self.output is not None:
-            run_in(self.output, "evaluate")
+            read_run(self.output, "evaluate")
+        is_finished = self.output is not None and (self.output / REPORT).exists() and not self.force
+        if self.records is not None:
+            require_directory(self.records)
+            if self.records.exists() and any(self.records.iterdir()) and not (self.force or is_finished):
+                raise UsageError(f"{self.records} is not empty: name another folder, or --force to replace its records")
         if self.table is None:
             return
         check_table_file(self.table)
-        is_finished = self.output is not None and (self.output / REPORT).exists() and not self.force
         if not is_finished:
             check_output(self.table, self.force)
 
@@ -172,6 +188,8 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
             write_json(directory / REPORT, result.as_json())
         if options.table is not None:
             write_tables(result, options.table, options.force)
+        if options.records is not None:
+            write_files(ExportedFiles(record_files(comparison), ()), options.records, force=True)
     return result
 
 
@@ -189,7 +207,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
         options.baselines,
     )  # fmt: skip
     from kvsearch.evaluation.compare import prepare
-    from kvsearch.evaluation.totals import idle_methods
+    from kvsearch.evaluation.totals import find_idle_methods
 
     loaded = options.load(options.model, reporter)
     split = replace(options.make_split(tasks, options.samples, options.protocol), sampling=sampling)
@@ -198,7 +216,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")
-    if idle := idle_methods(evaluation):
+    if idle := find_idle_methods(evaluation):
         reporter.warn(
             f"{', '.join(idle)}: nothing is evicted from any prompt, so this is the full cache: keep fewer entries"
         )
@@ -229,7 +247,7 @@ def _output_losses(
 
 def read_losses(path: Path) -> list[LayerLoss]:
     """Read the losses stored in a run; UsageError if the file is damaged."""
-    return validated(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
+    return validate_content(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
 
 
 # --- headroom ---------------------------------------------------------------------------------------------------------
@@ -245,12 +263,12 @@ class HeadroomOptions(ModelArgument, WorkerOptions, TaskOptions, Seeded):
 
 
 def estimate_headroom(options: HeadroomOptions, reporter: Reporter) -> Forecast:
-    """Forecast `headroom`; errors as `headroom`."""
-    from kvsearch.evaluation.headroom import importance_cost
+    """Forecast `headroom`; errors as `measure_headroom`."""
+    from kvsearch.evaluation.headroom import estimate_headroom
 
     full = _full_cache(options, reporter)
     stated = {"tasks": [task.task.name for task in full.encoded], "ratio": options.ratio, "samples": options.samples}
-    stages = [full.cost("full cache"), importance_cost(full.loaded, full.encoded, options.ratio)]
+    stages = [full.cost("full cache"), estimate_headroom(full.loaded, full.encoded, options.ratio)]
     return Forecast(stated, stages, full.loaded.model)
 
 
@@ -267,8 +285,8 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
     """
     full = _full_cache(options, reporter)
     from kvsearch.evaluation.headroom import PROGRAMS
-    from kvsearch.evaluation.headroom import headroom as measure
-    from kvsearch.tasks.encode import contexts_of
+    from kvsearch.evaluation.headroom import measure_headroom as measure
+    from kvsearch.tasks.encode import name_contexts
 
     config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.to_recipe())
     with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
@@ -276,7 +294,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
             full.require_answers(progress, store)
         with reporter.progress("measuring importance: context") as progress:
             results = measure(full.loaded, full.encoded, options.ratio, progress, store)
-        rows = summarize(results, FULL, contexts_of(full.encoded))
+        rows = summarize(results, FULL, name_contexts(full.encoded))
         coverage = tuple(task.coverage for task in full.encoded)
         result = HeadroomResult(
             model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=coverage
@@ -290,7 +308,7 @@ def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
     """Prepare the evaluation of the full cache, with the model."""
     tasks = options.find_tasks(options.model)
     if options.output is not None:
-        run_in(options.output, "headroom")
+        read_run(options.output, "headroom")
     from kvsearch.evaluation.compare import Split, prepare
     from kvsearch.strategies.ready_methods import make_full_cache_method
 

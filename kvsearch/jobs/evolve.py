@@ -30,12 +30,12 @@ from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES, QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.report.costs import Forecast
-from kvsearch.report.search import decisions, search_result
+from kvsearch.report.search import describe_decisions, make_search_result
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
-from kvsearch.runs.run import run_in, write_contexts
+from kvsearch.runs.run import read_run, write_contexts
 from kvsearch.search.settings import SEARCH_PANEL, EvolveSettings
 from kvsearch.search.trials import TrialLog
 from kvsearch.tasks.metrics import is_forced
@@ -73,7 +73,7 @@ class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Se
         "Eviction policy of all layers; joint: more that a layer may have, joined by commas.",
         RULE,
         shown="snapkv, or those of the first --start",
-        completes="kvsearch.policies.registry:policy_names",
+        completes="kvsearch.policies.registry:list_policy_names",
     )
     params: Params = option({}, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
     max_evals: int | None = option(None, "Different candidates.", RULE, panel=LIMITS, ge=1)
@@ -110,7 +110,7 @@ class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Se
 
 def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
     """Yield the choice with its reason, the work it took, and its files."""
-    yield from decisions(result)
+    yield from describe_decisions(result)
     files = [options.plan_file(budget) for budget in result.found]
     yield f"{result.evaluations} candidates, {result.tokens:,} tokens; wrote {', '.join(map(str, files))}"
     yield from suggest_plan_commands(files[0], options.model, options)
@@ -171,7 +171,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         finished = run_searches(searches, executor, log, options.max_evals, watcher, store)
-        result = search_result(finished, log.evaluations, log.tokens)
+        result = make_search_result(finished, log.evaluations, log.tokens)
         for evolved in finished:
             save_plan(evolved.choice.plan, options.plan_file(evolved.search.budget), overwrite=True)
         run.write(REPORT, result.as_json())
@@ -189,7 +189,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     tasks = {name: options.find_tasks(options.model, name) for name in SPLITS.values()}
     if options.objective == "metric" and any(map(is_forced, tasks["train"])):
         raise UsageError("--objective metric judges replies, and nothing replies to a text (ppl:FILE): leave it out")
-    run_in(options.output, "evolve")
+    read_run(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
     plans = {path.stem: load_checked_plan(path) for path in options.start}
@@ -223,7 +223,7 @@ def _find_policies(space: str, names: str | None, params: Mapping[str, Any], pla
     if space == "joint":
         if not plans:
             raise UsageError("space joint begins with the policies of a plan: give one with --start")
-        known = [policy_of(spec) for plan in plans.values() for spec in plan.policies]
+        known = [build_policy(spec) for plan in plans.values() for spec in plan.policies]
         named = [parse_policy(name) for name in (names or "").split(",") if name]
         return [*known, *(create_policy(name, {**fitted, **params}) for name, fitted in named)]
     if names is None and plans:
@@ -232,6 +232,6 @@ def _find_policies(space: str, names: str | None, params: Mapping[str, Any], pla
         return []
     name, fitted = parse_policy(names or DEFAULT_POLICY)
     policy = create_policy(name, {**fitted, **params})
-    if policy.exempt(1, 2):  # even a head whose budget is below the length
+    if policy.keeps_all(1, 2):  # even a head whose budget is below the length
         raise UsageError(f"--policy {name} never evicts, so that no budget matters: search another policy")
     return [policy]

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 
 from kvsearch.calibration.steps import find_profile_file
 from kvsearch.config.options import RULE, JobOptions, option
-from kvsearch.core.errors import IncompatibleError, UsageError, given
-from kvsearch.core.files import atomic_write, read_text, require_directory
+from kvsearch.core.errors import IncompatibleError, UsageError, require
+from kvsearch.core.files import read_text, require_directory, write_atomically
 from kvsearch.core.parsing import read_json
 from kvsearch.exporters import create_exporter
 from kvsearch.jobs.groups import BUDGET, ModelOptions
 from kvsearch.jobs.plan import PlanOptions, SizeOptions, resolve_size
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
-from kvsearch.models.gguf import SUFFIX
-from kvsearch.models.loading import CONFIG as MODEL_CONFIG
+from kvsearch.models.gguf import GGUF_SUFFIX
+from kvsearch.models.loading import MODEL_CONFIG_FILE as MODEL_CONFIG
 from kvsearch.models.real import REAL_MODELS
 from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE
-from kvsearch.results.validation import harmful
+from kvsearch.results.validation import find_harmful
 from kvsearch.runs.identity import CONFIG
-from kvsearch.runs.lock import locked
-from kvsearch.runs.run import finish, unfinish
+from kvsearch.runs.lock import lock_directory
+from kvsearch.runs.run import finish_run, mark_unfinished
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
@@ -77,8 +77,8 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
     to: str = option(
         PLAN,
         "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: folder, "
-        "kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, attention-matching, "
-        "sparse-vllm, spectralkv, tangram, trtllm-windows, vllm-windows, openvino.",
+        "custom-generate, kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, "
+        "attention-matching, sparse-vllm, spectralkv, tangram, trtllm-windows, vllm-windows, openvino.",
         RULE,
         metavar="TARGET",
         panel=TOOLS_PANEL,
@@ -118,14 +118,14 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
         """
         from kvsearch.exporters.base import CARD_FILE, ExportInputs
         from kvsearch.models.architecture import describe
-        from kvsearch.models.saving import saved_config
+        from kvsearch.models.saving import make_saved_config
 
         if self.to == "model":
             require_directory(self.output)
             is_new = not (self.output / MODEL_CONFIG).is_file()
             loaded = self.load(self.saved_model(model) if is_new else str(self.output), reporter)
             model.require(loaded.fingerprint, "what is exported")
-            config = saved_config(loaded.model) if is_new else read_json(self.output / MODEL_CONFIG)
+            config = make_saved_config(loaded.model) if is_new else read_json(self.output / MODEL_CONFIG)
             card = read_text(self.output / CARD_FILE) if (self.output / CARD_FILE).exists() else None
             return ExportInputs(self.length, config=config, card=card, unsaved=loaded if is_new else None)
         if self.model is None or not create_exporter(self.to).needs_model:
@@ -140,8 +140,8 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
         Raises:
             UsageError: neither is given.
         """
-        of_file = model.name in REAL_MODELS or model.name.lower().endswith(SUFFIX)
-        return given(
+        of_file = model.name in REAL_MODELS or model.name.lower().endswith(GGUF_SUFFIX)
+        return require(
             self.model or (model.name if of_file else None),
             f"{self.output} is no folder of a model ({MODEL_CONFIG} is not there): give that of the model, or a new "
             "one and --model, and the model is saved there, too",
@@ -172,7 +172,7 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
             assert isinstance(exporter, PlanExporter)
             plan = load_plan(path) if of_plan else self.make_plan(reporter)
             inputs = self.inputs(plan.model, reporter)
-            if self.to in ("folder", "model"):
+            if self.to in ("folder", "custom-generate", "model"):
                 from kvsearch.report.artifacts import run_scores
 
                 inputs = replace(inputs, scores=run_scores(self.folder, plan))
@@ -191,7 +191,7 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
             size = resolve_size(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
             strategy = self.make_strategy(profile)
             plan = make_strategy_plan(profile, strategy, size)
-            self._refuse_harmful(harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
+            self._refuse_harmful(find_harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
             return plan
         several = profile.metadata.policies is not None
         of_polykv = {
@@ -295,27 +295,27 @@ def write_files(found: ExportedFiles, path: Path, force: bool) -> None:
     from kvsearch.exporters.base import SINGLE_FILE
 
     if SINGLE_FILE in found.files:
-        atomic_write(path, found.files[SINGLE_FILE], overwrite=force)
+        write_atomically(path, found.files[SINGLE_FILE], overwrite=force)
         return
-    with locked(path), _saved(found.model, path) as saved:
+    with lock_directory(path), _saved(found.model, path) as saved:
         sealed = tuple(name for name in found.files if name not in found.updated)
         new = {file.name: file for file in saved if file.name not in found.files}
         taken = [name for name in (*sealed, *new) if (path / name).exists()]
         if taken and not force:
             raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
-        unfinish(path, sealed)
+        mark_unfinished(path, sealed)
         for name, file in new.items():
             file.replace(path / name)
         for name, data in found.files.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path / name, data)
-        finish(path, sealed)
+            write_atomically(path / name, data)
+        finish_run(path, sealed)
 
 
 def _saved(model: LoadedModel | None, folder: Path) -> AbstractContextManager[list[Path]]:
-    """Return the files of a model, to be moved into `folder`; none where there is no model. Errors as `saved_files`."""
+    """Return the files of a model, to be moved into `folder`; none where there is no model. Errors as `save_files`."""
     if model is None:
         return nullcontext([])
-    from kvsearch.models.saving import saved_files
+    from kvsearch.models.saving import save_files
 
-    return saved_files(model, folder)
+    return save_files(model, folder)

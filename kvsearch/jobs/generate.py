@@ -19,7 +19,7 @@ from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import MODEL_KEY, plan_beside
 from kvsearch.report.costs import Forecast
-from kvsearch.tasks.given import example_for, given_text
+from kvsearch.tasks.given import read_text_argument, resolve_example
 from kvsearch.tasks.prompts import PromptFormat
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class GenerateOptions(ModelArgument, Seeded):
         if len(self.prompt) > 1 and self.cache is None and self.context is None:
             raise UsageError("several prompts are asked of one context: give --context or --cache")
         plan = None if self.plan is None else load_checked_plan(self.plan)
-        prompts = [given_text(text) for text in self.prompt]
+        prompts = [read_text_argument(text) for text in self.prompt]
         if self.cache is not None:
             from kvsearch.runtime.store.cache_file import read_header
 
@@ -64,8 +64,8 @@ class GenerateOptions(ModelArgument, Seeded):
                 raise UsageError("there is nothing to ask: give a --prompt with --cache")
         # the text of a file is not known here: any stands for it, but where a bundled model asks of its own
         given = "" if self.cache is not None and prompts else self.context
-        context = None if given is None else given_text(given)
-        context, first, plain = example_for(self.model, context, prompts[0] if prompts else None, self.seed)
+        context = None if given is None else read_text_argument(given)
+        context, first, plain = resolve_example(self.model, context, prompts[0] if prompts else None, self.seed)
         return plan, context, [first, *prompts[1:]], plain
 
     def plan_for(self, loaded: LoadedModel, plan: Plan | None) -> Plan | None:
@@ -80,14 +80,14 @@ class GenerateOptions(ModelArgument, Seeded):
 def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
     """Forecast `generate`; errors as `generate`."""
     plan, context, prompts, _ = options.inputs
-    from kvsearch.tasks.encode import counter
+    from kvsearch.tasks.encode import make_token_counter
 
     source = {"context": context} if options.cache is None else {"cache": str(options.cache)}
     loaded = options.load(options.model, reporter)
     options.plan_for(loaded, plan)
     texts = prompts if options.cache is not None else [context, *prompts]
     steps = len(prompts) * options.max_new_tokens  # one prompt after the other: a pass for each token
-    work = Work.over(map(counter(loaded.tokenizer), texts)) + Work(steps, steps)
+    work = Work.over(map(make_token_counter(loaded.tokenizer), texts)) + Work(steps, steps)
     content = {**source, "prompt": prompts[0] if len(prompts) == 1 else prompts}
     return Forecast(content, [StageCost("read and reply", 1, len(prompts), work)], loaded.model)
 
@@ -102,11 +102,11 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
     """
     plan, context, prompts, plain = options.inputs  # what is wrong with them is told before anything large is imported
     from kvsearch.evaluation.answer import answer
-    from kvsearch.runtime.decode.next_tokens import generation_words
+    from kvsearch.runtime.decode.next_tokens import describe_generation_settings
 
     loaded = options.load(options.model, reporter)
     plan = options.plan_for(loaded, plan)
-    if settings_note := generation_words(loaded.model):
+    if settings_note := describe_generation_settings(loaded.model):
         reporter.say(settings_note)
     source = options.cache or context
     replies = answer(loaded, plan, source, prompts, plain, options.max_new_tokens, chunk=options.chunk)
@@ -137,10 +137,10 @@ class CompressOptions(ModelArgument, Seeded):
         check_output(self.output, self.force)
         plan = load_checked_plan(self.plan)
         if self.context is not None:
-            return plan, given_text(self.context)
+            return plan, read_text_argument(self.context)
         if self.model not in BUNDLED:
             raise UsageError("there is nothing to compress: give --context TEXT or @FILE")
-        return plan, example_for(self.model, None, None, self.seed)[0]
+        return plan, resolve_example(self.model, None, None, self.seed)[0]
 
 
 def estimate_compression(options: CompressOptions, reporter: Reporter) -> Forecast:

@@ -25,7 +25,7 @@ from kvsearch.config.options import (
 )
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries, Samples
-from kvsearch.core.printed import command_line
+from kvsearch.core.printed import format_command_line
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models import loading
 from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
@@ -47,7 +47,7 @@ DEFAULT_TASKS = "synthetic for the bundled models, ruler:no-qa for others"
 MODEL = Option(
     "A hub id, a local directory, a GGUF file, `smollm2`, `bundled` or `bundled-redundant`.",
     argument=True,
-    completes="kvsearch.models.loading:NAMES",
+    completes="kvsearch.models.loading:SHORT_NAMES",
 )
 BUDGET = Option("Entries to keep per kv head, on average.", SIZE)
 BUDGETS = Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...")
@@ -301,7 +301,7 @@ FORWARDED_OPTIONS = (
 
 def format_command(*words: object) -> str:
     """Format the line that suggests a command, given without the word kvsearch."""
-    return f"next: {command_line(['kvsearch', *map(str, words)])}"
+    return f"next: {format_command_line(['kvsearch', *map(str, words)])}"
 
 
 def list_changed_flags(options: JobOptions, names: Iterable[str]) -> Iterator[str]:

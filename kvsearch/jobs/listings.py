@@ -10,19 +10,19 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.config.options import JobOptions, Seeded, option
-from kvsearch.config.recipes import JOBS, about, find_shipped_recipe, shipped_recipes
+from kvsearch.config.recipes import JOBS, find_shipped_recipe, list_shipped_recipes, read_description
 from kvsearch.jobs.groups import ModelOptions
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
 from kvsearch.models.real import REAL_MODELS
-from kvsearch.policies.registry import PolicyFacts, catalog, describe_policy
+from kvsearch.policies.registry import PolicyFacts, describe_policy, load_catalog
 from kvsearch.report.table import Table
 from kvsearch.tasks.catalog import SETS, describe_tasks
-from kvsearch.tasks.given import example_for
+from kvsearch.tasks.given import resolve_example
 
 if TYPE_CHECKING:
-    from kvsearch.report.figures import Part
+    from kvsearch.report.figures import ReportPart
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "scikit-learn", "cma", "pandas", "safetensors", "typer",
@@ -31,7 +31,7 @@ PACKAGES = (
 EXTRAS = ("ray", "lm-eval", "gguf")
 MISSING = "missing"
 OPEN = "depends on its parameters"
-Listing = tuple[dict[str, Any], "Iterable[Part]"]  # for programs, and part by part for people
+Listing = tuple[dict[str, Any], "Iterable[ReportPart]"]  # for programs, and part by part for people
 STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
 
 
@@ -54,7 +54,7 @@ def policies(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: A
     if options.name is not None:
         policy = describe_policy(options.name)
         return asdict(policy), _policy_parts(policy)
-    known, faults = catalog()
+    known, faults = load_catalog()
     rows = [(one.name, " ".join(one.phases) or "-", one.decode or OPEN, one.source, one.package) for one in known]
     columns = ["name", "phases", "while decoding", "source", "package"]
     table = Table.plain("eviction policies", columns, rows, words=columns, tight=True)
@@ -62,7 +62,7 @@ def policies(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: A
     return content, [table, *("{name} ({package}): {error}".format(**fault) for fault in faults)]
 
 
-def _policy_parts(policy: PolicyFacts) -> Iterator[Part]:
+def _policy_parts(policy: PolicyFacts) -> Iterator[ReportPart]:
     for text in (policy.title, policy.formula):
         if text:
             yield from (*text.split("\n"), "")
@@ -116,7 +116,7 @@ def recipes(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: AR
         name, path = find_shipped_recipe(options.name)
         text = path.read_text(encoding="utf-8")
         return {"name": name, "recipe": text}, text.splitlines()
-    rows = [(name, about(path)) for name, path in shipped_recipes(options.name or "").items()]
+    rows = [(name, read_description(path)) for name, path in list_shipped_recipes(options.name or "").items()]
     columns = ["command/name", "what it is"]
     table = Table.plain("recipes: kvsearch COMMAND --recipe NAME", columns, rows, words=columns, tight=True)
     return {"recipes": [{"name": name, "about": text} for name, text in rows]}, [table]
@@ -154,7 +154,7 @@ def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
     from kvsearch.evaluation.answer import answer
 
     for name in BUNDLED:
-        context, prompt, plain = example_for(name, None, None, options.seed)
+        context, prompt, plain = resolve_example(name, None, None, options.seed)
         (reply,) = answer(options.load(name, reporter), None, context, [prompt], plain, 3)
         facts[f"{name} model"] = f"answers {reply.text!r} from {reply.entries} entries"
     return facts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import QUESTIONS, SIZE, Commas, Repeated, Seeded, option
-from kvsearch.core.files import atomic_write, check_output
+from kvsearch.core.files import check_output, write_atomically
 from kvsearch.jobs.groups import ModelArgument
 from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
@@ -75,7 +75,7 @@ def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
     if options.log_samples is not None:
         rows = ({"task": task, **row} for task, documents in samples.items() for row in documents)
         lines = (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
-        atomic_write(options.log_samples, "".join(lines).encode())
+        write_atomically(options.log_samples, "".join(lines).encode())
     for task, held in results["kvsearch"]["held"].items():
         prompts = held["prompts"]
         if held["truncated"]:

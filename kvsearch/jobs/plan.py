@@ -11,12 +11,12 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_output, read_text
+from kvsearch.core.files import check_output, read_text, write_atomically
 from kvsearch.core.limits import MOST_YAML
 from kvsearch.jobs.groups import BUDGET, RATIO, ModelArgument, format_command
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
-from kvsearch.plan import Plan, Size, arithmetic, load_plan, phases_of, save_plan
+from kvsearch.plan import Plan, Size, arithmetic, load_plan, parse_phases, save_plan
 from kvsearch.plan.size import LAID_OUT
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.policies import Policy, create_policy
@@ -90,7 +90,7 @@ class UniformOptions(PlanOptions, SizeOptions, ModelArgument):
     """One policy, how much it keeps, and when."""
 
     policy: str = option(
-        ..., "Eviction policy; see `kvsearch policies`.", SIZE, completes="kvsearch.policies.registry:policy_names"
+        ..., "Eviction policy; see `kvsearch policies`.", SIZE, completes="kvsearch.policies.registry:list_policy_names"
     )
     settings: Params | None = option(
         None, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True
@@ -113,7 +113,7 @@ class UniformOptions(PlanOptions, SizeOptions, ModelArgument):
         from kvsearch.strategies.methods import check_request, make_direct_plan, parse_allocation
 
         allocation = parse_allocation(self.allocation)
-        phases = phases_of(self.phases)
+        phases = parse_phases(self.phases)
         allocator = self.make_allocator(policy)
         size = self.size
         check_request(policy, size, allocation)
@@ -155,7 +155,7 @@ class BuildOptions(PlanOptions):
         """Return the plan of the YAML; UsageError says all that is wrong with it."""
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
-        return plan_from_yaml(read_text(self.strategy, most=MOST_YAML), str(self.strategy))
+        return plan_from_yaml(read_text(self.strategy, max_bytes=MOST_YAML), str(self.strategy))
 
 
 class YamlOptions(JobOptions):
@@ -218,7 +218,7 @@ def build(options: BuildOptions, reporter: Reporter) -> Plan:
 def yaml(options: YamlOptions, reporter: Reporter) -> str:  # noqa: ARG001
     """Write a plan in YAML to read and edit, and return the text; UsageError if a file cannot be read or written."""
     text = options.make()
-    atomic_write(options.output, text.encode(), overwrite=options.force)
+    write_atomically(options.output, text.encode(), overwrite=options.force)
     return text
 
 

@@ -15,11 +15,11 @@ from kvsearch.config.options import JobOptions, Option
 from kvsearch.core.errors import KvsearchError
 from kvsearch.jobs.groups import WorkerOptions
 from kvsearch.jobs.reporter import NullReporter, Reporter
-from kvsearch.models.foreign import blaming
-from kvsearch.models.loading import LoadedModel, adopt, stay_offline
+from kvsearch.models.foreign import blame_checkpoint
+from kvsearch.models.loading import LoadedModel, from_loaded, stay_offline
 from kvsearch.report.costs import Forecast
 from kvsearch.runs.lock import refuse_locked
-from kvsearch.runs.run import writing
+from kvsearch.runs.run import lock_for_writing
 
 Result = TypeVar("Result")
 
@@ -71,13 +71,13 @@ def run_job(
             if dry:
                 refuse_locked(place)
             else:
-                locks.enter_context(writing(place))
+                locks.enter_context(lock_for_writing(place))
         if dry and isinstance(checked, WorkerOptions):
             checked = checked.model_copy(update={"workers": None})
         locks.callback(checked.close)
         began = perf_counter()
         model = getattr(checked, "model", None)
-        with blaming(str(model)) if model else nullcontext():
+        with blame_checkpoint(str(model)) if model else nullcontext():
             result = function(checked, reporter or NullReporter())
         if isinstance(result, Forecast):
             result.start = perf_counter() - began
@@ -100,7 +100,7 @@ def read_keywords(options: type[Any], given: dict[str, Any]) -> Any:
     loading = [name for name in WorkerOptions.model_fields if name != "offline" and given.get(name) is not None]
     if loading:
         raise TypeError(f"{loading[0]}= is for a model that is loaded by its name: leave it out")
-    loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
+    loaded = model if isinstance(model, LoadedModel) else from_loaded(model, tokenizer)
     return options.of(**{**given, "model": loaded.name}).with_loaded_model(loaded)
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import JobOptions, Repeated, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_target, read_bytes, require_directory
+from kvsearch.core.files import check_target, read_bytes, require_directory, write_atomically
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification
-    from kvsearch.report.page import Group
+    from kvsearch.report.page import PageGroup
     from kvsearch.report.screen import View
 
 
@@ -45,9 +45,9 @@ def show(options: ShowOptions, reporter: Reporter) -> View:  # noqa: ARG001 - th
 
         check_plan(opened.content, str(options.path))
     if opened.kind == "profile":
-        from kvsearch.report.profile import profile_parts
+        from kvsearch.report.profile import list_profile_parts
 
-        opened = replace(opened, view=partial(profile_parts, opened.content, options.ratio))
+        opened = replace(opened, view=partial(list_profile_parts, opened.content, options.ratio))
     return opened
 
 
@@ -116,21 +116,21 @@ def write_report(options: ReportOptions, reporter: Reporter) -> dict[str, Any]: 
         EnvironmentFault: a file cannot be written.
     """
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page import groups_of, render
+    from kvsearch.report.page import group_by_model, render
 
     options.check_output()
     if options.figures is not None:
         require_directory(options.figures)
-    groups = groups_of([open_path(path) for path in dict.fromkeys(options.runs)])
+    groups = group_by_model([open_path(path) for path in dict.fromkeys(options.runs)])
     files = [] if options.figures is None else _write_figures(groups, options.figures)
     page = render(groups)
-    atomic_write(options.output, page)
+    write_atomically(options.output, page)
     sheets = [sheet for *_, sheets in groups for sheet in sheets]
     counts = {what: sum(len(sheet[what]) for sheet in sheets) for what in ("figures", "tables")}
     return {"report": str(options.output), "bytes": len(page), **counts, "files": list(map(str, files))}
 
 
-def _write_figures(groups: list[Group], directory: Path) -> list[Path]:
+def _write_figures(groups: list[PageGroup], directory: Path) -> list[Path]:
     """Write all figures; with several runs, each in its own folder."""
     from kvsearch.report.draw import write_figures
 

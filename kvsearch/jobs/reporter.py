@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.core.items import Progress, Title, item_words
+from kvsearch.core.items import Progress, Title, describe_item
 from kvsearch.evaluation.reply_store import open_run, open_stage
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class StageReporter:
         def show(done: int, total: int) -> None:
             share = done / total if total else 1.0
             self.done = max(self.done, before + self.part * share * (1 - before))
-            self.at(self.done, item_words(what, done, total))
+            self.at(self.done, describe_item(what, done, total))
 
         yield show
 

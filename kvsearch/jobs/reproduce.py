@@ -14,7 +14,7 @@ from kvsearch.config.options import QUESTIONS, RESULT, Specs, option
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Samples
-from kvsearch.core.files import atomic_write
+from kvsearch.core.files import write_atomically
 from kvsearch.jobs.groups import (
     ASKED,
     BUDGETS,
@@ -34,13 +34,13 @@ from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage
 from kvsearch.plan.saved import PROFILE
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.costs import Forecast
-from kvsearch.report.paper_table import Reproduced, reproduced
-from kvsearch.report.table import latex, markdown
+from kvsearch.report.paper_table import ReproducedTable, make_reproduced_table
+from kvsearch.report.table import to_latex, to_markdown
 from kvsearch.results.search import read_trace
-from kvsearch.results.validation import FILE as VALIDATION
+from kvsearch.results.validation import VALIDATION_FILE as VALIDATION
 from kvsearch.runs.identity import LEDGER, PLAN, REPORT, SELECTION
 from kvsearch.runs.lock import require_lock
-from kvsearch.runs.run import finish, unfinish
+from kvsearch.runs.run import finish_run, mark_unfinished
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import describe_tasks, find_tasks
 
@@ -191,10 +191,10 @@ class TableStages:
 
     def require_data(self, loaded: LoadedModel) -> None:
         """Find out before the first stage whether the rows of all tasks are here: a context of each is read."""
-        from kvsearch.tasks.encode import counter
+        from kvsearch.tasks.encode import make_token_counter
 
         for task in (task for stage in self.asking for task in self.tasks_of(stage)):
-            task.examples(1, self.options.seed, counter(loaded.tokenizer))
+            task.examples(1, self.options.seed, make_token_counter(loaded.tokenizer))
 
     def _key(self, stage: Stage) -> str:
         """Return a short hash of all options of a stage, including earlier stages."""
@@ -256,7 +256,7 @@ class TableStages:
                 made = getattr(module, stage.job)(options, reporter=reporter)
                 if stage.job == "bench":  # which writes no file
                     place.mkdir(parents=True, exist_ok=True)
-                    atomic_write(place / LAST["bench"], canonical_json(made.as_json()))
+                    write_atomically(place / LAST["bench"], canonical_json(made.as_json()))
             except IncompatibleError as error:
                 if stage.job != "calibrate":
                     raise
@@ -369,7 +369,7 @@ def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:  # noqa:
 
 
 @job(ReproduceOptions)
-def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
+def reproduce(options: ReproduceOptions, reporter: Reporter) -> ReproducedTable:
     """Make a table of a paper again: calibrate, search and ask as it did, as far as that is known, on any model.
 
     Writes TABLE.json, .csv, .md and .tex to the directory; every stage has a directory of its own there, named by its
@@ -386,14 +386,14 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     files = [f"{table.name}{suffix}" for suffix in FORMS]
     loaded = options.load(options.model, reporter)
     stages.require_data(loaded)
-    unfinish(options.place, files)
+    mark_unfinished(options.place, files)
     work = {stage.name: 1.0 + stages.count_contexts(stage) for stage in stages.all}  # beside each other
     with show_stages(reporter, work, options.place) as whole:
         for stage in stages.all:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.to_recipe(), "stages": list(map(stages.describe, stages.all))}
-    reproduced_table = reproduced(
+    reproduced_table = make_reproduced_table(
         table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None
     )
     tables = reproduced_table.tables()
@@ -401,11 +401,11 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     before = place.read_bytes() if place.exists() else None
     texts = (
         canonical_json(reproduced_table.as_json()), reproduced_table.csv().encode(),
-        "\n".join(map(markdown, tables)).encode(), "\n".join(map(latex, tables)).encode(),
+        "\n".join(map(to_markdown, tables)).encode(), "\n".join(map(to_latex, tables)).encode(),
     )  # fmt: skip
     for name, text in reversed([*zip(files, texts, strict=True)]):
-        atomic_write(options.place / name, text)
-    finish(options.place, files)
+        write_atomically(options.place / name, text)
+    finish_run(options.place, files)
     if before == place.read_bytes():
         reporter.say(FINISHED_NOTE)
     return reproduced_table.model_copy(update={"files": tuple(options.place / name for name in files)})

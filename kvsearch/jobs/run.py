@@ -16,8 +16,8 @@ from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_POLICIES, LukvOp
 from kvsearch.config.options import MACHINE, RULE, SIZE, Names, drop_alternatives, option
 from kvsearch.config.recipes import find_shipped_recipe, read_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.core.fields import Entries, Samples, Time, refuse, seconds_of
-from kvsearch.core.items import clock_words
+from kvsearch.core.fields import Entries, Samples, Time, parse_seconds, refuse
+from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_calibrations
 from kvsearch.jobs.evolve import EvolveOptions
@@ -50,16 +50,16 @@ from kvsearch.jobs.reporter import (
 )
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
-from kvsearch.plan.origin import ContextSet, joined
+from kvsearch.plan.origin import ContextSet, join_records
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import Fitted, is_last, profile_of
+from kvsearch.policies.fitted import Fitted, is_last, load_fitted_profile
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import selection_result, sentences, smallest_words
+from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
-from kvsearch.runs.run import Run, run_in, write_contexts, writing
+from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
 from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, compute_shared_level
 from kvsearch.strategies.joint import PolicyCurves, read_policy_curves
 from kvsearch.tasks.catalog import describe_tasks
@@ -144,7 +144,7 @@ class LukvCurveOptions(LukvOptions, CalibrateOptions):
         used = ContextSet()
         for policy in self.policies():
             if isinstance(policy, Fitted):
-                contexts = profile_of(policy.weights, policy.name).metadata.provenance.contexts
+                contexts = load_fitted_profile(policy.weights, policy.name).metadata.provenance.contexts
                 used = used if contexts is None else used.union(contexts.used)
         return used
 
@@ -186,7 +186,7 @@ class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Selec
         "Built-in policies to measure budgets for.",
         RULE,
         metavar="NAME,...",
-        completes="kvsearch.policies.registry:policy_names",
+        completes="kvsearch.policies.registry:list_policy_names",
     )
     rankings: Names = option(
         tuple(RANKING_OPTIONS), "Rankings to fit, and to measure budgets for, too.", metavar="NAME,..."
@@ -371,7 +371,7 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
     if options.time is None:
         return options, stages
     speed = Speed.of(stages.loaded.model, stages.costs)
-    began = None if options.force else run_in(options.output, "run")
+    began = None if options.force else read_run(options.output, "run")
     needed = 0.0
     for form, left_out in find_forms(options, stages):
         tried = stages
@@ -380,14 +380,15 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
                 warnings.simplefilter("ignore", KvsearchWarning)
                 tried = RunStages(form.with_loaded_model(stages.loaded), NullReporter())
         needed = sum(speed.seconds(cost.work) for cost in tried.costs)
-        if form.to_recipe() == began.options if began is not None else needed <= seconds_of(options.time):
-            takes = " to ".join(map(clock_words, speed.range_of(needed)))
+        if form.to_recipe() == began.options if began is not None else needed <= parse_seconds(options.time):
+            takes = " to ".join(map(format_clock, speed.range_of(needed)))
             reporter.say(f"--time {options.time}: {left_out}, takes about {takes}")
             return (options, stages) if form is options else (form, RunStages(tried.given, reporter))
     if began is not None:
         return options, stages  # another run is there, which is refused
     raise UsageError(
-        f"--time {options.time}: the shortest run there is takes about {clock_words(needed)} here: give more, fewer or "
+        f"--time {options.time}: the shortest run there is takes about {format_clock(needed)} here: "
+        "give more, fewer or "
         "shorter contexts, or a faster device"
     )
 
@@ -421,7 +422,7 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
     files = []
     for choice in result.sizes.values():
         which = f"{choice.size.words}: " if len(result.sizes) > 1 else ""
-        first, *others = sentences(choice)
+        first, *others = describe_selection(choice)
         yield from (f"{which}{first}", *others)
         files.append(options.output / str(choice.plan))
     yield f"wrote {', '.join(map(str, files))}"
@@ -467,14 +468,14 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
             file = options.plan_file(selection.job.size)
             check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
-            sizes[str(selection.job.size)] = selection_result(selection, file.name)
+            sizes[str(selection.job.size)] = make_selection_result(selection, file.name)
         write_contexts(directory, stages.hashes)
         result = RunResult(sizes=sizes, tried=tuple(tried))
         opened.write(RUN_FILE, result.as_json())
         opened.finish()
     if tried:
         on_text = bool(selections[0].report.nats)
-        reporter.say(smallest_words(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
+        reporter.say(describe_smallest(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
     if opened.state == "finished":
         reporter.say(FINISHED_NOTE)
     return result
@@ -523,7 +524,7 @@ class RunStages:
     def __init__(self, options: RunOptions, reporter: Reporter) -> None:
         self.given = options
         sizes = options.sizes
-        run_in(options.output, "run")
+        read_run(options.output, "run")
         tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
         options.check_names()
         self.rule = options.rule
@@ -533,7 +534,7 @@ class RunStages:
         from kvsearch.runtime.cache import check_rotary
         from kvsearch.selection.candidates import find_policy_candidates
         from kvsearch.selection.splits import halve_contexts, refuse_shared
-        from kvsearch.tasks.encode import counter
+        from kvsearch.tasks.encode import make_token_counter
 
         splits = {name: options.split(name, questions, options.protocol) for name, questions in tasks.items()}
         loaded = options.load(options.model, reporter)
@@ -552,8 +553,8 @@ class RunStages:
         if options.smallest:
             halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
         contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
-        options = options.with_counts(sum(contexts) / len(contexts), counter(loaded.tokenizer))
-        for warning in collect_warnings(options, encoded["select"], counter(loaded.tokenizer)):
+        options = options.with_counts(sum(contexts) / len(contexts), make_token_counter(loaded.tokenizer))
+        for warning in collect_warnings(options, encoded["select"], make_token_counter(loaded.tokenizer)):
             reporter.warn(warning)
         self.refinement = options.refinement(loaded) if options.refine and sizes else None
         floor = min(policy.least for policy in options.make_curves().policies())
@@ -578,8 +579,8 @@ class RunStages:
 
         `programs_by_size` are the programs of the baselines, which are about all that is screened.
         """
-        from kvsearch.evaluation.compare import replies_cost
-        from kvsearch.runtime.program import full_cache
+        from kvsearch.evaluation.compare import estimate_replies
+        from kvsearch.runtime.program import make_full_program
         from kvsearch.selection.comparison import choose_screening_questions, estimate_choice
         from kvsearch.selection.race import FINALISTS
 
@@ -600,30 +601,33 @@ class RunStages:
         for size, programs in programs_by_size.items():
             name = f"report at {size.words}"
             costs.append(
-                replies_cost(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
+                estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
             )
         if self.options.smallest:  # some six budgets on half of the questions, under a few methods
-            programs = [full_cache(self.loaded.model)] * METHODS_PER_BUDGET
-            tried = replies_cost(SMALLEST_STAGE, self.encoded["select"], self.splits["select"], programs)
+            programs = [make_full_program(self.loaded.model)] * METHODS_PER_BUDGET
+            tried = estimate_replies(SMALLEST_STAGE, self.encoded["select"], self.splits["select"], programs)
             costs.append(replace(tried, work=tried.work * 4))
         return costs
 
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """Hashes of the contexts of selection and report."""
-        from kvsearch.tasks.encode import asked_hashes
+        from kvsearch.tasks.encode import list_context_hashes
 
-        return {"chosen": asked_hashes(self.encoded["select"]), "reported": asked_hashes(self.encoded["report"])}
+        return {
+            "chosen": list_context_hashes(self.encoded["select"]),
+            "reported": list_context_hashes(self.encoded["report"]),
+        }
 
     def content(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings that decide the result, as JSON; contexts to fit on are in the stages' configurations."""
-        from kvsearch.evaluation.runner import environment, metric_of, rows_hash
+        from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
 
         left_out = {"batch", "max_memory", *ModelOptions.model_fields}
         stated = {name: value for name, value in recorded.items() if name not in left_out}
-        rows = {split: {task.task.name: rows_hash(task) for task in tasks} for split, tasks in self.encoded.items()}
-        metrics = {task.task.name: metric_of(task.task) for task in self.encoded["select"]}
-        return {**environment(self.loaded), "options": stated, "rows": rows, "metrics": metrics}
+        rows = {split: {task.task.name: hash_rows(task) for task in tasks} for split, tasks in self.encoded.items()}
+        metrics = {task.task.name: find_metric_name(task.task) for task in self.encoded["select"]}
+        return {**describe_environment(self.loaded), "options": stated, "rows": rows, "metrics": metrics}
 
     # --- what they do -------------------------------------------------------------------------------------------------
 
@@ -633,7 +637,7 @@ class RunStages:
         if fits := self.options.make_fits():
             with display.stage(FIT_STAGE) as stage, ExitStack() as locks:
                 for fit in fits.values():
-                    locks.enter_context(writing(fit.output))
+                    locks.enter_context(lock_for_writing(fit.output))
                 profiles = calibrate_together([fit.with_loaded_model(self.loaded) for fit in fits.values()], stage)
                 for name, profile in zip(fits, profiles, strict=True):
                     if is_last(profile.arrays):
@@ -711,7 +715,7 @@ class RunStages:
         planned = resolve_plan_length(size, calibrated.profile.metadata.length, self.longest)
         if refined is not None:
             plans_by_size, searched = refined
-            contexts = joined([contexts, searched])
+            contexts = join_records([contexts, searched])
             refined_plans = plans_by_size[planned]
         used = None if contexts is None else contexts.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, refined_plans)

@@ -16,18 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
-from kvsearch.evaluation.compare import Split, replies_cost
-from kvsearch.evaluation.runner import environment, metric_of, rows_hash
+from kvsearch.evaluation.compare import Split, estimate_replies
+from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
 from kvsearch.jobs.reporter import Reporter, on_interruption
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan, Size, load_plan, save_plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
-from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json, writing
-from kvsearch.runtime.program import full_cache
+from kvsearch.runs.run import (
+    Run,
+    lock_for_writing,
+    read_sums,
+    require_same,
+    require_unchanged,
+    write_contexts,
+    write_json,
+)
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.search.bank.prepared import resolve_policies
 from kvsearch.search.evaluators import make_executor
@@ -105,7 +113,7 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     """Return all settings that decide the result, as JSON."""
     first = searches[0]
     return {
-        **environment(first.setup.loaded),
+        **describe_environment(first.setup.loaded),
         "settings": first.as_json(),
         "budgets": [search.budget for search in searches],
         "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.setup.policies],
@@ -114,8 +122,8 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
             "samples": {name: split.samples for name, split in first.splits.items()},
             "max_length": first.search_split.max_length,
         },
-        "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
-        "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
+        "metrics": {task.task.name: find_metric_name(task.task) for task in first.encoded["search"]},
+        "splits": {name: {task.task.name: hash_rows(task) for task in split} for name, split in first.encoded.items()},
         **({} if first.kept is None and first.answers is None else {SEARCHED: first.data_sha256}),
     }
 
@@ -216,7 +224,7 @@ class Refinement:
     def estimate_cost(self, name: str, sizes: int) -> StageCost:
         """Estimate the cost at so many sizes, as a stage: own replies, prompts once, then candidates."""
         encoded = self.searched.encode(self.loaded)
-        replies = replies_cost(name, encoded, self.searched, [full_cache(self.loaded.model)])
+        replies = estimate_replies(name, encoded, self.searched, [make_full_program(self.loaded.model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
         following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
         read = Work.over(len(prompt.context) for prompt in prompts)
@@ -238,7 +246,7 @@ class Refinement:
         except (UsageError, IncompatibleError) as error:
             reporter.warn(f"nothing is searched on: {error}")
             return None
-        with writing(self.options.output):
+        with lock_for_writing(self.options.output):
             if CONFIG in read_sums(self.options.output):
                 config = self.options.config.changed(content=describe_searches(searches))
                 require_same(self.options.output, config, unknown=(SEARCHED,))
@@ -251,7 +259,7 @@ class Refinement:
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]]
     ) -> tuple[PreparedSearch, ...]:
         """Prepare a search for every size from its `starts`, among the policies that were measured."""
-        setup = SearchSetup.with_choices(self.loaded, [policy_of(spec) for spec in calibrated.policies])
+        setup = SearchSetup.with_choices(self.loaded, [build_policy(spec) for spec in calibrated.policies])
         resolve_policies(self.loaded.model, setup.policies_by_layer)  # told before prompts are read
         named = {
             _count_budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED_NAMES}

@@ -15,12 +15,12 @@ from kvsearch.jobs.plan import resolve_size
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
 from kvsearch.jobs.validate import SignalOptions
-from kvsearch.plan import Size, canonical_json, phases_of, save_plan
+from kvsearch.plan import Size, canonical_json, parse_phases, save_plan
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import report_ahead_words, selection_result
+from kvsearch.report.selections import make_selection_result, report_ahead_words
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
-from kvsearch.runs.run import Run, run_in, write_contexts
+from kvsearch.runs.run import Run, read_run, write_contexts
 from kvsearch.selection.selection import compute_shared_level
 from kvsearch.selection.verdicts import PHASE_SETTINGS
 
@@ -128,14 +128,14 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
                     f"{output} is another plan than is chosen now: choose another file, or --force to replace it"
                 )
             write_contexts(place, selection.hashes)
-            run.write(SELECTION, selection_result(selected).as_json())
+            run.write(SELECTION, make_selection_result(selected).as_json())
             save_plan(selected.plan, output, overwrite=True)  # it has its evidence beside it
             run.finish()
             were_finished &= run.state == "finished"
         if ahead := report_ahead_words(selected.report):
             reporter.warn(ahead)
         reporter.say(f"wrote {output} and {place / SELECTION}")
-        results.append(selection_result(selected, plan=str(output)))
+        results.append(make_selection_result(selected, plan=str(output)))
     if were_finished:
         reporter.say(FINISHED_NOTE)
     if options.budgets is None:
@@ -148,7 +148,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     profile = options.table.profile
     rule = options.rule
     sizes = options.sizes
-    phases_of(options.phases)
+    parse_phases(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
     from kvsearch.selection.signal_candidates import find_measured
@@ -160,7 +160,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     places = options.directories
     outputs = options.outputs
     for place, output in zip(places, outputs, strict=True):
-        run_in(place, "select")
+        read_run(place, "select")
         if options.force or not (place / SELECTION).exists():
             check_output(output, options.force)
     loaded = options.load_calibrated(reporter)

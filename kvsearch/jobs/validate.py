@@ -33,7 +33,7 @@ from kvsearch.plan.profile import load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol
 from kvsearch.report.costs import Forecast
-from kvsearch.results.validation import FILE, ValidationResult, load_validation
+from kvsearch.results.validation import VALIDATION_FILE, ValidationResult, load_validation
 from kvsearch.runs.identity import CONFIG, RunConfig
 from kvsearch.runs.run import Run, require_same, require_unchanged
 from kvsearch.signals.table import SignalTable
@@ -158,7 +158,7 @@ class ValidateOptions(SignalOptions):
 
 def remarks(options: ValidateOptions, found: ValidationResult) -> Iterator[str]:
     """Yield where the verdicts are kept, and the command to choose by them."""
-    yield f"kept in {options.directory / FILE}"
+    yield f"kept in {options.directory / VALIDATION_FILE}"
     sizes = [f"{at.budget:g}" for at in found.budgets if at.ratio is None]
     if sizes:
         size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
@@ -171,7 +171,7 @@ def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
     prepared = _prepare(options, reporter)
     first = prepared[0]
     if not options.force:
-        require_same((options.directory / FILE).parent, _config(options, first))
+        require_same((options.directory / VALIDATION_FILE).parent, _config(options, first))
     content = {
         "tasks": list(first.conditions.tasks),
         "split": first.conditions.split,
@@ -197,7 +197,7 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
     """
     prepared = _prepare(options, reporter)
     conditions = prepared[0].conditions
-    path = options.directory / FILE
+    path = options.directory / VALIDATION_FILE
     if not options.force:
         require_unchanged(path.parent, path.name, "restore it, or --force to start anew")
     config = _config(options, prepared[0])

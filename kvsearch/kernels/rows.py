@@ -35,7 +35,7 @@ class Rows:
         sinks: Tensor | None,
         valid: Tensor | None = None,
     ) -> Rows:
-        """Return the rows of the last tokens of `keys`, each of which sees those up to itself that are `valid` [B, T].
+        """Return the rows of the last tokens of `keys`; each sees the `valid` [B, T] tokens up to itself.
 
         `sinks` [Hkv, G] are logits beside every row that are no entry.
         """

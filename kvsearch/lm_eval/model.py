@@ -20,18 +20,18 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError, UsageError
-from kvsearch.core.items import Progress, counted, grouped
-from kvsearch.evaluation.likelihood import compressible, score
-from kvsearch.models.architecture import beyond_switch, require_same_rotary
-from kvsearch.models.foreign import CheckpointError, naming_text
+from kvsearch.core.items import Progress, group_by_key, with_progress
+from kvsearch.evaluation.likelihood import count_compressible, score
+from kvsearch.models.architecture import is_beyond_switch, require_same_rotary
+from kvsearch.models.foreign import CheckpointError, name_text_on_error
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.next_tokens import Draws
-from kvsearch.runtime.decode.replies import stop_tokens
-from kvsearch.runtime.shared_prefill import batches, compressed
+from kvsearch.runtime.decode.replies import find_stop_tokens
+from kvsearch.runtime.shared_prefill import compress_prompts, make_batches
 from kvsearch.tasks.base import Sampling
-from kvsearch.tasks.encode import most_tokens
+from kvsearch.tasks.encode import compute_token_limit
 from kvsearch.tasks.prompts import count_ending
 
 METHOD = "plan"
@@ -137,7 +137,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         self.progress = progress
         self.seed = seed
         self.tokenizer: Any = loaded.tokenizer
-        self.max_length = most_tokens(loaded.model, max_length)
+        self.max_length = compute_token_limit(loaded.model, max_length)
         self.held: dict[str, Counter[str]] = {}  # sums over the prompts and contexts of a task
         self.serving = False  # requests are being answered, or broke off
         self._device = loaded.device
@@ -166,7 +166,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         answers: dict[int, tuple[float, bool]] = {}
         with self._serving():
             pairs = [self.encode_pair(request) for request in requests]
-            sharing = grouped(range(len(pairs)), lambda index: pairs[index][0])
+            sharing = group_by_key(range(len(pairs)), lambda index: pairs[index][0])
             contexts = list(sharing)
             for batch in self._batches(contexts, [None] * len(contexts)):
                 asked = [sharing[contexts[number]] for number in batch]
@@ -230,7 +230,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         """Encode a request for a reply, so that there is room for it."""
         text, options = request.args[:2]
         generation = Generation(options, place(request), self.seed)
-        with naming_text(place(request)):
+        with name_text_on_error(place(request)):
             ids = self._encode(text)
         if not ids:
             raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
@@ -244,7 +244,7 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     def encode_pair(self, request: Instance) -> tuple[HarnessText, tuple[int, ...]]:
         """Return a context, and the token ids of what is to follow it; IncompatibleError where one is empty."""
-        with naming_text(place(request)):
+        with name_text_on_error(place(request)):
             context, continuation = self._split(*request.args[:2])
         if not context:
             raise IncompatibleError(f"{place(request)}: the context is empty, and the tokenizer has no start of a text")
@@ -283,7 +283,7 @@ class PlannedLM(LM):  # type: ignore[misc]
     @contextmanager
     def _serving(self) -> Iterator[None]:
         self.serving = True
-        with running(self.loaded.model):
+        with run_attention(self.loaded.model):
             yield
         self.serving = False
 
@@ -292,10 +292,10 @@ class PlannedLM(LM):  # type: ignore[misc]
         longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
 
         def alike(number: int) -> Hashable:
-            return kinds[number], beyond_switch(self.loaded.model, len(texts[number].ids))
+            return kinds[number], is_beyond_switch(self.loaded.model, len(texts[number].ids))
 
-        together = list(batches(longest_first, self.batch, alike))
-        return counted(together, len(together), self.progress)
+        together = list(make_batches(longest_first, self.batch, alike))
+        return with_progress(together, len(together), self.progress)
 
     def _replies(
         self, batch: Sequence[tuple[HarnessText, Generation]], places: Sequence[tuple[str | int, ...]]
@@ -309,14 +309,14 @@ class PlannedLM(LM):  # type: ignore[misc]
             return any(stop in text for stop in stops)
 
         ids = [torch.tensor(prompt.ids) for prompt, _ in batch]
-        stop = stop_tokens(self.loaded)
+        stop = find_stop_tokens(self.loaded)
         limits = [generation.max_new_tokens for _, generation in batch]
         require_same_rotary(self.loaded.model, [len(prompt) for prompt in ids], max(limits) - 1)  # before they are read
-        joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
+        joint = next(compress_prompts(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self._note_held(prompt, len(prompt.ids), entries)
         if asked.sampling is not None:
-            joint.replies.draws = Draws(asked.sampling, [asked.sampling.seed_of(*document) for document in places])
+            joint.replies.draws = Draws(asked.sampling, [asked.sampling.derive_seed(*document) for document in places])
         replies = joint.replies.reply(limits)
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]
@@ -326,7 +326,7 @@ class PlannedLM(LM):  # type: ignore[misc]
     ) -> list[list[tuple[float, bool]]]:
         scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts)
         for context, (_, entries) in zip(batch, scored, strict=True):
-            self._note_held(context, compressible(context.ids), entries)
+            self._note_held(context, count_compressible(context.ids), entries)
         return [likelihoods for likelihoods, _ in scored]
 
     def _note_held(self, text: HarnessText, tokens: int, entries: int) -> None:

@@ -14,19 +14,19 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.tasks.manager import TaskManager
 from lm_eval.utils import handle_non_serializable
 
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.core.items import Progress
-from kvsearch.core.naming import did_you_mean
-from kvsearch.core.parsing import in_one_line
-from kvsearch.core.resources import version
+from kvsearch.core.naming import suggest_nearest
+from kvsearch.core.parsing import format_error
+from kvsearch.core.resources import read_version
 from kvsearch.lm_eval.model import ROLLING, Generation, PlannedLM
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.runtime import Program
-from kvsearch.runtime.decode.next_tokens import generation_record
+from kvsearch.runtime.decode.next_tokens import record_generation_settings
 
 
 def open_manager(folders: Sequence[Path]) -> TaskManager:
@@ -48,7 +48,7 @@ def find_names(manager: TaskManager, names: Sequence[str]) -> list[str]:
         matching = manager.match_tasks([name])
         if not matching:
             known = "`lm-eval ls tasks` lists the tasks of the harness"
-            raise UsageError(f"unknown task {name!r}{did_you_mean(name, manager.all_tasks)} ({known})")
+            raise UsageError(f"unknown task {name!r}{suggest_nearest(name, manager.all_tasks)} ({known})")
         found.update(dict.fromkeys(matching))
     if not found:
         raise UsageError("there is no task to evaluate: name one or more")
@@ -125,7 +125,7 @@ def evaluate_tasks(
         # tasks bring their own code, which may raise anything; what breaks while our model answers is ours
         if isinstance(error, KvsearchError | MemoryError) or model.serving:
             raise
-        raise UsageError(f"lm-evaluation-harness gave up ({in_one_line(error)})") from error
+        raise UsageError(f"lm-evaluation-harness gave up ({format_error(error)})") from error
     return {**as_plain(results), "kvsearch": _provenance(model, plan)}
 
 
@@ -144,12 +144,12 @@ def _provenance(model: PlannedLM, plan: Plan) -> dict[str, Any]:
         entries = sums["entries"] / sums["prompts"]
         held[task] = {**sums, "tokens": tokens, "entries": entries, "full_entries": heads * tokens}
     return {
-        "version": version("kvsearch"),
-        "plan_sha256": sha256_of(plan),
+        "version": read_version("kvsearch"),
+        "plan_sha256": hash_json(plan),
         "model": model.loaded.fingerprint.model_dump(),
         "protocol": QUESTION_AWARE,
         "max_length": model.max_length,
-        "generation": generation_record(model.loaded.model),
+        "generation": record_generation_settings(model.loaded.model),
         "held": held,
     }
 
@@ -168,7 +168,7 @@ def _check(task: Task) -> None:
 
 
 def _explain(name: str, error: Exception) -> KvsearchError:
-    reason = in_one_line(error)
+    reason = format_error(error)
     if isinstance(error, ImportError):
         return EnvironmentFault(f"task {name!r} needs a package that cannot be imported: install it ({reason})")
     if isinstance(error, OSError):  # those of datasets, huggingface_hub and httpx for what cannot be reached, too

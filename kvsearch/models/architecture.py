@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning
-from kvsearch.models.weights import effective_weight
+from kvsearch.models.weights import read_effective_weight
 
 # families, by the model_type of their configuration without "_text" at the end, whose queries can be turned back to
 # position 0, which some policies need: no interleaved rotary embedding, and no norm with weights behind it
@@ -27,17 +27,17 @@ UNROTATED = (
 FORGETFUL = ("jamba",)
 
 
-def family_of(config: Any) -> str:
+def find_family(config: Any) -> str:
     """Return the family of a text model's configuration."""
     return str(config.model_type).removesuffix("_text")
 
 
-FULL = "full_attention"
+FULL_ATTENTION = "full_attention"
 LEFT_ALONE = {  # kinds of layers that keep the cache transformers gives them, in words
     "sliding_attention": "sliding window", "chunked_attention": "attention in chunks",
     "linear_attention": "linear attention", "conv": "convolution", "moe": "experts alone", "mlp": "MLP alone",
 }  # fmt: skip
-FORMER_NAMES = {"attention": FULL, "mamba": "linear_attention"}  # of kinds, before transformers 5.20
+FORMER_NAMES = {"attention": FULL_ATTENTION, "mamba": "linear_attention"}  # of kinds, before transformers 5.20
 ATTENTION_NAMES = ("self_attn", "attention")  # what transformers calls the attention of a decoder layer
 OUTPUT_NAMES = ("o_proj", "dense", "out_proj")  # and its output projection
 ALIBI = ("bloom", "mpt")  # families without a setting that says so
@@ -65,14 +65,14 @@ class Architecture:
         return self.query_heads // self.kv_heads
 
 
-def text_config(model: nn.Module) -> Any:
+def find_text_config(model: nn.Module) -> Any:
     """Return the configuration of the decoder (of the text part, if the model has several)."""
     return model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
 
 
 def name_of(model: Any) -> str:
     """Return what a model's configuration calls it, or else its class."""
-    return getattr(model.config, "_name_or_path", "") or class_of(model)
+    return getattr(model.config, "_name_or_path", "") or find_class_name(model)
 
 
 def is_wrapper(model: Any) -> bool:
@@ -80,26 +80,26 @@ def is_wrapper(model: Any) -> bool:
     return hasattr(model, "get_base_model")
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap(model: Any) -> Any:
     """Return the model within PEFT's wrapper, or the model itself where it has none around it."""
     return model.get_base_model() if is_wrapper(model) else model
 
 
-def class_of(model: Any) -> str:
+def find_class_name(model: Any) -> str:
     """Return the name of a model's class, for messages; that of the model within where PEFT's wrapper is around it."""
-    return type(unwrapped(model)).__name__
+    return type(unwrap(model)).__name__
 
 
 def describe(model: nn.Module) -> Architecture:
     """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it."""
-    config = text_config(model)
-    if problem := unsupported(model):
-        raise IncompatibleError(f"{class_of(model)} is not supported: {problem} (docs/models.md lists what is)")
+    config = find_text_config(model)
+    if problem := find_unsupported(model):
+        raise IncompatibleError(f"{find_class_name(model)} is not supported: {problem} (docs/models.md lists what is)")
     heads = config.num_attention_heads
-    kinds = layer_kinds(config)
-    full = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
+    kinds = list_layer_kinds(config)
+    full = tuple(i for i, kind in enumerate(kinds) if kind == FULL_ATTENTION)
     if not full:
-        raise IncompatibleError(f"{class_of(model)} has no full-attention layer: there is nothing to evict")
+        raise IncompatibleError(f"{find_class_name(model)} has no full-attention layer: there is nothing to evict")
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
@@ -113,16 +113,16 @@ def describe(model: nn.Module) -> Architecture:
     )
 
 
-def layer_kinds(config: Any) -> tuple[str, ...]:
+def list_layer_kinds(config: Any) -> tuple[str, ...]:
     """Return the kind of every layer, by the names of transformers."""
-    everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else FULL
+    everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else FULL_ATTENTION
     kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
     return tuple(FORMER_NAMES.get(kind, kind) for kind in kinds)
 
 
-def unsupported(model: nn.Module) -> str | None:
-    """Say why the runtime cannot take over the attention of a model; None: it can."""
-    config = text_config(model)
+def find_unsupported(model: nn.Module) -> str | None:
+    """Return why the runtime cannot take over a model's attention; None if it can."""
+    config = find_text_config(model)
     problem = None
     if getattr(config, "is_encoder_decoder", False):
         problem = "it is an encoder-decoder"
@@ -130,7 +130,7 @@ def unsupported(model: nn.Module) -> str | None:
         problem = "multi-head latent attention compresses keys and values itself"
     elif getattr(config, "num_kv_shared_layers", 0):
         problem = "some of its layers share one KV cache"
-    elif any(getattr(one, "is_prompt_learning", False) for one in getattr(model, "peft_config", {}).values()):
+    elif any(getattr(adapter, "is_prompt_learning", False) for adapter in getattr(model, "peft_config", {}).values()):
         problem = "its adapter puts virtual tokens in front of every prompt, which a plan does not know"
     elif not hasattr(config, "num_attention_heads"):
         problem = "it has no attention heads in its configuration"
@@ -139,7 +139,7 @@ def unsupported(model: nn.Module) -> str | None:
         if getattr(config, "alibi", config.model_type in ALIBI):
             problem += ", with a bias for the distance of tokens (ALiBi) in place of a rotary embedding,"
         problem += " and never asks transformers' registry of attention functions for another"
-    elif unknown := sorted(set(layer_kinds(config)) - {FULL, *LEFT_ALONE}):
+    elif unknown := sorted(set(list_layer_kinds(config)) - {FULL_ATTENTION, *LEFT_ALONE}):
         problem = f"it has layers of kind {', '.join(unknown)}"
     return problem
 
@@ -150,7 +150,7 @@ def require_continuation(module: nn.Module, tokens: int) -> None:
     `module` is an attention layer; its neighbours forget their running state, and nothing would tell.
     """
     config: Any = getattr(module, "config", None)
-    if tokens > 1 and config is not None and family_of(config) in FORGETFUL:
+    if tokens > 1 and config is not None and find_family(config) in FORGETFUL:
         raise IncompatibleError(
             f"transformers' code for {config.model_type} forgets its running state when several tokens follow a prompt "
             "at once: put the question into the prompt (--protocol question-aware), or feed tokens one by one"
@@ -159,41 +159,41 @@ def require_continuation(module: nn.Module, tokens: int) -> None:
 
 def require_plain_rotary(model: nn.Module, what: str) -> None:
     """Refuse rotary embeddings that `unrotate` cannot undo: interleaved ones, and tables that depend on the length."""
-    config = text_config(model)
+    config = find_text_config(model)
     parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get(FULL, parameters).get("rope_type", "default")
-    if family_of(config) not in UNROTATED or rotary_switch(model) is not None:
+    kind = parameters.get(FULL_ATTENTION, parameters).get("rope_type", "default")
+    if find_family(config) not in UNROTATED or find_rotary_switch(model) is not None:
         raise IncompatibleError(
             f"{what} turns queries back to position 0, which is not verified for {config.model_type} with {kind} "
             f"rotary embedding: use another policy; verified families: {', '.join(UNROTATED)}"
         )
 
 
-def decoder(model: nn.Module) -> nn.Module:
+def find_decoder(model: nn.Module) -> nn.Module:
     """Return the module that owns the decoder's `layers`."""
-    count = text_config(model).num_hidden_layers
+    count = find_text_config(model).num_hidden_layers
     for module in model.modules():
         layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList) and len(layers) == count and _attention_of(layers) is not None:
+        if isinstance(layers, nn.ModuleList) and len(layers) == count and _find_attention(layers) is not None:
             return module
-    raise IncompatibleError(f"{class_of(model)}: no decoder with layers of attention found")
+    raise IncompatibleError(f"{find_class_name(model)}: no decoder with layers of attention found")
 
 
-def _attention_of(layers: Iterable[nn.Module]) -> nn.Module | None:
-    found = (getattr(layer, name, None) for layer in layers for name in ATTENTION_NAMES)
-    return next((module for module in found if module is not None), None)
+def _find_attention(layers: Iterable[nn.Module]) -> nn.Module | None:
+    modules = (getattr(layer, name, None) for layer in layers for name in ATTENTION_NAMES)
+    return next((module for module in modules if module is not None), None)
 
 
-def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+def find_attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     """Return the attention module of every layer that has one, by its index."""
-    layers: Any = decoder(model).layers
-    found = {index: _attention_of([layer]) for index, layer in enumerate(layers)}
-    return {index: module for index, module in found.items() if module is not None}
+    layers: Any = find_decoder(model).layers
+    modules = {index: _find_attention([layer]) for index, layer in enumerate(layers)}
+    return {index: module for index, module in modules.items() if module is not None}
 
 
-def rotary_module(model: nn.Module) -> Any:
-    """Return the module that makes the cosines and sines of all layers; None where a model has none of its own."""
-    return getattr(decoder(model), "rotary_emb", None)
+def find_rotary_module(model: nn.Module) -> Any:
+    """Find the module that makes all layers' rotary cosines and sines; None if the model has no such module."""
+    return getattr(find_decoder(model), "rotary_emb", None)
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,9 @@ class RotarySwitch:
         return final > self.length and not (self.settles and read > self.length)
 
 
-def rotary_switch(model: nn.Module) -> RotarySwitch | None:
-    """Return where the rotary factors of some layers change with the length of a sequence; None: nowhere."""
-    rotary = rotary_module(model)
+def find_rotary_switch(model: nn.Module) -> RotarySwitch | None:
+    """Find the length beyond which some layers use other rotary factors; None if they never change."""
+    rotary = find_rotary_module(model)
     kinds = getattr(rotary, "rope_type", None)
     parameters_by_layer = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
     switches = []
@@ -244,7 +244,7 @@ def require_same_rotary(model: nn.Module, read: Sequence[int] | Tensor, later: i
         IncompatibleError: a sequence passes the length from which the model has other factors (see `RotarySwitch`), or
             sequences on both sides of it share the batch.
     """
-    switch = rotary_switch(model)
+    switch = find_rotary_switch(model)
     if switch is None:
         return
     lengths = [int(length) for length in read]
@@ -255,7 +255,8 @@ def require_same_rotary(model: nn.Module, read: Sequence[int] | Tensor, later: i
         return
     where, advice = (f"{place}: ", " (--max-length cuts contexts)") if place else ("", "")
     problem = (
-        f"{where}{class_of(model)} has other rotary factors beyond {switch.length:,} tokens ({switch.kind}), and "
+        f"{where}{find_class_name(model)} has other rotary factors beyond {switch.length:,} tokens "
+        f"({switch.kind}), and "
         "cached keys keep those that they were read with"
     )
     if not switch.settles or longest <= switch.length:
@@ -270,32 +271,32 @@ def require_same_rotary(model: nn.Module, read: Sequence[int] | Tensor, later: i
     )
 
 
-def same_rotary_until(model: nn.Module, tokens: int) -> int:
+def find_rotary_limit(model: nn.Module, tokens: int) -> int:
     """Return the length up to which a sequence keeps the rotary factors of its first `tokens`.
 
     It is no more than the model has positions for; 0: the model names no limit.
     """
-    switch = rotary_switch(model)
+    switch = find_rotary_switch(model)
     positions = describe(model).max_positions
     if switch is None or (switch.settles and tokens > switch.length):
         return positions
     return min(positions or switch.length, switch.length)
 
 
-def beyond_switch(model: nn.Module, tokens: int) -> bool:
+def is_beyond_switch(model: nn.Module, tokens: int) -> bool:
     """Tell whether a sequence of so many tokens has other rotary factors than short ones: no batch may have both."""
-    switch = rotary_switch(model)
+    switch = find_rotary_switch(model)
     return switch is not None and tokens > switch.length
 
 
 @contextmanager
-def rotated_as(model: nn.Module, tokens: int) -> Iterator[None]:
-    """Rotate every part of a sequence by the factors of its whole length, `tokens`, as if it were read at once.
+def rotate_as_length(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Rotate all chunks of a sequence with the factors of its final length, `tokens`, as if read in one pass.
 
     Adds the last position to every call of the rotary embedding, which picks its factors by the largest one, and
     removes that row of cosines and sines.
     """
-    if not beyond_switch(model, tokens):
+    if not is_beyond_switch(model, tokens):
         yield
         return
 
@@ -308,7 +309,7 @@ def rotated_as(model: nn.Module, tokens: int) -> Iterator[None]:
         cos, sin = tables
         return cos[..., :-1, :], sin[..., :-1, :]
 
-    rotary = rotary_module(model)
+    rotary = find_rotary_module(model)
     handles = [rotary.register_forward_pre_hook(ask_for_last, with_kwargs=True)]
     handles.append(rotary.register_forward_hook(drop_last))
     try:
@@ -322,8 +323,8 @@ class RotaryTables:
     """Cosines and sines of a full-attention layer, by the rotary embedding of its model; some layers do not rotate."""
 
     def __init__(self, model: nn.Module, layer: int) -> None:
-        rotates = getattr(attention_modules(model)[layer], "use_rope", True)
-        self.module: Any = rotary_module(model) if rotates else None
+        rotates = getattr(find_attention_modules(model)[layer], "use_rope", True)
+        self.module: Any = find_rotary_module(model) if rotates else None
 
     @torch.no_grad()
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,9 +332,9 @@ class RotaryTables:
         if self.module is None:
             cos = torch.ones(len(positions), 2, device=positions.device)
             return cos, torch.zeros_like(cos)
-        per_type = hasattr(self.module, f"{FULL}_inv_freq")
+        per_type = hasattr(self.module, f"{FULL_ATTENTION}_inv_freq")
         probe = torch.empty(0, dtype=torch.float32, device=positions.device)
-        extra = {"layer_type": FULL} if per_type else {}
+        extra = {"layer_type": FULL_ATTENTION} if per_type else {}
         cos, sin = self.module(probe, position_ids=positions[None], **extra)
         if not per_type and cos.shape[-1] == self.module.inv_freq.shape[-1]:  # each angle once
             cos = torch.cat((cos, cos), -1)
@@ -360,28 +361,28 @@ def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(states, cos / scale, -sin / scale)
 
 
-def output_projection(module: nn.Module) -> Any:
+def find_output_projection(module: nn.Module) -> Any:
     """Return the linear map W_O at the end of one attention layer."""
-    return getattr(module, _output_name(module))
+    return getattr(module, _find_output_name(module))
 
 
-def _output_name(module: nn.Module) -> str:
+def _find_output_name(module: nn.Module) -> str:
     for name in OUTPUT_NAMES:
         if isinstance(getattr(module, name, None), nn.Module):
             return name
     raise IncompatibleError(f"{type(module).__name__} has no output projection under a name that is known here")
 
 
-def output_weight(module: nn.Module, heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def read_output_weight(module: nn.Module, heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return W_O of one attention layer per query head, [Hq, Dv, d_model] fp32.
 
-    `dtype` is that of attention outputs. Errors as for `effective_weight`.
+    `dtype` is that of attention outputs. Errors as for `read_effective_weight`.
     """
-    name = _output_name(module)
+    name = _find_output_name(module)
     projection: Any = getattr(module, name)
     what = f"{name} of layer {getattr(module, 'layer_idx', '?')}"
     inputs: int = getattr(projection, "in_features", None) or heads * getattr(module, "head_dim", 0)
-    weight = effective_weight(projection, what, inputs, dtype)
+    weight = read_effective_weight(projection, what, inputs, dtype)
     return weight.float().reshape(weight.shape[0], heads, -1).permute(1, 2, 0)
 
 

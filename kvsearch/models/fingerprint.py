@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.parsing import describe_validation_error
-from kvsearch.models.architecture import describe, name_of, text_config
+from kvsearch.models.architecture import describe, find_text_config, name_of
 from kvsearch.models.memory import refuse_offloaded
-from kvsearch.models.weights import effective_tensors
+from kvsearch.models.weights import list_effective_tensors
 from kvsearch.plan import ModelFingerprint
 from kvsearch.plan.saved import MODEL_KEY
 
@@ -26,10 +26,10 @@ VOLATILE = frozenset(
         "chunk_size_feed_forward", "quantization_config", "id2label", "label2id", MODEL_KEY,
     }
 )  # fmt: skip
-SAMPLES = 64
+WEIGHT_SAMPLES = 64
 
 
-def fingerprint(
+def compute_fingerprint(
     model: Any, name: str | None = None, revision: str | None = None, weights: bool = True
 ) -> ModelFingerprint:
     """Identify `model` by content. Weights are sampled (64 values of every tensor, rounded to bfloat16), so that the
@@ -51,8 +51,8 @@ def fingerprint(
         return ModelFingerprint(
             name=called,
             model_type=shape.model_type,
-            config_sha256=config_hash(text_config(model)),
-            weights_sha256=weights_hash(model) if weights else hashlib.sha256().hexdigest(),
+            config_sha256=hash_config(find_text_config(model)),
+            weights_sha256=hash_weights(model) if weights else hashlib.sha256().hexdigest(),
             revision=revision,
             layers=shape.layers,
             kv_heads=shape.kv_heads,
@@ -65,21 +65,21 @@ def fingerprint(
         raise IncompatibleError(f"the configuration of model {called!r}: {error}") from error
 
 
-def config_hash(config: Any) -> str:
+def hash_config(config: Any) -> str:
     """Return the SHA-256 of the configuration without what says only how or where it was loaded."""
     plain = json.loads(config.to_json_string(use_diff=False))
-    return sha256_of({key: value for key, value in plain.items() if key not in VOLATILE})
+    return hash_json({key: value for key, value in plain.items() if key not in VOLATILE})
 
 
 @torch.no_grad()
-def weights_hash(model: Any) -> str:
-    """Return the SHA-256 over the names, shapes and sampled values of all weights; see `effective_tensors`."""
+def hash_weights(model: Any) -> str:
+    """Return the SHA-256 over the names, shapes and sampled values of all weights; see `list_effective_tensors`."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(effective_tensors(model), key=lambda pair: pair[0]):
+    for name, tensor in sorted(list_effective_tensors(model), key=lambda pair: pair[0]):
         flat = tensor.reshape(-1)
         if flat.dtype.itemsize == 1:  # codes, and float8, which few devices can index
             flat = flat.view(torch.uint8)
-        count = min(SAMPLES, flat.numel())
+        count = min(WEIGHT_SAMPLES, flat.numel())
         index = torch.arange(count, device=flat.device) * flat.numel() // max(1, count)
         values = flat[index]
         values = values.to(torch.bfloat16).float() if flat.is_floating_point() else values

@@ -1,7 +1,7 @@
 """What a checkpoint brings along is code of others: what it raises is said to be its fault, and is no bug in kvsearch.
 
 A tokenizer is called through `CheckedTokenizer`. Of everything else, the model's code above all, the traceback tells
-whose fault an exception is: see `blamed`.
+whose fault an exception is: see `find_culprit`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.core.errors import IncompatibleError, KvsearchError
-from kvsearch.core.parsing import in_one_line, shown
-from kvsearch.core.resources import version
+from kvsearch.core.parsing import format_error, format_value
+from kvsearch.core.resources import read_version
 from kvsearch.models.memory import is_out_of_memory
 
 LIBRARY = "transformers"
@@ -30,21 +30,21 @@ class CheckpointError(IncompatibleError):
 
 
 @contextmanager
-def blaming(name: str) -> Iterator[None]:
-    """Raise what others' code for the model `name` is to blame for as a `CheckpointError`; see `blamed`."""
+def blame_checkpoint(name: str) -> Iterator[None]:
+    """Turn exceptions from transformers or a checkpoint's code into a `CheckpointError` about the model `name`."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        if (place := blamed(error)) is None:
+        if (place := find_culprit(error)) is None:
             raise
         raise CheckpointError(
-            f"model {name!r} fails in {place} ({in_one_line(error)}): check whether it runs by itself with "
-            f"transformers {version(LIBRARY)}"
+            f"model {name!r} fails in {place} ({format_error(error)}): check whether it runs by itself with "
+            f"transformers {read_version(LIBRARY)}"
         ) from error
 
 
-def blamed(error: BaseException) -> str | None:
-    """Return the place in transformers, or in code of a checkpoint, that is to blame for an exception; None: it is not.
+def find_culprit(error: BaseException) -> str | None:
+    """Find the line of transformers or of a checkpoint's code that raised an exception; None for other code.
 
     To blame is what the traceback ends in, frames of other packages not counted, if it is one of these:
 
@@ -93,8 +93,8 @@ class CheckedTokenizer:
         except (KeyError, TypeError) as error:
             raise self._fault(f"gives {type(encoded).__name__} without input_ids for a text") from error
         if "return_tensors" not in options:
-            for words, row in [(text, ids)] if isinstance(text, str) else zip(text, ids, strict=True):
-                self._check(words, row)
+            for row_text, row in [(text, ids)] if isinstance(text, str) else zip(text, ids, strict=True):
+                self._check(row_text, row)
         return encoded
 
     @property  # type: ignore[misc]
@@ -129,7 +129,7 @@ class CheckedTokenizer:
             if isinstance(error, SAID) or is_out_of_memory(error):
                 raise
             raise CheckpointError(
-                f"the chat template of model {self._name!r} fails ({in_one_line(error)}): repair it in the model's "
+                f"the chat template of model {self._name!r} fails ({format_error(error)}): repair it in the model's "
                 "folder (chat_template.jinja, or chat_template in tokenizer_config.json), or remove it there to have "
                 "prompts without one"
             ) from error
@@ -145,11 +145,11 @@ class CheckedTokenizer:
         except NotImplementedError as error:  # what callers of slow tokenizers know how to do without
             if options.get("return_offsets_mapping"):
                 raise
-            raise self._fault(f"fails ({in_one_line(error)})") from error
+            raise self._fault(f"fails ({format_error(error)})") from error
         except (Exception, SystemExit) as error:
             if isinstance(error, SAID) or is_out_of_memory(error):
                 raise
-            raise self._fault(f"fails ({in_one_line(error)})") from error
+            raise self._fault(f"fails ({format_error(error)})") from error
 
     def _check(self, text: str, row: Any) -> None:
         """Refuse token ids that are none, or for which the model has no embedding."""
@@ -158,10 +158,11 @@ class CheckedTokenizer:
         if self._rows is None or max(row, default=0) < self._rows:
             return
         beyond = sorted({token for token in row if token >= self._rows})
-        named = ", ".join(f"{shown(self.decode([token]))} (id {token})" for token in beyond[:_MOST_NAMED])
+        named = ", ".join(f"{format_value(self.decode([token]))} (id {token})" for token in beyond[:_MOST_NAMED])
         more = f" and {len(beyond) - _MOST_NAMED} more" if len(beyond) > _MOST_NAMED else ""
         raise CheckpointError(
-            f"the text {shown(text)} has tokens that model {self._name!r} has no embedding for: {named}{more}, where "
+            f"the text {format_value(text)} has tokens that model {self._name!r} has no embedding for: "
+            f"{named}{more}, where "
             f"its last id is {self._rows - 1}: leave them out of the text, or resize the model for its tokenizer "
             "(resize_token_embeddings)"
         )
@@ -169,13 +170,13 @@ class CheckedTokenizer:
     def _fault(self, problem: str) -> CheckpointError:
         return CheckpointError(
             f"the tokenizer of model {self._name!r}, {type(self.bare).__name__}, {problem}: check its files, and "
-            f"whether it is made for transformers {version(LIBRARY)}"
+            f"whether it is made for transformers {read_version(LIBRARY)}"
         )
 
 
 @contextmanager
-def naming_text(where: str) -> Iterator[None]:
-    """Say which text it was that a tokenizer could not take."""
+def name_text_on_error(where: str) -> Iterator[None]:
+    """Add to a tokenizer's error which text it could not encode."""
     try:
         yield
     except CheckpointError as error:
@@ -206,8 +207,8 @@ def require_contract(model: Any, name: str, weights: bool = True) -> None:
         if _is_of_library(model) or isinstance(error, SAID) or is_out_of_memory(error):
             raise
         raise CheckpointError(
-            f"model {name!r} cannot be run: its class {type(model).__name__} fails ({in_one_line(error)}); check "
-            f"whether it is made for transformers {version(LIBRARY)}"
+            f"model {name!r} cannot be run: its class {type(model).__name__} fails ({format_error(error)}); check "
+            f"whether it is made for transformers {read_version(LIBRARY)}"
         ) from error
 
 
@@ -230,7 +231,7 @@ def _require_ends(model: Any, name: str) -> None:
         if end is not None and (type(end) is not int or end < 0):
             raise CheckpointError(
                 f"model {name!r}: eos_token_id of its generation_config.json or config.json must be a token id, or a "
-                f"list of them, not {shown(end)}"
+                f"list of them, not {format_value(end)}"
             )
 
 
@@ -260,8 +261,8 @@ def _is_of_library(model: Any) -> bool:
     return type(model).__module__.partition(".")[0] == LIBRARY
 
 
-def embedding_rows(model: Any) -> int | None:
-    """Return how many token ids a model has embeddings for; None where it does not tell."""
+def count_embeddings(model: Any) -> int | None:
+    """Count the token ids that a model has embeddings for; None if unknown."""
     try:
         rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     except (NotImplementedError, AttributeError):  # models whose own code does not say where they are

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -20,7 +20,7 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 def is_gguf(source: str | Path) -> bool:
     """Tell whether a model is a GGUF file here, by its name."""
     path = Path(source)
-    return path.suffix.lower() == SUFFIX and path.is_file()
+    return path.suffix.lower() == GGUF_SUFFIX and path.is_file()
 
 
 def check_gguf(path: Path) -> None:
@@ -42,7 +42,7 @@ def check_gguf(path: Path) -> None:
         raise EnvironmentFault(f"{path} is read with the package gguf, which is not installed: pip install gguf")
 
 
-def loading_arguments(path: Path) -> dict[str, Any]:
+def make_loading_arguments(path: Path) -> dict[str, Any]:
     """Return the arguments with which transformers loads the model of a file with dense weights."""
     import transformers
 
@@ -60,7 +60,7 @@ def make_ordinary(model: Any) -> None:
 
 
 @contextmanager
-def without_progress() -> Iterator[None]:
+def hide_progress() -> Iterator[None]:
     """Keep the progress bar of the conversion off the screen: unlike others of transformers it has no switch."""
     from transformers import modeling_gguf_pytorch_utils as conversion
 

@@ -18,20 +18,20 @@ from pydantic import model_validator
 from kvsearch.config.options import MACHINE, JobOptions, option
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError, warn_once
 from kvsearch.core.limits import MOST_LAYERS
-from kvsearch.core.naming import did_you_mean, require_known
+from kvsearch.core.naming import require_known, suggest_nearest
 from kvsearch.core.parsing import describe_fault, read_json
-from kvsearch.core.printed import cut
-from kvsearch.core.resources import resource, version
-from kvsearch.models.foreign import CheckedTokenizer, embedding_rows, require_contract
-from kvsearch.models.gguf import SUFFIX as GGUF
-from kvsearch.models.gguf import check_gguf, is_gguf, loading_arguments, make_ordinary, without_progress
+from kvsearch.core.printed import truncate
+from kvsearch.core.resources import find_resource, read_version
+from kvsearch.models.foreign import CheckedTokenizer, count_embeddings, require_contract
+from kvsearch.models.gguf import GGUF_SUFFIX as GGUF
+from kvsearch.models.gguf import check_gguf, hide_progress, is_gguf, make_loading_arguments, make_ordinary
 from kvsearch.models.memory import (
-    accelerator,
-    best_device,
-    computes_bfloat16,
-    free_bytes,
+    estimate_reading_memory,
+    find_accelerator,
+    find_best_device,
+    has_bfloat16,
     is_out_of_memory,
-    reading_needs,
+    measure_free_bytes,
     refuse_offloaded,
 )
 from kvsearch.models.real import REAL_MODELS
@@ -44,15 +44,15 @@ Made = TypeVar("Made")
 Work = Callable[["LoadedModel", Given], Made]  # what is made of one of many items; workers must be able to import it
 
 BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
-NAMES = (*BUNDLED, *REAL_MODELS)
+SHORT_NAMES = (*BUNDLED, *REAL_MODELS)
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # that PyTorch may bring; there are others
 NO_FLOAT64 = ("mps",)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-CONFIG = "config.json"
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+MODEL_CONFIG_FILE = "config.json"
 ADAPTER = "adapter_config.json"  # of what PEFT saves: an adapter without its model
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
+MIN_PROMPT_ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
 
 
 class LoadOptions(JobOptions):
@@ -73,7 +73,7 @@ class LoadOptions(JobOptions):
             require_known("device map", self.device_map, DEVICE_MAPS)
             if self.device != "auto":
                 raise UsageError("give either --device or --device-map, not both")
-        require_known("dtype", self.dtype, DTYPES)
+        require_known("dtype", self.dtype, DTYPE_NAMES)
         return self
 
 
@@ -103,7 +103,7 @@ class LoadedModel:
         """See to it that the tokenizer is called with care, however it came here."""
         if self.tokenizer is not None:
             bare = getattr(self.tokenizer, "bare", self.tokenizer)
-            checked = CheckedTokenizer(bare, self.name, embedding_rows(self.model))
+            checked = CheckedTokenizer(bare, self.name, count_embeddings(self.model))
             object.__setattr__(self, "tokenizer", checked)
 
     def map(self, work: Work[Given, Made], items: Sequence[Given]) -> Iterator[Made]:
@@ -124,16 +124,16 @@ class LoadedModel:
         return self.model.device
 
 
-def adopt(model: Any, tokenizer: Any) -> LoadedModel:
-    """Return a model of transformers that is loaded already, called as its configuration calls it.
+def from_loaded(model: Any, tokenizer: Any) -> LoadedModel:
+    """Wrap a model of transformers that is loaded already, under the name in its configuration.
 
     Raises:
         TypeError: the tokenizer is missing.
-        IncompatibleError: the model is in training mode; see also `fingerprint`.
+        IncompatibleError: the model is in training mode; see also `compute_fingerprint`.
         EnvironmentFault: it is on a device without float64.
     """
     from kvsearch.models.architecture import name_of
-    from kvsearch.models.fingerprint import fingerprint
+    from kvsearch.models.fingerprint import compute_fingerprint
 
     if tokenizer is None:
         raise TypeError("a loaded model needs its tokenizer: give it as tokenizer=...")
@@ -142,7 +142,7 @@ def adopt(model: Any, tokenizer: Any) -> LoadedModel:
     _require_float64(model.device.type)
     name = name_of(model)
     require_contract(model, name)
-    return LoadedModel(name, model, tokenizer, fingerprint(model, name))
+    return LoadedModel(name, model, tokenizer, compute_fingerprint(model, name))
 
 
 def load(name: str, options: LoadOptions | None = None, weights: bool = True) -> LoadedModel:
@@ -162,8 +162,8 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-    from kvsearch.models.fingerprint import fingerprint
-    from kvsearch.models.weights import is_finite, named_tensors
+    from kvsearch.models.fingerprint import compute_fingerprint
+    from kvsearch.models.weights import is_finite, list_named_tensors
 
     if weights and options.device != "auto":
         require_device(options.device)
@@ -177,12 +177,12 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     file = Path(source) if is_gguf(source) else None
     if file is not None:
         source, common["gguf_file"] = str(file.parent), file.name
-        how = loading_arguments(file)
+        how = make_loading_arguments(file)
 
     def checkpoint(part: str) -> AbstractContextManager[None]:
-        return _part_of(name, source, options, part if file is None else "its file (is it whole?)")
+        return _load_part(name, source, options, part if file is None else "its file (is it whole?)")
 
-    with checkpoint(f"its {CONFIG}"):
+    with checkpoint(f"its {MODEL_CONFIG_FILE}"):
         config = AutoConfig.from_pretrained(source, **common)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
         if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:  # they would be made one by one
@@ -199,8 +199,8 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         )  # fmt: skip
         if path is not None and not isinstance(json.loads(Path(path).read_bytes()), dict):
             raise ValueError("it must be an object")
-    dtype, remark = (options.dtype, "") if options.dtype != "auto" else _default_dtype(name, options, config, file)
-    with checkpoint("its weights or code"), nullcontext() if file is None else without_progress():
+    dtype, remark = (options.dtype, "") if options.dtype != "auto" else _choose_dtype(name, options, config, file)
+    with checkpoint("its weights or code"), nullcontext() if file is None else hide_progress():
         if weights:
             place = options.device_map or options.device
             if options.device_map is None and options.device == "auto":
@@ -221,24 +221,24 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         make_ordinary(model)
     if weights:
         refuse_offloaded(model, name)
-        supported = getattr(accelerator(model.device), "is_bf16_supported", None)
+        supported = getattr(find_accelerator(model.device), "is_bf16_supported", None)
         if model.dtype == torch.bfloat16 and supported is not None and not supported(including_emulation=False):
             raise EnvironmentFault(  # the device would only imitate it, many times slower
                 f"{model.device} does not compute in bfloat16, in which model {name!r} is: give --dtype float16 or "
                 "float32"
             )
-        for tensor_name, tensor in named_tensors(model):
+        for tensor_name, tensor in list_named_tensors(model):
             if not is_finite(tensor):
                 raise IncompatibleError(
                     f"model {name!r} has NaN or infinite values in {tensor_name}: the file is damaged"
                 )
-    found = fingerprint(model, name, _revision(source, options), weights)
-    return LoadedModel(name, model, tokenizer, found, remark=remark)
+    identity = compute_fingerprint(model, name, _read_revision(source, options), weights)
+    return LoadedModel(name, model, tokenizer, identity, remark=remark)
 
 
 @contextmanager
-def _part_of(name: str, source: str, options: LoadOptions, part: str) -> Iterator[None]:
-    """Name what of a model could not be loaded, and say why.
+def _load_part(name: str, source: str, options: LoadOptions, part: str) -> Iterator[None]:
+    """Turn errors while a part of a model is loaded into one line that names the part.
 
     Raises:
         EnvironmentFault: it is not here, or a package that it needs is missing.
@@ -261,32 +261,32 @@ def _part_of(name: str, source: str, options: LoadOptions, part: str) -> Iterato
 
 
 def _require_all(name: str, info: Mapping[str, Any]) -> None:
-    """Refuse a model some of whose weights transformers has made up, as they were missing or of another shape."""
+    """Refuse a model if transformers initialised some weights at random, as they were missing or misshapen."""
     if missing := sorted(info["missing_keys"]):
         listed = ", ".join(missing[:3])
         raise IncompatibleError(f"model {name!r} lacks {len(missing)} of its weights, such as {listed}")
     for weight, stored, wanted in sorted(info.get("mismatched_keys", ())):
         raise IncompatibleError(
             f"model {name!r} cannot be loaded: {weight} is {list(stored)} in its files, and {list(wanted)} by its "
-            f"{CONFIG}: one of them belongs to another model"
+            f"{MODEL_CONFIG_FILE}: one of them belongs to another model"
         )
 
 
-def _default_dtype(name: str, options: LoadOptions, config: Any, file: Path | None) -> tuple[str, str]:
-    """Return in which dtype a model is loaded where none is asked for, and a remark on that; "auto": that of its files.
+def _choose_dtype(name: str, options: LoadOptions, config: Any, file: Path | None) -> tuple[str, str]:
+    """Choose the default dtype to load a model in, with a remark on the choice; "auto" is the files' dtype.
 
     On a processor that multiplies matrices of bfloat16, weights of 16 bits or of a GGUF `file` are in that.
     """
     import torch
 
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    kind = best_device() if options.device == "auto" else options.device
+    kind = find_best_device() if options.device == "auto" else options.device
     if options.device_map is not None or not kind.startswith("cpu") or getattr(config, "quantization_config", None):
         return "auto", ""
     if file is None and stored not in (torch.bfloat16, torch.float16):
         return "auto", ""
     weights = "quantised" if file is not None else f"stored in {str(stored).removeprefix('torch.')}"
-    if computes_bfloat16():
+    if has_bfloat16():
         return "bfloat16", (
             f"{name}: in bfloat16, as its weights are {weights} and this processor computes in bfloat16 (--dtype "
             "float32 is more exact, and slower)"
@@ -299,26 +299,27 @@ def _default_dtype(name: str, options: LoadOptions, config: Any, file: Path | No
 def _choose_device(name: str, options: LoadOptions) -> str:
     """Return the GPU with the most free memory if a model fits there, "auto" if it must be spread, else "cpu".
 
-    It fits with what a prompt of `ROOM` tokens takes under the full cache.
+    It fits with what a prompt of `MIN_PROMPT_ROOM` tokens takes under the full cache.
     """
     import torch
 
     from kvsearch.models.architecture import describe
 
-    if (device := best_device()) == "cpu":
+    if (device := find_best_device()) == "cpu":
         return device
     model = load(name, options, weights=False).model
     shape = describe(model)
-    cache = ROOM * 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
-    needs = reading_needs(model, [ROOM], cache)
+    cache = MIN_PROMPT_ROOM * 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
+    needs = estimate_reading_memory(model, [MIN_PROMPT_ROOM], cache)
     if getattr(model.config, "quantization_config", None) is not None:  # to a byte each at most
         needs = replace(needs, weights=sum(parameter.numel() for parameter in model.parameters()))
     needed = needs.total
-    if needed <= (free := free_bytes(torch.device(device))):
+    if needed <= (free := measure_free_bytes(torch.device(device))):
         return device
     if torch.cuda.device_count() > 1:
         warn_once(
-            f"model {name!r} is spread over all GPUs: with the cache of {ROOM:,} tokens it takes {needed / 1e9:.1f} "
+            f"model {name!r} is spread over all GPUs: with the cache of {MIN_PROMPT_ROOM:,} tokens "
+            f"it takes {needed / 1e9:.1f} "
             f"GB, and {device} has {free / 1e9:.1f} GB free (--device {device} puts it there nevertheless)"
         )
     return "auto"
@@ -333,7 +334,7 @@ def find_source(name: str, options: LoadOptions) -> str:
         EnvironmentFault: the hub does not answer.
     """
     if name in BUNDLED:
-        return str(resource(f"data/{name}"))
+        return str(find_resource(f"data/{name}"))
     path = Path(name)
     if not path.exists() and (real := REAL_MODELS.get(name)) is not None:
         if not real.is_here:
@@ -344,18 +345,20 @@ def find_source(name: str, options: LoadOptions) -> str:
         return name
     if path.exists():
         _refuse_adapter(name, path)
-        if not (path / CONFIG).is_file():
-            raise IncompatibleError(f"{name!r} has no {CONFIG}, so it is not the directory of a Hugging Face model")
+        if not (path / MODEL_CONFIG_FILE).is_file():
+            raise IncompatibleError(
+                f"{name!r} has no {MODEL_CONFIG_FILE}, so it is not the directory of a Hugging Face model"
+            )
         return name
     if path.suffix.lower() == GGUF:
         raise UsageError(f"there is no file {name}: check the path")
-    near = "" if "/" in name else did_you_mean(name, NAMES, 0.8)
+    near = "" if "/" in name else suggest_nearest(name, SHORT_NAMES, 0.8)
     if near or not HUB_ID.fullmatch(name):
         raise UsageError(f"there is no model {name!r}{near or ': check the path of its directory'}")
     from huggingface_hub import constants, model_info, try_to_load_from_cache
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    if isinstance(try_to_load_from_cache(name, CONFIG, revision=options.revision), str):
+    if isinstance(try_to_load_from_cache(name, MODEL_CONFIG_FILE, revision=options.revision), str):
         return name
     nowhere = f"there is no directory {name}, and no downloaded model of that name"
     if options.offline or constants.HF_HUB_OFFLINE:
@@ -370,7 +373,7 @@ def find_source(name: str, options: LoadOptions) -> str:
     except Exception as error:  # of the hub, of its HTTP library, of the network
         reason = describe_fault(error)
         raise EnvironmentFault(f"{nowhere}, and the hub does not answer: check the network ({reason})") from error
-    if ADAPTER in files and CONFIG not in files:
+    if ADAPTER in files and MODEL_CONFIG_FILE not in files:
         raise IncompatibleError(f"{name!r} is {_MERGE.format(base='a model', path=name)}")
     return name
 
@@ -387,10 +390,10 @@ def _refuse_adapter(name: str, path: Path) -> None:
     """Refuse a folder that holds no more than an adapter, or one beside a model that would be left out unseen."""
     if not (path / ADAPTER).is_file():
         return
-    if not (path / CONFIG).is_file():
+    if not (path / MODEL_CONFIG_FILE).is_file():
         stated = read_json(path / ADAPTER)
         base = stated.get("base_model_name_or_path") if isinstance(stated, dict) else None
-        of = f"the model {cut(repr(base), _LONGEST_NAME)}" if base else "a model that it does not name"
+        of = f"the model {truncate(repr(base), _LONGEST_NAME)}" if base else "a model that it does not name"
         raise IncompatibleError(f"{name!r} is {_MERGE.format(base=of, path=name)}")
     if find_spec("peft") is None:  # with it transformers puts the adapter on the model
         raise EnvironmentFault(
@@ -402,10 +405,10 @@ def _refuse_adapter(name: str, path: Path) -> None:
 def check_device(device: str) -> None:
     """Raise the error of a device that cannot be here, as far as that is known before anything that computes."""
     kind = device.partition(":")[0]
-    if kind not in DEVICES and (near := did_you_mean(kind, DEVICES, 0.75)):
+    if kind not in DEVICES and (near := suggest_nearest(kind, DEVICES, 0.75)):
         raise UsageError(f"unknown device {device!r}{near}")
     _require_float64(kind)
-    if kind == "cuda" and (release := version("torch")).endswith("+cpu"):
+    if kind == "cuda" and (release := read_version("torch")).endswith("+cpu"):
         raise EnvironmentFault(f"device {device!r} was asked for, but PyTorch {release} here is built for CPUs alone")
 
 
@@ -427,7 +430,7 @@ def _require_float64(kind: str) -> None:
         raise EnvironmentFault(f"device {kind!r} has no float64, in which kvsearch computes: run with --device cpu")
 
 
-def _revision(source: str, options: LoadOptions) -> str | None:
+def _read_revision(source: str, options: LoadOptions) -> str | None:
     """Return the commit of a hub model; None for local directories (config._commit_hash is gone in transformers 5)."""
     if Path(source).exists():
         return None
@@ -438,20 +441,20 @@ def _revision(source: str, options: LoadOptions) -> str | None:
 
 
 # of huggingface_hub, transformers and datasets, which read them when they are imported
-VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 IMPORTED = ("huggingface_hub.constants", "datasets.config")
 
 
 @contextmanager
 def stay_offline(wanted: bool) -> Iterator[None]:
-    """While this lasts, these packages read what is on the disk only, whether they are imported yet or not."""
+    """Keep huggingface_hub and datasets offline in this context, whether they are imported yet or not."""
     if not wanted:
         yield
         return
-    before = {name: os.environ.get(name) for name in VARIABLES}
+    before = {name: os.environ.get(name) for name in OFFLINE_VARIABLES}
     modules = {name: sys.modules[name] for name in IMPORTED if name in sys.modules}
     states = {name: module.HF_HUB_OFFLINE for name, module in modules.items()}
-    os.environ.update(dict.fromkeys(VARIABLES, "1"))
+    os.environ.update(dict.fromkeys(OFFLINE_VARIABLES, "1"))
     for module in modules.values():
         module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     try:
@@ -462,7 +465,7 @@ def stay_offline(wanted: bool) -> Iterator[None]:
                 os.environ.pop(variable, None)
             else:
                 os.environ[variable] = value
-        asked = any((value or "").upper() in ("1", "ON", "YES", "TRUE") for value in before.values())
+        offline = any((value or "").upper() in ("1", "ON", "YES", "TRUE") for value in before.values())
         for name in IMPORTED:
             if name in sys.modules:  # imported meanwhile: it has read our variables
-                sys.modules[name].HF_HUB_OFFLINE = states.get(name, asked)  # type: ignore[attr-defined]
+                sys.modules[name].HF_HUB_OFFLINE = states.get(name, offline)  # type: ignore[attr-defined]

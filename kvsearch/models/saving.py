@@ -18,7 +18,7 @@ from kvsearch.core.parsing import describe_fault
 from kvsearch.models.loading import LoadedModel
 
 
-def saved_config(model: Any) -> dict[str, Any]:
+def make_saved_config(model: Any) -> dict[str, Any]:
     """Return what `save_pretrained` writes into the `config.json` of a model of transformers."""
     config = deepcopy(model.config)
     config.dtype = model.dtype
@@ -28,7 +28,7 @@ def saved_config(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def saved_files(loaded: LoadedModel, folder: Path) -> Iterator[list[Path]]:
+def save_files(loaded: LoadedModel, folder: Path) -> Iterator[list[Path]]:
     """Yield the files of a model, in the dtype that it was loaded in; what is not moved on into `folder` goes again.
 
     Raises:

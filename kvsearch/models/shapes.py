@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.models.loading import LoadedModel, require_device
-from kvsearch.models.memory import best_device, free_bytes
+from kvsearch.models.memory import find_best_device, measure_free_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,8 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def bare_model(shape: str, layers: int | None = None, dtype: str = "auto") -> Any:
-    """Return a model of a shape, or of its first `layers`, that takes no memory: it can only say how large it is.
+def make_bare_model(shape: str, layers: int | None = None, dtype: str = "auto") -> Any:
+    """Make a model of a shape, or its first `layers`, on the meta device: without memory, to count sizes only.
 
     Raises:
         UsageError: there is no such shape, or it has fewer layers.
@@ -54,12 +54,12 @@ def bare_model(shape: str, layers: int | None = None, dtype: str = "auto") -> An
         )
 
 
-def random_model(
+def make_random_model(
     shape: str, layers: int | None = None, device: str = "auto", dtype: str = "auto", *, weights: bool = True
 ) -> LoadedModel:
     """Return a model of a shape, or of its first `layers`, with random weights (bfloat16 unless told); no tokenizer.
 
-    Without `weights` it takes no memory, see `bare_model`.
+    Without `weights` it takes no memory, see `make_bare_model`.
 
     Raises:
         UsageError: there is no such shape, or it has fewer layers.
@@ -68,12 +68,12 @@ def random_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvsearch.models.fingerprint import fingerprint
+    from kvsearch.models.fingerprint import compute_fingerprint
 
-    model = bare_model(shape, layers, dtype)
-    place = device_of(device)
-    wanted = sum(one.nbytes for one in model.parameters())
-    if wanted > (free := free_bytes(place)):
+    model = make_bare_model(shape, layers, dtype)
+    place = find_device(device)
+    wanted = sum(weight.nbytes for weight in model.parameters())
+    if wanted > (free := measure_free_bytes(place)):
         raise EnvironmentFault(
             f"{shape} takes {wanted / 1e9:.1f} GB for its weights and {place} has {free / 1e9:.1f} GB free: measure a "
             "part of it with --layers, or another shape"
@@ -83,13 +83,13 @@ def random_model(
         torch.manual_seed(0)
         with place:
             model = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
-    return LoadedModel(name, model.eval(), None, fingerprint(model, name, weights=weights))
+    return LoadedModel(name, model.eval(), None, compute_fingerprint(model, name, weights=weights))
 
 
-def device_of(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return the device of that name; "auto" is a GPU where there is one. EnvironmentFault if there is none."""
     import torch
 
-    name = best_device() if name == "auto" else name
+    name = find_best_device() if name == "auto" else name
     require_device(name)
     return torch.device(name)

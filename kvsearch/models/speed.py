@@ -10,14 +10,14 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-SHORT = 16  # tokens of the short pass
-LEAST = 256  # and of the long one, which is as long as what is going to be read, but for these limits
+SHORT_PASS = 16  # tokens of the short pass
+MIN_LONG_PASS = 256  # and of the long one, which is as long as what is going to be read, but for these limits
 MOST = 4096
 TIMES = 3  # that each is timed; the median counts
 PATIENCE = 10.0  # seconds, after which a long pass is not repeated
 TABLE_ROWS = 32  # of the attention table that is timed
 SURE = 1.5  # what is said and what is taken differ by at most so many times, where the machine has no other work
-ROWS = 12  # replies that are decoded in one batch, of several questions and methods
+ASSUMED_BATCH = 12  # replies that are decoded in one batch, of several questions and methods
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Work:
     @classmethod
     def replying(cls, tokens: float) -> Work:
         """Return replies of so many tokens, side by side, each step of them a pass."""
-        return cls(tokens / ROWS, tokens)
+        return cls(tokens / ASSUMED_BATCH, tokens)
 
     def __add__(self, other: Work) -> Work:
         sums = Work(*map(add, astuple(self), astuple(other)))
@@ -75,7 +75,7 @@ class StageCost:
 
 
 class Speed:
-    """How fast a model runs where it is, timed by a short pass and by one as long as what it is going to read.
+    """The speed of a model on its device, timed by a short forward pass and one as long as the longest input.
 
     `start` are the seconds of a pass on `device`, whatever its length, `read` those of a token, `pair` those of a pair
     that attention compares, and `table` those of one whose attention is looked at. `tokens` had the long pass. Times of
@@ -85,13 +85,13 @@ class Speed:
     def __init__(self, model: Any, longest: int = 0) -> None:
         import torch
 
-        from kvsearch.models.architecture import describe, text_config
+        from kvsearch.models.architecture import describe, find_text_config
 
         shape = describe(model)
-        most = min(max(longest, LEAST), MOST, shape.max_positions or MOST)
-        ids = (torch.arange(most, device=model.device) % text_config(model).vocab_size)[None]
+        long_pass = min(max(longest, MIN_LONG_PASS), MOST, shape.max_positions or MOST)
+        ids = (torch.arange(long_pass, device=model.device) % find_text_config(model).vocab_size)[None]
         queries = torch.ones(shape.query_heads, TABLE_ROWS, shape.head_dim, device=model.device)
-        keys = torch.ones(shape.query_heads, shape.head_dim, most, device=model.device)
+        keys = torch.ones(shape.query_heads, shape.head_dim, long_pass, device=model.device)
 
         def read(length: int) -> None:
             model(input_ids=ids[:, :length], logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
@@ -100,26 +100,26 @@ class Speed:
             (queries @ keys).softmax(-1).amax(1)[0, 0].item()
 
         with torch.inference_mode():
-            first = min(SHORT, most)
-            times = [timed(partial(read, length)) for length in (first, most)]
-            table, short, long = (median(seconds) for seconds in (timed(make_table), *times))
+            first = min(SHORT_PASS, long_pass)
+            times = [time_action(partial(read, length)) for length in (first, long_pass)]
+            table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
         embedding = model.get_input_embeddings().weight.numel()
         weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
         # multiplications of a pair, of those of a token
         share = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim / weights
-        more = most - first + share * (most**2 - first**2) / 2
+        more = long_pass - first + share * (long_pass**2 - first**2) / 2
         self.device = str(model.device)
-        self.tokens = most
+        self.tokens = long_pass
         self.read = max(0.0, long - short) / max(1, more)
         self.pair = self.read * share
-        self.table = table * len(shape.full_layers) / (TABLE_ROWS * most)
+        self.table = table * len(shape.full_layers) / (TABLE_ROWS * long_pass)
         self.start = max(0.0, short - first * self.read)
         self.fastest = min(min(seconds) / median(seconds) for seconds in times)
         self.slowest = max(max(seconds) / median(seconds) for seconds in times)
 
     @classmethod
     def of(cls, model: Any, stages: Iterable[StageCost]) -> Speed:
-        """Time a model by what is as long as the longest that these stages read."""
+        """Time a model with inputs as long as the longest that these stages read."""
         return cls(model, max((stage.work.longest for stage in stages), default=0))
 
     @property
@@ -137,8 +137,8 @@ class Speed:
         return seconds * min(self.fastest, 1 / SURE), seconds * max(self.slowest, SURE)
 
 
-def timed(action: Callable[[], object], times: int = TIMES) -> list[float]:
-    """Return the seconds that an action takes every time, but for the first one of several, which takes longer."""
+def time_action(action: Callable[[], object], times: int = TIMES) -> list[float]:
+    """Time an action: seconds per call, without the first of several calls, which is slower."""
     seconds: list[float] = []
     while len(seconds) <= times and sum(seconds) < PATIENCE:
         started = perf_counter()

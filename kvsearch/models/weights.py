@@ -20,10 +20,10 @@ from torch.func import functional_call
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.parsing import describe_fault
 
-BLOCK = 1024  # unit vectors that a projection is applied to at a time
+UNIT_BLOCK = 1024  # unit vectors that a projection is applied to at a time
 PROBES = 4  # random vectors on which it must agree with the map that was read off unit vectors
 # of their outputs, in quadratic mean: activations of 8 bits are off by 3% (fp8 e4m3), of 4 bits by 15%
-TOLERANCE = 0.25
+WEIGHT_TOLERANCE = 0.25
 # of what wraps a module: PEFT's layers and whole models, torch.compile, and layers that hold a linear one
 WRAPPERS = frozenset({"base_layer", "original_module", "modules_to_save", "linear", "_orig_mod"})
 PEFT_MODEL = "base_model.model."
@@ -46,7 +46,7 @@ def is_plain(module: nn.Module) -> bool:
     return matrix and weight.dtype.is_floating_point and weight.dtype.itemsize > 1
 
 
-def effective_weight(module: nn.Module, what: str, inputs: int, dtype: torch.dtype) -> Tensor:
+def read_effective_weight(module: nn.Module, what: str, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return the matrix [out, in] by which a projection maps `inputs` numbers of `dtype`, without its bias.
 
     That of a plain linear layer is its weight, in its dtype. Layers of bitsandbytes are dequantised, as those of 8 bits
@@ -60,7 +60,7 @@ def effective_weight(module: nn.Module, what: str, inputs: int, dtype: torch.dty
         return weight
     try:
         with torch.no_grad():
-            weight = _unpacked_weight(module, inputs, dtype)
+            weight = _unpack_weight(module, inputs, dtype)
             if not torch.compiler.is_compiling():
                 _require_linear(module, weight, inputs, dtype)
     except Exception as error:  # of a library of quantised layers, or of its kernels
@@ -72,7 +72,7 @@ def effective_weight(module: nn.Module, what: str, inputs: int, dtype: torch.dty
     return weight
 
 
-def effective_bias(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor | None:
+def read_effective_bias(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor | None:
     """Return what a projection makes of zeros, [out]; None where a plain linear layer has no bias."""
     if is_plain(module):
         bias: Tensor | None = module.bias  # type: ignore[assignment]
@@ -87,17 +87,17 @@ def require_gradients(model: Any, instead: str) -> None:
     Raises:
         IncompatibleError: that is so; `instead` says what to do.
     """
-    if kind := _without_gradients(model):
+    if kind := _find_without_gradients(model):
         raise IncompatibleError(f"layers of class {kind} pass no gradients back on {model.device.type}: {instead}")
 
 
 def passes_gradients(model: Any) -> bool:
-    """Return whether layers pass gradients back, as some of quantised ones do not; of each class one is tried."""
-    return not _without_gradients(model)
+    """Return whether gradients pass through all layers (some quantised ones block them); tries one layer per class."""
+    return not _find_without_gradients(model)
 
 
 @torch.enable_grad()
-def _without_gradients(model: Any) -> str:
+def _find_without_gradients(model: Any) -> str:
     """Return the name of a class of layers that pass no gradients back, empty if there is none."""
     kinds = {type(part): part for part in model.modules() if hasattr(part, "in_features") and not is_plain(part)}
     for kind, module in kinds.items():
@@ -119,51 +119,51 @@ def state_of(module: nn.Module) -> tuple[object, ...]:
     """Return what changes when the map of a projection does: where its tensors are, their versions, and adapters."""
     if is_plain(module):
         return (_place(module.weight),)  # type: ignore[arg-type]
-    found: list[object] = []
+    parts: list[object] = []
     for part in module.modules():
-        found += [_place(inner) for tensor in _held(part).values() for inner in _inner(tensor)]
+        parts += [_place(inner) for tensor in _list_held(part).values() for inner in _list_inner(tensor)]
         if _is_adapted(part):
-            found += [_active_adapters(part), str(getattr(part, "scaling", None))]
-    return tuple(found)
+            parts += [_list_active_adapters(part), str(getattr(part, "scaling", None))]
+    return tuple(parts)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
-def _unpacked_weight(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor:
+def _unpack_weight(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor:
     if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
         raise IncompatibleError("its weights are on no device")
     if any(isinstance(part, nn.Dropout) and part.training and part.p for part in module.modules()):
         raise IncompatibleError("it is in training mode, with dropout: call the model's eval() first")
-    if (weight := _dequantised(module)) is not None:
+    if (weight := _dequantise(module)) is not None:
         return weight
     base = module._modules.get("base_layer")
-    if base is not None and (weight := _dequantised(base)) is not None:  # and what an adapter adds to it
-        return weight + (_applied_weight(module, inputs, dtype) - _applied_weight(base, inputs, dtype))
-    return _applied_weight(module, inputs, dtype)
+    if base is not None and (weight := _dequantise(base)) is not None:  # and what an adapter adds to it
+        return weight + (_apply_to_units(module, inputs, dtype) - _apply_to_units(base, inputs, dtype))
+    return _apply_to_units(module, inputs, dtype)
 
 
-def _dequantised(module: nn.Module) -> Tensor | None:
-    """Return the matrix of a layer of bitsandbytes, fp32; None of another."""
+def _dequantise(module: nn.Module) -> Tensor | None:
+    """Dequantise the matrix of a bitsandbytes layer to fp32; None for other layers."""
     weight = module._parameters.get("weight")  # that of a wrapper is its base layer's
     kind = type(weight).__name__
     if kind == INT8 and weight.dtype == torch.int8:  # type: ignore[union-attr]
-        return weight.data.float() * _row_scales(module, weight)[:, None].float() / 127  # type: ignore[union-attr]
+        return weight.data.float() * _read_row_scales(module, weight)[:, None].float() / 127  # type: ignore[union-attr]
     if kind == INT4 and getattr(weight, "quant_state", None) is not None:
-        codes, state = _four_bits(weight)
+        codes, state = _read_four_bits(weight)
         dequantised: Tensor = import_module("bitsandbytes").functional.dequantize_4bit(codes, state)
         return dequantised.float()
     return None
 
 
-def _row_scales(module: Any, weight: Any) -> Tensor:
+def _read_row_scales(module: Any, weight: Any) -> Tensor:
     """Return what bitsandbytes' 8-bit layers scale rows by; the first forward pass moves it into their state."""
     scales: Tensor = module.state.SCB if weight.SCB is None else weight.SCB
     return scales
 
 
-def _four_bits(weight: Any) -> tuple[Tensor, Any]:
+def _read_four_bits(weight: Any) -> tuple[Tensor, Any]:
     """Return codes and quantisation state of 4-bit parameters of bitsandbytes, as their quantisation left them.
 
     On CPUs with AVX512-BF16 the first forward pass arranges both anew, and rounds scales of blocks to bfloat16;
@@ -181,22 +181,22 @@ def _four_bits(weight: Any) -> tuple[Tensor, Any]:
     return codes, plain
 
 
-def _applied_weight(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return what a module makes of unit vectors, as a matrix [out, in] fp32."""
-    biases = _without_biases(module)
+def _apply_to_units(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Apply a module to unit vectors; returns its matrix [out, in] fp32."""
+    biases = _zero_biases(module)
     rest = _apply(module, torch.zeros(1, inputs, dtype=dtype), biases)
     rows = []
-    for first in range(0, inputs, BLOCK):
-        units = torch.zeros(min(BLOCK, inputs - first), inputs, dtype=dtype)
+    for first in range(0, inputs, UNIT_BLOCK):
+        units = torch.zeros(min(UNIT_BLOCK, inputs - first), inputs, dtype=dtype)
         units[:, first:].fill_diagonal_(1.0)
         rows.append(_apply(module, units, biases) - rest)
     return torch.cat(rows).T
 
 
-def _without_biases(module: nn.Module) -> dict[str, Tensor]:
+def _zero_biases(module: nn.Module) -> dict[str, Tensor]:
     """Return zeros in the place of a module's biases: added to a large one, the products would be rounded."""
     named = chain(module.named_parameters(), module.named_buffers())
-    return {name: torch.zeros_like(one) for name, one in named if name.split(".")[-1] == "bias" and one.dim() == 1}
+    return {name: torch.zeros_like(bias) for name, bias in named if name.split(".")[-1] == "bias" and bias.dim() == 1}
 
 
 def _apply(module: nn.Module, rows: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
@@ -216,21 +216,21 @@ def _require_linear(module: nn.Module, weight: Tensor, inputs: int, dtype: torch
     if not bool(weight.isfinite().all()):
         raise IncompatibleError("it has NaN or infinite values")
     rows = torch.randn(PROBES, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-    biases = _without_biases(module)
+    biases = _zero_biases(module)
     applied = _apply(module, rows, biases) - _apply(module, torch.zeros_like(rows[:1]), biases)
     expected = rows.to(weight.device, torch.float32) @ weight.T
-    if not bool((applied - expected).norm() <= TOLERANCE * expected.norm() + 1e-6):
+    if not bool((applied - expected).norm() <= WEIGHT_TOLERANCE * expected.norm() + 1e-6):
         raise IncompatibleError("what it makes of other vectors does not follow from what it makes of unit vectors")
 
 
 # --- all that a model holds -----------------------------------------------------------------------------------------
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def list_named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors that weights of a model are held in, each once: codes, scales, adapters, all there is."""
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for name, tensor in _contents(module, seen):
+        for name, tensor in _list_contents(module, seen):
             yield clean_name(f"{path}.{name}" if path else name), tensor
 
 
@@ -241,10 +241,10 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def stored_bytes(modules: Iterable[nn.Module]) -> int:
+def count_stored_bytes(modules: Iterable[nn.Module]) -> int:
     """Return the bytes of the weights of modules, without those of their parts; quantised ones as they are held."""
     seen: set[int] = set()
-    return sum(tensor.nbytes for module in modules for _, tensor in _contents(module, seen))
+    return sum(tensor.nbytes for module in modules for _, tensor in _list_contents(module, seen))
 
 
 def count_numbers(modules: Iterable[nn.Module]) -> int:
@@ -252,7 +252,7 @@ def count_numbers(modules: Iterable[nn.Module]) -> int:
     seen: set[int] = set()
     total = 0
     for module in modules:
-        held = [tensor for _, tensor in _contents(module, seen)]
+        held = [tensor for _, tensor in _list_contents(module, seen)]
         width = getattr(module, "in_features", None)
         if held and isinstance(width, int) and not is_plain(module):
             total += width * int(module.out_features)  # type: ignore[arg-type]
@@ -261,18 +261,18 @@ def count_numbers(modules: Iterable[nn.Module]) -> int:
     return total
 
 
-def effective_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors that make a model what it is, by names in which wrappers and labels have no part.
+def list_effective_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors that determine a model's outputs, by names without wrappers and adapter labels.
 
     Adapters that are not active, or merged already, are left out; of the others their scaling is a tensor, too.
     """
-    yield from _effective(model, "", set())
+    yield from _list_effective(model, "", set())
 
 
-def _effective(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _contents(module, seen):
+def _list_effective(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in _list_contents(module, seen):
         yield clean_name(path + name), tensor
-    active = _active_adapters(module) if _is_adapted(module) else ()
+    active = _list_active_adapters(module) if _is_adapted(module) else ()
     labels = {label: str(place) for place, label in enumerate(active)}
     scaling = getattr(module, "scaling", None)
     for label, place in labels.items():
@@ -284,33 +284,33 @@ def _effective(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[s
         if name == "original_module" and replaced:
             continue
         if not _is_adapted(module) or not isinstance(child, nn.ModuleDict | nn.ParameterDict):
-            yield from _effective(child, f"{path}{name}.", seen)
+            yield from _list_effective(child, f"{path}{name}.", seen)
             continue
         prefix = f"{path}{name}."
         for label, place in labels.items():
             if label in child:
                 here: Any = child[label]
                 if isinstance(here, nn.Module):
-                    yield from _effective(here, prefix if replaced else f"{prefix}{place}.", seen)
+                    yield from _list_effective(here, prefix if replaced else f"{prefix}{place}.", seen)
                 else:
                     yield clean_name(f"{prefix}{place}"), here.detach()
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a tensor without those of wrappers."""
+    """Return a tensor's name without the names of wrappers."""
     parts = name.removeprefix(PEFT_MODEL).split(".")
     return ".".join(part for part in parts if part not in WRAPPERS)
 
 
-def _contents(module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _list_contents(module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors of a module itself, those of its parts left out, that are not among the seen."""
-    for name, tensor in _held(module).items():
+    for name, tensor in _list_held(module).items():
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         kind = type(tensor).__name__
         if kind == INT4 and getattr(tensor, "quant_state", None) is not None:
-            codes, state = _four_bits(tensor)
+            codes, state = _read_four_bits(tensor)
             scales = state.absmax
             if state.nested:
                 functions = import_module("bitsandbytes").functional
@@ -320,12 +320,12 @@ def _contents(module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Tensor]]
             yield f"{name}.code", state.code
             continue
         if kind == INT8 and tensor.dtype == torch.int8:
-            yield f"{name}.SCB", _row_scales(module, tensor)
-        inner = list(_inner(tensor))
+            yield f"{name}.SCB", _read_row_scales(module, tensor)
+        inner = list(_list_inner(tensor))
         yield from ((name if len(inner) == 1 else f"{name}.{place}", part) for place, part in enumerate(inner))
 
 
-def _held(module: nn.Module) -> dict[str, Tensor]:
+def _list_held(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters; buffers where its matrices are such, and tensors that it holds beside them."""
     held: dict[str, Tensor] = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
     buffers = {
@@ -336,27 +336,27 @@ def _held(module: nn.Module) -> dict[str, Tensor]:
     if any(tensor.dim() > 1 for tensor in buffers.values()) and not module._modules:
         held |= buffers
     if hasattr(module, "in_features") and not is_plain(module):
-        held |= dict(_in_tables(vars(module)))
+        held |= dict(_list_in_tables(vars(module)))
     return held
 
 
-def _in_tables(attributes: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _list_in_tables(attributes: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield tensors in dictionaries that are attributes, as scales and zero points of HQQ's layers in their `meta`."""
     for name, value in attributes.items():
         if isinstance(value, Tensor) and path:  # others are made as they are needed
             yield f"{path}{name}", value
         elif isinstance(value, dict) and not str(name).startswith("_"):
-            yield from _in_tables(value, f"{path}{name}.")
+            yield from _list_in_tables(value, f"{path}{name}.")
 
 
-def _inner(tensor: Any) -> Iterator[Tensor]:
+def _list_inner(tensor: Any) -> Iterator[Tensor]:
     """Yield the plain tensors that a tensor is made of: itself, or those that a subclass such as torchao's holds."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor.detach()
         return
     for name in tensor.__tensor_flatten__()[0]:
         if (part := getattr(tensor, name)) is not None:
-            yield from _inner(part)
+            yield from _list_inner(part)
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -364,8 +364,10 @@ def _is_adapted(module: nn.Module) -> bool:
     return hasattr(type(module), "merged_adapters")
 
 
-def _active_adapters(module: Any) -> tuple[str, ...]:
+def _list_active_adapters(module: Any) -> tuple[str, ...]:
     """Return the adapters that a module of PEFT applies beside what it wraps, in their order."""
     active = getattr(module, "active_adapters", None) or getattr(module, "active_adapter", None) or ()
     active = (active,) if isinstance(active, str) else tuple(active)
-    return () if module.disable_adapters else tuple(one for one in active if one not in module.merged_adapters)
+    return (
+        () if module.disable_adapters else tuple(adapter for adapter in active if adapter not in module.merged_adapters)
+    )

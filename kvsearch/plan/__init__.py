@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.plan.saved import load_plan, save_plan
-from kvsearch.plan.schema import PHASES, ModelFingerprint, Phase, PhaseNames, PhasePlan, Plan, PolicySpec, phases_of
+from kvsearch.plan.schema import PHASES, ModelFingerprint, Phase, PhaseNames, PhasePlan, Plan, PolicySpec, parse_phases
 from kvsearch.plan.size import Size
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = [
     "canonical_json",
     "load_plan",
     "load_profile",
-    "phases_of",
+    "parse_phases",
     "save_plan",
     "save_profile",
 ]

@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Scalar
 from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.core.naming import require_known
-from kvsearch.plan.origin import changed
+from kvsearch.plan.origin import record_change
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import NO_CARRY, PHASES, STATIC, WHOLE, Carry, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
 from kvsearch.plan.size import LAID_OUT, ONE_SIZE, Size
@@ -21,7 +21,7 @@ from kvsearch.plan.size import LAID_OUT, ONE_SIZE, Size
 Scaling = Literal["fixed", "proportional"]
 
 
-def budgets_at(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints:
+def compute_budgets(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints:
     """Return the integer budgets [planned layers, Hkv] for a prompt of `length` tokens.
 
     "fixed" budgets are those of the plan, in the prefill phase clipped to `length`, unless `clip` is off; what that
@@ -41,7 +41,7 @@ def budgets_at(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints
     if length == plan.length:
         return wanted
     low = max(plan.floor, 1)
-    total = _times(int(wanted.sum()), length, plan.length)
+    total = _scale_total(int(wanted.sum()), length, plan.length)
     if phase == "decode":  # the sequence will outgrow its prompt
         return water_fill(wanted, max(total, low * wanted.size), low)
     low = min(low, length)
@@ -79,19 +79,21 @@ def scale(
     if ratio is not None and at is None:
         at = length = LAID_OUT
     scaling: Scaling = "fixed" if ratio is None else "proportional"
-    wanted = _entries(plan.heads, total, budget, ratio, at)
+    wanted = _resolve_total(plan.heads, total, budget, ratio, at)
     scaled: dict[str, PhasePlan] = {}
     for name, phase in plan.phases.items():
-        whole = _scaled(plan, name, _times(phase.total, wanted, plan.total), _most(plan, name, length, scaling))
-        scaled[name] = _carrying(whole, phase.carries, at)
+        whole = _scale_phase(
+            plan, name, _scale_total(phase.total, wanted, plan.total), _find_caps(plan, name, length, scaling)
+        )
+        scaled[name] = _add_carry_to_phase(whole, phase.carries, at)
     sizes = {"total": total, "budget": budget, "ratio": ratio, "length": at}
     size = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-    origin = changed(plan.provenance, f"scaled to {size}: plan {sha256_of(plan)}")
+    origin = record_change(plan.provenance, f"scaled to {size}: plan {hash_json(plan)}")
     total = next(iter(scaled.values())).total
     return Plan(**{**dict(plan), **scaled, "total": total, "length": at, "scaling": scaling, "provenance": origin})
 
 
-def _entries(heads: int, total: int | None, budget: int | None, ratio: float | None, length: int | None) -> int:
+def _resolve_total(heads: int, total: int | None, budget: int | None, ratio: float | None, length: int | None) -> int:
     """Return the total of `heads` kv heads that one of three sizes stands for."""
     if total is not None:
         if budget is not None or ratio is not None:
@@ -101,7 +103,7 @@ def _entries(heads: int, total: int | None, budget: int | None, ratio: float | N
     return size.total(length or 0, heads)
 
 
-def _most(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints:
+def _find_caps(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints:
     """Return the most a head may be scaled to, [planned layers, Hkv]; without `length` that of the plan holds."""
     budgets = plan.phase(name).table
     known = plan.length if length is None else length
@@ -112,41 +114,41 @@ def _most(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints
     return np.full_like(budgets, known)
 
 
-def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> PhasePlan:
+def _scale_phase(plan: Plan, name: Phase, total: int, caps: Ints) -> PhasePlan:
     low = max(plan.floor, 1)
-    heads = most.size
+    heads = caps.size
     if total < low * heads:
         raise UsageError(
             f"a {name} total of {total} is below the {low * heads} entries that {heads} kv heads always keep, {low} "
             f"each (the plan's floor): keep more"
         )
-    if total > most.sum():
+    if total > caps.sum():
         raise UsageError(
-            f"a {name} total of {total} is above the {most.sum()} entries that prompts of this length have for "
+            f"a {name} total of {total} is above the {caps.sum()} entries that prompts of this length have for "
             f"{heads} kv heads: keep less, or give a longer --length"
         )
     phase = plan.phase(name)
-    return PhasePlan.of(phase.policies, water_fill(phase.table, total, low, most))
+    return PhasePlan.of(phase.policies, water_fill(phase.table, total, low, caps))
 
 
-def with_carry(plan: Plan, carry: Carry) -> Plan:
-    """Return a plan whose kept entries carry this of what leaves a prompt, in every layer that something leaves.
+def add_carry(plan: Plan, carry: Carry) -> Plan:
+    """Return a plan whose kept entries carry evicted ones as `carry` says, in every layer that evicts from a prompt.
 
     Raises:
         UsageError: there is no such carry, the plan has no prefill phase, or it keeps prompts whole.
     """
     require_known("carries", carry, get_args(Carry))
     phase = plan.phase("prefill")
-    prefill = _carrying(phase, [carry] * len(phase.layers), plan.length)
-    origin = changed(plan.provenance, f"carry {carry}: plan {sha256_of(plan)}")
+    prefill = _add_carry_to_phase(phase, [carry] * len(phase.layers), plan.length)
+    origin = record_change(plan.provenance, f"carry {carry}: plan {hash_json(plan)}")
     changed_plan = Plan(**{**dict(plan), "prefill": prefill, "provenance": origin})
     if carry != NO_CARRY and not changed_plan.carries:
         raise UsageError("the plan keeps prompts whole, so nothing leaves that its entries could carry")
     return changed_plan
 
 
-def with_even_budgets(plan: Plan) -> Plan:
-    """Return a plan with the same policies that gives all kv heads the same share of the total of every phase.
+def even_out_budgets(plan: Plan) -> Plan:
+    """Give all kv heads the same budget under the policies of a plan; the total of every phase stays.
 
     Entries carry nothing, and budgets are those of the plan at every prompt: no allocation shares them out there.
     """
@@ -154,11 +156,11 @@ def with_even_budgets(plan: Plan) -> Plan:
         name: PhasePlan.of(phase.policies, water_fill(np.ones_like(phase.table), phase.total))
         for name, phase in plan.phases.items()
     }
-    origin = changed(plan.provenance, f"even budgets: plan {sha256_of(plan)}")
+    origin = record_change(plan.provenance, f"even budgets: plan {hash_json(plan)}")
     return Plan(**{**dict(plan), **phases, "allocation": PolicySpec(name=STATIC), "provenance": origin})
 
 
-def _carrying(phase: PhasePlan, carries: Sequence[Carry], longest: int | None) -> PhasePlan:
+def _add_carry_to_phase(phase: PhasePlan, carries: Sequence[Carry], longest: int | None) -> PhasePlan:
     """Return a phase with what its layers carry, nothing where nothing leaves a prompt of `longest` tokens."""
 
     def leaves(layer: LayerPlan) -> bool:
@@ -171,7 +173,7 @@ def _carrying(phase: PhasePlan, carries: Sequence[Carry], longest: int | None) -
     return PhasePlan(layers=tuple(layers))
 
 
-def _times(total: int, numerator: int, denominator: int) -> int:
+def _scale_total(total: int, numerator: int, denominator: int) -> int:
     """Round total * numerator / denominator, halves up, in whole numbers."""
     return (2 * total * numerator + denominator) // (2 * denominator)
 
@@ -204,7 +206,7 @@ class SettingChange(NamedTuple):
     layers: tuple[int, ...] = ()
 
 
-def diff(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetChange]]:
+def compare_plans(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetChange]]:
     """Compare two plans: settings of the whole, then of each phase (prefill first), and budgets by layer and kv head.
 
     Where the plans come from is not compared.
@@ -219,18 +221,18 @@ def diff(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetChange]]:
         raise IncompatibleError(
             f"cannot compare plans of {a.model.short()} and {b.model.short()}: other layers or heads"
         )
-    settings = list(_changes(_whole(a), _whole(b)))
+    settings = list(_list_changes(_list_settings(a), _list_settings(b)))
     budgets = list[BudgetChange]()
     unplanned = (None,) * a.model.kv_heads
     for phase in PHASES["both"]:
         parts = [plan.phases.get(phase) for plan in (a, b)]
         totals = [{} if part is None else {"total": part.total} for part in parts]
-        settings += _changes(totals[0], totals[1], phase)
+        settings += _list_changes(totals[0], totals[1], phase)
         pairs = zip(*((None,) * a.model.layers if part is None else part.layers for part in parts), strict=True)
         changed_in: dict[SettingChange, list[int]] = {}
         for layer, pair in enumerate(pairs):
-            settings_of = [{} if planned is None else _of_layer(planned) for planned in pair]
-            for change in _changes(settings_of[0], settings_of[1], phase):
+            settings_of = [{} if planned is None else _list_layer_settings(planned) for planned in pair]
+            for change in _list_changes(settings_of[0], settings_of[1], phase):
                 changed_in.setdefault(change, []).append(layer)
             heads = zip(*(unplanned if planned is None else planned.budget for planned in pair), strict=True)
             budgets += [
@@ -240,13 +242,13 @@ def diff(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetChange]]:
     return settings, budgets
 
 
-def _whole(plan: Plan) -> dict[str, Scalar | None]:
+def _list_settings(plan: Plan) -> dict[str, Scalar | None]:
     model = {f"model.{field}": getattr(plan.model, field) for field in _MODEL}
-    own = {"scaling": plan.scaling, "length": plan.length, "floor": plan.floor}
-    return {**model, **own, **_named("allocation", plan.allocation)}
+    settings = {"scaling": plan.scaling, "length": plan.length, "floor": plan.floor}
+    return {**model, **settings, **_name_policy("allocation", plan.allocation)}
 
 
-def _changes(
+def _list_changes(
     before: Mapping[str, Scalar | None], after: Mapping[str, Scalar | None], phase: Phase | None = None
 ) -> Iterator[SettingChange]:
     for name in dict.fromkeys([*before, *after]):
@@ -254,10 +256,10 @@ def _changes(
             yield SettingChange(name, before.get(name), after.get(name), phase)
 
 
-def _of_layer(planned: LayerPlan) -> dict[str, Scalar | None]:
+def _list_layer_settings(planned: LayerPlan) -> dict[str, Scalar | None]:
     carry = {} if planned.carry == NO_CARRY else {"carry": planned.carry}
-    return {**_named("policy", planned.policy), **carry}
+    return {**_name_policy("policy", planned.policy), **carry}
 
 
-def _named(what: str, spec: PolicySpec) -> dict[str, Scalar]:
+def _name_policy(what: str, spec: PolicySpec) -> dict[str, Scalar]:
     return {what: spec.name, **{f"{what}.{key}": value for key, value in spec.params.items()}}

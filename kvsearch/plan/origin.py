@@ -11,16 +11,16 @@ from pydantic import AfterValidator, Field, model_validator
 
 from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_none, require_ascending
 from kvsearch.core.limits import MOST_SETTINGS
-from kvsearch.core.resources import version
+from kvsearch.core.resources import read_version
 
-DIGITS = 16
+HASH_DIGITS = 16
 Use = Literal["fitted", "chosen", "reported"]
 USES: tuple[Use, ...] = get_args(Use)
-ContextId = Annotated[str, Field(strict=True, pattern=f"^[0-9a-f]{{{DIGITS}}}$")]
+ContextId = Annotated[str, Field(strict=True, pattern=f"^[0-9a-f]{{{HASH_DIGITS}}}$")]
 
 
-def context_hash(text: str, question: str | None = None) -> str:
-    """Return the SHA-256 that a context is known by, or a context with its question; white space is all alike."""
+def hash_context(text: str, question: str | None = None) -> str:
+    """Hash a context, or a context with its question, with SHA-256; all white space counts as equal."""
     parts = [text] if question is None else [text, question]
     return hashlib.sha256("\0".join(" ".join(part.split()) for part in parts).encode("utf-8", "replace")).hexdigest()
 
@@ -46,12 +46,12 @@ class ContextSet(Record):
     @classmethod
     def of(cls, hashes: Iterable[str]) -> ContextSet:
         """Return the contexts of these hashes."""
-        return cls(ids=tuple(sorted({one[:DIGITS] for one in hashes})))
+        return cls(ids=tuple(sorted({digest[:HASH_DIGITS] for digest in hashes})))
 
-    def has(self, found: str) -> bool:
+    def has(self, digest: str) -> bool:
         """Return True if the context of a hash is in the set."""
-        place = bisect_left(self.ids, found[:DIGITS])
-        return self.ids[place : place + 1] == (found[:DIGITS],)
+        place = bisect_left(self.ids, digest[:HASH_DIGITS])
+        return self.ids[place : place + 1] == (digest[:HASH_DIGITS],)
 
     def union(self, other: ContextSet) -> ContextSet:
         """Return the contexts of both."""
@@ -79,15 +79,15 @@ class ContextRecord(Record):
         return self.model_copy(update={use: getattr(self, use).union(added) for use, added in more.items()})
 
 
-def joined(records: Iterable[ContextRecord | None]) -> ContextRecord | None:
-    """Return the record of what is made of several plans or profiles; None where none of them has one."""
-    found = list(records)
-    known = [one for one in found if one is not None]
+def join_records(records: Iterable[ContextRecord | None]) -> ContextRecord | None:
+    """Join the records of several plans or profiles to one; None if no record exists."""
+    records_given = list(records)
+    known = [record for record in records_given if record is not None]
     if not known:
         return None
-    whole = ContextRecord(complete=len(known) == len(found) and all(one.complete for one in known))
-    for one in known:
-        whole = whole.with_more(**{use: getattr(one, use) for use in USES})
+    whole = ContextRecord(complete=len(known) == len(records_given) and all(record.complete for record in known))
+    for record in known:
+        whole = whole.with_more(**{use: getattr(record, use) for use in USES})
     return whole
 
 
@@ -112,23 +112,23 @@ class Provenance(Record):
     contexts: ContextRecord | None = Field(default=None, exclude_if=is_none)
 
 
-def provenance(
+def make_provenance(
     method: str, seed: int, data_sha256: str | None, settings: Mapping[str, Any], contexts: ContextRecord | None
 ) -> Provenance:
     """Return the provenance of something made now, by this installation."""
     return Provenance(
         method=method,
         seed=seed,
-        kvsearch=version("kvsearch"),
-        torch=version("torch"),
-        transformers=version("transformers"),
+        kvsearch=read_version("kvsearch"),
+        torch=read_version("torch"),
+        transformers=read_version("transformers"),
         data_sha256=data_sha256,
         settings=dict(settings),
         contexts=contexts,
     )
 
 
-def changed(provenance: Provenance, change: str) -> Provenance:
+def record_change(provenance: Provenance, change: str) -> Provenance:
     """Add a line on what was done to `settings["changes"]`, the oldest first."""
     before = provenance.settings.get(CHANGES, ())
     changes = (*before, change) if isinstance(before, tuple) else (before, change)

@@ -17,12 +17,20 @@ from safetensors.numpy import save
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Count, End, Entries, Floor, Index, Record, Text, is_none, refuse
-from kvsearch.core.files import atomic_write, read_bytes
+from kvsearch.core.files import read_bytes, write_atomically
 from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
-from kvsearch.core.parsing import list_problems, parse_json, problems_of, require_header, shown
+from kvsearch.core.parsing import format_value, list_problems, list_validation_problems, parse_json, require_header
 from kvsearch.plan.origin import Provenance
-from kvsearch.plan.profile_arrays import DTYPES, EVICTED_RATIO, GRID, TABLED, SignalAxes, array_problems, value_problems
-from kvsearch.plan.saved import find_weights, put_weights
+from kvsearch.plan.profile_arrays import (
+    ARRAY_DTYPES,
+    EVICTED_RATIO,
+    GRID_SIZE,
+    TABLED,
+    SignalAxes,
+    find_array_problems,
+    find_value_problems,
+)
+from kvsearch.plan.saved import find_weights, write_weights
 from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 
 Array = NDArray[Any]
@@ -135,7 +143,7 @@ class Profile:
     arrays: dict[str, Array]
 
     def __post_init__(self) -> None:
-        problems = list(value_problems(self.arrays)) or list(array_problems(self.arrays, self.metadata))
+        problems = list(find_value_problems(self.arrays)) or list(find_array_problems(self.arrays, self.metadata))
         if problems:
             raise UsageError(list_problems(problems, "the profile"))
         frozen = {}
@@ -161,11 +169,11 @@ class Profile:
         if EVICTED_RATIO not in self.arrays:
             known = ", ".join(TABLED)
             raise UsageError(
-                f"this {shown(self.metadata.method)} profile has no {EVICTED_RATIO!r} table: calibrate {known}"
+                f"this {format_value(self.metadata.method)} profile has no {EVICTED_RATIO!r} table: calibrate {known}"
             )
         measured = self.arrays[EVICTED_RATIO].astype(np.float64)
         table = np.concatenate([np.zeros_like(measured[:1]), measured])  # by percent: at zero nothing is evicted
-        position = min(ratio * (GRID + 1), float(GRID))
+        position = min(ratio * (GRID_SIZE + 1), float(GRID_SIZE))
         nearest = round(position)
         if abs(position - nearest) < 1e-9 and nearest > 0:  # 0.29 * 100 is not 29, but means that row
             return np.asarray(table[nearest])
@@ -181,8 +189,8 @@ def save_profile(profile: Profile, path: str | Path, overwrite: bool = False) ->
         UsageError: `path` exists and `overwrite` is off, or is no regular file.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
-    put_weights(profile.metadata.measured_policies, path)
-    atomic_write(path, profile.to_bytes(), overwrite)
+    write_weights(profile.metadata.measured_policies, path)
+    write_atomically(path, profile.to_bytes(), overwrite)
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -192,20 +200,20 @@ def load_profile(path: str | Path) -> Profile:
         UsageError: there is no such file, or it is not a valid profile; the message lists all that is wrong with it.
         EnvironmentFault: the file cannot be read.
     """
-    found = read_profile(read_bytes(path, MOST_ARRAYS), str(path))
-    find_weights(found.metadata.measured_policies, path)
-    return found
+    profile = read_profile(read_bytes(path, MOST_ARRAYS), str(path))
+    find_weights(profile.metadata.measured_policies, path)
+    return profile
 
 
 def read_profile(data: bytes, name: str) -> Profile:
     """Read and check the bytes of a profile file, called `name`; UsageError as `load_profile`."""
     header, arrays, problems = _read(data, name)
-    problems += value_problems(arrays)
+    problems += find_value_problems(arrays)
     try:
         metadata = ProfileMetadata.model_validate(header)
     except ValidationError as error:
-        raise UsageError(list_problems([*problems_of(error), *problems], name)) from error
-    problems = problems or list(array_problems(arrays, metadata))
+        raise UsageError(list_problems([*list_validation_problems(error), *problems], name)) from error
+    problems = problems or list(find_array_problems(arrays, metadata))
     if problems:
         raise UsageError(list_problems(problems, name))
     return Profile(metadata, arrays)
@@ -232,8 +240,8 @@ def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], lis
     for key, tensor in sorted(tensors.items()):
         if len(tensor["shape"]) > MOST_DIMENSIONS:
             problems.append(f"arrays.{key}: has {len(tensor['shape'])} dimensions, {MOST_DIMENSIONS} are the most")
-        elif tensor["dtype"] in DTYPES:
-            arrays[key] = np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        elif tensor["dtype"] in ARRAY_DTYPES:
+            arrays[key] = np.frombuffer(tensor["data"], ARRAY_DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
         else:
-            problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(DTYPES)}")
+            problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(ARRAY_DTYPES)}")
     return require_header(metadata, PROFILE_FORMAT, PROFILE_VERSION, name), arrays, problems

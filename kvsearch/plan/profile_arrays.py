@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from kvsearch.core.fields import Entries, Record, refuse, require_ascending
 from kvsearch.core.limits import MOST_MEASURED
-from kvsearch.core.parsing import shown
+from kvsearch.core.parsing import format_value
 from kvsearch.plan.schema import Phase, PolicySpec, Protocol
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Arrays = Mapping[str, NDArray[Any]]
 
 # Row i of a table of local ratios is the global eviction ratio (i + 1) / 100.
-GRID = 99
+GRID_SIZE = 99
 TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
 EVICTED_RATIO = "evicted_ratio"
 KEPT = "kept"  # importance kept by policy, see `Profile`
@@ -36,7 +36,7 @@ LENGTH = "sample_length"  # tokens of the prompt
 CONTEXT = "sample_context"  # number of the context
 MOST_NATS = 500  # per token: perplexities, their exponentials, have room in float64
 
-DTYPES: dict[str, Any] = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64}
+ARRAY_DTYPES: dict[str, Any] = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64}
 _RATIO_SLACK = 1e-5  # of ratios in fp32
 _MEAN_SLACK = 1e-3
 
@@ -74,7 +74,7 @@ class Measured(NamedTuple):
     needed: bool = False
 
 
-TABLE = {EVICTED_RATIO: Measured((GRID, "L", "H"), 0, 1, needed=True)}
+TABLE = {EVICTED_RATIO: Measured((GRID_SIZE, "L", "H"), 0, 1, needed=True)}
 BESIDE_TABLE = {
     "question_ratio": Measured(("Q", 9, "L", "H"), 0, 1),  # local ratios at 0.1 ... 0.9
     "question_context": Measured(("Q",), 0, whole=True),
@@ -85,13 +85,13 @@ BESIDE_TABLE = {
     "mass": Measured(("L", "H", 101)),
     "held_out_ratio": Measured(("F", "K", "L", "H"), 0, 1),
 }
-COMPARED = {KEPT: Measured(("C", "L", "H", "K1"), 0, needed=True)}
-STATISTICS = {
+COMPARED_ARRAYS = {KEPT: Measured(("C", "L", "H", "K1"), 0, needed=True)}
+STATISTICS_ARRAYS = {
     QUERY_MEAN: Measured(("L", "A", "D"), needed=True),
     QUERY_COVARIANCE: Measured(("L", "A", "D", "D"), needed=True),
     QUERY_ABS: Measured(("L", "A", "D/2"), 0, needed=True),
 }
-SIGNALS = {
+SIGNAL_ARRAYS = {
     TOKENS: Measured(("M",), 0, whole=True, needed=True),
     LENGTH: Measured(("M",), 0, whole=True, needed=True),
     CONTEXT: Measured(("M",), 0, whole=True, needed=True),
@@ -100,13 +100,13 @@ SIGNALS = {
     FULL_NLL: Measured(("M",), -MOST_NATS, MOST_NATS),
     MEAN_ENTROPY: Measured(("P", "L")),
 }
-TOGETHER = (("nll", FULL_NLL),)
+PAIRED_ARRAYS = (("nll", FULL_NLL),)
 
 
-def value_problems(arrays: Arrays) -> Iterator[str]:
+def find_value_problems(arrays: Arrays) -> Iterator[str]:
     """Find arrays of another type than profiles have, or with values that nothing measures, a line each."""
     for name, array in sorted(arrays.items()):
-        if array.dtype.newbyteorder("=") not in list(DTYPES.values()):
+        if array.dtype.newbyteorder("=") not in list(ARRAY_DTYPES.values()):
             yield f"arrays.{name}: has type {array.dtype}, must be float32, float64, int32 or int64"
         elif not np.isfinite(array).all():
             yield f"arrays.{name}: {np.count_nonzero(~np.isfinite(array))} of {array.size} values are not finite"
@@ -114,7 +114,7 @@ def value_problems(arrays: Arrays) -> Iterator[str]:
             yield f"arrays.{name}: has values beyond {MOST_MEASURED:g}, which nothing measures"
 
 
-def array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
+def find_array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
     """Find what is wrong with the arrays of a profile, a line each; its values have been looked at."""
     method = metadata.method
     axes = metadata.signals
@@ -123,23 +123,23 @@ def array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
     if method in TABLED or EVICTED_RATIO in arrays:
         measured |= {**TABLE, **BESIDE_TABLE}
     if metadata.policies is not None or KEPT in arrays:
-        measured |= COMPARED
+        measured |= COMPARED_ARRAYS
         sizes["C"] = len(metadata.policies or ())
     if method == QUERIES:
-        measured |= STATISTICS
+        measured |= STATISTICS_ARRAYS
     if axes is not None:
         sizes |= {"N": len(axes.budgets), "P": len(axes.phases), "R": len(axes.patterns)}
     if method == SIGNALLED and axes is None:
         yield f"signals: is missing, a {SIGNALLED} profile needs it"
     elif method == SIGNALLED:
-        measured |= SIGNALS
+        measured |= SIGNAL_ARRAYS
     elif axes is not None:
-        yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {shown(method)}"
-    problems = list(_misfits(arrays, measured, sizes, method))
-    yield from problems or _contradictions(arrays, metadata)
+        yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {format_value(method)}"
+    problems = list(_find_misfits(arrays, measured, sizes, method))
+    yield from problems or _find_contradictions(arrays, metadata)
 
 
-def _misfits(
+def _find_misfits(
     arrays: Arrays, measured: Mapping[str, Measured], sizes: dict[int | str, int], method: str
 ) -> Iterator[str]:
     """Find arrays that are missing, or have another shape or range than what was measured."""
@@ -160,15 +160,15 @@ def _misfits(
             yield f"arrays.{name}: has type {array.dtype}, must be int32"
         if array.min() < spec.least - _RATIO_SLACK or array.max() > spec.most + _RATIO_SLACK:
             yield f"arrays.{name}: has values outside [{spec.least:g}, {spec.most:g}]"
-    for pair in TOGETHER:
+    for pair in PAIRED_ARRAYS:
         if len(arrays.keys() & set(pair)) == 1 and measured.keys() & set(pair):
             yield f"arrays: {' and '.join(pair)} go together"
 
 
-def _contradictions(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
+def _find_contradictions(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
     """Find arrays of the right shapes whose values cannot have been measured."""
     if EVICTED_RATIO in arrays:
-        yield from _mean_problems(arrays[EVICTED_RATIO], metadata.length, metadata.floor)
+        yield from _find_mean_problems(arrays[EVICTED_RATIO], metadata.length, metadata.floor)
     if KEPT in arrays and (arrays[KEPT] > 1.01 * arrays[KEPT][..., -1:]).any():
         yield f"arrays.{KEPT}: a part of the context has more importance than the whole"
     if metadata.method == QUERIES:
@@ -180,7 +180,7 @@ def _contradictions(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
         yield f"arrays.{TOKENS}: no sample has a token whose loss counts"
 
 
-def _mean_problems(table: NDArray[Any], length: int, floor: int) -> Iterator[str]:
+def _find_mean_problems(table: NDArray[Any], length: int, floor: int) -> Iterator[str]:
     """Check that the mean of each row is its global ratio, up to one entry per head and rounding.
 
     Ratios that would leave heads less than the floor stay at what the floor allows.
@@ -188,12 +188,13 @@ def _mean_problems(table: NDArray[Any], length: int, floor: int) -> Iterator[str
     if table.dtype.newbyteorder("=") != np.float32:
         yield f"arrays.{EVICTED_RATIO}: has type {table.dtype}, must be float32"
         return
-    expected = np.minimum(np.arange(1, GRID + 1) / (GRID + 1), 1 - min(floor, length) / length)
+    expected = np.minimum(np.arange(1, GRID_SIZE + 1) / (GRID_SIZE + 1), 1 - min(floor, length) / length)
     means = table.mean(axis=(1, 2), dtype=np.float64)
     wrong = np.flatnonzero(np.abs(means - expected) > 1 / length + _MEAN_SLACK)
     if wrong.size:
         row = int(wrong[0])
         example = f"row {row} ({expected[row]:.2f}) to {means[row]:.4f}"
         yield (
-            f"arrays.{EVICTED_RATIO}: {wrong.size} of {GRID} rows do not average to their global ratio, e.g. {example}"
+            f"arrays.{EVICTED_RATIO}: {wrong.size} of {GRID_SIZE} rows do not average to their global ratio, "
+            f"e.g. {example}"
         )

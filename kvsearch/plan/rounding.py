@@ -31,7 +31,7 @@ def largest_remainder(ideal: ArrayLike, total: int, lower: ArrayLike = 0, upper:
     Raises:
         UsageError: a share is negative or not finite; bounds cross; `total` is outside the bounds' sums.
     """
-    shares = _shares(ideal, "share")
+    shares = _check_shares(ideal, "share")
     low, most = check_bounds(shares.shape, total, lower, upper)
     high = np.minimum(most, total)  # no result changes, no sum overflows
     kept = np.clip(np.floor(shares + GUARD), low, high).astype(np.int64)
@@ -72,7 +72,7 @@ def water_level(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arr
     Returns:
         float64 array of `weights`' shape that sums to `total`; arguments and errors are those of `water_fill`.
     """
-    scaled = _shares(weights, "weight")
+    scaled = _check_shares(weights, "weight")
     low, most = check_bounds(scaled.shape, total, lower, upper)
     high = np.minimum(most, total)
     if scaled.size and scaled.max() > 0:
@@ -140,7 +140,7 @@ def _take(priority: Floats, room: Ints, count: int) -> Ints:
     return flat.reshape(room.shape)
 
 
-def _shares(values: ArrayLike, noun: str) -> Floats:
+def _check_shares(values: ArrayLike, noun: str) -> Floats:
     shares = np.asarray(values, dtype=np.float64)
     wrong = shares[~(np.isfinite(shares) & (shares >= -GUARD))]
     if wrong.size:
@@ -158,8 +158,8 @@ def check_bounds(shape: tuple[int, ...], total: int, lower: ArrayLike, upper: Ar
     if crossed.size:
         at = crossed[0]
         raise UsageError(f"lower bound {low.ravel()[at]} exceeds upper bound {high.ravel()[at]} at index {at}")
-    least, most = (sum(bound.ravel().tolist()) for bound in (low, high))
-    if total < least or total > most:
-        ceiling = "unbounded" if upper is None and low.size else f"at most {most}"
-        raise UsageError(f"total {total} cannot be met by {low.size} budgets: at least {least}, {ceiling}")
+    minimum, maximum = (sum(bound.ravel().tolist()) for bound in (low, high))
+    if total < minimum or total > maximum:
+        ceiling = "unbounded" if upper is None and low.size else f"at most {maximum}"
+        raise UsageError(f"total {total} cannot be met by {low.size} budgets: at least {minimum}, {ceiling}")
     return low, high

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import atomic_write, check_target, read_bytes
+from kvsearch.core.files import check_target, read_bytes, write_atomically
 from kvsearch.core.naming import require_known
-from kvsearch.core.parsing import describe_fault, read_json, require_header, validated
+from kvsearch.core.parsing import describe_fault, read_json, require_header, validate_content
 from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan, PolicySpec
 
 PROFILE = "profile.safetensors"  # of the directory of a calibration
@@ -33,10 +33,10 @@ def load_plan(path: str | Path, model: Any = None, size: str | float | None = No
         UsageError: there is no such file, or it is not a valid plan; the message then lists all that is wrong with it.
         EnvironmentFault: the file cannot be read, or the hub has no such repository or cannot be reached.
     """
-    path = plan_beside(model, size) if path == AUTO else _located(path)
+    path = plan_beside(model, size) if path == AUTO else _locate_plan(path)
     name = str(path)
     data = require_header(read_json(path), PLAN_FORMAT, PLAN_VERSION, name)
-    plan = validated(Plan.model_validate, data, name)
+    plan = validate_content(Plan.model_validate, data, name)
     find_weights(plan.policies, path)
     return plan
 
@@ -48,13 +48,13 @@ def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
         UsageError: `path` exists and `overwrite` is off, is no regular file, or `model_copy` made the plan invalid.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
-    checked = validated(Plan.model_validate, plan.model_dump(), f"the plan for {path}")
+    checked = validate_content(Plan.model_validate, plan.model_dump(), f"the plan for {path}")
     check_target(path)
-    put_weights(checked.policies, path)
-    atomic_write(path, canonical_json(checked), overwrite)
+    write_weights(checked.policies, path)
+    write_atomically(path, canonical_json(checked), overwrite)
 
 
-def size_of(plan: Plan) -> str:
+def find_size(plan: Plan) -> str:
     """Return the size of a plan as `--ratio` or `--budget` states it: the share evicted, or entries per kv head."""
     mean = plan.total / plan.heads
     return f"{mean if plan.length is None or plan.scaling == 'fixed' else 1 - mean / plan.length:.4g}"
@@ -90,7 +90,7 @@ def plan_beside(model: Any, size: str | float | None = None) -> Path:
     require_known("size", wanted, list(listed))
     entry = listed[wanted]
     revision = getattr(config, "_commit_hash", None)
-    folder = Path(name) if Path(name).is_dir() else _downloaded(name, [f"{BESIDE}/*"], revision=revision)
+    folder = Path(name) if Path(name).is_dir() else _download(name, [f"{BESIDE}/*"], revision=revision)
     return find_listed(folder, entry)
 
 
@@ -102,17 +102,17 @@ def find_listed(folder: Path, entry: dict[str, str]) -> Path:
     return path
 
 
-def _located(path: str | Path) -> Path:
+def _locate_plan(path: str | Path) -> Path:
     """Return the plan file that is meant."""
     place = Path(path)
     if place.is_dir():
         return place / FOLDER_PLAN
     if place.exists() or place.suffix == ".json" or not _HUB.fullmatch(str(path)) or place.parent.exists():
         return place
-    return _downloaded(str(path), [FOLDER_PLAN, "*.safetensors"]) / FOLDER_PLAN
+    return _download(str(path), [FOLDER_PLAN, "*.safetensors"]) / FOLDER_PLAN
 
 
-def _downloaded(name: str, patterns: list[str], **revision: Any) -> Path:
+def _download(name: str, patterns: list[str], **revision: Any) -> Path:
     """Return the folder of those files of a repository of the hub that match."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -130,14 +130,14 @@ WEIGHTS = "weights"  # the parameter
 _known: dict[str, tuple[Path, bytes]] = {}  # by SHA-256: where they were read, and what they are
 
 
-def know(data: bytes, path: Path) -> str:
+def register_weights(data: bytes, path: Path) -> str:
     """Make weights known to this process, and return their SHA-256."""
     digest = hashlib.sha256(data).hexdigest()
     _known.setdefault(digest, (path, data))
     return digest
 
 
-def known_weights(digest: str) -> tuple[Path, bytes]:
+def read_known_weights(digest: str) -> tuple[Path, bytes]:
     """Return where weights were read and their bytes; UsageError if no file with them was."""
     if digest not in _known:
         raise UsageError(
@@ -146,14 +146,14 @@ def known_weights(digest: str) -> tuple[Path, bytes]:
     return _known[digest]
 
 
-def weights_file(spec: PolicySpec, beside: str | Path) -> Path | None:
+def locate_weights(spec: PolicySpec, beside: str | Path) -> Path | None:
     """Return where the weights of a policy lie beside a file; None if it has none."""
     digest = spec.params.get(WEIGHTS)
     return Path(beside).parent / f"{spec.name}-{digest[:12]}.safetensors" if isinstance(digest, str) else None
 
 
-def checked_weights(path: Path, owner: str | Path, digest: str) -> bytes:
-    """Read the weights that a file names; UsageError if they are others than those of the SHA-256 that it states."""
+def read_weights(path: Path, owner: str | Path, digest: str) -> bytes:
+    """Read the weights that a file names; UsageError if their SHA-256 differs from the one in the file."""
     data = read_bytes(path)
     if hashlib.sha256(data).hexdigest() != digest:
         raise UsageError(f"{path} has other weights than {owner} names: copy both from where they were written")
@@ -167,24 +167,24 @@ def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
         UsageError: they are not beside it, and unknown to this process, or they are others than it names.
         EnvironmentFault: they cannot be read.
     """
-    for spec, path in with_weights(specs, beside):
+    for spec, path in list_weights(specs, beside):
         wanted = str(spec.params[WEIGHTS])
         if wanted in _known:
             continue
         if not path.exists():
             raise UsageError(f"{beside} needs the weights {path.name} beside it: copy them from where it was written")
-        know(checked_weights(path, beside, wanted), path)
+        register_weights(read_weights(path, beside, wanted), path)
 
 
-def put_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
-    """Write the weights that a file's policies name beside it; raises as `known_weights` and `atomic_write`."""
-    for spec, path in with_weights(specs, beside):
-        _, data = known_weights(str(spec.params[WEIGHTS]))
+def write_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
+    """Write the weights of a file's policies beside it; raises as `read_known_weights` and `write_atomically`."""
+    for spec, path in list_weights(specs, beside):
+        _, data = read_known_weights(str(spec.params[WEIGHTS]))
         if not path.exists() or path.read_bytes() != data:
-            atomic_write(path, data)
+            write_atomically(path, data)
 
 
-def with_weights(specs: Iterable[PolicySpec], beside: str | Path) -> list[tuple[PolicySpec, Path]]:
+def list_weights(specs: Iterable[PolicySpec], beside: str | Path) -> list[tuple[PolicySpec, Path]]:
     """List the policies that have weights, and where these lie beside a file."""
-    places = [(spec, weights_file(spec, beside)) for spec in specs]
+    places = [(spec, locate_weights(spec, beside)) for spec in specs]
     return [(spec, path) for spec, path in places if path is not None]

@@ -25,7 +25,7 @@ from kvsearch.core.fields import (
 )
 from kvsearch.core.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_OF, MOST_PARAMETERS
 from kvsearch.core.naming import require_known, suggest
-from kvsearch.core.parsing import shown
+from kvsearch.core.parsing import format_value
 from kvsearch.plan.origin import Provenance
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ class ModelFingerprint(Record):
 
     def mismatch(self, other: ModelFingerprint, weights: bool = True) -> str | None:
         """Say on one line what differs between two models, or None; `weights=False` lets the weights differ."""
-        found = []
-        for field, words in _COMPARED.items():
-            mine = getattr(self, field)
+        differences = []
+        for field, label in _COMPARED.items():
+            value = getattr(self, field)
             yours = getattr(other, field)
-            if mine != yours and (weights or field != "weights_sha256"):
+            if value != yours and (weights or field != "weights_sha256"):
                 end = _DIGITS if field.endswith("sha256") else None
-                found.append(f"other {words} ({str(mine)[:end]}, here {str(yours)[:end]})")
-        return ", ".join(found) or None
+                differences.append(f"other {label} ({str(value)[:end]}, here {str(yours)[:end]})")
+        return ", ".join(differences) or None
 
     def short(self) -> str:
         """Render the fingerprint on one line, hashes cut."""
@@ -112,12 +112,12 @@ PHASES: dict[str, tuple[Phase, ...]] = {
     "decode": ("decode",),
     "both": ("prefill", "decode"),
 }
-Budgets = tuple[tuple[int, ...] | None, ...]
+LayerBudgets = tuple[tuple[int, ...] | None, ...]
 Problem = tuple[tuple[str | int, ...], str]
 
 
-def phases_of(name: str) -> tuple[Phase, ...]:
-    """Return the phases called "prefill", "decode" or "both"; UsageError if there are none of that name."""
+def parse_phases(name: str) -> tuple[Phase, ...]:
+    """Parse "prefill", "decode" or "both" to phases; UsageError for another name."""
     require_known("phases", name, list(PHASES))
     return PHASES[name]
 
@@ -156,7 +156,7 @@ class PhasePlan(Record):
 
     @classmethod
     def of(cls, policies: Sequence[PolicySpec | None], table: Ints) -> PhasePlan:
-        """Return the phase of a policy per layer, None of one that is left alone, and budgets [planned layers, Hkv]."""
+        """Make a phase from a policy per layer (None: keeps its full cache) and budgets [planned layers, Hkv]."""
         rows = iter(table.tolist())
         return cls(
             layers=tuple(
@@ -180,7 +180,7 @@ class PhasePlan(Record):
         return tuple(index for index, layer in enumerate(self.layers) if layer is not None)
 
     @property
-    def budgets(self) -> Budgets:
+    def budgets(self) -> LayerBudgets:
         """Entries per kv head of each layer; None where a layer keeps its full cache."""
         return tuple(None if layer is None else layer.budget for layer in self.layers)
 
@@ -243,7 +243,7 @@ class Plan(Record):
             raise UsageError(f"the plan has no {name!r} phase, only {' and '.join(self.phases)}")
         return self.phases[name]
 
-    def budgets(self, phase: Phase) -> Budgets:
+    def budgets(self, phase: Phase) -> LayerBudgets:
         """List entries per kv head of each model layer, None where it keeps its full cache; UsageError as `phase`."""
         return self.phase(phase).budgets
 
@@ -268,7 +268,7 @@ class Plan(Record):
     @classmethod
     def _fits_the_rest(cls, phase: PhasePlan | None, info: ValidationInfo) -> PhasePlan | None:
         if phase is not None:
-            refuse(_phase_problems(phase, info.data, info.field_name == "prefill"))
+            refuse(_find_phase_problems(phase, info.data, info.field_name == "prefill"))
         elif info.field_name == "decode" and info.data.get("prefill", phase) is None and "prefill" in info.data:
             refuse([((), "a plan needs at least one phase: give prefill, decode or both")])
         return phase
@@ -290,7 +290,7 @@ class Plan(Record):
         return total
 
 
-def _phase_problems(phase: PhasePlan, known: Mapping[str, Any], prefill: bool) -> Iterator[Problem]:
+def _find_phase_problems(phase: PhasePlan, known: Mapping[str, Any], prefill: bool) -> Iterator[Problem]:
     """Find where a phase contradicts the model, floor and length, as far as these are valid themselves."""
     model: ModelFingerprint | None = known.get("model")
     if model is not None and len(phase.layers) != model.layers:
@@ -299,7 +299,7 @@ def _phase_problems(phase: PhasePlan, known: Mapping[str, Any], prefill: bool) -
         yield ("layers",), "plans no layer: leave the phase out (null) instead"
     most = known.get("length") if known.get("scaling") == "proportional" else None
     for index, budget in enumerate(phase.budgets):
-        for what in () if budget is None else _budget_problems(budget, model, known.get("floor", 0), most):
+        for what in () if budget is None else _find_budget_problems(budget, model, known.get("floor", 0), most):
             yield ("layers", index, "budget"), what
     longest = known.get("length")
     for index, layer in enumerate(phase.layers):
@@ -315,24 +315,24 @@ def _phase_problems(phase: PhasePlan, known: Mapping[str, Any], prefill: bool) -
             yield ("layers", index, "carry"), problem
 
 
-def _budget_problems(
+def _find_budget_problems(
     budget: tuple[int, ...], model: ModelFingerprint | None, floor: int, most: int | None
 ) -> Iterator[str]:
     if model is not None and len(budget) != model.kv_heads:
         yield f"has {len(budget)} items, but model.kv_heads is {model.kv_heads}: one budget per kv head"
     low = [head for head, entries in enumerate(budget) if entries < floor]
     if low:
-        yield f"is {_listed(budget, low)}, below the floor of {floor} entries"
+        yield f"is {_list_budgets(budget, low)}, below the floor of {floor} entries"
     high = [head for head, entries in enumerate(budget) if most is not None and entries > most]
     if high:
-        yield f"is {_listed(budget, high)}, above the length of {most} tokens that proportional budgets are for"
+        yield f"is {_list_budgets(budget, high)}, above the length of {most} tokens that proportional budgets are for"
 
 
-def _listed(budget: tuple[int, ...], heads: list[int]) -> str:
+def _list_budgets(budget: tuple[int, ...], heads: list[int]) -> str:
     return ", ".join(f"{budget[head]} at head {head}" for head in heads)
 
 
-def typed_values(given: Mapping[str, object], defaults: Mapping[str, object], owner: str, noun: str) -> dict[str, Any]:
+def check_values(given: Mapping[str, object], defaults: Mapping[str, object], owner: str, noun: str) -> dict[str, Any]:
     """Return parameters checked against the types of their `defaults`; whole numbers become floats where these are.
 
     A default of `dataclasses.MISSING` permits any type. What a number may be at most is the same wherever a parameter
@@ -345,14 +345,14 @@ def typed_values(given: Mapping[str, object], defaults: Mapping[str, object], ow
     for key, value in values.items():
         if key not in defaults:
             raise UsageError(f"{owner} has no {noun} {key!r}{suggest(key, list(defaults))}")
-        most = MOST_OF.get(key, MOST_ENTRIES)
-        if isinstance(value, int) and abs(value) > most:
-            raise UsageError(f"{owner}: {key} must be {most} or less, got {shown(value)}")
+        maximum = MOST_OF.get(key, MOST_ENTRIES)
+        if isinstance(value, int) and abs(value) > maximum:
+            raise UsageError(f"{owner}: {key} must be {maximum} or less, got {format_value(value)}")
         wanted = type(defaults[key])
         if wanted is float and type(value) is int:
             values[key] = float(value)
         elif type(value) is not wanted and defaults[key] is not dataclasses.MISSING:
-            raise UsageError(f"{owner}: {key} must be {_TYPES.get(wanted, wanted.__name__)}, got {shown(value)}")
+            raise UsageError(f"{owner}: {key} must be {_TYPES.get(wanted, wanted.__name__)}, got {format_value(value)}")
     return values
 
 

@@ -28,7 +28,7 @@ def round_down(value: float) -> int:
 
 
 class Pool(NamedTuple):
-    """Entries to share out among the kv heads of some layers, none of which may get more than `length`."""
+    """Entries to share among the kv heads of several layers; no head may get more than `length`."""
 
     shape: tuple[int, int]  # layers, kv heads
     total: int

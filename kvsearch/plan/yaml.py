@@ -52,7 +52,7 @@ def plan_to_yaml(plan: Plan) -> str:
         "scaling": plan.scaling,
         "floor": plan.floor,
         "allocation": None if plan.allocation == PolicySpec(name=STATIC) else _Line(plan.allocation.model_dump()),
-        **{name: _phase(phase) for name, phase in plan.phases.items()},
+        **{name: _dump_phase(phase) for name, phase in plan.phases.items()},
         "fingerprint": model,
         "provenance": provenance,
     }
@@ -60,13 +60,13 @@ def plan_to_yaml(plan: Plan) -> str:
     return _HEADER + yaml.dump(given, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
 
 
-def layer_ranges(layers: Sequence[int]) -> list[str]:
+def format_layer_ranges(layers: Sequence[int]) -> list[str]:
     """Return ascending layers as ranges, e.g. ["0-2", "5"]."""
     runs = groupby(enumerate(layers), key=lambda item: item[1] - item[0])
-    return [_range([layer for _, layer in run]) for _, run in runs]
+    return [_format_range([layer for _, layer in run]) for _, run in runs]
 
 
-def _range(layers: Sequence[int]) -> str:
+def _format_range(layers: Sequence[int]) -> str:
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
@@ -87,16 +87,16 @@ _Dumper.add_representer(_Line, lambda dumper, mapping: dumper.represent_mapping(
 _Dumper.add_representer(tuple, lambda dumper, items: dumper.represent_sequence(f"{_TAG}seq", items, flow_style=True))
 
 
-def _phase(phase: PhasePlan) -> dict[str, Any]:
+def _dump_phase(phase: PhasePlan) -> dict[str, Any]:
     """Return the entries of runs of layers with equal content, by their range."""
     entries: dict[int | str, _Line | str] = {}
     for _, run in groupby(enumerate(phase.layers), key=lambda item: canonical_json(item[1])):
         layers, (first, *_) = zip(*run, strict=True)
-        entries[_range(layers) if len(layers) > 1 else layers[0]] = _entry(first)
+        entries[_format_range(layers) if len(layers) > 1 else layers[0]] = _dump_layer(first)
     return {"layers": entries}
 
 
-def _entry(layer: LayerPlan | None) -> _Line | str:
+def _dump_layer(layer: LayerPlan | None) -> _Line | str:
     if layer is None:
         return WHOLE
     budget = layer.budget

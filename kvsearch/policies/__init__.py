@@ -2,9 +2,17 @@
 
 from kvsearch.policies.base import Needs, Observation, Policy, QueryStatistics
 from kvsearch.policies.ranking import keep_mask, rank_entries, rank_under
-from kvsearch.policies.registry import create_policy, policy_class, policy_names
+from kvsearch.policies.registry import create_policy, find_policy_class, list_policy_names
 
 __all__ = [
-    "Needs", "Observation", "Policy", "QueryStatistics", "create_policy", "keep_mask", "policy_class", "policy_names",
-    "rank_entries", "rank_under",
+    "Needs",
+    "Observation",
+    "Policy",
+    "QueryStatistics",
+    "create_policy",
+    "find_policy_class",
+    "keep_mask",
+    "list_policy_names",
+    "rank_entries",
+    "rank_under",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from kvsearch.core.errors import InternalError, UsageError, present
+from kvsearch.core.errors import InternalError, UsageError, assert_present
 from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
 from kvsearch.policies.tensors import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OfHidden = Callable[[Tensor, int], Tensor]
 
 
-class Rereading(NamedTuple):
+class SecondPass(NamedTuple):
     """How a prompt is read again, after itself: `chunk` tokens at a time, and what is measured (see `KVzip`)."""
 
     chunk: int
@@ -44,28 +44,28 @@ class Needs:
     references: int = 0  # so many queries of tokens that lie evenly over the prompt, turned back to position 0
 
     hidden: OfHidden | None = None  # what this makes of hidden states, which are not kept themselves
-    reread: Rereading | None = None  # attention from the prompt when it is read again
+    reread: SecondPass | None = None  # attention from the prompt when it is read again
 
     def describe(self) -> list[str]:
-        """Return the needs in words, for people."""
-        words: list[str] = []
+        """Describe the needs, for messages and listings."""
+        parts: list[str] = []
         if self.query_rows:
-            words.append("last query row" if self.query_rows == 1 else f"last {self.query_rows} query rows")
+            parts.append("last query row" if self.query_rows == 1 else f"last {self.query_rows} query rows")
         if self.query_statistics_from is not None:
-            words.append(f"query mean and covariance from position {self.query_statistics_from} on")
+            parts.append(f"query mean and covariance from position {self.query_statistics_from} on")
         if self.column_sums:
-            words.append("attention column sums")
+            parts.append("attention column sums")
         if self.projection:
-            words.append("projected value norms")
+            parts.append("projected value norms")
         if self.unrotated:
-            words.append("keys at position 0")
+            parts.append("keys at position 0")
         if self.references:
-            words.append(f"{self.references} query rows from all over the prompt")
+            parts.append(f"{self.references} query rows from all over the prompt")
         if self.hidden is not None:
-            words.append("hidden states")
+            parts.append("hidden states")
         if self.reread:
-            words.append(f"the prompt read again, {self.reread.chunk} tokens at a time")
-        return words
+            parts.append(f"the prompt read again, {self.reread.chunk} tokens at a time")
+        return parts
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Observation:
     next_position: Tensor | None = None  # [B] rotary position of the token that comes next; default: the lengths
     column_sums: Tensor | None = None  # [B, Hkv, T] fp32, attention received from all rows, mean over the query group
     projection: Projection | None = None
-    rereads: Mapping[Rereading, Tensor] = field(default_factory=dict)  # [B, Hkv, T] fp32 each
+    rereads: Mapping[SecondPass, Tensor] = field(default_factory=dict)  # [B, Hkv, T] fp32 each
     hidden: Mapping[OfHidden, Tensor] = field(default_factory=dict)  # [B, Hkv, T] fp32 each
     token_index: Tensor | None = None  # [B, T] index of each entry among its sequence's tokens; default: none is gone
     token_count: Tensor | None = None  # [B] tokens each sequence has had, evicted ones counted; default: the lengths
@@ -156,7 +156,7 @@ class Observation:
     @property
     def last_queries(self) -> Tensor:
         """The last query rows, [B, Hq, rows, D]."""
-        return present(self.queries, "a policy asked for query rows but did not declare that it needs them")
+        return assert_present(self.queries, "a policy asked for query rows but did not declare that it needs them")
 
     @property
     def group(self) -> int:
@@ -174,8 +174,8 @@ class Observation:
         """Return what `compute` returns, computed once per observation however many policies ask for it by `key`."""
         if key not in self._memo:
             self._memo[key] = compute()
-        found: Shared = self._memo[key]
-        return found
+        value: Shared = self._memo[key]
+        return value
 
     def value_norms(self, order: int) -> Tensor:
         """Return |v_i| of every entry, L1 or L2 by `order`, [B, Hkv, T] fp32."""
@@ -185,7 +185,7 @@ class Observation:
     def projected_norms(self, order: Norm) -> Tensor:
         """Return |v_i W_O[q]| of every entry under every query head of its group, [B, Hkv, G, T] fp32."""
         undeclared = "a policy asked for projected value norms but did not declare that it needs them"
-        project = present(self.projection, undeclared)
+        project = assert_present(self.projection, undeclared)
         return self.shared(("projected_norms", order), lambda: project(self.values, order))
 
     def of_hidden(self, what: OfHidden) -> Tensor:
@@ -194,7 +194,7 @@ class Observation:
             raise UsageError("a policy wants hidden states (kvzap), which cannot be seen here: use another policy")
         return self.hidden[what]
 
-    def reread(self, how: Rereading) -> Tensor:
+    def reread(self, how: SecondPass) -> Tensor:
         """Return what entries got when the prompt was read again, [B, Hkv, T] fp32; UsageError where it was not."""
         if how not in self.rereads:
             raise UsageError(
@@ -206,7 +206,7 @@ class Observation:
     def received(self) -> Tensor:
         """Return the attention each entry received from all queries so far, [B, Hkv, T] fp32, mean over the group."""
         undeclared = "a policy asked for attention column sums but did not declare that it needs them"
-        return present(self.column_sums, undeclared)
+        return assert_present(self.column_sums, undeclared)
 
 
 @dataclass(frozen=True, eq=False)  # else subclasses that are equal to none but themselves would all be equal
@@ -217,7 +217,7 @@ class Policy(ABC):
     `window` says how many queries are looked at, `protect` says how many recent entries are protected; by default as
     many, and then it is not stated in plans.
 
-    While decoding, a policy that is `online` reads one attention row per step (`row`) or none, and keeps its own state
+    While decoding, a policy that `has_decode_rule` reads one attention row per step (`row`) or none, and has its state
     (`start`, `step`); every other policy is scored anew every `refresh` steps over the last query rows.
     """
 
@@ -268,10 +268,10 @@ class Policy(ABC):
         """
 
     def first_stage(self, observation: Observation) -> Tensor | None:  # noqa: ARG002
-        """Return priorities [B, Hkv, T] by which `quota` entries are taken; `score` picks the others. None: all."""
+        """Return priorities [B, Hkv, T] that take `first_stage_budget` entries; `score` picks the others. None: all."""
         return None
 
-    def quota(self, budget: int) -> int:  # noqa: ARG002
+    def first_stage_budget(self, budget: int) -> int:  # noqa: ARG002
         """Return how many entries of a head's budget the first stage takes, protected ones included.
 
         Must grow with the budget, by at most one per entry once it is below the budget.
@@ -287,20 +287,20 @@ class Policy(ABC):
         """Return how many entries of a sequence of `length` tokens are protected."""
         return min(length, self.sink_count + self.recent_count)
 
-    def exempt(self, budget: int, length: int) -> bool:  # noqa: ARG002
+    def keeps_all(self, budget: int, length: int) -> bool:  # noqa: ARG002
         """Return whether a head with `budget` is never evicted after a prompt of `length` tokens."""
         return False
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
     @property
-    def online(self) -> bool:
+    def has_decode_rule(self) -> bool:
         """Whether the policy has a decode rule of its own, `step`; if not, it is scored anew now and then."""
         return type(self).step is not Policy.step
 
     def no_decode_rule(self) -> str | None:
         """Say why the policy cannot decide anything while decoding; None: it can."""
-        needs = Needs() if self.online else self.needs()
+        needs = Needs() if self.has_decode_rule else self.needs()
         if not needs.column_sums and needs.reread is None:
             return None
         missing = "attention column sums" if needs.column_sums else "the prompt read again"
@@ -328,7 +328,7 @@ class Policy(ABC):
 
     @property
     def refresh_interval(self) -> int:
-        """Decode steps between two scorings, for policies that are not online."""
+        """Decode steps between two scorings, for policies without a decode rule of their own."""
         return max(1, int(getattr(self, "refresh", 0)) or self.observed // 2)
 
     def recent_at(self, budget: int) -> int:  # noqa: ARG002
@@ -376,7 +376,7 @@ class Policy(ABC):
 
     def step(self, step: Step) -> Tensor:  # noqa: ARG002
         """Update `step.cached.state` in place; keep-priority of every entry, [S, C] fp32, the lowest leaves first."""
-        raise InternalError(f"policy {self.name} is not online")
+        raise InternalError(f"policy {self.name} has no decode rule of its own")
 
     def merge(self, cached: Cached, leaving: Tensor) -> None:  # noqa: ARG002
         """Fold the entries in slots `leaving` [S, E] (-1: none; ascending positions) into those that stay, in place."""
@@ -405,9 +405,11 @@ class Policy(ABC):
         if not condition:
             raise UsageError(f"policy {self.name}: {problem}")
 
-    def _at_least(self, least: int, *names: str) -> None:
+    def _at_least(self, minimum: int, *names: str) -> None:
         for name in names:
-            self._require(getattr(self, name) >= least, f"{name} must be {least} or more, got {getattr(self, name)}")
+            self._require(
+                getattr(self, name) >= minimum, f"{name} must be {minimum} or more, got {getattr(self, name)}"
+            )
 
     def _one_of(self, name: str, *known: str) -> None:
         given = getattr(self, name)

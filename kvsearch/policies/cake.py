@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import Step
-from kvsearch.policies.scoring import pool_positions, served_rows, window_rows
+from kvsearch.policies.scoring import find_kernel_rows, iterate_window_rows, pool_positions
 from kvsearch.policies.tensors import Tensor, torch
 
 
@@ -46,7 +46,7 @@ class CAKE(Policy):
 
     def score(self, observation: Observation) -> Tensor:
         """Return the pooled mean plus weighted variance, [B, Hkv, T] fp32."""
-        mean, variance = row_moments(observation, self.window)
+        mean, variance = compute_row_moments(observation, self.window)
         indicator = (mean + self.gamma * variance).flatten(1, 2)
         pooled = pool_positions(indicator, self.kernel, self.pooling, observation.candidates(0, self.protect))
         return pooled.view_as(mean).mean(2)
@@ -65,7 +65,7 @@ class CAKE(Policy):
         return torch.empty_like(pooled).scatter_(-1, order, pooled)
 
 
-def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
+def compute_row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     """Return the mean and unbiased variance of attention over the real rows of the window, each [B, Hkv, G, T] fp32.
 
     The moments of the chunks of rows are merged pairwise (Chan et al. 1983), so that a small variance next to a large
@@ -73,23 +73,23 @@ def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
     """
 
     def compute() -> tuple[Tensor, Tensor]:
-        if (served := served_rows(observation, window)) is not None:
+        if (served := find_kernel_rows(observation, window)) is not None:
             return served.moments()
         batch, heads, length, _ = observation.keys.shape
         mean = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
         scatter = torch.zeros_like(mean)
         rows = observation.keys.new_zeros(batch, heads, 1, 1, dtype=torch.float32)
-        for part, probability in window_rows(observation, window):
+        for part, probability in iterate_window_rows(observation, window):
             real = probability.sum(-1, keepdim=True) > 0
             count = real.sum(-2)[:, :, :1]
             chunk_mean = probability.sum(-2) / count.clamp(min=1)
             chunk_scatter = probability.sub_(chunk_mean[..., None, :]).mul_(real).square_().sum(-2)
             total = rows[part] + count
-            some = *part, slice(None), slice(probability.shape[-1])
+            index = *part, slice(None), slice(probability.shape[-1])
             share = count / total.clamp(min=1)
-            apart = chunk_mean - mean[some]
-            scatter[some] += chunk_scatter + apart.square() * rows[part] * share
-            mean[some] += apart * share
+            apart = chunk_mean - mean[index]
+            scatter[index] += chunk_scatter + apart.square() * rows[part] * share
+            mean[index] += apart * share
             rows[part] = total
         return mean, scatter / (rows - 1).clamp(min=1)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row
-from kvsearch.policies.decoding import Cached, State, Step, by_position
-from kvsearch.policies.h2o import H2O, MASS
+from kvsearch.policies.decoding import Cached, State, Step, sort_by_position
+from kvsearch.policies.h2o import H2O, MASS_STATE
 from kvsearch.policies.random import uniform
-from kvsearch.policies.scoring import fold, in_parts
+from kvsearch.policies.scoring import fold, split_segments
 from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.policies.tensors import Tensor, torch
 from kvsearch.policies.wrapper import Wrapper
@@ -64,14 +64,14 @@ class CaM(Wrapper):
         """Return the base's state, and the attention that every entry received in the prompt where that has none."""
         state = self.inner.start(observation)
         if self.base == "streaming":
-            state.entries[MASS] = observation.received().clone()
+            state.entries[MASS_STATE] = observation.received().clone()
         return state
 
     def step(self, step: Step) -> Tensor:
         """Return the base's priority, [S, C] fp32; adds to the attention received where the base does not."""
         priorities = self.inner.step(step)
         if self.base == "streaming":
-            step.cached.state.entries[MASS] += step.row
+            step.cached.state.entries[MASS_STATE] += step.row
         return priorities
 
     def merge(self, cached: Cached, leaving: Tensor) -> None:
@@ -79,13 +79,13 @@ class CaM(Wrapper):
         if leaving.shape[1] > 1:
             leaving = leaving.gather(1, (leaving >= 0).sum(-1, keepdim=True).sub_(1).clamp_(min=0))
         slots, dim = cached.values.shape[1:]
-        for part, entry in in_parts(cached, leaving, 8 * slots * (dim + 4)):
+        for part, entry in split_segments(cached, leaving, 8 * slots * (dim + 4)):
             self._spread(part, entry)
 
     def _spread(self, cached: Cached, leaving: Tensor) -> None:
         """Add the value in slot `leaving` [S, 1] to the next ones that stay."""
         stays = cached.staying(leaving)
-        order = by_position(cached.positions, stays)
+        order = sort_by_position(cached.positions, stays)
         stays = stays.gather(1, order)
         source = leaving.clamp(min=0)
         position = cached.positions.gather(1, source)
@@ -96,14 +96,14 @@ class CaM(Wrapper):
         reach = (stays.sum(-1, keepdim=True) - first).clamp(max=len(offset))
         inside = offset < reach
         weight = self._share(cached, position, source, targets, inside) / reach.clamp(min=1)
-        own = torch.ones_like(targets, dtype=torch.float32)
+        own_weight = torch.ones_like(targets, dtype=torch.float32)
         into = offset.expand_as(targets)
         active = (leaving >= 0) & inside
-        fold(cached.values, targets, own, into, source.expand_as(targets), weight.expand_as(targets), active)
+        fold(cached.values, targets, own_weight, into, source.expand_as(targets), weight.expand_as(targets), active)
 
     def _share(self, cached: Cached, position: Tensor, source: Tensor, following: Tensor, inside: Tensor) -> Tensor:
         """Return what part of the value is added, [S, 1] fp32: 0 or 1 as drawn, or the probability of 1."""
-        mass = cached.state.entries[MASS]
+        mass = cached.state.entries[MASS_STATE]
         ahead = mass.gather(1, following).masked_fill(~inside, 0.0)
         mean = ahead.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)  # NaN where nothing follows
         probability = (mass.gather(1, source) / mean).nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0)

@@ -16,19 +16,19 @@ from typing import NamedTuple
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.policies.base import Observation
-from kvsearch.policies.decoding import entries_at, slots_of
-from kvsearch.policies.scoring import chunk_bytes, softmax
+from kvsearch.policies.decoding import gather_entries, list_slots
+from kvsearch.policies.scoring import choose_chunk_bytes, softmax
 from kvsearch.policies.tensors import F, Tensor, torch
 
 REFERENCES = 64  # queries of every query head
 AHEAD = 128  # positions behind the prompt that they are asked at
-LEAST = math.exp(-4.0)  # weight of a kept entry; the most is as many as there are entries
+MIN_WEIGHT = math.exp(-4.0)  # weight of a kept entry; the most is as many as there are entries
 SHRINKAGE = 0.01  # of weights towards 1, as a share of their mean curvature
-RIDGE = 0.1  # of values towards what they were, likewise
+VALUE_RIDGE = 0.1  # of values towards what they were, likewise
 STEPS = 20  # of the projected gradient
-TINY = 1e-20
+MIN_MASS = 1e-20
 
 
 class Carried(NamedTuple):
@@ -46,7 +46,7 @@ def match_attention(observation: Observation, keep: Tensor, counts: Ints, length
     """
     keys = observation.keys
     batch, heads, length, dim = keys.shape
-    queries, real = _asked(observation)
+    queries, real = _place_reference_queries(observation)
     count = queries.shape[2]
     rows = queries.shape[1] // heads * count
 
@@ -58,18 +58,18 @@ def match_attention(observation: Observation, keep: Tensor, counts: Ints, length
     beside = None if sinks is None else by_row(sinks[..., 0])
     uncounted = by_row(~real[:, None, None]) if min(lengths) < count else None
     hidden = ~observation.valid.repeat_interleave(heads, 0) if min(lengths) < length else None
-    asked = (queries * observation.scaling).reshape(-1, rows, dim)
+    rotated = (queries * observation.scaling).reshape(-1, rows, dim)
     flat_keys, flat_values, flat_keep = (tensor.flatten(0, 1) for tensor in (keys, observation.values, keep))
     values = F.pad(flat_values, (0, 0, 1, 0))  # in front, a column for slots without an entry
     log_weights = keys.new_zeros(batch * heads, length + 1)
     numbers = torch.arange(length, device=keys.device)
     held = counts.flatten()
     evicted = np.flatnonzero((held > 0) & (held < np.repeat(np.array(lengths), heads)))
-    step = max(1, chunk_bytes(keys.device) // (8 * rows * length))
+    step = max(1, choose_chunk_bytes(keys.device) // (8 * rows * length))
     for first in range(0, len(evicted), step):
-        some = evicted[first : first + step]
-        index = torch.from_numpy(some).to(keys.device)
-        logits = asked[index] @ flat_keys[index].float().transpose(-1, -2)
+        part = evicted[first : first + step]
+        index = torch.from_numpy(part).to(keys.device)
+        logits = rotated[index] @ flat_keys[index].float().transpose(-1, -2)
         if observation.softcap is not None:
             logits = observation.softcap * torch.tanh(logits / observation.softcap)
         if hidden is not None:
@@ -81,7 +81,7 @@ def match_attention(observation: Observation, keep: Tensor, counts: Ints, length
         if uncounted is not None:
             attention.masked_fill_(uncounted[index][..., None], 0.0)
         kept = flat_keep[index]
-        slots = slots_of(kept, numbers.expand_as(kept), int(held[some].max()))
+        slots = list_slots(kept, numbers.expand_as(kept), int(held[part].max()))
         fitted = match_segments(attention, flat_values[index].float(), slots, keys.dtype, others)
         values[index[:, None], slots + 1] = fitted[0].to(values.dtype)
         log_weights[index[:, None], slots + 1] = fitted[1]
@@ -112,16 +112,16 @@ def match_segments(
     where = slots.clamp(min=0)
     number = (~empty).sum(-1).clamp(min=1)
     kept = attention.gather(2, where[:, None].expand(-1, attention.shape[1], -1)).masked_fill_(empty[:, None], 0.0)
-    weights = _weights(kept, attention.sum(-1), number, values.shape[1])
+    weights = _solve_weights(kept, attention.sum(-1), number, values.shape[1])
     log_weights = weights.log().to(dtype).masked_fill(empty, 0.0)
     shares = kept * log_weights.float().exp()[:, None]
     total = shares.sum(-1, keepdim=True)
-    shares = shares / (total if others is None else total + others[..., None]).clamp(min=TINY)
-    own = entries_at(values, where)
-    return own + _ridge(shares, attention @ values - shares @ own, number), log_weights
+    shares = shares / (total if others is None else total + others[..., None]).clamp(min=MIN_MASS)
+    old_values = gather_entries(values, where)
+    return old_values + _solve_ridge(shares, attention @ values - shares @ old_values, number), log_weights
 
 
-def _weights(attention: Tensor, mass: Tensor, number: Tensor, most: int) -> Tensor:
+def _solve_weights(attention: Tensor, mass: Tensor, number: Tensor, largest: int) -> Tensor:
     """Return the weights of `match_segments`, [S, b], for `attention` [S, R, b] of `number` [S] entries.
 
     Accelerated projected gradient (FISTA) from weights of 1, with a step of its own for every weight: as G = A'A has no
@@ -133,14 +133,14 @@ def _weights(attention: Tensor, mass: Tensor, number: Tensor, most: int) -> Tens
     def product(x: Tensor) -> Tensor:
         return (gram @ x) if gram is not None else flipped @ (attention @ x)
 
-    ridge = (SHRINKAGE * attention.square().sum((1, 2)) / number + TINY)[:, None, None]
+    ridge = (SHRINKAGE * attention.square().sum((1, 2)) / number + MIN_MASS)[:, None, None]
     weights = ahead = torch.ones_like(attention[:, :1].transpose(-1, -2))
     rate = 1 / (product(weights) + ridge)
     target = flipped @ mass[..., None] + ridge
     momentum = 1.0
     for _ in range(STEPS):
         slope = product(ahead).add_(ahead * ridge).sub_(target)
-        later = (ahead - rate * slope).clamp_(LEAST, float(most))
+        later = (ahead - rate * slope).clamp_(MIN_WEIGHT, float(largest))
         following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
         ahead = torch.lerp(weights, later, 1 + (momentum - 1) / following)
         weights = later
@@ -148,24 +148,26 @@ def _weights(attention: Tensor, mass: Tensor, number: Tensor, most: int) -> Tens
     return weights[..., 0]
 
 
-def _ridge(shares: Tensor, residual: Tensor, number: Tensor) -> Tensor:
+def _solve_ridge(shares: Tensor, residual: Tensor, number: Tensor) -> Tensor:
     """Return what is added to values, [S, b, Dv], so that `shares` [S, R, b] make up for a residual [S, R, Dv]."""
     flipped = shares.transpose(-1, -2)
     few = shares.shape[2] <= shares.shape[1]
     gram = flipped @ shares if few else shares @ flipped
-    gram.diagonal(dim1=-2, dim2=-1).add_((RIDGE * shares.square().sum((1, 2)) / number + TINY)[:, None])
+    gram.diagonal(dim1=-2, dim2=-1).add_((VALUE_RIDGE * shares.square().sum((1, 2)) / number + MIN_MASS)[:, None])
     factor = torch.linalg.cholesky_ex(gram).L  # which does not wait for the device to say whether it could
     if few:
         return torch.cholesky_solve(flipped @ residual, factor)
     return flipped @ torch.cholesky_solve(residual, factor)
 
 
-def _asked(observation: Observation) -> tuple[Tensor, Tensor]:
+def _place_reference_queries(observation: Observation) -> tuple[Tensor, Tensor]:
     """Return the reference queries as they would be asked behind the prompt, [B, Hq, N, D] fp32, and which count."""
     from kvsearch.models.architecture import rotate
 
-    queries, real = present(observation.references, "what entries carry is fitted to queries that were not gathered")
-    rotary = present(observation.rotary, "reference queries are turned, and the rotary embedding was not given")
+    queries, real = assert_present(
+        observation.references, "what entries carry is fitted to queries that were not gathered"
+    )
+    rotary = assert_present(observation.rotary, "reference queries are turned, and the rotary embedding was not given")
     count = queries.shape[2]
     following = observation.following
     positions = following[:, None] + torch.arange(count, device=following.device) * AHEAD // REFERENCES

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvsearch.core.errors import KvsearchError, NonFiniteError
-from kvsearch.core.parsing import in_one_line
+from kvsearch.core.parsing import format_error
 from kvsearch.models.memory import is_out_of_memory
-from kvsearch.policies.registry import fault, is_ours
+from kvsearch.policies.registry import is_ours, policy_error
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvsearch.policies.decoding import State
 
 
-LENGTHS = "lengths on the host"  # what they are shared by
+LENGTHS_KEY = "lengths on the host"  # what they are shared by
 
 
 class DeferredCheck(NamedTuple):
@@ -32,7 +32,7 @@ class DeferredCheck(NamedTuple):
         return DeferredCheck(self.wrong, lambda segment: self.error(int(rows[segment])))
 
 
-def not_finite(policy: Policy, layer: int, wrong: Tensor) -> DeferredCheck:
+def make_finite_check(policy: Policy, layer: int, wrong: Tensor) -> DeferredCheck:
     """Return the check of whether scores [B, ...] of a policy that are compared are `wrong`, NaN or infinite."""
     return DeferredCheck(wrong.flatten(1).any(-1), partial(_score_error, policy, layer))
 
@@ -41,12 +41,12 @@ def _score_error(policy: Policy, layer: int, row: int) -> KvsearchError:
     if is_ours(type(policy)):
         named = f"layer {layer}: the scores of {policy.name}"
         return NonFiniteError(f"{named} are not finite: the model computes NaN or infinity", row)
-    return fault(type(policy), f"gave scores that are NaN or infinite in layer {layer}")
+    return policy_error(type(policy), f"gave scores that are NaN or infinite in layer {layer}")
 
 
 @contextmanager
-def calling(policy: Policy, method: str) -> Iterator[None]:
-    """Name the package of a policy that is none of kvsearch in what its `method` raises.
+def name_package_on_error(policy: Policy, method: str) -> Iterator[None]:
+    """Add a third-party policy's package to the errors of its `method`.
 
     Raises:
         EnvironmentFault: it raised something else than a KvsearchError or for want of memory.
@@ -56,30 +56,30 @@ def calling(policy: Policy, method: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, KvsearchError) or is_out_of_memory(error) or is_ours(type(policy)):
             raise
-        raise fault(type(policy), f"failed in {method}() ({in_one_line(error)})") from error
+        raise policy_error(type(policy), f"failed in {method}() ({format_error(error)})") from error
 
 
-def check_form(policy: Policy, what: str, found: object, shape: Sequence[int], beside: Tensor) -> Tensor:
-    """Return `found`, once it is seen to be fp32 of a shape, where `beside` is; nothing is waited for.
+def check_form(policy: Policy, what: str, tensor: object, shape: Sequence[int], beside: Tensor) -> Tensor:
+    """Return `tensor`, once it is seen to be fp32 of a shape, where `beside` is; nothing is waited for.
 
     Raises:
         EnvironmentFault: a policy of another package returned something else.
         InternalError: one of kvsearch did.
     """
-    if not isinstance(found, torch.Tensor):
-        raise fault(type(policy), f"returned {type(found).__name__} from {what}(), not a tensor")
+    if not isinstance(tensor, torch.Tensor):
+        raise policy_error(type(policy), f"returned {type(tensor).__name__} from {what}(), not a tensor")
     for name, is_, wanted in (
-        ("shape", tuple(found.shape), tuple(shape)), ("dtype", found.dtype, torch.float32),
-        ("device", found.device, beside.device),
+        ("shape", tuple(tensor.shape), tuple(shape)), ("dtype", tensor.dtype, torch.float32),
+        ("device", tensor.device, beside.device),
     ):  # fmt: skip
         if is_ != wanted:
-            raise fault(type(policy), f"returned {name} {is_} from {what}(), not {wanted}")
-    return found
+            raise policy_error(type(policy), f"returned {name} {is_} from {what}(), not {wanted}")
+    return tensor
 
 
 def start_state(policy: Policy, observation: Observation) -> State:
     """Return the state that a policy's `start` makes."""
-    with calling(policy, "start"):
+    with name_package_on_error(policy, "start"):
         return policy.start(observation)
 
 
@@ -88,11 +88,11 @@ def check_scores(policy: Policy, observation: Observation, what: str, scores: ob
 
     Padding and what the policy protects may have any score: they are not compared.
     """
-    found = check_form(policy, what, scores, observation.keys.shape[:3], observation.keys)
+    checked = check_form(policy, what, scores, observation.keys.shape[:3], observation.keys)
     if observation.checks is not None:
-        wrong = ~found.isfinite() & observation.candidates(policy.sink_count, policy.recent_count)[:, None]
-        observation.checks.append(not_finite(policy, observation.layer, wrong))
-    return found
+        wrong = ~checked.isfinite() & observation.candidates(policy.sink_count, policy.recent_count)[:, None]
+        observation.checks.append(make_finite_check(policy, observation.layer, wrong))
+    return checked
 
 
 def require_finite(checks: Iterable[DeferredCheck] | None) -> None:
@@ -103,28 +103,28 @@ def require_finite(checks: Iterable[DeferredCheck] | None) -> None:
         _raise_first(pending, torch.cat([check.wrong.to(device) for check in pending]).tolist())
 
 
-def lengths_after(observation: Observation) -> list[int]:
+def read_checked_lengths(observation: Observation) -> list[int]:
     """Return the real entries per sequence; `require_finite` of what was noted of scores, in the same read."""
     checks = observation.checks
     lengths = observation.lengths
     if not checks:
-        return lengths_of(observation)
+        return read_lengths(observation)
     wrong = torch.cat([check.wrong for check in checks])
     read: list[int] = torch.cat([lengths, wrong.to(lengths.dtype)]).tolist()
     _raise_first(checks, read[len(lengths) :])
     checks.clear()
-    return observation.shared(LENGTHS, lambda: read[: len(lengths)])
+    return observation.shared(LENGTHS_KEY, lambda: read[: len(lengths)])
 
 
-def lengths_of(observation: Observation) -> list[int]:
+def read_lengths(observation: Observation) -> list[int]:
     """Return the real entries per sequence; the device is waited for once for each observation."""
-    return observation.shared(LENGTHS, lambda: list(map(int, observation.lengths.tolist())))
+    return observation.shared(LENGTHS_KEY, lambda: list(map(int, observation.lengths.tolist())))
 
 
 def _raise_first(checks: Sequence[DeferredCheck], wrong: Sequence[int | bool]) -> None:
     first = 0
     for check in checks:
-        own = wrong[first : first + len(check.wrong)]
-        if any(own):
-            raise check.error(own.index(True))
-        first += len(own)
+        own_part = wrong[first : first + len(check.wrong)]
+        if any(own_part):
+            raise check.error(own_part.index(True))
+        first += len(own_part)

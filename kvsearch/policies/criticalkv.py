@@ -70,7 +70,7 @@ class CriticalKV(Wrapper):
         base = self.inner
         return observation.shared(("score", base), lambda: base.score(observation))
 
-    def quota(self, budget: int) -> int:
+    def first_stage_budget(self, budget: int) -> int:
         """Return floor(ratio * budget)."""
         return round_down(budget * self.ratio)
 

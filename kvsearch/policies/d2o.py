@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.policies.base import Observation
-from kvsearch.policies.decoding import Cached, State, by_position
+from kvsearch.policies.decoding import Cached, State, sort_by_position
 from kvsearch.policies.h2o import H2O
-from kvsearch.policies.scoring import chunk_bytes, fold, in_parts, taken
+from kvsearch.policies.scoring import choose_chunk_bytes, fold, gather_slots, split_segments
 from kvsearch.policies.tensors import F, Tensor, torch
 
 TAU = "tau"
-EPSILON = 1e-12  # the least norm that a key is divided by
+MIN_NORM = 1e-12  # the least norm that a key is divided by
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class D2O(H2O):
     def merge(self, cached: Cached, leaving: Tensor) -> None:
         """Merge what is similar enough to an entry that stays, keys and values."""
         dim = cached.keys.shape[-1] + cached.values.shape[-1]
-        for part, entries in in_parts(cached, leaving, 8 * cached.keys.shape[1] * dim):
+        for part, entries in split_segments(cached, leaving, 8 * cached.keys.shape[1] * dim):
             self._merge(part, entries)
 
     def _merge(self, cached: Cached, leaving: Tensor) -> None:
@@ -60,55 +60,55 @@ class D2O(H2O):
         sources = leaving.clamp(min=0)
         real = cached.staying(leaving)
         if leaving.shape[1] == 1:  # one per step: nothing is sorted or copied, and nothing waits for the device
-            similarity, targets = nearest_slot(cached, sources, real)
+            similarity, targets = find_nearest_slot(cached, sources, real)
             into = torch.zeros_like(targets)
         else:
-            most = cached.positions.shape[1] if cached.most_staying is None else max(1, cached.most_staying)
-            targets = by_position(cached.positions, real)[:, :most]
-            similarity, into = most_similar(cached.keys, sources, targets, real.gather(1, targets))
+            width = cached.positions.shape[1] if cached.most_staying is None else max(1, cached.most_staying)
+            targets = sort_by_position(cached.positions, real)[:, :width]
+            similarity, into = find_most_similar(cached.keys, sources, targets, real.gather(1, targets))
         event = gone.any(-1) & real.any(-1)
         tau = cached.state.heads[TAU]
         # in double, so that equal similarities are their mean
-        found = similarity.masked_fill(~gone, 0.0).double().sum(-1) / gone.sum(-1).clamp(min=1)
-        later = torch.where(tau.isnan(), found, (1 - self.ema) * tau.double() + self.ema * found)
+        mean_similarity = similarity.masked_fill(~gone, 0.0).double().sum(-1) / gone.sum(-1).clamp(min=1)
+        later = torch.where(tau.isnan(), mean_similarity, (1 - self.ema) * tau.double() + self.ema * mean_similarity)
         tau.copy_(torch.where(event, later.float(), tau))
         merged = gone & (similarity >= tau[:, None])
         mean = self.merging == "code"
         weight = similarity if mean else similarity.exp()
-        own = 1.0 if mean else math.e
+        own_weight = 1.0 if mean else math.e
         counted = torch.ones_like(weight) if mean else weight
-        total = torch.full_like(targets, own, dtype=torch.float32)
+        total = torch.full_like(targets, own_weight, dtype=torch.float32)
         total.scatter_add_(1, into, counted.masked_fill(~merged, 0.0))
         for states in (cached.values,) if self.keys_frozen else (cached.keys, cached.values):
-            fold(states, targets, own / total, into, sources, weight / total.gather(1, into), merged)
+            fold(states, targets, own_weight / total, into, sources, weight / total.gather(1, into), merged)
 
 
-def nearest_slot(cached: Cached, source: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+def find_nearest_slot(cached: Cached, source: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest cosine of the key in slot `source` [S, 1] to those in `real` slots [S, C], and its slot.
 
     Both [S, 1]; of equal ones the first position.
     """
     keys = cached.keys.float()
-    unit = F.normalize(taken(cached.keys, source), dim=-1, eps=EPSILON)
-    cosine = (keys @ unit.transpose(-1, -2))[..., 0] / keys.norm(dim=-1).clamp(min=EPSILON)
+    unit = F.normalize(gather_slots(cached.keys, source), dim=-1, eps=MIN_NORM)
+    cosine = (keys @ unit.transpose(-1, -2))[..., 0] / keys.norm(dim=-1).clamp(min=MIN_NORM)
     cosine = cosine.masked_fill(~real, -math.inf)
     value = cosine.amax(-1, keepdim=True)
     last = torch.iinfo(torch.int64).max
     return value, cached.positions.masked_fill(cosine < value, last).masked_fill(~real, last).argmin(-1, keepdim=True)
 
 
-def most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+def find_most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest cosine of each source's key to the targets', and which target that is (of equals the first).
 
     `keys` is [S, C, D], `sources` [S, E] and `targets` [S, R] are slots, `real` [S, R] bool says which targets count.
     """
-    units = F.normalize(taken(keys, targets), dim=-1).transpose(-1, -2)
-    step = max(1, chunk_bytes(keys.device) // (8 * len(keys) * (targets.shape[1] + keys.shape[-1])))
+    units = F.normalize(gather_slots(keys, targets), dim=-1).transpose(-1, -2)
+    step = max(1, choose_chunk_bytes(keys.device) // (8 * len(keys) * (targets.shape[1] + keys.shape[-1])))
     hidden = ~real[:, None]
     values = []
     indices = []
     for first in range(0, sources.shape[1], step):
-        cosine = F.normalize(taken(keys, sources[:, first : first + step]), dim=-1) @ units
+        cosine = F.normalize(gather_slots(keys, sources[:, first : first + step]), dim=-1) @ units
         value, index = cosine.masked_fill_(hidden, -math.inf).max(-1)
         values.append(value)
         indices.append(index)

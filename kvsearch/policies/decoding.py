@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class State:
 
     def restore(self, before: State, rows: Tensor) -> None:
         """Take the segments `rows` [S] bool back to `before`, in place."""
-        for mine, old in ((self.entries, before.entries), (self.heads, before.heads)):
-            for name, tensor in mine.items():
-                tensor.copy_(torch.where(widened(rows, tensor), old[name], tensor))
+        for tensors, old in ((self.entries, before.entries), (self.heads, before.heads)):
+            for name, tensor in tensors.items():
+                tensor.copy_(torch.where(widen_marks(rows, tensor), old[name], tensor))
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Step:
     @property
     def row(self) -> Tensor:
         """The attention row, [S, C] fp32."""
-        return present(self.attention, "a policy read an attention row that it did not declare")
+        return assert_present(self.attention, "a policy read an attention row that it did not declare")
 
     @property
     def arrived(self) -> Observation:
@@ -126,43 +126,43 @@ class Step:
 
         Where the segments are all heads of their sequences, in order, these are rows of it, keys [B, Hkv, K, D].
         """
-        return present(self.look, "a policy looked at the step's token where it cannot be seen")()
+        return assert_present(self.look, "a policy looked at the step's token where it cannot be seen")()
 
     def at_newest(self, values: Tensor) -> Tensor:
         """Return the entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""
-        where = widened(self.newest, values)
+        where = widen_marks(self.newest, values)
         return values.gather(1, where.expand(-1, 1, *values.shape[2:])).squeeze(1)
 
 
-def by_position(positions: Tensor, chosen: Tensor) -> Tensor:
+def sort_by_position(positions: Tensor, chosen: Tensor) -> Tensor:
     """Return the slots [S, C]: those `chosen` [S, C] bool by ascending position, behind them the others."""
     key = positions.masked_fill(~chosen, torch.iinfo(positions.dtype).max)
     return torch.argsort(key, dim=-1, stable=True)
 
 
-def slots_of(chosen: Tensor, positions: Tensor, most: int) -> Tensor:
+def list_slots(chosen: Tensor, positions: Tensor, width: int) -> Tensor:
     """Return the `chosen` slots [S, C] in ascending order of position, [S, most] int64 with -1 behind."""
-    order = by_position(positions, chosen)[:, :most]
+    order = sort_by_position(positions, chosen)[:, :width]
     return torch.where(chosen.gather(-1, order), order, -1)
 
 
-def entries_at(states: Tensor, slots: Tensor) -> Tensor:
+def gather_entries(states: Tensor, slots: Tensor) -> Tensor:
     """Return the states [S, C, ...] at slots [S, K], [S, K, ...]."""
-    return states.gather(1, widened(slots, states).expand(*slots.shape, *states.shape[2:]))
+    return states.gather(1, widen_marks(slots, states).expand(*slots.shape, *states.shape[2:]))
 
 
-def widened(marks: Tensor, states: Tensor) -> Tensor:
+def widen_marks(marks: Tensor, states: Tensor) -> Tensor:
     """Return marks of the first dimensions of states, such as [S, C] of [S, C, ...], with a 1 for each other one."""
     return marks.view(*marks.shape, *[1] * (states.dim() - marks.dim()))
 
 
-def protected_slots(positions: Tensor, seen: Tensor, sinks: Tensor, recent: Tensor) -> Tensor:
+def mark_protected(positions: Tensor, seen: Tensor, sinks: Tensor, recent: Tensor) -> Tensor:
     """Mark slots that must not be evicted, [S, C] bool: the first `sinks` tokens of a segment, the last `recent`."""
     held = positions >= 0
     return held & ((positions < sinks[:, None]) | (positions >= (seen - recent)[:, None]))
 
 
-def lowest(
+def find_lowest(
     priorities: Tensor, positions: Tensor, outside: Tensor | None, signed: bool, out: Tensor | None = None
 ) -> Tensor:
     """Return the slot of the lowest priority in each segment, [S]; the later position among equals.
@@ -171,27 +171,27 @@ def lowest(
     The bits of a float that is not negative are in the order of the floats, so that a priority and a position make one
     whole number that has no equals: a single reduction finds it.
     """
-    order = torch.add(positions, _bits(priorities, signed), alpha=-(2**32))
+    order = torch.add(positions, _order_bits(priorities, signed), alpha=-(2**32))
     if outside is not None:
         order.masked_fill_(outside, torch.iinfo(torch.int64).min)
     return torch.argmax(order, -1) if out is None else torch.argmax(order, -1, out=out)
 
 
-def best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: Tensor, most: int) -> Tensor:
+def mark_best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: Tensor, width: int) -> Tensor:
     """Return the `counts` [S] entries to keep in each segment, [S, C] bool: protected ones, then by priority.
 
-    Ties go to the lower position, which is below 2^30. No count is above `most`.
+    Ties go to the lower position, which is below 2^30. No count is above `width`.
     """
     held = positions >= 0
     # whole numbers without equals: fewer than 2^61 by priority and position, and protected ones above them
-    order = torch.add(-positions, _bits(priorities, signed=True), alpha=2**30)
+    order = torch.add(-positions, _order_bits(priorities, signed=True), alpha=2**30)
     order = torch.add(order, protected, alpha=2**62).masked_fill_(~held, torch.iinfo(torch.int64).min)
-    found = order.topk(min(most, positions.shape[1])).indices
-    counted = torch.arange(found.shape[1], device=found.device) < counts[:, None]
-    return torch.zeros_like(held).scatter_(1, found, counted) & held
+    indices = order.topk(min(width, positions.shape[1])).indices
+    counted = torch.arange(indices.shape[1], device=indices.device) < counts[:, None]
+    return torch.zeros_like(held).scatter_(1, indices, counted) & held
 
 
-def _bits(priorities: Tensor, signed: bool) -> Tensor:
+def _order_bits(priorities: Tensor, signed: bool) -> Tensor:
     """Return whole numbers in the order of fp32 `priorities`, int32; of those that are not `signed`, their bits."""
     bits = priorities.view(torch.int32)
     if signed:  # the other way round below 0, and -0 is 0

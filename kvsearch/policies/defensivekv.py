@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy
-from kvsearch.policies.scoring import mean_window_attention, pool_positions, window_rows, window_size
+from kvsearch.policies.scoring import average_window_attention, count_window_rows, iterate_window_rows, pool_positions
 from kvsearch.policies.tensors import F, Tensor, torch
 
-FIRST = 2.0  # above all scores of entries that are not taken first
+FIRST_SCORE = 2.0  # above all scores of entries that are not taken first
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DefensiveKV(Policy):
         return Needs(query_rows=self.window, projection=True)
 
     def score(self, observation: Observation) -> Tensor:
-        """Return the defended attention times the value norms, [B, Hkv, T] fp32; `FIRST` and more for those first."""
+        """Return defended attention times value norms, [B, Hkv, T] fp32; `FIRST_SCORE` and more for those first."""
         candidates = observation.candidates(0, self.protect)
         attention = self._window_attention(observation, candidates)
         if self.floor == "mean":
@@ -57,19 +57,19 @@ class DefensiveKV(Policy):
             attention = torch.maximum(attention, attention.sum(-1, keepdim=True) / count)
         norms = observation.projected_norms("l1").mean(2).masked_fill(~candidates[:, None], 0.0)
         shares = norms / norms.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        mean = mean_window_attention(observation, self.window).masked_fill(~candidates[:, None], 0.0)
+        mean = average_window_attention(observation, self.window).masked_fill(~candidates[:, None], 0.0)
         beside = 1 - mean.sum(-1, keepdim=True)
         highest, order = mean.sort(dim=-1, descending=True, stable=True)
         is_first = (highest.cumsum(-1) < self.mass - beside) & (highest > 0)
         is_first = torch.zeros_like(is_first).scatter(-1, order, is_first)
-        return torch.where(is_first, FIRST + mean, attention * shares)
+        return torch.where(is_first, FIRST_SCORE + mean, attention * shares)
 
     def _window_attention(self, observation: Observation, candidates: Tensor) -> Tensor:
         """Return what the queries of the window and group attend to each candidate, aggregated, [B, Hkv, T] fp32."""
         batch, heads, length, _ = observation.keys.shape
         attention = observation.keys.new_zeros(batch, heads, length, dtype=torch.float32)
-        rows_of_head = window_size(observation, self.window)[:, None, None] * observation.group
-        for (sequences, of_heads), probability in window_rows(observation, self.window):
+        rows_of_head = count_window_rows(observation, self.window)[:, None, None] * observation.group
+        for (sequences, of_heads), probability in iterate_window_rows(observation, self.window):
             hidden = ~candidates[sequences, None, None, None]
             rows = F.pad(probability, (0, length - probability.shape[-1])).masked_fill(hidden, 0.0)
             mass = rows.sum(-1, keepdim=True)

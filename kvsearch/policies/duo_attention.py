@@ -30,6 +30,6 @@ class DuoAttention(StreamingLLM):
     def recent_count(self) -> int:
         return self.window
 
-    def exempt(self, budget: int, length: int) -> bool:
+    def keeps_all(self, budget: int, length: int) -> bool:
         """Return whether a head has more than a streaming head's budget, and that covers the prompt."""
         return budget >= length and budget > self.sinks + self.window

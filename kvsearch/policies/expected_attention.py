@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.scoring import softmax
 from kvsearch.policies.tensors import Tensor, torch
@@ -54,7 +54,7 @@ class ExpectedAttention(Policy):
 
     def _logits(self, observation: Observation) -> Tensor:
         declared = observation.statistics.get(self.sinks)
-        statistics = present(declared, "ExpectedAttention was not given the query statistics it declares")
+        statistics = assert_present(declared, "ExpectedAttention was not given the query statistics it declares")
         keys = observation.keys.float()
         batch, heads, _, dim = keys.shape
         rotation = self._mean_rotation(observation, dim)  # [B, D, D]
@@ -70,7 +70,7 @@ class ExpectedAttention(Policy):
 
     def _mean_rotation(self, observation: Observation, dim: int) -> Tensor:
         """Return the mean RoPE matrix over the `future` positions after each sequence, [B, D, D]."""
-        rotary = present(observation.rotary, "ExpectedAttention was not given the model's rotary embedding")
+        rotary = assert_present(observation.rotary, "ExpectedAttention was not given the model's rotary embedding")
         following = observation.following
         positions = following[:, None] + torch.arange(self.future, device=following.device)
         tables = rotary(positions.flatten())

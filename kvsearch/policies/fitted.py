@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.config.options import parse_setting
-from kvsearch.core.errors import UsageError, present
+from kvsearch.core.errors import UsageError, assert_present
 from kvsearch.core.files import read_bytes
 from kvsearch.core.naming import check_unique
-from kvsearch.core.parsing import shown
+from kvsearch.core.parsing import format_value
 from kvsearch.policies.base import Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.ranking import scored
-from kvsearch.policies.registry import FITTED, policy_class
+from kvsearch.policies.ranking import score_entries
+from kvsearch.policies.registry import FITTED, find_policy_class
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 VERSION = 1  # of what weights mean to the policies that read them
 WRITTEN_FOR = "policy_version"  # the setting of a profile that has it; without it, 1
 _FILE = "file"  # of a policy that is sent to another process: where its weights were read, and what they are
-SCORE = "score"  # the running state: of every entry, as it was made
-GOLDEN = (5**0.5 - 1) / 2
+SCORE_STATE = "score"  # the running state: of every entry, as it was made
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -55,30 +55,30 @@ class Fitted(Policy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the weights along to another process, which may not see the file."""
-        from kvsearch.plan.saved import known_weights
+        from kvsearch.plan.saved import read_known_weights
 
-        return {**self.__dict__, _FILE: known_weights(self.weights)}
+        return {**self.__dict__, _FILE: read_known_weights(self.weights)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make the weights known to the process that this came to."""
-        from kvsearch.plan.saved import know
+        from kvsearch.plan.saved import register_weights
 
         path, data = state.pop(_FILE)
-        know(data, path)
+        register_weights(data, path)
         self.__dict__.update(state)
 
     @classmethod
     @abstractmethod
     def check_weights(cls, digest: str) -> None:
-        """Raise UsageError if the weights of this SHA-256 are not here, or are none of this policy."""
+        """Raise UsageError if the weights of this SHA-256 are missing, or belong to another policy."""
 
     def start(self, observation: Observation) -> State:
         """Return the scores of the prompt's entries."""
-        return State({SCORE: scored(self, observation).clone()})
+        return State({SCORE_STATE: score_entries(self, observation).clone()})
 
     def step(self, step: Step) -> Tensor:
         """Return the scores [S, C] fp32 of all entries; those of the tokens that arrived are made, +inf till then."""
-        scores = step.cached.state.entries[SCORE]
+        scores = step.cached.state.entries[SCORE_STATE]
         newest = step.newest[:, None]
         if step.waits:
             return scores.scatter_(1, newest, torch.inf)
@@ -109,16 +109,16 @@ class CalibratedRanking(Fitted):
         UsageError: see `check_weights`.
         """
         self.check_weights(self.weights)
-        fitted = profile_of(self.weights, self.name).metadata.model
+        fitted = load_fitted_profile(self.weights, self.name).metadata.model
         fitted.require(model, f"the fitted ranking of policy {self.name}")
 
     @property
-    def online(self) -> bool:
+    def has_decode_rule(self) -> bool:
         return not self.refresh
 
 
-def split_settings(text: str, what: str, form: str, most: int) -> tuple[list[str], dict[str, Any]]:
-    """Return the names before the settings of NAME:NAME:KEY=VALUE, at `most` so many, and the settings.
+def split_settings(text: str, what: str, form: str, max_count: int) -> tuple[list[str], dict[str, Any]]:
+    """Return the names before the settings of NAME:NAME:KEY=VALUE, at `max_count` so many, and the settings.
 
     What POLICY=DIR stands for is a name. `form` says what names there may be.
 
@@ -127,7 +127,7 @@ def split_settings(text: str, what: str, form: str, most: int) -> tuple[list[str
     """
     pieces = text.split(":")
     names = list(takewhile(lambda piece: "=" not in piece or piece.partition("=")[0] in FITTED, pieces))
-    if not 1 <= len(names) <= most or not all("=" in piece for piece in pieces[len(names) :]):
+    if not 1 <= len(names) <= max_count or not all("=" in piece for piece in pieces[len(names) :]):
         raise UsageError(f"{what} {text}: it is {form} with :KEY=VALUE after it")
     settings = [parse_setting(piece, what) for piece in pieces[len(names) :]]
     check_unique(f"{what} {text}:", [key for key, _ in settings])
@@ -145,23 +145,23 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
             without weights of it; a fit that every built-in ranking is better than.
     """
     form = f"NAME or one of {', '.join(f'{name}=DIR' for name in FITTED)},"
-    (spec,), settings = split_settings(text, "policy", form, most=1)
-    from kvsearch.plan.saved import PROFILE, WEIGHTS, know
+    (spec,), settings = split_settings(text, "policy", form, max_count=1)
+    from kvsearch.plan.saved import PROFILE, WEIGHTS, register_weights
 
     name, given, source = spec.partition("=")
     if name not in FITTED:
         return name, settings
-    policy = policy_class(name)
+    policy = find_policy_class(name)
     assert issubclass(policy, Fitted)
     if not given:
         raise UsageError(f"policy {name} is fitted: give {name}=DIR, a directory that {policy.made_by} wrote")
     path = Path(source)
     path = path / (policy.published or PROFILE) if path.is_dir() else path
-    digest = know(read_bytes(path), path)
+    digest = register_weights(read_bytes(path), path)
     policy.check_weights(digest)
     if policy.published:
         return name, {WEIGHTS: digest, **settings}
-    profile = profile_of(digest, name)
+    profile = load_fitted_profile(digest, name)
     if is_last(profile.arrays):
         raise UsageError(
             f"policy {text}: on contexts that it never saw every built-in ranking is better than this fit: fit on more "
@@ -183,34 +183,36 @@ def is_last(arrays: Mapping[str, Floats]) -> bool:
 
 
 @lru_cache(maxsize=16)
-def profile_of(digest: str, method: str) -> Profile:
+def load_fitted_profile(digest: str, method: str) -> Profile:
     """Return the profile of a `method` that has the weights of this SHA-256.
 
     Raises:
         UsageError: they are not here, or the file is no profile of that method, or for another version of the policy.
     """
     from kvsearch.plan.profile import read_profile
-    from kvsearch.plan.saved import known_weights
+    from kvsearch.plan.saved import read_known_weights
 
-    path, data = known_weights(digest)
-    found = read_profile(data, str(path))
-    if found.metadata.method != method:
-        raise UsageError(f"{path} has no weights of policy {method}: it is a profile of {shown(found.metadata.method)}")
-    version = found.metadata.provenance.settings.get(WRITTEN_FOR, 1)
+    path, data = read_known_weights(digest)
+    profile = read_profile(data, str(path))
+    if profile.metadata.method != method:
+        raise UsageError(
+            f"{path} has no weights of policy {method}: it is a profile of {format_value(profile.metadata.method)}"
+        )
+    version = profile.metadata.provenance.settings.get(WRITTEN_FOR, 1)
     if version != VERSION:
         raise UsageError(
             f"{path} has weights for version {version} of policy {method}, and this is version {VERSION}: fit it again "
             f"with `calibrate --method {method}`, or use the kvsearch that wrote it"
         )
-    return found
+    return profile
 
 
-def useless_weights(method: str, problem: str) -> UsageError:
+def useless_weights_error(method: str, problem: str) -> UsageError:
     """Return what to say of weights that this version cannot use."""
     return UsageError(f"the weights of policy {method} cannot be used: {problem}; fit them again with this version")
 
 
-def row_of(layer: int, layers: Sequence[int], name: str) -> int:
+def find_row(layer: int, layers: Sequence[int], name: str) -> int:
     """Return the row of a policy's weights, which are for `layers`, that a layer has; UsageError if it has none."""
     if layer not in layers:
         raise UsageError(f"policy {name}: its weights are for layers {layers}, not {layer}")
@@ -225,33 +227,33 @@ def require_arrays(profile: Profile, tails: Mapping[str, tuple[str, ...]], sizes
     known = dict(sizes)
     problem = ""
     for name, tail in tails.items():
-        found = profile.arrays.get(name)
+        array = profile.arrays.get(name)
         wanted = [*profile.metadata.shape, *(known.get(letter, letter) for letter in tail)]
-        if found is None:
+        if array is None:
             problem = f"{name} is missing"
-        elif found.dtype.kind != "f":
-            problem = f"{name} has type {found.dtype}, not a floating-point one"
-        elif found.ndim != len(wanted) or any(
-            isinstance(size, int) and size != there for size, there in zip(wanted, found.shape, strict=True)
+        elif array.dtype.kind != "f":
+            problem = f"{name} has type {array.dtype}, not a floating-point one"
+        elif array.ndim != len(wanted) or any(
+            isinstance(size, int) and size != there for size, there in zip(wanted, array.shape, strict=True)
         ):
-            problem = f"{name} has shape {list(found.shape)}, not [{', '.join(map(str, wanted))}]"
+            problem = f"{name} has shape {list(array.shape)}, not [{', '.join(map(str, wanted))}]"
         else:
-            known |= dict(zip(tail, found.shape[2:], strict=True))
+            known |= dict(zip(tail, array.shape[2:], strict=True))
         if problem:
-            raise useless_weights(profile.metadata.method, problem)
+            raise useless_weights_error(profile.metadata.method, problem)
 
 
-def even_places(index: Tensor) -> Tensor:
+def spread_places(index: Tensor) -> Tensor:
     """Return the fractional part of indices times the golden ratio, fp32: the largest lie evenly at every budget."""
-    return (index.clamp(min=0).double() * GOLDEN).frac().float()
+    return (index.clamp(min=0).double() * GOLDEN_RATIO).frac().float()
 
 
-def plain_keys(observation: Observation) -> Tensor:
+def unrotate_keys(observation: Observation) -> Tensor:
     """Return the keys at position 0 (un-rotated), [B, Hkv, T, D] fp32, computed once per observation."""
     from kvsearch.models.architecture import unrotate
 
     unknown = "a policy turns keys back and was not given the model's rotary embedding"
-    rotary = present(observation.rotary, unknown)
+    rotary = assert_present(observation.rotary, unknown)
 
     def compute() -> Tensor:
         positions = observation.index.clamp(min=0)
@@ -261,6 +263,6 @@ def plain_keys(observation: Observation) -> Tensor:
     return observation.shared("plain_keys", compute)
 
 
-def heads_of(array: Tensor, observation: Observation) -> Tensor:
+def select_heads(array: Tensor, observation: Observation) -> Tensor:
     """Return what is by kv head, [Hkv, ...], beside the rows of an observation: [1, Hkv, ...], or [B, 1, ...]."""
     return array[None] if observation.heads is None or len(array) == 1 else array[observation.heads][:, None]

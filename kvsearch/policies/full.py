@@ -18,6 +18,6 @@ class FullKV(Policy):
         """Return a constant, [B, Hkv, T] fp32: nothing is preferred, the budget is the length."""
         return observation.keys.new_zeros(observation.keys.shape[:3]).float()
 
-    def exempt(self, budget: int, length: int) -> bool:  # noqa: ARG002
+    def keeps_all(self, budget: int, length: int) -> bool:  # noqa: ARG002
         """Never evict, whatever the budget."""
         return True

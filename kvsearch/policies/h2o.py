@@ -10,7 +10,7 @@ from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.tensors import Tensor
 
-MASS = "mass"
+MASS_STATE = "mass"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class H2O(Policy):
             return None
         return observation.index.float()[:, None].expand(observation.keys.shape[:3])
 
-    def quota(self, budget: int) -> int:
+    def first_stage_budget(self, budget: int) -> int:
         """Return how many sinks and recent entries there are, where a share of the budget is for recent ones."""
         return 0 if self.recent else self.sinks + self._share_of(budget)
 
@@ -67,10 +67,10 @@ class H2O(Policy):
 
     def start(self, observation: Observation) -> State:
         """Return the attention that every entry received in the prompt."""
-        return State({MASS: observation.received().clone()})
+        return State({MASS_STATE: observation.received().clone()})
 
     def step(self, step: Step) -> Tensor:
         """Return the attention received, this step's included, [S, C] fp32."""
-        mass = step.cached.state.entries[MASS]
+        mass = step.cached.state.entries[MASS_STATE]
         mass += step.row
         return mass

@@ -29,7 +29,7 @@ class KeyDiff(Policy):
         """Return the negative cosine to the anchor, [B, Hkv, T] fp32."""
         real = observation.valid[:, None]
         keys = observation.keys.float().masked_fill(~real[..., None], 0.0)
-        return difference(keys, anchor(observation.keys, real))
+        return score_difference(keys, compute_anchor(observation.keys, real))
 
     def step(self, step: Step) -> Tensor:
         """Return 1 minus the cosine to the anchor of what is held now, [S, C] fp32, by a rising line per segment.
@@ -46,12 +46,12 @@ class KeyDiff(Policy):
         return torch.addcmul(torch.linalg.vector_norm(total, dim=1), along, scale, value=-1)
 
 
-def anchor(keys: Tensor, real: Tensor) -> Tensor:
+def compute_anchor(keys: Tensor, real: Tensor) -> Tensor:
     """Return the mean direction of the `real` [..., T] bool of keys [..., T, D], [..., D] fp32."""
     keys = keys.float().masked_fill(~real[..., None], 0.0)  # what else lies there may be anything, NaN included
     return F.normalize(keys, dim=-1, eps=EPSILON).sum(-2) / real.sum(-1).clamp(min=1)[..., None]
 
 
-def difference(keys: Tensor, mean: Tensor) -> Tensor:
+def score_difference(keys: Tensor, mean: Tensor) -> Tensor:
     """Return the negative cosine of keys [..., T, D] to the direction `mean` [..., D], [..., T] fp32."""
     return -F.cosine_similarity(keys.float(), mean[..., None, :], dim=-1, eps=EPSILON)

@@ -61,8 +61,8 @@ class KVzap(Fitted):
 
     def check_model(self, model: ModelFingerprint) -> None:
         """Raise IncompatibleError if the weights have other layers or kv heads than the model of this fingerprint."""
-        found = _layers(self.weights, "cpu")
-        sizes = len(found), found[0][-1][0].shape[0]
+        layers = _layers(self.weights, "cpu")
+        sizes = len(layers), layers[0][-1][0].shape[0]
         if sizes != (model.layers, model.kv_heads):
             raise IncompatibleError(
                 f"policy kvzap: its weights are for {sizes[0]} layers of {sizes[1]} kv heads, and {model.name} has "
@@ -96,26 +96,26 @@ def _layers(digest: str, device: Any) -> tuple[Steps, ...]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from kvsearch.plan.saved import known_weights
+    from kvsearch.plan.saved import read_known_weights
 
-    path, data = known_weights(digest)
+    path, data = read_known_weights(digest)
     try:
         tensors = load(data)
     except SafetensorError as error:
         raise UsageError(f"{path} is no complete safetensors file: {error}") from error
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    found: list[Steps] = []
-    while (steps := _maps(tensors, f"layers.{len(found)}")) is not None:
-        found.append(steps)
-    shapes = {tuple(weight.shape for weight, _ in steps) for steps in found}
-    if len(shapes) != 1 or 2 * sum(map(len, found)) != len(tensors):
+    layers: list[Steps] = []
+    while (steps := _maps(tensors, f"layers.{len(layers)}")) is not None:
+        layers.append(steps)
+    shapes = {tuple(weight.shape for weight, _ in steps) for steps in layers}
+    if len(shapes) != 1 or 2 * sum(map(len, layers)) != len(tensors):
         raise UsageError(
             f"{path} has no weights of KVzap: they are layers.0.weight and layers.0.bias, or those of layers.0.0 and "
             "layers.0.2, alike for every layer"
         )
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise UsageError(f"{path}: some of its weights are not finite")
-    return tuple(tuple((weight.to(device), bias.to(device)) for weight, bias in steps) for steps in found)
+    return tuple(tuple((weight.to(device), bias.to(device)) for weight, bias in steps) for steps in layers)
 
 
 def _maps(tensors: dict[str, Tensor], name: str) -> Steps | None:

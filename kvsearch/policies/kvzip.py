@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Rereading
+from kvsearch.policies.base import Needs, Observation, Policy, SecondPass
 from kvsearch.policies.tensors import Tensor
 
 
@@ -33,9 +33,9 @@ class KVzip(Policy):
         self._at_least(1, "chunk")
 
     @property
-    def rereading(self) -> Rereading:
+    def rereading(self) -> SecondPass:
         """What is measured while the prompt is read again."""
-        return Rereading(self.chunk, self.plus)
+        return SecondPass(self.chunk, self.plus)
 
     def needs(self) -> Needs:
         return Needs(reread=self.rereading)

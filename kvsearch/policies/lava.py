@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.policies.base import Observation
-from kvsearch.policies.scoring import mean_window_attention, pool_positions
+from kvsearch.policies.scoring import average_window_attention, pool_positions
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import Tensor
 
@@ -28,5 +28,5 @@ class LAVa(SnapKV):
         """Return the pooled attention of the window times the largest value norm, [B, Hkv, T] fp32."""
         inside = observation.candidates(0, self.protect)
         largest = observation.value_norms(1).masked_fill(~inside[:, None], 0.0).amax(-1, keepdim=True)
-        attention = mean_window_attention(observation, self.window, self.group)
+        attention = average_window_attention(observation, self.window, self.group)
         return pool_positions(attention * largest, self.kernel, self.pooling, inside)

@@ -14,27 +14,27 @@ from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.fitted import (
     CalibratedRanking,
-    even_places,
-    heads_of,
-    plain_keys,
-    profile_of,
+    find_row,
+    load_fitted_profile,
     require_arrays,
-    row_of,
-    useless_weights,
+    select_heads,
+    spread_places,
+    unrotate_keys,
+    useless_weights_error,
 )
-from kvsearch.policies.ranking import scored
+from kvsearch.policies.ranking import score_entries
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import F, Tensor, torch
 
-METHOD = "probe"  # of the profile that has the weights
+PROBE_METHOD = "probe"  # of the profile that has the weights
 SINKS = 4
 WINDOW = 8
 SPREAD = "spread"  # an even sample of the entries
 OF_ATTENTION = ("expected_attention", "snapkv")  # need queries that come after an entry
 # no regression reads the spread: heads that attend everywhere are ranked by it alone
 FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff", SPREAD)
-LEAST = 1e-8
-MOST_LOG = 60.0  # scores stay finite in fp32
+MIN_IMPORTANCE = 1e-8
+MAX_LOG_SCORE = 60.0  # scores stay finite in fp32
 ANCHOR = "anchor"  # running state: the mean direction of the prompt's keys
 
 
@@ -81,8 +81,8 @@ class Weights(NamedTuple):
 
     def of(self, array: Tensor, layer: int, seen: Observation | None = None) -> Tensor:
         """Return one of `arrays` in a model layer, by kv head [1, Hkv, ...], or as `seen` has its rows [B, 1, ...]."""
-        mine = array[row_of(layer, self.layers, METHOD)]
-        return mine[None] if seen is None else heads_of(mine, seen)
+        row = array[find_row(layer, self.layers, PROBE_METHOD)]
+        return row[None] if seen is None else select_heads(row, seen)
 
 
 def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
@@ -90,7 +90,7 @@ def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
 
     key: the key at position 0 (un-rotated); value; value_norm: log |v|; expected_attention, snapkv: the logarithms of
     these policies' scores, times the number of entries, so that they do not depend on the length; keydiff: its cosine;
-    spread: see `even_places`.
+    spread: see `spread_places`.
     """
     parts = [_FEATURES[name](observation) for name in names]
     return torch.cat([part if part.ndim == 4 else part[..., None] for part in parts], -1)
@@ -109,20 +109,20 @@ def needs_of(names: tuple[str, ...]) -> Needs:
 
 def _log_score(policy: Policy) -> Any:
     def score(observation: Observation) -> Tensor:
-        scores = scored(policy, observation).clamp(min=0) * observation.lengths[:, None, None]
-        return (scores + LEAST).log()
+        scores = score_entries(policy, observation).clamp(min=0) * observation.lengths[:, None, None]
+        return (scores + MIN_IMPORTANCE).log()
 
     return score
 
 
 _FEATURES: dict[str, Any] = {
-    "key": plain_keys,
+    "key": unrotate_keys,
     "value": lambda observation: observation.values.float(),
-    "value_norm": lambda observation: (observation.value_norms(2) + LEAST).log(),
+    "value_norm": lambda observation: (observation.value_norms(2) + MIN_IMPORTANCE).log(),
     "expected_attention": _log_score(ExpectedAttention(sinks=SINKS)),
     "snapkv": _log_score(SnapKV(window=WINDOW, sinks=SINKS)),
-    "keydiff": partial(scored, keydiff.KeyDiff(sinks=SINKS)),
-    SPREAD: lambda observation: even_places(observation.index)[:, None].expand(observation.keys.shape[:3]),
+    "keydiff": partial(score_entries, keydiff.KeyDiff(sinks=SINKS)),
+    SPREAD: lambda observation: spread_places(observation.index)[:, None].expand(observation.keys.shape[:3]),
 }
 
 
@@ -155,14 +155,14 @@ class Probe(CalibratedRanking):
     def score(self, observation: Observation) -> Tensor:
         """Return the fitted importance, [B, Hkv, T] fp32."""
         fitted = _weights(self.weights, observation.keys.device)
-        found = fitted.log_importance(features_of(observation, fitted.features), observation.layer, observation)
-        return found.clamp(-MOST_LOG, MOST_LOG).exp()
+        scores = fitted.log_importance(features_of(observation, fitted.features), observation.layer, observation)
+        return scores.clamp(-MAX_LOG_SCORE, MAX_LOG_SCORE).exp()
 
     def start(self, observation: Observation) -> State:
         """Return the scores of the prompt's entries, and the mean direction of its keys where that is looked at."""
         state = super().start(observation)
         if "keydiff" in self.fitted.features:
-            state.heads[ANCHOR] = keydiff.anchor(observation.keys, observation.valid[:, None])
+            state.heads[ANCHOR] = keydiff.compute_anchor(observation.keys, observation.valid[:, None])
         return state
 
     def arriving(self, step: Step) -> Tensor:
@@ -175,15 +175,15 @@ class Probe(CalibratedRanking):
         for name in fitted.features:
             if name == "keydiff":
                 anchor = step.cached.state.heads[ANCHOR].view(*shape[:2], -1)
-                part = keydiff.difference(seen.keys, anchor)[..., None]
+                part = keydiff.score_difference(seen.keys, anchor)[..., None]
             elif name in OF_ATTENTION:
                 part = average[..., first : first + 1]
             else:
                 part = features_of(seen, (name,))
             parts.append(part)
             first += part.shape[-1]
-        found = fitted.log_importance(torch.cat(parts, -1), seen.layer, seen)
-        return found.flatten(0, 1).clamp(-MOST_LOG, MOST_LOG).exp()
+        scores = fitted.log_importance(torch.cat(parts, -1), seen.layer, seen)
+        return scores.flatten(0, 1).clamp(-MAX_LOG_SCORE, MAX_LOG_SCORE).exp()
 
     @property
     def fitted(self) -> Weights:
@@ -195,13 +195,15 @@ class Probe(CalibratedRanking):
 @lru_cache(maxsize=16)
 def _weights(digest: str, device: Any = "cpu") -> Weights:
     """Return what a file has; UsageError if it is not here, or not of this version."""
-    profile = profile_of(digest, METHOD)
+    profile = load_fitted_profile(digest, PROBE_METHOD)
     features = profile.metadata.provenance.settings.get("features")
     if not isinstance(features, tuple) or not set(features) <= set(FEATURES):
-        raise useless_weights(METHOD, f"they look at {features}, and this version knows {', '.join(FEATURES)}")
+        raise useless_weights_error(
+            PROBE_METHOD, f"they look at {features}, and this version knows {', '.join(FEATURES)}"
+        )
     names = tuple(map(str, features))
     require_arrays(profile, ARRAYS, {"F": len(columns_of(names, profile.metadata.model.head_dim))})
     if not bool((profile.arrays["scale"] > 0).all()):
-        raise useless_weights(METHOD, "a scale is not above 0")
+        raise useless_weights_error(PROBE_METHOD, "a scale is not above 0")
     arrays = (torch.from_numpy(profile.arrays[name].copy()).float().to(device) for name in Coefficients._fields)
     return Weights(names, profile.metadata.layers, Coefficients(*arrays))

@@ -13,20 +13,20 @@ from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.fitted import (
     CalibratedRanking,
-    even_places,
-    heads_of,
-    plain_keys,
-    profile_of,
+    find_row,
+    load_fitted_profile,
     require_arrays,
-    row_of,
+    select_heads,
+    spread_places,
+    unrotate_keys,
 )
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.scoring import choose_chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
 
-METHOD = "query_bank"  # of the profile that has the queries
-QUERIES = "queries"  # its arrays
-EVEN = "even"
-LEAST = 1e-13  # the mean score of heads that are ranked evenly: where nothing is looked at, all are told apart
+QUERY_BANK_METHOD = "query_bank"  # of the profile that has the queries
+QUERIES_ARRAY = "queries"  # its arrays
+EVEN_ARRAY = "even"
+EVEN_SCORE = 1e-13  # the mean score of heads that are ranked evenly: where nothing is looked at, all are told apart
 MEAN = "mean"  # running state: of the scores of the prompt's entries that are ranked
 NORMALISER = "normaliser"  # running state: log of the sum of exponentials over the prompt, of every query
 
@@ -42,14 +42,14 @@ class QueryBank(CalibratedRanking):
     sinks where the model has them.
 
     Heads that the calibration marks as even are ranked by an even spread: their scores are what the same mean, m, makes
-    of places in [0, 1), 2 m even_places(i), see `even_places`.
+    of places in [0, 1), 2 m even_places(i), see `spread_places`.
 
     While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
     its attention among the prompt's entries and itself. With a `refresh` all entries are scored anew every so many
     steps instead, over those that are held.
     """
 
-    name: ClassVar[str] = METHOD
+    name: ClassVar[str] = QUERY_BANK_METHOD
     source: ClassVar[str] = "kvsearch; importance as LU-KV, arXiv 2602.08585, Eq. 4, over stored queries"
     made_by: ClassVar[str] = "`calibrate --method query_bank`"
 
@@ -85,18 +85,18 @@ class QueryBank(CalibratedRanking):
         """Return the mean score of the entries that are ranked, [B, Hkv]."""
         ranked = observation.candidates(self.sink_count, self.recent_count)
         total = self._attended(observation)[0].masked_fill(~ranked[:, None], 0.0).sum(-1)
-        return (total / ranked.sum(-1).clamp(min=1)[:, None]).clamp(min=LEAST)
+        return (total / ranked.sum(-1).clamp(min=1)[:, None]).clamp(min=EVEN_SCORE)
 
     def _evened(self, scores: Tensor, mean: Tensor, observation: Observation) -> Tensor:
         """Return scores [B, Hkv, T], in heads that are even those that places make of a `mean` [B, Hkv, 1]."""
         _, of_layer = self._stored(observation)
-        even = heads_of(of_layer, observation)[..., None]
-        return torch.where(even, 2 * mean * even_places(observation.index)[:, None], scores)
+        even = select_heads(of_layer, observation)[..., None]
+        return torch.where(even, 2 * mean * spread_places(observation.index)[:, None], scores)
 
     def _stored(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Return the queries of a layer [Hkv, G, N, D], and heads that are ranked evenly [Hkv] bool, as views."""
         queries, even, layers = _bank(self.weights, observation.keys.device)
-        row = row_of(observation.layer, layers, METHOD)
+        row = find_row(observation.layer, layers, QUERY_BANK_METHOD)
         return queries[row], even[row]
 
     def _attended(self, observation: Observation) -> tuple[Tensor, Tensor]:
@@ -115,12 +115,12 @@ class QueryBank(CalibratedRanking):
                 sums.append(whole[..., 0])
             return scores.masked_fill(~observation.valid[:, None], 0.0), torch.cat(sums, 3)
 
-        return observation.shared((METHOD, self.weights), compute)
+        return observation.shared((QUERY_BANK_METHOD, self.weights), compute)
 
     def _logits(self, observation: Observation) -> Iterator[Tensor]:
         """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""
         of_layer, _ = self._stored(observation)
-        queries = heads_of(of_layer, observation)  # [B or 1, Hkv, G, N, D]
+        queries = select_heads(of_layer, observation)  # [B or 1, Hkv, G, N, D]
         stored = queries.shape[2]
         group = observation.projected_norms("l2").shape[2]
         if stored not in (1, group):
@@ -128,12 +128,12 @@ class QueryBank(CalibratedRanking):
                 f"policy query_bank: its weights are for {stored} query heads of every kv head, and this model has "
                 f"{group}"
             )
-        keys = (plain_keys(observation) * _amplitude(observation))[:, :, None].transpose(-1, -2)
+        keys = (unrotate_keys(observation) * _amplitude(observation))[:, :, None].transpose(-1, -2)
         hidden = ~observation.valid[:, None, None, None]
         size = keys.shape[0] * keys[0, 0, 0, 0].numel()
-        step = max(1, chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))
-        for some in torch.split(queries, step, 3):
-            logits = (some @ keys) * observation.scaling
+        step = max(1, choose_chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))
+        for part in torch.split(queries, step, 3):
+            logits = (part @ keys) * observation.scaling
             if observation.softcap is not None:
                 logits = observation.softcap * torch.tanh(logits / observation.softcap)
             yield logits.masked_fill(hidden, float("-inf"))
@@ -155,9 +155,13 @@ def _bank(digest: str, device: Any = "cpu") -> tuple[Tensor, Tensor, tuple[int, 
 
     Older files have no even heads. UsageError if the file is not here, or its arrays have other shapes.
     """
-    profile = profile_of(digest, METHOD)
-    tails = {QUERIES: ("G", "N", "D"), **({EVEN: ()} if EVEN in profile.arrays else {})}
+    profile = load_fitted_profile(digest, QUERY_BANK_METHOD)
+    tails = {QUERIES_ARRAY: ("G", "N", "D"), **({EVEN_ARRAY: ()} if EVEN_ARRAY in profile.arrays else {})}
     require_arrays(profile, tails, {"D": profile.metadata.model.head_dim})
-    queries = torch.from_numpy(profile.arrays[QUERIES].copy()).float()
-    even = torch.from_numpy(profile.arrays[EVEN] > 0) if EVEN in profile.arrays else torch.zeros(queries.shape[:2]) > 0
+    queries = torch.from_numpy(profile.arrays[QUERIES_ARRAY].copy()).float()
+    even = (
+        torch.from_numpy(profile.arrays[EVEN_ARRAY] > 0)
+        if EVEN_ARRAY in profile.arrays
+        else torch.zeros(queries.shape[:2]) > 0
+    )
     return queries.to(device), even.to(device), profile.metadata.layers

@@ -8,8 +8,8 @@ from typing import ClassVar
 from kvsearch.policies.base import Observation, Policy
 from kvsearch.policies.tensors import Tensor, torch
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-FIRST = 0xBF58476D1CE4E5B9 - 2**64
+GOLDEN_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 SECOND = 0x94D049BB133111EB - 2**64
 
 
@@ -37,8 +37,8 @@ def uniform(*keys: int | Tensor) -> Tensor:
     """
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:  # mixed by the finaliser of SplitMix64 (Steele et al. 2014); products wrap around
-        state = state + GOLDEN + torch.as_tensor(key, dtype=torch.int64)
-        state = (state ^ _shifted(state, 30)) * FIRST
+        state = state + GOLDEN_INCREMENT + torch.as_tensor(key, dtype=torch.int64)
+        state = (state ^ _shifted(state, 30)) * FIRST_FACTOR
         state = (state ^ _shifted(state, 27)) * SECOND
         state = state ^ _shifted(state, 31)
     return _shifted(state, 40).float() * 2.0**-24

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from kvsearch.policies.base import Observation, Policy
-from kvsearch.policies.checks import calling, check_scores
+from kvsearch.policies.checks import check_scores, name_package_on_error
 from kvsearch.policies.tensors import Tensor, torch
 
 
-def protection_order(valid: Tensor, sinks: int, window: int) -> Tensor:
+def order_protected(valid: Tensor, sinks: int, window: int) -> Tensor:
     """Return the place of every protected entry in the order of protection, [B, T] int64; -1 where not protected.
 
     The newest entry comes first, then the sinks from the first on, then the window from the newest on: a budget
@@ -36,43 +36,43 @@ def rank_entries(scores: Tensor, valid: Tensor, sinks: int = 0, window: int = 0)
 
     Ties go to the lower position (stable descending sort). `scores` is [B, Hkv, T], `valid` [B, T] bool.
     """
-    order = protection_order(valid, sinks, window)
+    order = order_protected(valid, sinks, window)
     # three classes, best first: protected (in the order of protection), candidates (by score), padding
     candidates = scores.float().masked_fill(~valid[:, None], float("-inf"))
-    place = inverse(torch.argsort(candidates, dim=-1, stable=True, descending=True))
+    place = invert_permutation(torch.argsort(candidates, dim=-1, stable=True, descending=True))
     sort_key = torch.where((order >= 0)[:, None], order[:, None], place + sinks + window)
     sort_key = sort_key.masked_fill(~valid[:, None], 2 * valid.shape[-1] + sinks + window)
-    return inverse(torch.argsort(sort_key, dim=-1, stable=True)).int()
+    return invert_permutation(torch.argsort(sort_key, dim=-1, stable=True)).int()
 
 
-def inverse(permutation: Tensor) -> Tensor:
+def invert_permutation(permutation: Tensor) -> Tensor:
     """Return where each element went: the inverse of permutations along the last dimension."""
     index = torch.arange(permutation.shape[-1], device=permutation.device).expand_as(permutation)
     return torch.empty_like(permutation).scatter_(-1, permutation, index)
 
 
-def at_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -> Tensor:
-    """Return what a rule of whole numbers, such as `Policy.quota`, gives for every element of int64 `counts`.
+def apply_to_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -> Tensor:
+    """Apply a rule of whole numbers, such as `Policy.first_stage_budget`, to every element of int64 `counts`.
 
     All are of one shape, as is the result, int64 on the CPU; a rule of several results adds a dimension for them.
     """
     numbers = list(zip(*(count.flatten().tolist() for count in counts), strict=True))
     known = {different: rule(*different) for different in set(numbers)}
-    found = torch.tensor([known[each] for each in numbers], dtype=torch.int64)
-    return found.view(*counts[0].shape, *found.shape[1:])
+    results = torch.tensor([known[each] for each in numbers], dtype=torch.int64)
+    return results.view(*counts[0].shape, *results.shape[1:])
 
 
-def scores_taking(policy: Policy, observation: Observation, taken: Tensor) -> Tensor:
+def raise_taken(policy: Policy, observation: Observation, taken: Tensor) -> Tensor:
     """Return scores [B, Hkv, T], +inf for the best `taken` [B, Hkv] entries of the first stage, if there is one."""
-    scores = scored(policy, observation)
-    first = first_staged(policy, observation)
+    scores = score_entries(policy, observation)
+    first = first_stage_scores(policy, observation)
     if first is None:
         return scores
     ranks = rank_entries(first, observation.valid, policy.sink_count, policy.recent_count)
     return scores.masked_fill(ranks < taken[:, :, None], float("inf"))
 
 
-def scored(policy: Policy, observation: Observation) -> Tensor:
+def score_entries(policy: Policy, observation: Observation) -> Tensor:
     """Return the policy's scores [B, Hkv, T], computed once per observation, however many budgets are tried.
 
     Raises:
@@ -80,34 +80,36 @@ def scored(policy: Policy, observation: Observation) -> Tensor:
     """
 
     def compute() -> Tensor:
-        with calling(policy, "score"):
+        with name_package_on_error(policy, "score"):
             scores = policy.score(observation)
         return check_scores(policy, observation, "score", scores)
 
-    return observation.shared(("scores", _identity(policy)), compute)
+    return observation.shared(("scores", _identify(policy)), compute)
 
 
-def first_staged(policy: Policy, observation: Observation) -> Tensor | None:
-    """Return the policy's first stage [B, Hkv, T], as `scored`; None where it has none."""
+def first_stage_scores(policy: Policy, observation: Observation) -> Tensor | None:
+    """Return the policy's first stage [B, Hkv, T], as `score_entries`; None where it has none."""
 
     def compute() -> Tensor | None:
-        with calling(policy, "first_stage"):
-            found = policy.first_stage(observation)
-        return None if found is None else check_scores(policy, observation, "first_stage", found)
+        with name_package_on_error(policy, "first_stage"):
+            scores = policy.first_stage(observation)
+        return None if scores is None else check_scores(policy, observation, "first_stage", scores)
 
-    return observation.shared(("first stage", _identity(policy)), compute)
+    return observation.shared(("first stage", _identify(policy)), compute)
 
 
 def rank_scored(policy: Policy, observation: Observation) -> Tensor:
     """Return the rank of every entry by the policy's score alone, [B, Hkv, T] int32, computed once per observation."""
 
     def rank() -> Tensor:
-        return rank_entries(scored(policy, observation), observation.valid, policy.sink_count, policy.recent_count)
+        return rank_entries(
+            score_entries(policy, observation), observation.valid, policy.sink_count, policy.recent_count
+        )
 
-    return observation.shared(("ranks", _identity(policy)), rank)
+    return observation.shared(("ranks", _identify(policy)), rank)
 
 
-def _identity(policy: Policy) -> Hashable:
+def _identify(policy: Policy) -> Hashable:
     """Return what equal policies have in common; only the object itself where parameters cannot be hashed."""
     try:
         hash(policy)
@@ -116,25 +118,25 @@ def _identity(policy: Policy) -> Hashable:
     return policy
 
 
-def limits_under(policy: Policy, budgets: Tensor, lengths: Sequence[int]) -> Tensor:
+def find_limits(policy: Policy, budgets: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return what heads may keep at `budgets` [B, Hkv] and how much of it is the first stage's, [2, B, Hkv] int64.
 
     `lengths` are the real lengths of the sequences, and what exempt heads may keep. The result is on the CPU.
     """
 
     def limit(budget: int, length: int) -> int:
-        return length if policy.exempt(budget, length) else budget
+        return length if policy.keeps_all(budget, length) else budget
 
-    limits = at_each(limit, budgets, torch.tensor(lengths)[:, None].expand(budgets.shape))
-    return torch.stack([limits, torch.minimum(at_each(policy.quota, limits), limits)])
+    limits = apply_to_each(limit, budgets, torch.tensor(lengths)[:, None].expand(budgets.shape))
+    return torch.stack([limits, torch.minimum(apply_to_each(policy.first_stage_budget, limits), limits)])
 
 
 def keep_at(policy: Policy, observation: Observation, limits: Tensor) -> Tensor:
-    """Mark what a policy keeps, [B, Hkv, T] bool, at `limits` [2, B, Hkv] int64 on its device, see `limits_under`."""
-    if first_staged(policy, observation) is None:
+    """Mark what a policy keeps, [B, Hkv, T] bool, at `limits` [2, B, Hkv] int64 on its device, see `find_limits`."""
+    if first_stage_scores(policy, observation) is None:
         ranks = rank_scored(policy, observation)
     else:
-        scores = scores_taking(policy, observation, limits[1])
+        scores = raise_taken(policy, observation, limits[1])
         ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.recent_count)
     return keep_mask(ranks, limits[0], observation.valid)
 
@@ -148,10 +150,10 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
     sinks = policy.sink_count
     window = policy.recent_count
     ranks = rank_scored(policy, observation)
-    first = first_staged(policy, observation)
+    first = first_stage_scores(policy, observation)
     if first is None:
         return ranks
-    quota = [policy.quota(budget) for budget in range(valid.shape[-1] + 1)]
+    quota = [policy.first_stage_budget(budget) for budget in range(valid.shape[-1] + 1)]
     return merge_ranks(rank_entries(first, valid, sinks, window), ranks, quota)
 
 
@@ -168,7 +170,7 @@ def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
         counts.append(min(max(counts[-1], min(quota[budget], budget)), counts[-1] + 1))
     among = torch.tensor(counts, device=first.device)  # [T + 1]
     by_quota = torch.searchsorted(among, first.long(), right=True)
-    values = second.long().gather(-1, inverse(first.long()))  # by `first`
+    values = second.long().gather(-1, invert_permutation(first.long()))  # by `first`
     low = among.expand(*first.shape[:-1], -1)
     high = torch.full_like(low, length)
     wanted = torch.arange(length + 1, device=first.device) - among - 1  # of those from `low` on, counted from 0

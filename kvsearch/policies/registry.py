@@ -1,4 +1,4 @@
-"""Policies by name, built-in ones and those of the entry point group `kvsearch.policies`, and what is known of each."""
+"""The registry of policies: built-in ones and ones from the entry point group `kvsearch.policies`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from importlib.metadata import EntryPoint, entry_points
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, UsageError
 from kvsearch.core.limits import MOST_ROWS
 from kvsearch.core.naming import require_known
-from kvsearch.core.parsing import in_one_line
-from kvsearch.plan.schema import PolicySpec, typed_values
+from kvsearch.core.parsing import format_error
+from kvsearch.plan.schema import PolicySpec, check_values
 from kvsearch.policies.base import Policy
 
 GROUP = "kvsearch.policies"
@@ -25,23 +25,23 @@ BUILT_IN = (
     "keydiff", "expected_attention", "criticalkv", "defensivekv", "knorm", "probe", "query_bank", "kvzap", "kvzip",
     "duo_attention",
 )  # fmt: skip  # each is the module of its class
-HOME = "kvsearch"
-ROWS = {"group": "mean over the query group", "layer": "mean over the layer's heads"}
-LONG = 2**20  # tokens, for what does not depend on the length
-BUDGET = 1000  # entries, for what depends on the budget
+OWN_PACKAGE = "kvsearch"
+ROW_NAMES = {"group": "mean over the query group", "layer": "mean over the layer's heads"}
+SAMPLE_LENGTH = 2**20  # tokens, for what does not depend on the length
+SAMPLE_BUDGET = 1000  # entries, for what depends on the budget
 
 
-def policy_names() -> list[str]:
+def list_policy_names() -> list[str]:
     """Return all names that `create_policy` knows, sorted."""
-    return sorted({*BUILT_IN, *(point.name for point in third_party())})
+    return sorted({*BUILT_IN, *(point.name for point in find_third_party())})
 
 
-def third_party() -> list[EntryPoint]:
+def find_third_party() -> list[EntryPoint]:
     """Return the entry points of packages that add a policy, by name; of one name, the first is the one in use."""
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 
-def policy_class(name: str) -> type[Policy]:
+def find_policy_class(name: str) -> type[Policy]:
     """Return the class registered under `name`.
 
     Raises:
@@ -52,26 +52,26 @@ def policy_class(name: str) -> type[Policy]:
         module = import_module(f"kvsearch.policies.{name}")
         members = (member for member in vars(module).values() if inspect.isclass(member) and issubclass(member, Policy))
         return next(policy for policy in members if getattr(policy, "name", None) == name)
-    require_known("policy", name, policy_names())
-    return _load(next(point for point in third_party() if point.name == name))
+    require_known("policy", name, list_policy_names())
+    return _load(next(point for point in find_third_party() if point.name == name))
 
 
 def create_policy(name: str, params: Mapping[str, object] | None = None) -> Policy:
     """Build a policy from its name and hyper-parameters; UsageError names what is unknown or out of range."""
-    found = policy_class(name)
-    fields = dataclasses.fields(found)
+    policy_type = find_policy_class(name)
+    fields = dataclasses.fields(policy_type)
     # a third-party parameter without a default: its own __post_init__ judges it
-    values = typed_values(params or {}, {field.name: field.default for field in fields}, f"policy {name}", "parameter")
+    values = check_values(params or {}, {field.name: field.default for field in fields}, f"policy {name}", "parameter")
     required = (field.name for field in fields if is_required(field) and field.name not in values)
     if missing := ", ".join(required):
         raise UsageError(f"policy {name} has no default for {missing}: give a value")
-    made = found(**values)
+    made = policy_type(**values)
     if made.needs().query_rows > MOST_ROWS:
         raise UsageError(f"policy {name}: looks at {made.needs().query_rows} query rows, {MOST_ROWS} are the most")
     return made
 
 
-def policy_of(spec: PolicySpec) -> Policy:
+def build_policy(spec: PolicySpec) -> Policy:
     """Build the policy that a plan or profile states; UsageError as `create_policy`."""
     return create_policy(spec.name, spec.params)
 
@@ -83,24 +83,26 @@ def is_required(parameter: dataclasses.Field[object]) -> bool:
 
 def _load(point: EntryPoint) -> type[Policy]:
     try:
-        found = point.load()
+        loaded = point.load()
     except (Exception, SystemExit) as error:
-        raise _broken(point, f"cannot be imported ({in_one_line(error)})") from error
-    if not (inspect.isclass(found) and issubclass(found, Policy)):
-        raise _broken(point, f"is no Policy: {point.value}")
-    if inspect.isabstract(found):
-        raise _broken(point, f"does not define {', '.join(sorted(found.__abstractmethods__))}: {point.value}")
-    if getattr(found, "name", None) != point.name:
-        raise _broken(point, f"calls itself {getattr(found, 'name', None)!r}: {point.value}")
-    return found
+        raise _broken_policy_error(point, f"cannot be imported ({format_error(error)})") from error
+    if not (inspect.isclass(loaded) and issubclass(loaded, Policy)):
+        raise _broken_policy_error(point, f"is no Policy: {point.value}")
+    if inspect.isabstract(loaded):
+        raise _broken_policy_error(
+            point, f"does not define {', '.join(sorted(loaded.__abstractmethods__))}: {point.value}"
+        )
+    if getattr(loaded, "name", None) != point.name:
+        raise _broken_policy_error(point, f"calls itself {getattr(loaded, 'name', None)!r}: {point.value}")
+    return loaded
 
 
-def _broken(point: EntryPoint, problem: str) -> EnvironmentFault:
+def _broken_policy_error(point: EntryPoint, problem: str) -> EnvironmentFault:
     advice = "repair or uninstall that package"
-    return EnvironmentFault(f"policy {point.name} of {package_of(point)} {problem}: {advice}")
+    return EnvironmentFault(f"policy {point.name} of {find_package(point)} {problem}: {advice}")
 
 
-def package_of(point: EntryPoint) -> str:
+def find_package(point: EntryPoint) -> str:
     """Return the distribution an entry point comes from, with its version, or else its module."""
     return f"{point.dist.name} {point.dist.version}" if point.dist else point.module
 
@@ -110,20 +112,20 @@ def is_ours(policy: type[Policy]) -> bool:
     return policy.__module__.partition(".")[0] == "kvsearch"
 
 
-def fault(policy: type[Policy], problem: str) -> KvsearchError:
+def policy_error(policy: type[Policy], problem: str) -> KvsearchError:
     """Return the error that says what is wrong with a policy, and whose it is."""
     if is_ours(policy):
         return InternalError(f"policy {policy.name} {problem}: a bug in kvsearch, please report it")
     packages = (
-        package_of(point)
-        for point in third_party()
+        find_package(point)
+        for point in find_third_party()
         if (point.module, point.attr) == (policy.__module__, policy.__qualname__)
     )
     package = next(packages, policy.__module__)
     return EnvironmentFault(f"policy {policy.name} of {package} {problem}: repair it, or use another policy")
 
 
-def protecting_like(policy: Policy, other: Policy) -> Policy:
+def protect_like(policy: Policy, other: Policy) -> Policy:
     """Return a policy that protects as many sinks and recent entries as another one; UsageError if it cannot."""
     known = {field.name for field in dataclasses.fields(policy)}
     recent = next((name for name in ("protect", "recent", "window") if name in known), "")
@@ -161,43 +163,43 @@ class PolicyFacts:
     decode: str | None  # how entries are chosen while decoding
 
 
-def catalog() -> tuple[list[PolicyFacts], list[dict[str, str]]]:
+def load_catalog() -> tuple[list[PolicyFacts], list[dict[str, str]]]:
     """Return all registered policies by name, and name, package and error of those that cannot be used."""
     facts = []
     faults = []
-    for name in policy_names():
+    for name in list_policy_names():
         try:
             facts.append(describe_policy(name))
         except Exception as error:  # noqa: BLE001 - one broken package must not hide the other policies
             problem = " ".join(str(error).split()) or type(error).__name__
-            faults.append({"name": name, "package": _package(name), "error": problem})
+            faults.append({"name": name, "package": _find_package(name), "error": problem})
     return facts, faults
 
 
 def describe_policy(name: str) -> PolicyFacts:
-    """Return what is known about one policy; the errors are those of `policy_class`."""
-    found = policy_class(name)
-    fields = dataclasses.fields(found)
-    policy = None if any(map(is_required, fields)) else found()
+    """Describe a policy: parameters, source, needs and decode rule; errors as `find_policy_class`."""
+    policy_type = find_policy_class(name)
+    fields = dataclasses.fields(policy_type)
+    policy = None if any(map(is_required, fields)) else policy_type()
     phases: tuple[str, ...] = ("prefill", "decode")
     if policy is not None and _evicts_nothing(policy):
         phases = ()
     elif policy is not None and policy.no_decode_rule():
         phases = ("prefill",)
-    module = sys.modules[found.__module__]
-    described = inspect.cleandoc(found.__dict__.get("__doc__") or "")
+    module = sys.modules[policy_type.__module__]
+    described = inspect.cleandoc(policy_type.__dict__.get("__doc__") or "")
     title = " ".join((inspect.getdoc(module) or "").partition("\n\n")[0].split())
     return PolicyFacts(
         name=name,
-        package=_package(name),
-        implementation=f"{found.__module__}:{found.__qualname__}",
-        source=found.source,
+        package=_find_package(name),
+        implementation=f"{policy_type.__module__}:{policy_type.__qualname__}",
+        source=policy_type.source,
         title=title,
         # dataclasses put a signature where there is no docstring
-        formula="" if described.startswith(f"{found.__name__}(") else described,
-        parameters={field.name: _default(field) for field in fields},
+        formula="" if described.startswith(f"{policy_type.__name__}(") else described,
+        parameters={field.name: _read_default(field) for field in fields},
         phases=phases,
-        stages=None if policy is None else 1 + bool(policy.quota(BUDGET)),
+        stages=None if policy is None else 1 + bool(policy.first_stage_budget(SAMPLE_BUDGET)),
         needs=None if policy is None else tuple(policy.needs().describe()),
         sinks=None if policy is None else policy.sink_count,
         window=None if policy is None else policy.recent_count,
@@ -210,27 +212,29 @@ def _decode_rule(policy: Policy) -> str:
         return "none: it is for prefill alone"
     if _evicts_nothing(policy):
         return "keeps everything"
-    if policy.online:
-        reads = f"reads one attention row, {ROWS.get(policy.row, policy.row)}" if policy.row else "reads no attention"
+    if policy.has_decode_rule:
+        reads = (
+            f"reads one attention row, {ROW_NAMES.get(policy.row, policy.row)}" if policy.row else "reads no attention"
+        )
         rule = f"own rule every step, {reads}"
     else:
         every = policy.refresh_interval
         rule = "scored anew every step" if every == 1 else f"scored anew every {every} steps"
-    recent = policy.recent_at(BUDGET)
-    leaving = policy.drop_at(BUDGET)
+    recent = policy.recent_at(SAMPLE_BUDGET)
+    leaving = policy.drop_at(SAMPLE_BUDGET)
     if recent != policy.recent_count:
-        rule += f"; the most recent {recent} of {BUDGET} stay"
+        rule += f"; the most recent {recent} of {SAMPLE_BUDGET} stay"
     if leaving > 1:
-        rule += f"; {leaving} of {BUDGET} leave at once"
+        rule += f"; {leaving} of {SAMPLE_BUDGET} leave at once"
     return rule + ("; what leaves is merged" if policy.merges else "")
 
 
 def _evicts_nothing(policy: Policy) -> bool:
     """Return whether even a head with the smallest budget is exempt in the longest prompt."""
-    return policy.exempt(1, LONG)
+    return policy.keeps_all(1, SAMPLE_LENGTH)
 
 
-def _default(field: dataclasses.Field[object]) -> bool | int | float | str | None:
+def _read_default(field: dataclasses.Field[object]) -> bool | int | float | str | None:
     if is_required(field):
         return None
     factory = field.default_factory
@@ -239,7 +243,7 @@ def _default(field: dataclasses.Field[object]) -> bool | int | float | str | Non
     return default if finite or isinstance(default, bool | int | str) else repr(default)  # type: ignore[return-value]
 
 
-def _package(name: str) -> str:
+def _find_package(name: str) -> str:
     if name in BUILT_IN:
-        return HOME
-    return next(package_of(point) for point in third_party() if point.name == name)
+        return OWN_PACKAGE
+    return next(find_package(point) for point in find_third_party() if point.name == name)

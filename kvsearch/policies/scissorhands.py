@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.scoring import Part, window_rows
+from kvsearch.policies.scoring import BatchPart, iterate_window_rows
 from kvsearch.policies.tensors import Tensor, torch
 
 LOW = "low"
 MASS = "mass"
 RING = "ring"
-LONGEST = 2**15 - 1  # rows of history: counts are int16
+MAX_HISTORY = 2**15 - 1  # rows of history: counts are int16
 SCALE_BITS = 31
 
 
@@ -41,7 +41,9 @@ class Scissorhands(Policy):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        self._require(1 <= self.history <= LONGEST, f"history must be between 1 and {LONGEST}, got {self.history}")
+        self._require(
+            1 <= self.history <= MAX_HISTORY, f"history must be between 1 and {MAX_HISTORY}, got {self.history}"
+        )
         self._at_least(0, "drop")
         super().__post_init__()
 
@@ -64,21 +66,21 @@ class Scissorhands(Policy):
             mass = torch.zeros_like(low, dtype=torch.float32)
             ring = low.new_zeros(*shape, -(-self.history // 8), dtype=torch.uint8)
             for part, at, is_low, row in self._rows(observation):
-                some = *part, slice(row.shape[-1])
-                low[some] += is_low.sum(2, dtype=torch.int16)
-                mass[some] += row.sum(2)
+                index = *part, slice(row.shape[-1])
+                low[index] += is_low.sum(2, dtype=torch.int16)
+                mass[index] += row.sum(2)
                 byte, bit = self._slot(at[:, None, None])
                 marks = is_low.transpose(-1, -2) * bit
-                ring[some].scatter_add_(-1, byte.expand(marks.shape), marks)
+                ring[index].scatter_add_(-1, byte.expand(marks.shape), marks)
             return low, mass, ring
 
         return observation.shared(("scissorhands", self.history), compute)
 
-    def _rows(self, observation: Observation) -> Iterator[tuple[Part, Tensor, Tensor, Tensor]]:
+    def _rows(self, observation: Observation) -> Iterator[tuple[BatchPart, Tensor, Tensor, Tensor]]:
         """Yield the history, some sequences, kv heads and rows at a time.
 
         Yields (sequences and kv heads, index of every row's token [b, rows], whether entries are low [b, h, rows, N]
-        bool, their attention, mean over the group); see `window_rows`.
+        bool, their attention, mean over the group); see `iterate_window_rows`.
         """
         index = observation.index
         padding = (index < 0).sum(-1, keepdim=True)
@@ -91,7 +93,7 @@ class Scissorhands(Policy):
         even = (1 / (ends - padding))[:, None, :, None]
         done = 0
         before = None
-        for part, probability in window_rows(observation, self.history):
+        for part, probability in iterate_window_rows(observation, self.history):
             done = done if part == before else 0
             before = part
             here = part[0], slice(None), slice(done, done + probability.shape[-2]), slice(probability.shape[-1])

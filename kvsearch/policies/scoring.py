@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from kvsearch.policies.base import Norm, Observation
-from kvsearch.policies.decoding import Cached, entries_at
+from kvsearch.policies.decoding import Cached, gather_entries
 from kvsearch.policies.tensors import F, Tensor, torch
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SCRATCH_BYTES = 48 * 2**20
 CACHE_BYTES = 2 * 2**20  # scratch of a chunk that the cache of a CPU's core can hold
 
-Part = tuple[slice, slice]  # some sequences and kv heads of a batch
+BatchPart = tuple[slice, slice]  # some sequences and kv heads of a batch
 
 
 class Scratch:
@@ -31,7 +31,7 @@ class Scratch:
         return self._memory[: math.prod(shape)].view(shape)
 
 
-def window_rows(observation: Observation, window: int) -> Iterator[tuple[Part, Tensor]]:
+def iterate_window_rows(observation: Observation, window: int) -> Iterator[tuple[BatchPart, Tensor]]:
     """Yield the attention of the last `window` query rows, a few at a time so that scratch memory stays bounded.
 
     Yields (sequences and kv heads, their probabilities [b, h, G, rows, N] fp32), both ascending and, within the same
@@ -45,17 +45,17 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[Part, T
     batch, heads, length, dim = keys.shape
     group = observation.group
     queries = queries[:, :, -rows:].reshape(batch, heads, group, rows, dim)
-    at = _places(observation, rows)
+    at = _find_places(observation, rows)
     column = observation.index[:, None]
     hidden = ((column < 0) | (column > at[:, :, None]))[:, None, None]  # [B, 1, 1, rows, T]
     blind = hidden.all(-1, keepdim=True)  # a row of padding, or one all of whose keys are evicted, sees nothing
     # looked at while a prompt is read, on a CPU: a decode step, and another device, is not waited for
     some_blind = keys.device.type != "cpu" or observation.token_index is not None or bool(blind.any())
     scratch: tuple[Scratch, Scratch] | None = None
-    for part, some in _parts(batch, heads, rows, chunk_bytes(keys.device) // (8 * group * length)):
-        chosen = queries[part][:, :, :, some]
+    for part, rows_taken in _split_rows(batch, heads, rows, choose_chunk_bytes(keys.device) // (8 * group * length)):
+        chosen = queries[part][:, :, :, rows_taken]
         # evicted entries leave no trace of which column a row is
-        end = length if observation.token_index is not None else length - rows + some.stop
+        end = length if observation.token_index is not None else length - rows + rows_taken.stop
         shape = (*chosen.shape[:4], end)
         if scratch is None:  # the first part is the largest
             size = math.prod(chosen.shape[:4]) * length
@@ -67,7 +67,7 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[Part, T
         logits *= observation.scaling
         if observation.softcap is not None:
             logits = logits.div_(observation.softcap).tanh_().mul_(observation.softcap)
-        rest = part[0], slice(None), slice(None), some
+        rest = part[0], slice(None), slice(None), rows_taken
         logits.masked_fill_(hidden[rest][..., :end], float("-inf"))
         sinks = observation.sinks_of(part[1])
         if sinks is not None and len(sinks) > 1:
@@ -76,11 +76,11 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[Part, T
         yield part, probability.masked_fill_(blind[rest], 0.0) if some_blind else probability
 
 
-def _parts(batch: int, heads: int, rows: int, most: int) -> Iterator[tuple[Part, slice]]:
-    """Yield sequences, kv heads and rows to take at a time, `most` rows or fewer in all, if that is not none."""
-    together = max(1, most // rows)  # kv heads with all of their rows
+def _split_rows(batch: int, heads: int, rows: int, max_rows: int) -> Iterator[tuple[BatchPart, slice]]:
+    """Yield sequences, kv heads and rows to take at a time, `max_rows` rows or fewer in all, if that is not none."""
+    together = max(1, max_rows // rows)  # kv heads with all of their rows
     head_step = min(heads, together)
-    row_step = min(rows, max(1, most))
+    row_step = min(rows, max(1, max_rows))
     step = max(1, together // heads) if head_step == heads else 1
     for sequence in range(0, batch, step):
         for head in range(0, heads, head_step):
@@ -89,12 +89,12 @@ def _parts(batch: int, heads: int, rows: int, most: int) -> Iterator[tuple[Part,
                 yield part, slice(row, min(rows, row + row_step))
 
 
-def _places(observation: Observation, rows: int) -> Tensor:
+def _find_places(observation: Observation, rows: int) -> Tensor:
     """Return the index of the token of each of the last `rows` query rows, [B, rows]; negative where padding."""
     return observation.seen[:, None] - rows + torch.arange(rows, device=observation.keys.device)
 
 
-def served_rows(observation: Observation, window: int) -> Rows | None:
+def find_kernel_rows(observation: Observation, window: int) -> Rows | None:
     """Return the last `window` query rows for the kernels; None where these do not run."""
     from kvsearch.kernels.dispatch import serves
     from kvsearch.kernels.rows import Rows
@@ -104,7 +104,7 @@ def served_rows(observation: Observation, window: int) -> Rows | None:
     if not serves(queries, keys):
         return None
     queries = queries[:, :, -window:]
-    places = _places(observation, queries.shape[2])
+    places = _find_places(observation, queries.shape[2])
     sinks = observation.sinks
     sinks = sinks if sinks is None or sinks.dim() == 3 else sinks[None]
     return Rows(queries, keys, observation.index, places, observation.scaling, observation.softcap, sinks)
@@ -117,17 +117,17 @@ def softmax(scores: Tensor, sinks: Tensor | None, out: Tensor | None = None) -> 
     """
     if sinks is None:
         return torch.softmax(scores, -1, out=out)
-    most = torch.maximum(scores.amax(-1, keepdim=True), sinks)
-    weights = (scores - most).exp()
-    return weights / (weights.sum(-1, keepdim=True) + (sinks - most).exp())
+    maximum = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    weights = (scores - maximum).exp()
+    return weights / (weights.sum(-1, keepdim=True) + (sinks - maximum).exp())
 
 
-def window_size(observation: Observation, window: int) -> Tensor:
+def count_window_rows(observation: Observation, window: int) -> Tensor:
     """Return how many of the last `window` query rows are real, [B] (at least 1)."""
     return observation.seen.clamp(min=1, max=window)
 
 
-def mean_window_attention(observation: Observation, window: int, group: str = "mean") -> Tensor:
+def average_window_attention(observation: Observation, window: int, group: str = "mean") -> Tensor:
     """Return the mean attention of the last `window` real query rows, [B, Hkv, T] fp32, aggregated over the group.
 
     Shared between the policies that ask for the same window.
@@ -135,19 +135,19 @@ def mean_window_attention(observation: Observation, window: int, group: str = "m
 
     def compute() -> Tensor:
         batch, heads, length, _ = observation.keys.shape
-        if (rows := served_rows(observation, window)) is not None:
+        if (rows := find_kernel_rows(observation, window)) is not None:
             received = rows.received("max" if group == "max" else "mean")
         else:
             total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
-            for part, probability in window_rows(observation, window):
+            for part, probability in iterate_window_rows(observation, window):
                 total[part][..., : probability.shape[-1]] += probability.sum(-2)
             received = total.amax(2) if group == "max" else total.mean(2)
-        return received / window_size(observation, window)[:, None, None]
+        return received / count_window_rows(observation, window)[:, None, None]
 
     return observation.shared(("window", window, group), compute)
 
 
-def column_sums(
+def sum_columns(
     queries: Tensor,
     keys: Tensor,
     valid: Tensor,
@@ -178,7 +178,7 @@ def column_sums(
     beside = None if sinks is None else sinks.repeat(batch, 1)[:, :, None, None]
     total = keys.new_zeros(batch * heads, length, dtype=torch.float32)
     together = 1 if keys.device.type == "cpu" else batch * heads  # on a CPU one head, so that a chunk holds many rows
-    step = min(rows, max(1, chunk_bytes(keys.device) // (8 * together * width * length)))
+    step = min(rows, max(1, choose_chunk_bytes(keys.device) // (8 * together * width * length)))
     size = together * width * step * length
     scratch = Scratch(size, keys.device), Scratch(size, keys.device)
     later = torch.ones(step, step, dtype=torch.bool, device=keys.device).triu(1)
@@ -195,8 +195,8 @@ def column_sums(
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         logits[..., end - count :].masked_fill_(later[:count, :count], float("-inf"))
         if padded:
-            some = slice(min(padded, end))
-            logits[..., some].masked_fill_(padding[part, None, None, some], float("-inf"))
+            columns = slice(min(padded, end))
+            logits[..., columns].masked_fill_(padding[part, None, None, columns], float("-inf"))
         probability = softmax(logits, None if beside is None else beside[part], scratch[1].table(*logits.shape))
         if padded > end - count:
             probability.masked_fill_(padding[part, None, end - count : end, None], 0.0)
@@ -204,7 +204,7 @@ def column_sums(
     return total.view(batch, heads, length)
 
 
-def chunk_bytes(device: torch.device) -> int:
+def choose_chunk_bytes(device: torch.device) -> int:
     """Return the scratch bytes that a chunk of work should take: what stays in a CPU's cache, more on other devices."""
     return CACHE_BYTES if device.type == "cpu" else SCRATCH_BYTES
 
@@ -223,35 +223,39 @@ def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor
     return (F.max_pool1d if pooling == "max" else F.avg_pool1d)(scores, kernel, 1, kernel // 2)
 
 
-def in_parts(cached: Cached, leaving: Tensor, size: int) -> Iterator[tuple[Cached, Tensor]]:
+def split_segments(cached: Cached, leaving: Tensor, size: int) -> Iterator[tuple[Cached, Tensor]]:
     """Yield some segments at a time, as views, so that scratch of `size` bytes per segment stays bounded."""
     step = max(1, SCRATCH_BYTES // size)
     for first in range(0, len(leaving), step):
-        some = slice(first, first + step)
-        yield cached.segments(some), leaving[some]
+        segments = slice(first, first + step)
+        yield cached.segments(segments), leaving[segments]
 
 
-def taken(states: Tensor, slots: Tensor) -> Tensor:
+def gather_slots(states: Tensor, slots: Tensor) -> Tensor:
     """Return the states [S, C, D] at slots [S, K], [S, K, D] fp32."""
-    return entries_at(states, slots).float()
+    return gather_entries(states, slots).float()
 
 
 def fold(
-    states: Tensor, targets: Tensor, own: Tensor, into: Tensor, sources: Tensor, weights: Tensor, active: Tensor
+    states: Tensor, targets: Tensor, own_weights: Tensor, into: Tensor, sources: Tensor, weights: Tensor, active: Tensor
 ) -> None:
-    """Make states[targets[r]] its `own[r]`-fold plus the sum over into[k] = r of weights[k] * states[sources[k]].
+    """Scale states[targets[r]] by own_weights[r] and add the sum over into[k] = r of weights[k] * states[sources[k]].
 
-    In place on `states` [S, C, D], fp32 inside. `targets` [S, R] are different slots, none a source, and `own` is
-    [S, R] fp32, 1 where nothing goes into; the others are [S, K]. Only what is `active` counts.
+    In place on `states` [S, C, D], fp32 inside. `targets` [S, R] are different slots, none a source; `own_weights` are
+    [S, R] fp32, 1 where nothing goes into; the others are [S, K]. Only `active` entries count.
     """
-    before = taken(states, targets)
+    before = gather_slots(states, targets)
     added = torch.zeros_like(before)
     step = max(1, SCRATCH_BYTES // (8 * len(states) * states.shape[-1]))
     for first in range(0, into.shape[1], step):
-        some = slice(first, first + step)
-        part = taken(states, sources[:, some]).mul_(weights[:, some, None]).masked_fill_(~active[:, some, None], 0.0)
-        added.scatter_add_(1, into[:, some, None].expand_as(part), part)
-    after = added.addcmul_(before, own[..., None]).to(states.dtype)
+        segments = slice(first, first + step)
+        part = (
+            gather_slots(states, sources[:, segments])
+            .mul_(weights[:, segments, None])
+            .masked_fill_(~active[:, segments, None], 0.0)
+        )
+        added.scatter_add_(1, into[:, segments, None].expand_as(part), part)
+    after = added.addcmul_(before, own_weights[..., None]).to(states.dtype)
     states.scatter_(1, targets[..., None].expand_as(after), after)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy
-from kvsearch.policies.scoring import mean_window_attention, pool_positions
+from kvsearch.policies.scoring import average_window_attention, pool_positions
 from kvsearch.policies.tensors import Tensor
 
 
@@ -41,5 +41,5 @@ class SnapKV(Policy):
 
     def score(self, observation: Observation) -> Tensor:
         """Return the pooled mean attention of the window, [B, Hkv, T] fp32."""
-        attention = mean_window_attention(observation, self.window, self.group)
+        attention = average_window_attention(observation, self.window, self.group)
         return pool_positions(attention, self.kernel, self.pooling, observation.candidates(0, self.protect))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
 
     class Lazy:
-        """A module that is imported when its first attribute is asked for; from then on it has that module's own."""
+        """A proxy that imports a module on the first access to an attribute."""
 
         def __init__(self, name: str) -> None:
             self.__name__ = name

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import Step
-from kvsearch.policies.scoring import mean_window_attention
+from kvsearch.policies.scoring import average_window_attention
 from kvsearch.policies.tensors import Tensor
 
 
@@ -36,7 +36,7 @@ class TOVA(Policy):
 
     def score(self, observation: Observation) -> Tensor:
         """Return the attention of the last row, mean over all heads, [B, Hkv, T] fp32."""
-        groups = mean_window_attention(observation, 1)
+        groups = average_window_attention(observation, 1)
         return groups.mean(1, keepdim=True).expand_as(groups)
 
     def step(self, step: Step) -> Tensor:

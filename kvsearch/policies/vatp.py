@@ -12,8 +12,8 @@ from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import Tensor
 from kvsearch.policies.wrapper import Wrapper
 
-NORM = "norm"
-RECENT = 10  # entries that the official code protects around the mean over a history
+NORM_STATE = "norm"
+RECENT_WINDOW = 10  # entries that the official code protects around the mean over a history
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class VATP(Wrapper):
         if self.base == "h2o":
             return H2O(self.recent_share, self.recent, self.sinks)
         if self.base == "scissorhands":
-            recent = self.recent or RECENT
+            recent = self.recent or RECENT_WINDOW
             refresh = self.refresh or max(1, recent // 2)
             return SnapKV(self.history, 1, "none", sinks=self.sinks, refresh=refresh, protect=recent)
         return SnapKV(self.window, self.kernel, self.pooling, self.group, self.sinks, self.refresh, self.protect)
@@ -66,12 +66,12 @@ class VATP(Wrapper):
     def start(self, observation: Observation) -> State:
         """Return the base's state and the norms of the prompt's values."""
         state = self.inner.start(observation)
-        state.entries[NORM] = observation.value_norms(1).clone()
+        state.entries[NORM_STATE] = observation.value_norms(1).clone()
         return state
 
     def step(self, step: Step) -> Tensor:
         """Return the base's priority times value norm, [S, C] fp32; only the newest value's norm is computed."""
-        norms = step.cached.state.entries[NORM]
+        norms = step.cached.state.entries[NORM_STATE]
         newest = step.at_newest(step.cached.values).float().norm(p=1, dim=-1)
         norms.scatter_(1, step.newest[:, None], newest[:, None])
         return self.inner.step(step) * norms

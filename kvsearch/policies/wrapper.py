@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import forwarded
+from kvsearch.core.naming import delegate
 from kvsearch.policies.base import Policy
 
 
@@ -27,15 +27,15 @@ class Wrapper(Policy):
     def inner(self) -> Policy:
         """The policy inside."""
 
-    sink_count = forwarded("inner.sink_count")
-    recent_count = forwarded("inner.recent_count")
-    online = forwarded("inner.online")
-    row: ClassVar[Any] = forwarded("inner.row")
-    refresh_interval = forwarded("inner.refresh_interval")
-    needs = forwarded("inner.needs")
-    score = forwarded("inner.score")
-    first_stage = forwarded("inner.first_stage")
-    quota = forwarded("inner.quota")
-    recent_at = forwarded("inner.recent_at")
-    start = forwarded("inner.start")
-    step = forwarded("inner.step")
+    sink_count = delegate("inner.sink_count")
+    recent_count = delegate("inner.recent_count")
+    has_decode_rule = delegate("inner.has_decode_rule")
+    row: ClassVar[Any] = delegate("inner.row")
+    refresh_interval = delegate("inner.refresh_interval")
+    needs = delegate("inner.needs")
+    score = delegate("inner.score")
+    first_stage = delegate("inner.first_stage")
+    first_stage_budget = delegate("inner.first_stage_budget")
+    recent_at = delegate("inner.recent_at")
+    start = delegate("inner.start")
+    step = delegate("inner.step")

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
-from kvsearch.core.items import clock_words
+from kvsearch.core.items import format_clock
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
@@ -24,7 +24,7 @@ MEANING = (
     "to it the time is.",
 )
 
-COUNTED = ("stage", "contexts", "questions", "passes", "tokens")
+COUNT_COLUMNS = ("stage", "contexts", "questions", "passes", "tokens")
 
 
 class Forecast:
@@ -55,8 +55,8 @@ class Forecast:
         """The least and the most that all may take; how long it takes to begin was seen."""
         if self.speed is None or self.total is None:
             return None
-        least, most = self.speed.range_of(self.total - self.start)
-        return self.start + least, self.start + most
+        fastest, slowest = self.speed.range_of(self.total - self.start)
+        return self.start + fastest, self.start + slowest
 
     @property
     def work(self) -> dict[str, float]:
@@ -67,8 +67,10 @@ class Forecast:
         """Return what a stage has to do, and how long that may take: `pace` times what is said, if that is known."""
         [stage] = [stage for stage in self.stages if stage.name == name]
         seconds = self.work[name]
-        takes = time_words(self.speed, seconds) if pace is None else f"about {clock_words(seconds * pace)}"
-        counts = (f"{count} {noun}" for count, noun in zip(_counts(stage)[1:], COUNTED[1:], strict=True) if count)
+        takes = format_time(self.speed, seconds) if pace is None else f"about {format_clock(seconds * pace)}"
+        counts = (
+            f"{count} {noun}" for count, noun in zip(_list_counts(stage)[1:], COUNT_COLUMNS[1:], strict=True) if count
+        )
         return f"{', '.join(counts)}; {takes}"
 
     def as_json(self) -> dict[str, Any]:
@@ -86,29 +88,29 @@ class Forecast:
     def parts(self) -> Iterator[Table]:
         """Yield a row for every stage, with about how long it takes here, and their total."""
         rows = [
-            [*_counts(stage), time_words(self.speed, time)]
+            [*_list_counts(stage), format_time(self.speed, time)]
             for stage, time in zip(self.stages, self.seconds, strict=True)
         ]
         notes = ["no times: no pass was measured, as no weights are read here"]
         if self.speed is not None:
-            rows.insert(0, ["load the model, prepare questions", *[""] * 4, clock_words(self.start)])
+            rows.insert(0, ["load the model, prepare questions", *[""] * 4, format_clock(self.start)])
             notes = [f"by passes over {self.speed.tokens:,} tokens and a few, measured here, on {self.speed.device}"]
             if self.speed.is_busy:
                 notes.append("this machine is busy: the same pass took more than 1.5 times as long as another time")
-        total = ["total", *[""] * 4, _range_words(self.range)]
-        yield Table.plain("", [*COUNTED, "time"], [*rows, total], notes=notes)
+        total = ["total", *[""] * 4, _format_range(self.range)]
+        yield Table.plain("", [*COUNT_COLUMNS, "time"], [*rows, total], notes=notes)
 
 
-def time_words(speed: Speed | None, seconds: float | None) -> str:
+def format_time(speed: Speed | None, seconds: float | None) -> str:
     """Return the least and the most that something may take; a dash where that is not known."""
-    return _range_words(None if speed is None or seconds is None else speed.range_of(seconds))
+    return _format_range(None if speed is None or seconds is None else speed.range_of(seconds))
 
 
-def _range_words(within: tuple[float, float] | None) -> str:
-    return "-" if within is None else " to ".join(map(clock_words, within))
+def _format_range(within: tuple[float, float] | None) -> str:
+    return "-" if within is None else " to ".join(map(format_clock, within))
 
 
-def _counts(stage: StageCost) -> list[str]:
+def _list_counts(stage: StageCost) -> list[str]:
     counts = (stage.contexts, stage.questions, round(stage.work.passes), round(stage.work.tokens))
     return [stage.name, *(f"{count:,}" if count else "" for count in counts)]
 
@@ -146,8 +148,12 @@ class SpeedView(Result):
     def as_json(self) -> dict[str, Any]:
         """Return the machine and all costs, for programs."""
         costs = [
-            {**asdict(one), "floor_share": one.floor_share, "prefill_floor_share": one.prefill_floor_share}
-            for one in self.costs
+            {
+                **asdict(measured),
+                "floor_share": measured.floor_share,
+                "prefill_floor_share": measured.prefill_floor_share,
+            }
+            for measured in self.costs
         ]
         return {**super().as_json(), "costs": costs}
 
@@ -155,7 +161,7 @@ class SpeedView(Result):
         """Yield on what it was measured, a table for every batch and length, and what its columns mean."""
         yield self.measured()
         for (batch, length), group in groupby(self.costs, lambda costs: (costs.batch, costs.length)):
-            rows = [_cells(costs) for costs in group]
+            rows = [_make_cells(costs) for costs in group]
             columns = [name for name in rows[0] if any(row[name].text != "-" for row in rows)]
             yield Table.plain(
                 f"batch {batch}, {length:,} tokens", columns, [[row[name] for name in columns] for row in rows]
@@ -172,7 +178,7 @@ class SpeedView(Result):
         )
 
 
-def _cells(costs: CacheCosts) -> dict[str, Cell]:
+def _make_cells(costs: CacheCosts) -> dict[str, Cell]:
     """Return the cells of a cache by column; what was not measured is a dash."""
     return {
         "cache": Cell(costs.cache),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.core.files import atomic_write, require_directory, write_fault
-from kvsearch.core.printed import visible
+from kvsearch.core.files import require_directory, write_atomically, write_fault
+from kvsearch.core.printed import escape_invisible
 from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Series, is_light
 from kvsearch.strategies.names import FULL
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 # Okabe and Ito, in an order in which neighbours differ in lightness, too; yellow is too light for lines
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 MUTED = "#8C8C8C"  # controls and backgrounds
-GRID = "#DDDDDD"
+GRID_COLOUR = "#DDDDDD"
 PLATE = "#FEFEFE"  # behind letters that a line would cross
 DARK_INK = "#111111"  # on light colours, also where a page is dark
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # as matplotlib calls them
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.5), (5, 2, 1, 2))  # on, off, ..., in widths of the line
 
 INK = "#000000"
-SHIFT = 0.06  # inches between plans of a kind and their size
-LOOKS = {"candidate": (COLOURS[0], "o", SHIFT), "baseline": (COLOURS[1], "s", -SHIFT)}
+KIND_SHIFT = 0.06  # inches between plans of a kind and their size
+LOOKS = {"candidate": (COLOURS[0], "o", KIND_SHIFT), "baseline": (COLOURS[1], "s", -KIND_SHIFT)}
 MARGIN = 0.8  # inches beside plans: of the axis
-NAMES = 1.5  # before the smallest size, for names
+NAME_WIDTH = 1.5  # before the smallest size, for names
 ENDS = 0.6  # after the largest one
 EDGE = 0.25  # between plans and names
 GAP = 0.03  # between a name and the line to its plan
@@ -48,16 +48,16 @@ CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
 LONGEST_NAME = 48  # letters
 MOST_WORDS = 16  # names of columns that fit side by side
 MOST_NUMBERS = 160  # cells of a map that have their number in them
-SETTINGS = {
+DRAW_SETTINGS = {
     "font.family": "serif", "font.serif": ["STIXGeneral", "DejaVu Serif"], "mathtext.fontset": "stix", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.linewidth": 0.6,
-    "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.5, "axes.axisbelow": True, "lines.linewidth": 1.3,
+    "axes.grid": True, "grid.color": GRID_COLOUR, "grid.linewidth": 0.5, "axes.axisbelow": True, "lines.linewidth": 1.3,
     "lines.markersize": 4.5, "legend.fontsize": 8, "legend.frameon": False, "xtick.labelsize": 8, "ytick.labelsize": 8,
     "pdf.fonttype": 42, "savefig.facecolor": "white",
 }  # fmt: skip
 
 
-def marks(number: int) -> tuple[str, tuple[float, ...]]:
+def choose_marks(number: int) -> tuple[str, tuple[float, ...]]:
     """Return marker and dashes of a series; where the colours begin again, both are others than in the round before."""
     again = number // len(COLOURS)
     return MARKERS[(number + 3 * again) % len(MARKERS)], DASHES[(number + again) % len(DASHES)]
@@ -78,7 +78,7 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
     except OSError as error:
         raise write_fault(error, directory, "give the same command again") from error
     written = list[Path]()
-    with matplotlib.rc_context(SETTINGS):
+    with matplotlib.rc_context(DRAW_SETTINGS):
         for figure in figures:
             picture = draw(figure)
             for suffix in ("pdf", "png"):
@@ -87,9 +87,9 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
                 dated: dict[str, Any] = {"CreationDate": None} if suffix == "pdf" else {"Software": None}
                 picture.savefig(data, format=suffix, dpi=DPI, bbox_inches="tight", metadata=dated)
                 written.append(directory / f"{figure.name}.{suffix}")
-                atomic_write(written[-1], data.getvalue())
+                write_atomically(written[-1], data.getvalue())
             written.append(directory / f"{figure.name}.csv")
-            atomic_write(written[-1], figure.csv().encode())
+            write_atomically(written[-1], figure.csv().encode())
     return written
 
 
@@ -100,13 +100,13 @@ def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Pictur
     picture = Picture(figsize=(width, HEIGHT), layout="constrained")
     match _as_shown(figure.body):
         case LineChart(full=None) as lines:
-            _lines(picture, lines)
+            _draw_lines(picture, lines)
         case LineChart() as plans:
-            _plans(picture, plans)
+            _draw_plans(picture, plans)
         case HeatMap() as maps:
-            _maps(picture, maps)
+            _draw_maps(picture, maps)
     if titled:
-        picture.suptitle(visible(figure.title, keep="").replace("$", r"\$"), fontsize=10)
+        picture.suptitle(escape_invisible(figure.title, keep="").replace("$", r"\$"), fontsize=10)
     return picture
 
 
@@ -116,7 +116,7 @@ def _as_shown(data: Any) -> Any:
     Of a long one there is the beginning, as letters take the room that the axes need.
     """
     if isinstance(data, str):
-        text = visible(data, keep="")
+        text = escape_invisible(data, keep="")
         text = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
         return text.replace("$", r"\$")
     if isinstance(data, tuple):
@@ -124,49 +124,49 @@ def _as_shown(data: Any) -> Any:
     if isinstance(data, Mapping):
         return {_as_shown(name): value for name, value in data.items()}
     if is_dataclass(data) and not isinstance(data, type):
-        return replace(data, **{one.name: _as_shown(getattr(data, one.name)) for one in fields(data)})
+        return replace(data, **{member.name: _as_shown(getattr(data, member.name)) for member in fields(data)})
     return data
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _lines(picture: Picture, body: LineChart) -> None:
+def _draw_lines(picture: Picture, body: LineChart) -> None:
     axes = picture.add_subplot()
     counts = Counter[str]()  # by role
-    for one in body.series:
-        _series(axes, one, counts[one.role])
-        counts[one.role] += one.style != "level"
+    for series in body.series:
+        _draw_series(axes, series, counts[series.role])
+        counts[series.role] += series.style != "level"
     _scale(axes, body)
     axes.set_xlabel(body.x)
     _begin_at_tick(axes.yaxis, body)
-    if sum(one.style != "level" for one in body.series) > 1:
+    if sum(series.style != "level" for series in body.series) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
-def _series(axes: Axes, one: Series, number: int) -> None:
-    is_muted = one.role == "muted"
+def _draw_series(axes: Axes, series: Series, number: int) -> None:
+    is_muted = series.role == "muted"
     colour = MUTED if is_muted else COLOURS[number % len(COLOURS)]
     look: dict[str, Any] = {"color": colour, "zorder": 1.5 if is_muted else 2.5}
-    marker, dashes = marks(number)
+    marker, dashes = choose_marks(number)
     style: Any = (0, dashes) if dashes else "-"
-    if one.style == "level":
-        axes.axhline(one.y[0], linestyle=(0, (4, 2)), linewidth=1, **look)
-        name = "full cache" if one.name == FULL else one.name
+    if series.style == "level":
+        axes.axhline(series.y[0], linestyle=(0, (4, 2)), linewidth=1, **look)
+        name = "full cache" if series.name == FULL else series.name
         axes.annotate(
-            f"{name} {one.y[0]:.4g}", (0, one.y[0]), xycoords=("axes fraction", "data"), xytext=(3, 2),
+            f"{name} {series.y[0]:.4g}", (0, series.y[0]), xycoords=("axes fraction", "data"), xytext=(3, 2),
             textcoords="offset points", va="bottom", fontsize=8, color=colour,
         )  # fmt: skip
         return
-    look["label"] = one.name
-    if one.style == "steps":
-        axes.step(one.x, one.y, where="post", linestyle=style, **look)
-    elif one.low is not None and one.high is not None:
-        ends = np.abs(np.array([np.subtract(one.y, one.low), np.subtract(one.high, one.y)]))
-        axes.errorbar(one.x, one.y, ends, marker=marker, linestyle=style, capsize=2, elinewidth=0.8, **look)
+    look["label"] = series.name
+    if series.style == "steps":
+        axes.step(series.x, series.y, where="post", linestyle=style, **look)
+    elif series.low is not None and series.high is not None:
+        ends = np.abs(np.array([np.subtract(series.y, series.low), np.subtract(series.high, series.y)]))
+        axes.errorbar(series.x, series.y, ends, marker=marker, linestyle=style, capsize=2, elinewidth=0.8, **look)
     else:
-        few = len(one.x) <= 20
-        axes.plot(one.x, one.y, marker=marker if few else "", linestyle=style, **look)
+        few = len(series.x) <= 20
+        axes.plot(series.x, series.y, marker=marker if few else "", linestyle=style, **look)
 
 
 def _scale(axes: Axes, body: LineChart) -> None:
@@ -175,11 +175,11 @@ def _scale(axes: Axes, body: LineChart) -> None:
 
     if body.log_x:
         axes.set_xscale("log")
-        named = _distinct(x for one in body.series for x in one.x)
+        named = _keep_distinct(x for series in body.series for x in series.x)
         if len(named) <= 8:
             axes.set_xticks(named, [f"{x:.0f}" if x >= 10 else f"{x:g}" for x in named])
             axes.xaxis.set_minor_locator(NullLocator())
-    elif all(float(x).is_integer() for one in body.series for x in one.x):
+    elif all(float(x).is_integer() for series in body.series for x in series.x):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if body.log_y:
         axes.set_yscale("log")
@@ -188,7 +188,7 @@ def _scale(axes: Axes, body: LineChart) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _distinct(values: Iterable[float]) -> list[float]:
+def _keep_distinct(values: Iterable[float]) -> list[float]:
     """Return values in ascending order, without those that a logarithmic axis shows at the place of another."""
     distinct = list[float]()
     for value in sorted(values):
@@ -210,43 +210,47 @@ def _begin_at_tick(axis: Axis, body: LineChart) -> None:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _plans(picture: Picture, body: LineChart) -> None:
+def _draw_plans(picture: Picture, body: LineChart) -> None:
     """Draw scores against entries: plans by kind, with names at the smallest size; what was written is ringed.
 
     x is in inches. Names stand before their plans; of one size alone, those of candidates stand after them.
     """
     assert body.full is not None
     axes = picture.add_subplot()
-    sizes = _distinct(x for one in body.series for x in one.x)
+    sizes = _keep_distinct(x for series in body.series for x in series.x)
     is_alone = len(sizes) == 1
     room = picture.get_figwidth() - MARGIN
-    before = room / 2 if is_alone else NAMES
-    inches = 0.0 if is_alone else (room - NAMES - ENDS) / math.log(sizes[-1] / sizes[0])
+    before = room / 2 if is_alone else NAME_WIDTH
+    inches = 0.0 if is_alone else (room - NAME_WIDTH - ENDS) / math.log(sizes[-1] / sizes[0])
     axes.set_xlim(-before, room - before)
     ticks = [f"{x:,.0f}\n{100 * x / body.full:.2g}%" for x in sizes]
     axes.set_xticks(inches * np.log(np.divide(sizes, sizes[0])), ticks)
     axes.set_xlabel(body.x)
-    written = {(one.name, one.x[0]) for one in body.series if one.role == "written"}
-    sides = {one.name: LOOKS[one.role][2] * (4 if is_alone else 1) for one in body.series if one.role in LOOKS}
+    written = {(series.name, series.x[0]) for series in body.series if series.role == "written"}
+    sides = {
+        series.name: LOOKS[series.role][2] * (4 if is_alone else 1) for series in body.series if series.role in LOOKS
+    }
     points = []
     rings = []
 
     def named(name: str, y: float) -> str:
         return f"{name}  {body.form.format(y)}"
 
-    for one in body.series:
-        if one.style == "level":
-            _series(axes, one, 0)
+    for series in body.series:
+        if series.style == "level":
+            _draw_series(axes, series, 0)
             continue
-        places = (inches * np.log(np.divide(one.x, sizes[0])) + sides[one.name]).tolist()
-        if one.role == "written":
-            rings.append((places[0], one.y[0], one.name))
-            axes.vlines(places, one.low or (), one.high or (), color=INK, linewidth=1.1)
+        places = (inches * np.log(np.divide(series.x, sizes[0])) + sides[series.name]).tolist()
+        if series.role == "written":
+            rings.append((places[0], series.y[0], series.name))
+            axes.vlines(places, series.low or (), series.high or (), color=INK, linewidth=1.1)
             continue
-        colour, marker, _ = LOOKS[one.role]
-        axes.plot(places, one.y, color=colour, marker=marker, markersize=4, linewidth=0.6, label=f"{one.role}s")
-        if one.x[0] < CLOSE * sizes[0]:
-            points.append((one.y[0], places[0], one.name, INK if (one.name, one.x[0]) in written else colour))
+        colour, marker, _ = LOOKS[series.role]
+        axes.plot(places, series.y, color=colour, marker=marker, markersize=4, linewidth=0.6, label=f"{series.role}s")
+        if series.x[0] < CLOSE * sizes[0]:
+            points.append(
+                (series.y[0], places[0], series.name, INK if (series.name, series.x[0]) in written else colour)
+            )
     axes.plot(
         [x for x, *_ in rings], [y for _, y, _ in rings], "-o", color=INK, linewidth=1.6, markersize=9, zorder=3,
         markerfacecolor="none", markeredgewidth=1.6, label="written plan",
@@ -260,7 +264,7 @@ def _plans(picture: Picture, body: LineChart) -> None:
     line = LINE * (high - low) / (picture.get_figheight() - 1)
     for side in (-1, 1):
         column = sorted(point for point in points if side == (1 if is_alone and point[1] > 0 else -1))
-        heights = _spread([y for y, *_ in column], line, low + line / 2, high)
+        heights = _spread_apart([y for y, *_ in column], line, low + line / 2, high)
         for (y, x, name, colour), height in zip(column, heights, strict=True):
             edge = side * EDGE + (x if is_alone else 0)
             axes.plot([x, edge - side * GAP], [y, height], color=MUTED, linewidth=0.5, zorder=1, scaley=False)
@@ -276,14 +280,14 @@ def _plans(picture: Picture, body: LineChart) -> None:
             )  # fmt: skip
 
 
-def _spread(places: list[float], gap: float, bottom: float, top: float) -> list[float]:
+def _spread_apart(places: list[float], gap: float, bottom: float, top: float) -> list[float]:
     """Return ascending places, moved as little as it takes that all are `gap` apart, between `bottom` and `top`."""
     raised = list(places)
     lowered = list(places)
     for at in range(1, len(places)):
         raised[at] = max(raised[at], raised[at - 1] + gap)
         lowered[-at - 1] = min(lowered[-at - 1], lowered[-at] - gap)
-    middle = [(one + other) / 2 for one, other in zip(raised, lowered, strict=True)]
+    middle = [(low + high) / 2 for low, high in zip(raised, lowered, strict=True)]
     return [
         min(max(place, bottom + gap * (at - 1)), top - gap * (len(places) - at)) for at, place in enumerate(middle, 1)
     ]
@@ -292,11 +296,11 @@ def _spread(places: list[float], gap: float, bottom: float, top: float) -> list[
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
-def _maps(picture: Picture, body: HeatMap) -> None:
+def _draw_maps(picture: Picture, body: HeatMap) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    colours = LinearSegmentedColormap.from_list("kvsearch", [tuple(part / 255 for part in one) for one in RAMP])
+    colours = LinearSegmentedColormap.from_list("kvsearch", [tuple(part / 255 for part in colour) for colour in RAMP])
     norm = Normalize(*body.ends)
     across = len(body.panels) if len(body.panels) <= 3 else 2 if len(body.panels) % 3 else 3
     if across * len(body.columns) > MOST_WORDS and max(map(len, body.columns)) > 3:
@@ -311,7 +315,7 @@ def _maps(picture: Picture, body: HeatMap) -> None:
     for at, (axes, (name, panel)) in enumerate(zip(grid, body.panels.items(), strict=False)):
         values = np.array([[np.nan if value is None else value for value in row] for row in panel])
         axes.imshow(values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
-        _cell_axes(axes, body.rows, body.columns)
+        _label_cells(axes, body.rows, body.columns)
         axes.set_title(name)
         axes.set_xlabel(body.column_label if across > 1 or at + 1 == down else "")
         axes.set_ylabel(body.row_label if at % across == 0 else "")
@@ -325,11 +329,11 @@ def _maps(picture: Picture, body: HeatMap) -> None:
     bar.outline.set_visible(False)
 
 
-def _cell_axes(axes: Axes, rows: tuple[str, ...], columns: tuple[str, ...]) -> None:
+def _label_cells(axes: Axes, rows: tuple[str, ...], columns: tuple[str, ...]) -> None:
     """Name rows and columns, of many every few; a word is turned where columns are many."""
     axes.grid(visible=False)
-    for set_ticks, names, most in ((axes.set_yticks, rows, 24), (axes.set_xticks, columns, 16)):
-        every = -(-len(names) // most)
+    for set_ticks, names, room in ((axes.set_yticks, rows, 24), (axes.set_xticks, columns, 16)):
+        every = -(-len(names) // room)
         set_ticks(range(0, len(names), every), names[::every])
     if max(map(len, columns)) > 3:
         axes.tick_params(axis="x", rotation=60)

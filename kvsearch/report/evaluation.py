@@ -12,15 +12,22 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
-from kvsearch.core.files import atomic_write
-from kvsearch.core.items import grouped
-from kvsearch.core.printed import csv_text
+from kvsearch.core.files import write_atomically
+from kvsearch.core.items import group_by_key
+from kvsearch.core.printed import format_csv
 from kvsearch.evaluation.samples import LayerLoss
-from kvsearch.evaluation.statistics import LEAST_CONTEXTS
+from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
-from kvsearch.report.numbers import asked_words, bounds, interval, nats, outcomes, percent
+from kvsearch.report.numbers import (
+    describe_coverage,
+    format_bounds,
+    format_interval,
+    format_nats,
+    format_outcomes,
+    format_percent,
+)
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
@@ -28,49 +35,54 @@ from kvsearch.strategies.names import FULL
 
 LOSS_COLUMNS = ("layer", "method", "output loss", "bound", "bound by head", "loss / bound", "evicted mass")
 INTERVAL = ("mean", "low", "high")
-FEW = 12  # tasks that a screen has room for
+MAX_SCREEN_TASKS = 12  # tasks that a screen has room for
 CSV_HEADER = (
     "size", "method", "column", "kind", "questions", "score", "score_low", "score_high", "subject", "difference",
     "difference_low", "difference_high", "wins", "ties", "losses", "entries", "protocol", "phases",
 )  # fmt: skip
 
 
-def tables(result: EvaluationResult, *, on_screen: bool = False) -> list[Table]:
+def make_tables(result: EvaluationResult, *, on_screen: bool = False) -> list[Table]:
     """Return scores by task, differences and what is held; of text the excess loss in place of both.
 
     On a screen scores have intervals, too, as differences always have; many tasks are shown by their categories.
     """
-    by_task = not on_screen or len(result.tasks) <= FEW
-    losses = [nats_table(result, by_task=by_task)] if result.full.nats else []
+    by_task = not on_screen or len(result.tasks) <= MAX_SCREEN_TASKS
+    losses = [make_nats_table(result, by_task=by_task)] if result.full.nats else []
     if result.on_text:
-        return [*losses, held_table(result)]
+        return [*losses, make_held_table(result)]
     scores = score_table(result, by_task=by_task, intervals=on_screen)
-    traces = [trace_table(result)] if result.full.traces else []
-    return [scores, *losses, *traces, difference_table(result), held_table(result)]
+    traces = [make_trace_table(result)] if result.full.traces else []
+    return [scores, *losses, *traces, make_difference_table(result), make_held_table(result)]
 
 
 def write_tables(result: EvaluationResult, path: Path, overwrite: bool = True) -> None:
     """Write the tables as Markdown or LaTeX, or every number in rows as CSV, by the suffix; see `check_table_file`."""
     table.check_table_file(path)
     if path.suffix == table.CSV:
-        text = csv_rows(result)
+        text = make_csv_rows(result)
     else:
-        render = table.markdown if path.suffix == table.MARKDOWN else table.latex
-        text = "\n".join(map(render, tables(result)))
-    atomic_write(path, text.encode(), overwrite)
+        render = table.to_markdown if path.suffix == table.MARKDOWN else table.to_latex
+        text = "\n".join(map(render, make_tables(result)))
+    write_atomically(path, text.encode(), overwrite)
 
 
-def parts(result: EvaluationResult) -> Iterator[Table | Figure]:
+def list_parts(result: EvaluationResult) -> Iterator[Table | Figure]:
     """Yield all tables, maps of needles and output losses where there are any."""
-    yield from tables(result, on_screen=True)
+    yield from make_tables(result, on_screen=True)
     for method, grid in (result.needle or {}).items():
         body = HeatMap(
             tuple(f"{depth}%" for depth in grid.depths), tuple(map(str, grid.lengths)), "depth", "tokens", "score",
             {"": grid.scores}, "{:.2f}", scale=(0.0, 1.0),
         )  # fmt: skip
-        yield Figure(f"needle-{method}", f"{method} ({_how(result)}): needle by depth and length", result.model, body)
+        yield Figure(
+            f"needle-{method}",
+            f"{method} ({_describe_settings(result)}): needle by depth and length",
+            result.model,
+            body,
+        )
     if result.losses is not None:
-        yield losses_table(f"{result.model}, phases: {result.phases}", result.protocol, result.losses)
+        yield make_losses_table(f"{result.model}, phases: {result.phases}", result.protocol, result.losses)
 
 
 def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bool = False) -> Table:
@@ -78,11 +90,11 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
 
     The best of each block, the full cache aside, is marked where not all tie.
     """
-    rows = _scored(result, by_task=by_task)
+    rows = _select_scored(result, by_task=by_task)
 
     def cell(score: Estimate, best: str | None = None) -> Cell:
-        text = percent(score.mean)
-        ends = f" {bounds(score, '.1f')}" if intervals and not math.isnan(score.low) else ""
+        text = format_percent(score.mean)
+        ends = f" {format_bounds(score, '.1f')}" if intervals and not math.isnan(score.low) else ""
         return Cell(text + ends, text == best, score.mean)
 
     groups = [("", [[Cell(FULL), *(cell(row.of(result.full.scores)) for row in rows)]])]
@@ -90,23 +102,23 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
         lines = [[Cell(method.name)] for method in block.methods]
         for row in rows:
             scores = [row.of(method.scores) for method in block.methods]
-            texts = {percent(score.mean) for score in scores}
+            texts = {format_percent(score.mean) for score in scores}
             best = max(texts, key=float) if len(texts) > 1 else None  # printed alike, none of them is better
             for line, score in zip(lines, scores, strict=True):
                 line.append(cell(score, best))
         groups.append((block.heading, lines))
     few = ", ".join(row.name for row in rows if intervals and math.isnan(row.of(result.full.scores).low))
-    short = [f"fewer than {LEAST_CONTEXTS} contexts: no interval ({few})"] if few else []
-    title = f"{result.model}: score in percent{', 95% interval' if intervals else ''} ({_how(result)})"
-    return Table(title, _header(result, rows), groups, _notes(result, *short), _above(result))
+    short = [f"fewer than {MIN_CONTEXTS_FOR_INTERVAL} contexts: no interval ({few})"] if few else []
+    title = f"{result.model}: score in percent{', 95% interval' if intervals else ''} ({_describe_settings(result)})"
+    return Table(title, _make_header(result, rows), groups, _list_notes(result, *short), _format_title(result))
 
 
-def nats_table(result: EvaluationResult, *, by_task: bool = True) -> Table:
+def make_nats_table(result: EvaluationResult, *, by_task: bool = True) -> Table:
     """Return the excess losses on text with their differences to the subject, the own loss of the full cache.
 
     The least of each block is marked where not all tie.
     """
-    rows = [row for row in _columns(result, by_task=by_task) if row.is_in(result.full.nats)]
+    rows = [row for row in _select_columns(result, by_task=by_task) if row.is_in(result.full.nats)]
     full = [Cell(FULL)]
     for row in rows:
         full += [Cell.nats(row.of(result.full.nats).loss), Cell("")]
@@ -115,43 +127,45 @@ def nats_table(result: EvaluationResult, *, by_task: bool = True) -> Table:
         lines = [[Cell(method.name)] for method in block.methods]
         for row in rows:
             losses = [row.of(method.nats) for method in block.methods]
-            texts = [f"{one.excess.mean:.4f}" for one in losses]
+            texts = [f"{loss.excess.mean:.4f}" for loss in losses]
             best = min(texts, key=float) if len(set(texts)) > 1 else None
-            for line, one, text in zip(lines, losses, texts, strict=True):
-                line += [Cell.nats(one.excess, best=text == best), Cell.nats(one.difference, "+")]
+            for line, loss, text in zip(lines, losses, texts, strict=True):
+                line += [Cell.nats(loss.excess, best=text == best), Cell.nats(loss.difference, "+")]
         groups.append((block.heading, lines))
     header = ["method"]
-    for name in _header(result, rows)[1:]:
+    for name in _make_header(result, rows)[1:]:
         header += [name, f"{name} - {result.subject}"]
     title = (
         f"{result.model}: loss above the full cache in nats per token, lower is better (of {FULL}: its own), "
-        f"95% interval ({_how(result)})"
+        f"95% interval ({_describe_settings(result)})"
     )
     if not result.on_text:
         return Table(title, header, groups)
-    return Table(title, header, groups, _notes(result), _above(result))
+    return Table(title, header, groups, _list_notes(result), _format_title(result))
 
 
-def trace_table(result: EvaluationResult) -> Table:
+def make_trace_table(result: EvaluationResult) -> Table:
     """Return how many tokens the replies to traced tasks have, and how many are as long as they may be."""
 
     def line(name: str, method: FullScores) -> list[Cell]:
         cells = [Cell(name)]
         for task in result.full.traces:
-            found = method.traces[task]
-            longer = "" if found.longer is None else interval(found.longer, "+.1f", unit=1)
-            cells += [Cell(interval(found.tokens, ".1f", unit=1), value=found.tokens.mean), Cell(longer)]
-            cells.append(Cell.number(found.at_limit, "d"))
+            lengths = method.traces[task]
+            longer = "" if lengths.longer is None else format_interval(lengths.longer, "+.1f", unit=1)
+            cells += [Cell(format_interval(lengths.tokens, ".1f", unit=1), value=lengths.tokens.mean), Cell(longer)]
+            cells.append(Cell.number(lengths.at_limit, "d"))
         return cells
 
-    groups = grouped_lines(result, line)
+    groups = group_lines(result, line)
     header = ["method", *(f"{task}{column}" for task in result.full.traces for column in ("", " - full", " at limit"))]
-    return Table(f"{result.model}: tokens of a reply, mean, 95% interval ({_how(result)})", header, groups)
+    return Table(
+        f"{result.model}: tokens of a reply, mean, 95% interval ({_describe_settings(result)})", header, groups
+    )
 
 
-def difference_table(result: EvaluationResult) -> Table:
+def make_difference_table(result: EvaluationResult) -> Table:
     """Return every method minus the subject, in percent, with 95% interval and questions won / tied / lost."""
-    rows = _scored(result, by_task=False)  # columns are wide
+    rows = _select_scored(result, by_task=False)  # columns are wide
     groups = []
     for block in result.blocks:
         lines = []
@@ -159,8 +173,11 @@ def difference_table(result: EvaluationResult) -> Table:
         compared += [(method.name, method.differences) for method in block.methods]
         for name, differences in compared:
             if differences is not None:
-                found = [row.of(differences) for row in rows]
-                cells = [Cell(f"{interval(one, '+.2f')} {outcomes(one)}", value=one.mean) for one in found]
+                estimates = [row.of(differences) for row in rows]
+                cells = [
+                    Cell(f"{format_interval(estimate, '+.2f')} {format_outcomes(estimate)}", value=estimate.mean)
+                    for estimate in estimates
+                ]
                 won = count_tasks_won(differences)
                 if won is not None:
                     cells.append(Cell(" / ".join(map(str, won.values())), value=won["wins"]))
@@ -168,15 +185,15 @@ def difference_table(result: EvaluationResult) -> Table:
         groups.append((block.heading, lines))
     title = (
         f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions (and tasks) "
-        f"won / tied / lost ({_how(result)})"
+        f"won / tied / lost ({_describe_settings(result)})"
     )
-    header = _header(result, rows)
+    header = _make_header(result, rows)
     if len(result.tasks) > 1:
         header.append("tasks")
     return Table(title, header, groups)
 
 
-def held_table(result: EvaluationResult) -> Table:
+def make_held_table(result: EvaluationResult) -> Table:
     """Return what every method holds."""
     full = result.full.held
 
@@ -191,19 +208,22 @@ def held_table(result: EvaluationResult) -> Table:
             Cell.number(held.most, ".0f"),
         ]
 
-    groups = grouped_lines(result, line)
+    groups = group_lines(result, line)
     what = "context" if result.protocol == "question-agnostic" else "prompt"
     header = ["method", "entries", "share", "KiB", "share", "most entries while answering"]
-    return Table(f"{result.model}: held after the {what}, mean ({_how(result)})", header, groups)
+    return Table(f"{result.model}: held after the {what}, mean ({_describe_settings(result)})", header, groups)
 
 
-def grouped_lines(result: EvaluationResult, line: Callable[[str, FullScores], list[Cell]]) -> list[RowGroup]:
+def group_lines(result: EvaluationResult, line: Callable[[str, FullScores], list[Cell]]) -> list[RowGroup]:
     """Return the lines of a table: of the full cache, then of the methods of every size."""
     full = ("", [line(FULL, result.full)])
-    return [full, *((block.heading, [line(one.name, one) for one in block.methods]) for block in result.blocks)]
+    return [
+        full,
+        *((block.heading, [line(method.name, method) for method in block.methods]) for block in result.blocks),
+    ]
 
 
-def csv_rows(result: EvaluationResult) -> str:
+def make_csv_rows(result: EvaluationResult) -> str:
     """Return a row per size, method and column; scores in [0, 1], differences to the subject at the same size.
 
     Tokens of replies and losses on text in nats per token are rows, too, with differences to the full cache.
@@ -213,31 +233,31 @@ def csv_rows(result: EvaluationResult) -> str:
         size = "" if block.size is None else str(block.size)
         methods = [(FULL, result.full, block.full_differences)]
         methods += [(method.name, method, method.differences) for method in block.methods]
-        for name, found, differences in methods:
-            asked = (found.held.entries, result.protocol, result.phases)
+        for name, scored, differences in methods:
+            settings = (scored.held.entries, result.protocol, result.phases)
             for row in result.rows:
-                score = [getattr(row.of(found.scores), end) for end in INTERVAL]
+                score = [getattr(row.of(scored.scores), end) for end in INTERVAL]
                 lead = None if differences is None else row.of(differences)
                 compared = [getattr(lead, end, "") for end in (*INTERVAL, "wins", "ties", "losses")]
                 named = (size, name, row.name, row.kind, row.questions)
-                lines.append([*named, *score, result.subject, *compared, *asked])
-            for task, length in found.traces.items():
+                lines.append([*named, *score, result.subject, *compared, *settings])
+            for task, length in scored.traces.items():
                 score = [getattr(length.tokens, end) for end in INTERVAL]
                 compared = [getattr(length.longer, end, "") for end in INTERVAL]
-                lines.append([size, name, task, "tokens", "", *score, FULL, *compared, "", "", "", *asked])
+                lines.append([size, name, task, "tokens", "", *score, FULL, *compared, "", "", "", *settings])
             for row in result.rows:
-                if row.is_in(found.nats):
-                    losses = row.of(found.nats)
+                if row.is_in(scored.nats):
+                    losses = row.of(scored.nats)
                     score = [getattr(losses.loss, end) for end in INTERVAL]
                     for subject, more in {result.subject: losses.difference, FULL: losses.excess}.items():
                         if more is not None:
                             compared = [getattr(more, end) for end in INTERVAL]
                             what = (size, name, row.name, "nats", row.questions)
-                            lines.append([*what, *score, subject, *compared, "", "", "", *asked])
-    return csv_text(lines)
+                            lines.append([*what, *score, subject, *compared, "", "", "", *settings])
+    return format_csv(lines)
 
 
-def losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) -> Table:
+def make_losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) -> Table:
     """Return output losses per layer and method, plain means over the tasks."""
     follows = "question and answer" if protocol == QUESTION_AGNOSTIC else "the answer"
     tasks = len({row.task for row in losses})
@@ -250,7 +270,7 @@ def losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) ->
     if any(row.bound is None for row in losses):
         notes.append("no bound: the method merges entries, the bound is about keys and values that stay as they are")
     groups = []
-    for _, rows in groupby(task_means(losses), lambda row: row.layer):
+    for _, rows in groupby(average_over_tasks(losses), lambda row: row.layer):
         lines = [
             [
                 Cell(str(row.layer)), Cell(row.method), Cell.number(row.loss, ".4g"), Cell.number(row.bound, ".4g"),
@@ -264,9 +284,9 @@ def losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) ->
     return Table(title, LOSS_COLUMNS, groups, tuple(notes), words=("method",))
 
 
-def task_means(losses: Sequence[LayerLoss]) -> list[LayerLoss]:
+def average_over_tasks(losses: Sequence[LayerLoss]) -> list[LayerLoss]:
     """Join the rows of each layer and method to one, in which every task has the same weight; layers ascending."""
-    groups = grouped(losses, lambda row: (row.layer, row.method))
+    groups = group_by_key(losses, lambda row: (row.layer, row.method))
     return [
         replace(
             rows[0],
@@ -274,41 +294,41 @@ def task_means(losses: Sequence[LayerLoss]) -> list[LayerLoss]:
             queries=sum(row.queries for row in rows),
             loss=fmean(row.loss for row in rows),
             evicted_mass=fmean(row.evicted_mass for row in rows),
-            bound=_mean(row.bound for row in rows),
-            bound_by_head=_mean(row.bound_by_head for row in rows),
+            bound=_format_mean(row.bound for row in rows),
+            bound_by_head=_format_mean(row.bound_by_head for row in rows),
         )
         for _, rows in sorted(groups.items(), key=lambda group: group[0][0])
     ]
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def _format_mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
-def _notes(result: EvaluationResult, *own: str) -> tuple[str, ...]:
+def _list_notes(result: EvaluationResult, *notes: str) -> tuple[str, ...]:
     """Return what stands below the first table, with notes of its own."""
     plans = list[str]()
     if result.blocks[0].size is None:
         if result.blocks[0].method("uniform") is not None:
             plans.append(f"uniform: the policy of {result.subject} with even budgets")
         plans.append("all methods but full hold as many entries as the plan")
-    return (*plans, *own, *result.notes)
+    return (*plans, *notes, *result.notes)
 
 
-def _above(result: EvaluationResult) -> tuple[str, ...]:
+def _format_title(result: EvaluationResult) -> tuple[str, ...]:
     return () if result.different is None else (result.different,)
 
 
-def _how(result: EvaluationResult) -> str:
+def _describe_settings(result: EvaluationResult) -> str:
     drawn = result.sampling
     how = ""
     if drawn is not None:
         how = f", temperature {drawn.temperature:g}, top-p {drawn.top_p:g}, replies to each: {drawn.replies}"
-    return f"{result.protocol}, phases: {result.phases}{how}, {asked_words(result.tasks)}"
+    return f"{result.protocol}, phases: {result.phases}{how}, {describe_coverage(result.tasks)}"
 
 
-def _columns(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:
+def _select_columns(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:
     """Return which rows of scores become columns, averages first; tasks only if `by_task`.
 
     Of averages over the same tasks that is the first, of one task the task itself and its categories.
@@ -329,12 +349,12 @@ def _columns(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:
     return sorted(chosen, key=lambda row: row.kind != "average")  # which a narrow screen then has beside the names
 
 
-def _scored(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:
+def _select_scored(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:
     """Return the columns of percent: those that are not of text alone."""
-    return [row for row in _columns(result, by_task=by_task) if not row.is_in(result.full.nats)]
+    return [row for row in _select_columns(result, by_task=by_task) if not row.is_in(result.full.nats)]
 
 
-def _header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str]:
+def _make_header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str]:
     """Return the headings of columns; averages over the same tasks share one."""
     header = ["method"]
     for row in rows:
@@ -346,15 +366,21 @@ def _header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str]:
     return header
 
 
-def headline(result: EvaluationResult) -> str:
+def describe_best(result: EvaluationResult) -> str:
     """Say which method scores highest at each size, or has the least excess loss on text."""
     row = result.overall
     at_size = {f"{block.heading}: " if block.size else "": block.methods for block in result.blocks}
     if result.on_text:
-        least = {size: min(methods, key=lambda one: row.of(one.nats).excess.mean) for size, methods in at_size.items()}
-        best = "; ".join(f"{size}{one.name} {nats(row.of(one.nats).excess)}" for size, one in least.items())
-        full = nats(row.of(result.full.nats).loss)
+        lowest = {
+            size: min(methods, key=lambda method: row.of(method.nats).excess.mean) for size, methods in at_size.items()
+        }
+        best = "; ".join(
+            f"{size}{method.name} {format_nats(row.of(method.nats).excess)}" for size, method in lowest.items()
+        )
+        full = format_nats(row.of(result.full.nats).loss)
         return f"least loss above the full cache: {best} nats per token; full cache itself {full}"
-    most = {size: max(methods, key=lambda one: row.of(one.scores).mean) for size, methods in at_size.items()}
-    best = "; ".join(f"{size}{one.name} {interval(row.of(one.scores), '.1f')}" for size, one in most.items())
-    return f"highest scores: {best}; full cache {interval(row.of(result.full.scores), '.1f')}"
+    highest = {size: max(methods, key=lambda method: row.of(method.scores).mean) for size, methods in at_size.items()}
+    best = "; ".join(
+        f"{size}{method.name} {format_interval(row.of(method.scores), '.1f')}" for size, method in highest.items()
+    )
+    return f"highest scores: {best}; full cache {format_interval(row.of(result.full.scores), '.1f')}"

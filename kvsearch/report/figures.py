@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvsearch.core.printed import csv_text
+from kvsearch.core.printed import format_csv
 from kvsearch.report.table import Table
 
 Style = Literal["line", "steps", "level"]
 Role = Literal["", "muted", "candidate", "baseline", "written"]
 Cells = Sequence[str | float | None]
-Values = tuple[tuple[float | None, ...], ...]
+CellValues = tuple[tuple[float | None, ...], ...]
 # dark blue (little) to yellow (much), lightness rising evenly, so that it reads in grey
 RAMP = (
     (13, 8, 135),
@@ -66,10 +66,10 @@ class LineChart:
     def table(self) -> Iterator[Cells]:
         """Yield the header, then a row per point; a level has no x."""
         yield ["series", self.x, self.y, "low", "high"]
-        for one in self.series:
-            for at, value in enumerate(one.y):
-                ends: Cells = [ends[at] if ends else None for ends in (one.low, one.high)]
-                yield [one.name, one.x[at] if one.x else None, value, *ends]
+        for series in self.series:
+            for at, value in enumerate(series.y):
+                ends: Cells = [ends[at] if ends else None for ends in (series.low, series.high)]
+                yield [series.name, series.x[at] if series.x else None, value, *ends]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class HeatMap:
     row_label: str
     column_label: str
     value_label: str
-    panels: Mapping[str, Values]
+    panels: Mapping[str, CellValues]
     form: str = "{:.0f}"
     total: Literal["sum", "mean"] = "mean"
     scale: tuple[float, float] | None = None
@@ -124,32 +124,32 @@ class Figure:
 
     def csv(self) -> str:
         """Return its numbers in full; cells that are not known are empty."""
-        return csv_text(self.body.table())
+        return format_csv(self.body.table())
 
     def as_json(self) -> dict[str, Any]:
         """Return the title and the numbers, a list per row of the CSV."""
         return {"title": self.title, "rows": [list(row) for row in self.body.table()]}
 
 
-Part = str | Mapping[str, Any] | Table | Figure  # of what is shown: a line, facts, a table, or a figure of maps
+ReportPart = str | Mapping[str, Any] | Table | Figure  # of what is shown: a line, facts, a table, or a figure of maps
 
 
-def layer_map(
+def make_layer_map(
     panels: Mapping[str, Any], layers: Sequence[object], value: str, form: str = "{:.0f}", **details: Any
 ) -> HeatMap:
     """Return maps of layers and kv heads, of `panels` [L, Hkv] by their names."""
     (first, *_) = panels.values()
     heads = tuple(f"h{head}" for head in range(first.shape[1]))
-    maps = {name: cells(values) for name, values in panels.items()}
+    maps = {name: make_cells(values) for name, values in panels.items()}
     return HeatMap(tuple(map(str, layers)), heads, "layer", "kv head", value, maps, form, **details)
 
 
-def cells(values: Any) -> Values:
+def make_cells(values: Any) -> CellValues:
     """Return an array [R, C] as the cells of a panel, None for what is not a number."""
     return tuple(tuple(float(value) if value == value else None for value in row) for row in values.tolist())
 
 
-def shade(share: float) -> tuple[int, int, int]:
+def find_shade(share: float) -> tuple[int, int, int]:
     """Return the colour of a value that lies at `share` of its range, 0 to 1: red, green and blue, 0 to 255."""
     place = min(max(share, 0.0), 1.0) * (len(RAMP) - 1)
     low = min(int(place), len(RAMP) - 2)

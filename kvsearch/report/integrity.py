@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from kvsearch.calibration.steps import STEPS_FOLDER as MEASURED
 from kvsearch.core.errors import KvsearchError, UsageError
-from kvsearch.core.files import TEMPORARY, opened, read_bytes
+from kvsearch.core.files import TEMPORARY, open_file, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
@@ -22,29 +22,29 @@ from kvsearch.plan.saved import (
     PROFILE,
     WEIGHTS,
     check_listing,
-    checked_weights,
     find_listed,
-    weights_file,
+    locate_weights,
+    read_weights,
 )
 from kvsearch.plan.schema import PolicySpec
-from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
+from kvsearch.policies.registry import BUILT_IN, FITTED, build_policy
 from kvsearch.report.artifacts import is_cache, open_path
-from kvsearch.report.figures import Part
-from kvsearch.report.numbers import counted
+from kvsearch.report.figures import ReportPart
+from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Table
 from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
-from kvsearch.runs.ledger import parsed_lines
-from kvsearch.runs.run import NOUNS, read_sums, sha256_of_file
+from kvsearch.runs.ledger import parse_lines
+from kvsearch.runs.run import JOB_NOUNS, hash_file, read_sums
 from kvsearch.search.trials import TrialLog
 
-State = Literal["whole", "unfinished", "damaged"]
-SCHEMA: Final = "kvsearch.verification/1"
-CHANGED = f"it was changed since it was finished: its SHA-256 is not that of {SUMS}"
+ArtefactState = Literal["whole", "unfinished", "damaged"]
+VERIFICATION_SCHEMA: Final = "kvsearch.verification/1"
+CHECKSUM_MISMATCH = f"it was changed since it was finished: its SHA-256 is not that of {SUMS}"
 RESTORE = "restore it, or write it again with the command that wrote it"
 ANEW = "restore it, or start anew with another --output or --force"
-MODEL = "configuration of a model with plans"
+MODEL_CONFIG = "configuration of a model with plans"
 WITHOUT_SCHEMA = (BEST, LOSSES)
-READ = (".json", ".yaml", ".yml", ".safetensors")  # what can be told from the file itself
+READABLE_SUFFIXES = (".json", ".yaml", ".yml", ".safetensors")  # what can be told from the file itself
 MARK = b"kvsearch"  # what our files have
 HEAD = 1 << 20  # in so many first bytes
 _WEIGHTS = re.compile(r"[a-z0-9_]+-([0-9a-f]{12})\.safetensors")
@@ -56,7 +56,7 @@ class Artefact:
 
     path: Path
     what: str
-    state: State = "whole"
+    state: ArtefactState = "whole"
     problem: str = ""
     remedy: str = ""
     sealed: bool = False
@@ -84,9 +84,9 @@ class Verification:
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
         rows = [{**asdict(artefact), "path": str(artefact.path)} for artefact in self.artefacts]
-        return {"schema": SCHEMA, "whole": not self.damaged, "artefacts": rows}
+        return {"schema": VERIFICATION_SCHEMA, "whole": not self.damaged, "artefacts": rows}
 
-    def parts(self, *, all_artefacts: bool = False) -> Iterator[Part]:
+    def parts(self, *, all_artefacts: bool = False) -> Iterator[ReportPart]:
         """Yield what is not whole, with what to do, and the counts; first a table of all if asked for."""
         if all_artefacts:
             columns = ("artefact", "what", "state", "checksum")
@@ -99,14 +99,15 @@ class Verification:
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         checksums = sum(artefact.sealed for artefact in self.artefacts)
         listed = "" if all_artefacts else "; -v lists them"
-        yield f"{counted(len(self.artefacts), 'artefact')}: {counts}; {counted(checksums, 'checksum')} compared{listed}"
+        artefacts = pluralize(len(self.artefacts), "artefact")
+        yield f"{artefacts}: {counts}; {pluralize(checksums, 'checksum')} compared{listed}"
 
 
 def _check_all(path: Path) -> dict[Path, Artefact]:
     """Return the artefact at a path, or all that are in a directory, by their own paths."""
     if not path.exists():
         raise UsageError(f"there is no file or directory {path}: check the path")
-    sums = _sums_over(path)
+    sums = _read_sums_over(path)
     if not path.is_dir():
         return {path: _check(path, sums)}
     place = path.absolute()
@@ -118,8 +119,8 @@ def _check_all(path: Path) -> dict[Path, Artefact]:
     return {file: _check(file, sums) for file in files}
 
 
-def _sums_over(path: Path) -> dict[Path, str]:
-    """Return the checksums of finished files, by absolute path; those of folders inside win over those above."""
+def _read_sums_over(path: Path) -> dict[Path, str]:
+    """Read the checksums of finished files, by absolute path; inner folders' checksums take precedence."""
     place = path.absolute()
     sums: dict[Path, str] = {}
     for folder in [*reversed(place.parents), *(file.parent for file in sorted(place.rglob(SUMS)))]:
@@ -136,9 +137,9 @@ def _is_ours(path: Path) -> bool:
         return False
     if path.name in (LEDGER, SUMS, PROFILE) or _WEIGHTS.fullmatch(path.name):
         return True
-    if path.suffix not in READ:
+    if path.suffix not in READABLE_SUFFIXES:
         return is_cache(path)
-    with opened(path) as file:
+    with open_file(path) as file:
         return path.parent.name == MEASURED or MARK in file.read(HEAD)
 
 
@@ -154,12 +155,12 @@ def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
             what = _describe(path)
     except KvsearchError as error:
         problem = " ".join(str(error).split()).removeprefix(f"{path}, ").removeprefix(f"{path} ")
-    sealed = digest is not None and sha256_of_file(path) == digest
+    sealed = digest is not None and hash_file(path) == digest
     if digest is not None and not sealed and not problem:
-        problem = CHANGED
+        problem = CHECKSUM_MISMATCH
     if problem:
         return Artefact(path, what, "damaged", problem, ANEW if path.name in (CONFIG, LEDGER) else RESTORE)
-    if path.name == CONFIG and what in NOUNS.values() and digest is None:
+    if path.name == CONFIG and what in JOB_NOUNS.values() and digest is None:
         return Artefact(path, what, "unfinished", "its command has not ended", "repeat it to go on: config.json has it")
     return Artefact(path, what, sealed=sealed)
 
@@ -169,32 +170,34 @@ def _describe(path: Path) -> str:
     if path.name == CONFIG:
         config = read_config(path.parent)
         if config is not None:
-            return NOUNS[config.job]
+            return JOB_NOUNS[config.job]
         content = read_json(path)
         if not isinstance(content, dict) or MODEL_KEY not in content:
             raise UsageError(f"{path} is no configuration of a run")
         for entry in check_listing(content[MODEL_KEY], path.parent).values():
             find_listed(path.parent, entry)
-        return MODEL
+        return MODEL_CONFIG
     if path.name == LEDGER:
         config = read_config(path.parent)
         parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
-        lines: list[tuple[Any, int]] = list(parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
+        lines: list[tuple[Any, int]] = list(parse_lines(read_bytes(path), path, parse, read_identity(path.parent)))
         is_cut = sum(size for _, size in lines) < path.stat().st_size
-        return f"ledger, {counted(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
+        return (
+            f"ledger, {pluralize(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
+        )
     if path.name == SUMS:
-        return f"checksums of {counted(len(read_sums(path.parent)), 'file')}"
+        return f"checksums of {pluralize(len(read_sums(path.parent)), 'file')}"
     if path.name in WITHOUT_SCHEMA:
         read_json(path)
         return "results"
     if (match := _WEIGHTS.fullmatch(path.name)) is not None:
-        if not sha256_of_file(path).startswith(match[1]):
+        if not hash_file(path).startswith(match[1]):
             raise UsageError(f"{path} has other weights than its name says")
         return "weights of a fitted ranking"
     if path.parent.name == MEASURED and path.suffix == ".safetensors":
         split_tensors(read_bytes(path), str(path))
         return "measured so far"
-    return _describe_artefact(path) if path.suffix in READ or is_cache(path) else "a file"
+    return _describe_artefact(path) if path.suffix in READABLE_SUFFIXES or is_cache(path) else "a file"
 
 
 def _describe_artefact(path: Path) -> str:
@@ -215,8 +218,8 @@ def _describe_artefact(path: Path) -> str:
 def _check_policies(specs: Iterable[PolicySpec], path: Path) -> None:
     """Check parameters, and the weights beside the file, which may be known to this process from elsewhere."""
     for spec in specs:
-        beside = weights_file(spec, path)
+        beside = locate_weights(spec, path)
         if beside is not None:
-            checked_weights(beside, path, str(spec.params[WEIGHTS]))
+            read_weights(beside, path, str(spec.params[WEIGHTS]))
         if spec.name in BUILT_IN and spec.name not in FITTED:  # others may be of a package that is not here
-            policy_of(spec)
+            build_policy(spec)

@@ -13,15 +13,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
 
-from kvsearch.budgets.lukv import MarginalSolver, exact_budgets
+from kvsearch.budgets.lukv import MarginalSolver, solve_exactly
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import compute_lost_mass, measure_stability
 from kvsearch.core.arrays import Floats
-from kvsearch.core.items import grouped
-from kvsearch.core.printed import csv_text
+from kvsearch.core.items import group_by_key
+from kvsearch.core.printed import format_csv
 from kvsearch.papers.tables import TABLES, PaperTable, Stage, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
-from kvsearch.report.numbers import counted
+from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
 from kvsearch.results.evaluation import SECTIONS, EvaluationResult, MethodScores, ScoreRow, SizeScores
@@ -29,14 +29,14 @@ from kvsearch.runs.estimates import Estimate
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.names import FULL
 
-PAPER = "paper"
+PAPER_COLUMN = "paper"
 LEFT_OUT = "left out"
-CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
-AVERAGE = "average"
+CELL_CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
+AVERAGE_COLUMN = "average"
 FULL_CACHE = "Full"
 SHOWN_BUDGETS = (1, 2, 5, 10, 20, 50)  # percent of a prompt
-KINDS = {"route": "Eviction", "budgets": "Budget allocation"}
-SPLITS = {"evolve": "train", "select": "select, then report", "validate": "select"}
+SIGNAL_KINDS = {"route": "Eviction", "budgets": "Budget allocation"}
+SPLIT_OF_STAGE = {"evolve": "train", "select": "select, then report", "validate": "select"}
 OTHER_TASKS = "other tasks than the paper's are asked: beside them are its numbers of single tasks alone"
 
 
@@ -65,7 +65,7 @@ class MeasuredCell:
         return self.text or Cell.number(self.value, ".2f").text
 
 
-class Reproduced(Result):
+class ReproducedTable(Result):
     """The cells of a table, what stands above and below it, what it was made of, and its files once it is written."""
 
     SCHEMA: ClassVar[str] = "kvsearch.reproduction/1"
@@ -86,19 +86,19 @@ class Reproduced(Result):
         The caption is that of the first, the notes are those of the last.
         """
         parts: list[dict[str, list[MeasuredCell]]] = []  # cells by block
-        for block, cells in grouped(self.cells, lambda cell: cell.block).items():
+        for block, cells in group_by_key(self.cells, lambda cell: cell.block).items():
             before = {cell.column for cells in (parts[-1] if parts else {}).values() for cell in cells}
             if before.isdisjoint(cell.column for cell in cells):
                 parts.append({})
             parts[-1][block] = cells
-        found = list[Table]()
+        tables = list[Table]()
         for part in parts:
             columns = list(dict.fromkeys(cell.column for cells in part.values() for cell in cells))
             groups = [(block, list(self._rows(cells, columns))) for block, cells in part.items()]
-            title = f"{self.title} (continued)" if found else self.title
+            title = f"{self.title} (continued)" if tables else self.title
             notes = self.notes if part is parts[-1] else ()
-            found.append(Table(title, ["", *columns], groups, notes, () if found else self.caption))
-        return found
+            tables.append(Table(title, ["", *columns], groups, notes, () if tables else self.caption))
+        return tables
 
     def _rows(self, cells: Sequence[MeasuredCell], columns: Sequence[str]) -> Iterator[list[Cell]]:
         best: dict[str, str] = {}  # how the highest of a column is printed, where not all are printed alike
@@ -106,17 +106,20 @@ class Reproduced(Result):
             rivals = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
             if len({cell.shown for cell in rivals}) > 1:
                 best[column] = max(rivals, key=lambda cell: cell.value or 0.0).shown
-        for row, known in grouped(cells, lambda cell: cell.row).items():
-            mine = {cell.column: cell for cell in known}
-            texts = {column: mine[column].shown if column in mine else "" for column in columns}
-            ranked = {column for column, cell in mine.items() if cell.ranked}
+        for row, known in group_by_key(cells, lambda cell: cell.row).items():
+            by_column = {cell.column: cell for cell in known}
+            texts = {column: by_column[column].shown if column in by_column else "" for column in columns}
+            ranked = {column for column, cell in by_column.items() if cell.ranked}
             yield [
                 Cell(row),
                 *(Cell(text, column in ranked and text == best.get(column)) for column, text in texts.items()),
             ]
-            if any(cell.paper is not None for cell in mine.values()):
-                beside = (mine[column].paper if column in mine else None for column in columns)
-                yield [Cell(f"{row}, {PAPER}"), *(Cell("" if value is None else f"{value:.2f}") for value in beside)]
+            if any(cell.paper is not None for cell in by_column.values()):
+                beside = (by_column[column].paper if column in by_column else None for column in columns)
+                yield [
+                    Cell(f"{row}, {PAPER_COLUMN}"),
+                    *(Cell("" if value is None else f"{value:.2f}") for value in beside),
+                ]
 
     def csv(self) -> str:
         """Return a line per cell."""
@@ -124,7 +127,7 @@ class Reproduced(Result):
             (self.table, cell.block, cell.row, cell.column, cell.value, cell.low, cell.high, cell.text, cell.paper)
             for cell in self.cells
         ]
-        return csv_text([CSV_HEADER, *rows])
+        return format_csv([CELL_CSV_HEADER, *rows])
 
 
 def list_tables(name: str = "") -> Table:
@@ -148,10 +151,10 @@ def list_tables(name: str = "") -> Table:
     return Table.plain("tables of kvsearch reproduce", columns, rows, words=columns, notes=tuple(notes))
 
 
-def reproduced(
+def make_reproduced_table(
     table: PaperTable, stages: Sequence[Stage], content: Mapping[str, Any], *, short: bool, own_tasks: bool
-) -> Reproduced:
-    """Return a table of what its stages found; `content` is what it is made of: model, options, stages.
+) -> ReproducedTable:
+    """Make a paper's table from the results of its stages; `content` is the run's content: model, options, stages.
 
     `short` says that it is the short form, `own_tasks` that what is asked was chosen by the user: means over these are
     not beside the paper's.
@@ -161,12 +164,12 @@ def reproduced(
     printed = numbers(table.name)
     if own_tasks:
         of_tasks = table.view == "scores" and "tasks.*" in table.columns
-        printed = {key: value for key, value in printed.items() if of_tasks and key[-1] != AVERAGE}
+        printed = {key: value for key, value in printed.items() if of_tasks and key[-1] != AVERAGE_COLUMN}
     cells = tuple(
         replace(cell, paper=printed.get((named or "", cell.key, cell.row, cell.column)))
         for cell in VIEWS[table.view](table, stages)
     )
-    notes = [*_notes_of_stages(table, stages), *(f"not as in the paper: {change}" for change in table.changed)]
+    notes = [*_list_notes(table, stages), *(f"not as in the paper: {change}" for change in table.changed)]
     if short:
         notes += [f"made smaller: {change}" for change in table.smaller]
     if any(cell.paper is not None for cell in cells):
@@ -178,29 +181,31 @@ def reproduced(
     if own_tasks and named:
         notes.append(OTHER_TASKS)
     title = f"{table.source}, {table.where}, on {model}: {table.shows}"
-    asked = dict.fromkeys(", ".join(_asked(stage)) for stage in stages if "tasks" in stage.options)
-    return Reproduced(table=table.name, title=title, caption=tuple(asked), notes=tuple(notes), cells=cells, **content)
+    settings = dict.fromkeys(", ".join(_describe_stage(stage)) for stage in stages if "tasks" in stage.options)
+    return ReproducedTable(
+        table=table.name, title=title, caption=tuple(settings), notes=tuple(notes), cells=cells, **content
+    )
 
 
-def _asked(stage: Stage) -> Iterator[str]:
-    """Say of a search, evaluation or selection what was asked, how, and of which split."""
+def _describe_stage(stage: Stage) -> Iterator[str]:
+    """Describe the tasks, samples and split of a search, evaluation or selection."""
     from kvsearch.tasks.catalog import describe_tasks
 
     options = stage.options
     what = "searched" if stage.job == "evolve" else stage.block or "asked"
     length = f" of {', '.join(f'{tokens:,}' for tokens in options['length'])} tokens" if "length" in options else ""
-    yield f"{what}: {options['tasks']}, {counted(options['samples'], 'context')} of a task{length}"
+    yield f"{what}: {options['tasks']}, {pluralize(options['samples'], 'context')} of a task{length}"
     default = " and ".join(sorted({task.split for task in describe_tasks(options["tasks"])}))
-    yield f"split {SPLITS.get(stage.job) or options.get('split') or default}"
+    yield f"split {SPLIT_OF_STAGE.get(stage.job) or options.get('split') or default}"
     yield options["protocol"]
     if stage.job == "evaluate":
         tasks = stage.result.tasks
         yield f"evicting in {stage.result.phases}"
-        contexts = counted(sum(task.contexts for task in tasks), "context")
-        yield f"{contexts} with {counted(sum(task.questions for task in tasks), 'question')}"
+        contexts = pluralize(sum(task.contexts for task in tasks), "context")
+        yield f"{contexts} with {pluralize(sum(task.questions for task in tasks), 'question')}"
 
 
-def _notes_of_stages(table: PaperTable, stages: Sequence[Stage]) -> Iterator[str]:
+def _list_notes(table: PaperTable, stages: Sequence[Stage]) -> Iterator[str]:
     """Say what is left out, and what stages say of their own results."""
     for stage in stages:
         yield from stage.remarks
@@ -213,7 +218,7 @@ def _notes_of_stages(table: PaperTable, stages: Sequence[Stage]) -> Iterator[str
             yield from filter(None, [stage.result.different])
 
 
-def _of_job(stages: Sequence[Stage], job: str) -> list[Stage]:
+def _select_stages(stages: Sequence[Stage], job: str) -> list[Stage]:
     """Return the stages of a job."""
     return [stage for stage in stages if stage.job == job]
 
@@ -221,28 +226,32 @@ def _of_job(stages: Sequence[Stage], job: str) -> list[Stage]:
 # --- scores of evaluations --------------------------------------------------------------------------------------------
 
 
-def _sizes(table: PaperTable, stages: Sequence[Stage]) -> Iterator[tuple[Stage, SizeScores, dict[str, MethodScores]]]:
+def _list_sizes(
+    table: PaperTable, stages: Sequence[Stage]
+) -> Iterator[tuple[Stage, SizeScores, dict[str, MethodScores]]]:
     """Yield every evaluation with its scores, size by size, and those of the methods that it has of the rows."""
-    for stage in _of_job(stages, "evaluate"):
+    for stage in _select_stages(stages, "evaluate"):
         for sized in stage.result.blocks:
-            found = {row: sized.method(row.format(size=sized.size, block=stage.block)) for row in table.rows}
-            yield stage, sized, {row: method for row, method in found.items() if method is not None}
+            methods = {row: sized.method(row.format(size=sized.size, block=stage.block)) for row in table.rows}
+            yield stage, sized, {row: method for row, method in methods.items() if method is not None}
 
 
-def _scores(table: PaperTable, stage: Stage, methods: Mapping[str, MethodScores]) -> dict[str, dict[str, Estimate]]:
+def _read_scores(
+    table: PaperTable, stage: Stage, methods: Mapping[str, MethodScores]
+) -> dict[str, dict[str, Estimate]]:
     """Return the scores of rows at one size, by column."""
-    columns = _columns(table, stage.result)
+    columns = _select_columns(table, stage.result)
     return {
         row: {column: score.of(method.scores) for column, score in columns.items()} for row, method in methods.items()
     }
 
 
-def _best_baseline(scores: Mapping[str, Mapping[str, Estimate]]) -> str:
+def _find_best_baseline(scores: Mapping[str, Mapping[str, Estimate]]) -> str:
     """Return the row without a plan of its own that scores highest."""
-    return max((row for row in scores if "{" not in row), key=lambda row: scores[row][AVERAGE].mean)
+    return max((row for row in scores if "{" not in row), key=lambda row: scores[row][AVERAGE_COLUMN].mean)
 
 
-def _columns(table: PaperTable, result: EvaluationResult) -> dict[str, ScoreRow]:
+def _select_columns(table: PaperTable, result: EvaluationResult) -> dict[str, ScoreRow]:
     """Return the scores that are columns.
 
     "tasks.*" are all tasks in their order; of several paths with | between them the first is taken that is there.
@@ -252,43 +261,45 @@ def _columns(table: PaperTable, result: EvaluationResult) -> dict[str, ScoreRow]
         for section, _, name in (path.partition(".") for path in paths.split("|")):
             rows = [row for row in result.rows if SECTIONS[row.kind] == section and name in ("*", row.name)]
             if rows:
-                columns |= {row.name if name == "*" else AVERAGE: row for row in rows}
+                columns |= {row.name if name == "*" else AVERAGE_COLUMN: row for row in rows}
                 break
     return columns
 
 
-def _share(row: str, column: str, share: Estimate, block: str = "", key: str = "", **details: Any) -> MeasuredCell:
+def _make_share_cell(
+    row: str, column: str, share: Estimate, block: str = "", key: str = "", **details: Any
+) -> MeasuredCell:
     """Return a cell of a share, in points of 100."""
     mean, low, high = (100 * end if end == end else None for end in (share.mean, share.low, share.high))
     return MeasuredCell(row, column, mean, block, key or block, low, high, **details)
 
 
-def scores(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def list_scores(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield the scores of all rows at all sizes, after those of the full cache."""
-    for stage, sized, methods in _sizes(table, stages):
+    for stage, sized, methods in _list_sizes(table, stages):
         block = stage.block
         heading = ", ".join(filter(None, (block, sized.heading)))
         key = f"{block} {sized.size}".strip()
         if sized is stage.result.blocks[0]:
-            for column, score in _columns(table, stage.result).items():
-                yield _share(FULL_CACHE, column, score.of(stage.result.full.scores), block)
-        measured = _scores(table, stage, methods)
+            for column, score in _select_columns(table, stage.result).items():
+                yield _make_share_cell(FULL_CACHE, column, score.of(stage.result.full.scores), block)
+        measured = _read_scores(table, stage, methods)
         for row, label in table.rows.items():
             if row in stage.left_out:
-                yield MeasuredCell(label, AVERAGE, None, heading, text=LEFT_OUT)
+                yield MeasuredCell(label, AVERAGE_COLUMN, None, heading, text=LEFT_OUT)
             for column, share in measured.get(row, {}).items():
-                yield _share(label, column, share, heading, key, ranked=True)
+                yield _make_share_cell(label, column, share, heading, key, ranked=True)
 
 
-def beside_best(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def compare_with_best(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 2: the best single policy, strategies, and the better one's lead."""
-    for stage, sized, methods in _sizes(table, stages):
+    for stage, sized, methods in _list_sizes(table, stages):
         size = str(sized.size)
-        measured = _scores(table, stage, methods)
-        mean = {row: 100 * columns[AVERAGE].mean for row, columns in measured.items()}
-        best = _best_baseline(measured)
+        measured = _read_scores(table, stage, methods)
+        mean = {row: 100 * columns[AVERAGE_COLUMN].mean for row, columns in measured.items()}
+        best = _find_best_baseline(measured)
         strategies = [row for row in measured if "{" in row]
-        full = _columns(table, stage.result)[AVERAGE].of(stage.result.full.scores)
+        full = _select_columns(table, stage.result)[AVERAGE_COLUMN].of(stage.result.full.scores)
         yield MeasuredCell(size, FULL_CACHE, 100 * full.mean, key=size)
         yield MeasuredCell(size, "Baseline", mean[best], key=size, text=f"{mean[best]:.2f} ({table.rows[best]})")
         yield from (MeasuredCell(size, table.rows[row], mean[row], key=size) for row in strategies)
@@ -297,11 +308,11 @@ def beside_best(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measured
             yield MeasuredCell(size, "delta", lead, key=size, text=f"{lead:+.2f}")
 
 
-def by_category(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def compare_by_category(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 4: the strategy minus the best single policy, by category."""
-    for stage, _, methods in _sizes(table, stages):
-        measured = _scores(table, stage, methods)
-        best = _best_baseline(measured)
+    for stage, _, methods in _list_sizes(table, stages):
+        measured = _read_scores(table, stage, methods)
+        best = _find_best_baseline(measured)
         strategy = next(row for row in measured if "{" in row)
         for column, share in measured[strategy].items():
             lead = 100 * (share.mean - measured[best][column].mean)
@@ -312,9 +323,9 @@ def by_category(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measured
 # --- selections, signals, plans, losses -------------------------------------------------------------------------------
 
 
-def selections(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+def list_selections(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
     """Yield PolyKV's Table 1, a row per benchmark: all scores are of split report."""
-    for stage in _of_job(stages, "select"):
+    for stage in _select_stages(stages, "select"):
         row = stage.block
         outcome = stage.result.chosen
         best = outcome.best
@@ -333,21 +344,21 @@ def selections(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredC
         yield MeasuredCell(row, "accepted", None, key=row, text=outcome.verdict)
 
 
-def signals(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def list_signals(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 3: forward, inverse and their difference, of all that the last validation has judged."""
-    validations = _of_job(stages, "validate")[-1:]
+    validations = _select_stages(stages, "validate")[-1:]
     for signal in (signal for stage in validations for at in stage.result.budgets for signal in at.signals):
         row = f"{table.rows.get(signal.signal, signal.signal)}, {signal.phases}"
-        heading = KINDS[signal.kind]
+        heading = SIGNAL_KINDS[signal.kind]
         gain = signal.gains.inverse
-        yield _share(row, "Fwd.", signal.forward, heading)
-        yield _share(row, "Inv.", signal.inverse, heading)
-        yield _share(row, "delta", gain, heading, text=f"{100 * gain.mean:+.2f}")
-        yield _share(row, "Uniform", signal.uniform, heading)
+        yield _make_share_cell(row, "Fwd.", signal.forward, heading)
+        yield _make_share_cell(row, "Inv.", signal.inverse, heading)
+        yield _make_share_cell(row, "delta", gain, heading, text=f"{100 * gain.mean:+.2f}")
+        yield _make_share_cell(row, "Uniform", signal.uniform, heading)
         yield MeasuredCell(row, "verdict", None, heading, text=signal.verdict)
 
 
-def layers(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def list_layers(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield the mean budget of every layer of every plan, and its pattern where a plan has several.
 
     Plans that have rows of their own are named by these.
@@ -366,27 +377,29 @@ def layers(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]
                 yield MeasuredCell(f"layer {index}", f"{name} at {size}", budget, text=f"{budget:.0f}")
 
 
-def losses(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def list_losses(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield LAVa's Table 14: the loss of the first and of the last layer's output."""
-    for stage in _of_job(stages, "evaluate"):
+    for stage in _select_stages(stages, "evaluate"):
         names = {method.label: table.rows[method.name] for block in stage.result.blocks for method in block.methods}
         depths = [loss.layer for loss in stage.result.losses]
         for layer, key in dict(zip((min(depths), max(depths)), table.columns, strict=True)).items():
-            mine = [loss for loss in stage.result.losses if loss.layer == layer and loss.method in names]
-            yield from (MeasuredCell(names[loss.method], loss.task, loss.loss, f"Layer {layer}", key) for loss in mine)
+            layer_losses = [loss for loss in stage.result.losses if loss.layer == layer and loss.method in names]
+            yield from (
+                MeasuredCell(names[loss.method], loss.task, loss.loss, f"Layer {layer}", key) for loss in layer_losses
+            )
 
 
-def searches(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+def list_searches(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
     """Yield EvolKV's Figure 2b: the best fitness so far after every generation of every search."""
-    for stage in _of_job(stages, "evolve"):
+    for stage in _select_stages(stages, "evolve"):
         best = accumulate((min(line.values) for _, line in stage.trace.generations), min)
         for number, value in enumerate(best, 1):
             yield MeasuredCell(f"generation {number}", f"fitness at {stage.options['budget']}", -value)
 
 
-def needles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def list_needles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield EvolKV's Figure 7: scores by depth and length of the full cache and of every row."""
-    for stage, _, methods in _sizes(table, stages):
+    for stage, _, methods in _list_sizes(table, stages):
         labels = {method.label: table.rows[row] for row, method in methods.items()}
         for label, name in {FULL: FULL_CACHE, **labels}.items():
             grid = stage.result.needle[label]
@@ -396,9 +409,9 @@ def needles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell
                     yield MeasuredCell(*place, 100 * score, f"{name}, mean {100 * grid.mean:.1f}")
 
 
-def costs(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def list_costs(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield what caches cost (LAVa, Figure 3; LU-KV, Figure 5; EvolKV, Figure 8): `columns` say which of it."""
-    for stage in _of_job(stages, "bench"):
+    for stage in _select_stages(stages, "bench"):
         steps = stage.options["new_tokens"]
         known = [cost for cost in stage.result.costs if Path(cost.cache).stem in table.rows]
         for heading, cost in product(table.columns, known):
@@ -415,26 +428,26 @@ def costs(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def errors(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def list_errors(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Figure 1: the error of every layer's output under every pattern, then the scores."""
-    for stage in _of_job(stages, "calibrate"):
+    for stage in _select_stages(stages, "calibrate"):
         signals = SignalTable(stage.result)
         for phase, budget in product(signals.axes.phases, signals.axes.budgets):
             for (row, pattern), value in np.ndenumerate(signals.measured("error", phase, budget)):
                 layer = f"layer {stage.result.metadata.layers[row]}"
                 yield MeasuredCell(layer, signals.patterns[pattern], 100 * value, f"{phase} at {budget}")
-    yield from scores(table, stages)
+    yield from list_scores(table, stages)
 
 
-def ratios(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+def list_ratios(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
     """Yield LU-KV's Figures 7 to 9: the local ratio of every head by the global one, in percent evicted."""
-    for stage, evicted in product(_of_job(stages, "calibrate"), range(5, 100, 5)):
+    for stage, evicted in product(_select_stages(stages, "calibrate"), range(5, 100, 5)):
         for (row, head), ratio in np.ndenumerate(stage.result.local_ratios(evicted / 100)):
             layer = f"layer {stage.result.metadata.layers[row]}"
             yield MeasuredCell(layer, f"{evicted}%", 100 * float(ratio), f"head {head}")
 
 
-def profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+def list_profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield what LU-KV's figures show: recall by budget, eviction loss by layer, stability of local ratios."""
     ratio = table.paper["ratios"][0]
     known = {stage.name: stage.result for stage in stages}
@@ -445,7 +458,7 @@ def profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCel
             curve = 100 * profile.arrays[name].mean(axis=(0, 1))
             yield from (MeasuredCell(row, f"{kept}% kept", float(curve[kept]), "Figure 1") for kept in SHOWN_BUDGETS)
     for metric, profile in named:
-        for name, loss in _eviction_losses(profile, ratio, shared if metric == "SnapKV" else None).items():
+        for name, loss in _compute_eviction_losses(profile, ratio, shared if metric == "SnapKV" else None).items():
             lost = {f"layer {layer}": sum(heads) for layer, heads in zip(profile.metadata.layers, loss, strict=True)}
             for column, value in {**lost, "all": loss.sum(), "worst head": loss.max()}.items():
                 yield MeasuredCell(name, column, 100 * float(value), f"Figures 3, 4, 6: {metric}")
@@ -453,11 +466,11 @@ def profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCel
         correlation = measure_stability(profile, ratio)
         for column in ("questions", "texts", "halves"):
             yield MeasuredCell(metric, column, getattr(correlation, column), "Figure 2b")
-        for name, evicted, kept in kept_by_solver(profile.arrays["mass"]):
+        for name, evicted, kept in compare_solvers(profile.arrays["mass"]):
             yield MeasuredCell(f"{metric}, {name}", f"{evicted}% evicted", 100 * kept, "Figure 2a")
 
 
-def kept_by_solver(curves: ArrayLike) -> Iterator[tuple[str, int, float]]:
+def compare_solvers(curves: ArrayLike) -> Iterator[tuple[str, int, float]]:
     """Yield the share of importance that LU-KV's solver and an exact one keep, after their name and percent evicted.
 
     `curves` [L, Hkv, 101] is the importance that heads keep with 0 ... 100% of their entries.
@@ -466,12 +479,12 @@ def kept_by_solver(curves: ArrayLike) -> Iterator[tuple[str, int, float]]:
     greedy = MarginalSolver(steps)
     ratios = range(5, 100, 5)
     totals = [(100 - evicted) * steps[..., 0].size for evicted in ratios]
-    for name, solved in (("greedy", greedy.solve_many(totals)), ("exact", exact_budgets(steps, totals))):
+    for name, solved in (("greedy", greedy.solve_many(totals)), ("exact", solve_exactly(steps, totals))):
         for evicted, budgets in zip(ratios, solved, strict=True):
             yield name, evicted, greedy.kept(budgets) / float(steps.sum())
 
 
-def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> dict[str, Floats]:
+def _compute_eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> dict[str, Floats]:
     """Return what every head loses [L, Hkv] under the allocations of the paper."""
     shape = profile.metadata.shape
     length = profile.metadata.length
@@ -486,7 +499,17 @@ def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> 
 
 
 VIEWS: Mapping[str, Callable[[PaperTable, Sequence[Stage]], Iterator[MeasuredCell]]] = {
-    "scores": scores, "best": beside_best, "categories": by_category, "selections": selections, "signals": signals,
-    "layers": layers, "losses": losses, "profiles": profiles, "ratios": ratios, "errors": errors, "searches": searches,
-    "needles": needles, "costs": costs,
-}  # fmt: skip
+    "scores": list_scores,
+    "best": compare_with_best,
+    "categories": compare_by_category,
+    "selections": list_selections,
+    "signals": list_signals,
+    "layers": list_layers,
+    "losses": list_losses,
+    "profiles": list_profiles,
+    "ratios": list_ratios,
+    "errors": list_errors,
+    "searches": list_searches,
+    "needles": list_needles,
+    "costs": list_costs,
+}

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvsearch.plan import PHASES, Phase, Plan
-from kvsearch.plan.arithmetic import diff
+from kvsearch.plan.arithmetic import compare_plans
 from kvsearch.plan.schema import NO_CARRY, STATIC
-from kvsearch.plan.yaml import layer_ranges
-from kvsearch.report.figures import Figure, Part, layer_map
-from kvsearch.report.numbers import counted
+from kvsearch.plan.yaml import format_layer_ranges
+from kvsearch.report.figures import Figure, ReportPart, make_layer_map
+from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Cell, Table
 
 if TYPE_CHECKING:
     from kvsearch.runtime.store.cache_file import CacheHeader
 
 
-def plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
+def list_plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
     """Yield the settings of each phase and a map of its budgets, rows with their policy where there are several."""
     allocation = plan.allocation
     settings: dict[str, Any] = {
@@ -34,19 +34,19 @@ def plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
         names = [spec.name for spec in specs]
         described = [f"{spec.name} {spec.params}" for spec in specs]
         policies = sorted(set(described))
-        own = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
+        phase_settings = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
         if carrying := [index for index, carry in enumerate(part.carries) if carry != NO_CARRY]:
             kinds = sorted(set(part.carries) - {NO_CARRY})
-            own["carry"] = f"{', '.join(kinds)} in layers {', '.join(layer_ranges(carrying))}"
+            phase_settings["carry"] = f"{', '.join(kinds)} in layers {', '.join(format_layer_ranges(carrying))}"
         alone = [index for index, layer in enumerate(part.layers) if layer is None]
-        yield {**settings, **own, **({"layers left alone": alone} if alone else {})}
+        yield {**settings, **phase_settings, **({"layers left alone": alone} if alone else {})}
         if len(set(names)) < len(policies):
             names = described  # of one pattern there are several settings
         rows = [str(layer) for layer in part.planned_layers]
         if len(policies) > 1:
             rows = [f"{layer} {name}" for layer, name in zip(rows, names, strict=True)]
         budgets = np.array([part.budgets[layer] for layer in part.planned_layers])
-        body = layer_map({"": budgets}, rows, "entries", total="sum")
+        body = make_layer_map({"": budgets}, rows, "entries", total="sum")
         caption = f"{plan.model.name}: {plan.provenance.method}, {part.total:,} entries in all"
         if allocation.name != STATIC:
             caption += f"; {allocation.name} shares them out anew for every prompt"
@@ -59,23 +59,23 @@ def plan_headline(plan: Plan) -> str:
     return f"{plan.total:,} entries{length}"
 
 
-def cache_parts(header: CacheHeader) -> Iterator[Part]:
+def list_cache_parts(header: CacheHeader) -> Iterator[ReportPart]:
     """Yield what a compressed cache holds, in which numbers, and the plan that it was read under."""
     yield {
-        "cache of": f"{counted(header.sequences, 'sequence')} of {counted(header.length, 'token')}",
+        "cache of": f"{pluralize(header.sequences, 'sequence')} of {pluralize(header.length, 'token')}",
         "numbers": header.dtype,
         "written by": f"kvsearch {header.kvsearch}, torch {header.torch}, transformers {header.transformers}",
     }
-    yield from plan_parts(header.plan)
+    yield from list_plan_parts(header.plan)
 
 
 class DifferenceView:
-    """What differs between two plans: settings, and budgets layer by layer; errors are those of `diff`."""
+    """The difference between two plans: settings, and budgets layer by layer; errors as `compare_plans`."""
 
     def __init__(self, plans: tuple[Plan, Plan], names: tuple[str, str]) -> None:
         self.plans = plans
         self.names = names
-        self.settings, self.budgets = diff(*plans)
+        self.settings, self.budgets = compare_plans(*plans)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
@@ -87,7 +87,7 @@ class DifferenceView:
             "totals": {phase: values for phase, values in totals.items() if values != [None, None]},
         }
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[ReportPart]:
         """Yield the names of the plans, a table of settings, and one of budgets for each phase."""
         if not (self.settings or self.budgets):
             yield "the plans are equal"
@@ -100,7 +100,7 @@ class DifferenceView:
             rows = []
             for change in settings:
                 values = ("-" if value is None else str(value) for value in (change.before, change.after))
-                rows.append([change.phase or "", ", ".join(layer_ranges(change.layers)), change.name, *values])
+                rows.append([change.phase or "", ", ".join(format_layer_ranges(change.layers)), change.name, *values])
             yield Table.plain("settings", columns, rows, words=columns)
         for phase in PHASES["both"]:
             layers = sorted({change.layer for change in self.budgets if change.phase == phase})
@@ -115,9 +115,9 @@ class DifferenceView:
         rows = []
         for layer, pair in budgets.items():
             heads = [" ".join(map(str, budget)) if budget else "-" for budget in pair]
-            sums = _numbers([sum(budget) if budget else None for budget in pair])
+            sums = _format_change([sum(budget) if budget else None for budget in pair])
             rows.append([Cell(str(layer)), *sums, *(map(Cell, heads) if by_head else ())])
-        rows.append([Cell("total", best=True), *_numbers(self._totals(phase))])
+        rows.append([Cell("total", best=True), *_format_change(self._totals(phase))])
         columns = ["layer", "A", "B", "B - A", *(("A by head", "B by head") if by_head else ())]
         return Table.plain(f"{phase} entries", columns, rows)
 
@@ -126,7 +126,7 @@ class DifferenceView:
         return [None if part is None else part.total for part in parts]
 
 
-def _numbers(pair: list[int | None]) -> list[Cell]:
+def _format_change(pair: list[int | None]) -> list[Cell]:
     """Return two numbers and by how much the second is larger."""
     before, after = pair
     change = None if before is None or after is None else after - before

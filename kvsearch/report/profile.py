@@ -14,13 +14,13 @@ from kvsearch.core.arrays import Floats
 from kvsearch.plan import Phase, Profile, ProfileMetadata
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.registry import FITTED
-from kvsearch.report.figures import Figure, Part, layer_map
-from kvsearch.report.ranking import ranking_parts, ranking_remarks
+from kvsearch.report.figures import Figure, ReportPart, make_layer_map
+from kvsearch.report.ranking import list_ranking_parts, list_ranking_remarks
 from kvsearch.report.table import Cell, Table
 from kvsearch.signals.table import ENTROPY, Explosion, SignalTable, is_constant
 
-RATIO: Final = 0.8  # the global eviction ratio at which a profile is shown
-RATIOS_SHOWN = (0.5, RATIO, 0.9)
+SHOWN_RATIO: Final = 0.8  # the global eviction ratio at which a profile is shown
+RATIOS_SHOWN = (0.5, SHOWN_RATIO, 0.9)
 BUDGETS_SHOWN = (1, 2, 5, 10, 20, 50)  # percent
 TITLES = {
     "cosine": "cosine of attention outputs with those of the full cache",
@@ -30,17 +30,17 @@ TITLES = {
 }
 PREFERRED = ("cosine", "ppl")  # the paper's; the others are shown where none of them was measured
 MOST_DECIMALS = 5
-NOISE = 9  # decimals from which on differences are rounding
-BEST = "*"
-FULL = "full"
+NOISE_DECIMALS = 9  # decimals from which on differences are rounding
+BEST_MARK = "*"
+FULL_PATTERN = "full"
 
 
-def profile_parts(profile: Profile, ratio: float = RATIO) -> Iterator[Part]:
+def list_profile_parts(profile: Profile, ratio: float = SHOWN_RATIO) -> Iterator[ReportPart]:
     """Yield what a profile says at a global eviction ratio; UsageError if that is out of range."""
     method = profile.metadata.method
-    yield _origin(profile.metadata)
+    yield _describe_origin(profile.metadata)
     if method in FITTED:
-        yield from ranking_parts(profile)
+        yield from list_ranking_parts(profile)
     elif method == QUERIES:
         lengths = np.linalg.norm(profile.arrays[QUERY_MEAN], axis=-1).mean(1)
         spreads = np.sqrt(np.trace(profile.arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1)).mean(1)
@@ -48,25 +48,25 @@ def profile_parts(profile: Profile, ratio: float = RATIO) -> Iterator[Part]:
         title = "queries before their rotary embedding, mean over heads"
         yield Table.numbers(title, ["layer", "|mean|", "spread"], rows, ".3g")
     elif profile.metadata.signals is not None:
-        yield from signal_parts(SignalTable(profile))
+        yield from list_signal_parts(SignalTable(profile))
     else:
-        body = layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
-        yield Figure("local-ratios", f"local eviction ratio at {ratio:g}", caption(profile), body)
+        body = make_layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
+        yield Figure("local-ratios", f"local eviction ratio at {ratio:g}", describe_profile(profile), body)
         is_dynamic = "ratio_deviation" in profile.arrays  # the mean of what a dynamic rule decided
-        yield from _dynamic_parts(profile, ratio) if is_dynamic else _lukv_parts(profile, ratio)
-    yield from remarks(profile)
+        yield from _list_dynamic_parts(profile, ratio) if is_dynamic else _list_lukv_parts(profile, ratio)
+    yield from list_remarks(profile)
 
 
-def remarks(profile: Profile) -> Iterator[str]:
-    """Yield what there is to say about a profile before it is used, one line each."""
+def list_remarks(profile: Profile) -> Iterator[str]:
+    """List warnings about a profile to read before it is used, one line each."""
     if profile.metadata.method in FITTED:
-        yield from ranking_remarks(profile)
+        yield from list_ranking_remarks(profile)
     if profile.metadata.method == "cake":
-        yield _exponents(profile)
+        yield _describe_exponents(profile)
 
 
-def eviction_losses(profile: Profile, ratio: float) -> dict[str, Floats]:
-    """Return the importance that is evicted with equal budgets, and with those of the profile."""
+def compute_eviction_losses(profile: Profile, ratio: float) -> dict[str, Floats]:
+    """Compute the evicted importance under uniform budgets and under the profile's."""
     ratios = profile.local_ratios(ratio)
     return {
         "uniform": compute_lost_mass(profile, np.full(ratios.shape, 1 - ratio)),
@@ -74,7 +74,7 @@ def eviction_losses(profile: Profile, ratio: float) -> dict[str, Floats]:
     }
 
 
-def _origin(metadata: ProfileMetadata) -> dict[str, Any]:
+def _describe_origin(metadata: ProfileMetadata) -> dict[str, Any]:
     """Return what a profile is of, and what it was measured on."""
     settings = metadata.provenance.settings
     noun = "contexts" if metadata.method in (*FITTED, QUERIES) else "questions"
@@ -89,7 +89,7 @@ def _origin(metadata: ProfileMetadata) -> dict[str, Any]:
     return facts
 
 
-def caption(profile: Profile) -> str:
+def describe_profile(profile: Profile) -> str:
     """Say what figures of a profile are of."""
     metadata = profile.metadata
     return f"{metadata.model.name}: {metadata.method}, {metadata.questions} questions of {metadata.length} tokens"
@@ -98,14 +98,14 @@ def caption(profile: Profile) -> str:
 # --- LU-KV ------------------------------------------------------------------------------------------------------------
 
 
-def _lukv_parts(profile: Profile, ratio: float) -> Iterator[Part]:
+def _list_lukv_parts(profile: Profile, ratio: float) -> Iterator[ReportPart]:
     """Yield the ranking's gap to the oracle's, eviction losses, and whether local ratios are stable."""
     if "recall" not in profile.arrays:
         return
     layers = profile.metadata.layers
-    gap = layer_map({"": compute_ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
-    yield Figure("ranking-gap", "recall lost to the oracle ranking", caption(profile), gap)
-    losses = eviction_losses(profile, ratio)
+    gap = make_layer_map({"": compute_ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
+    yield Figure("ranking-gap", "recall lost to the oracle ranking", describe_profile(profile), gap)
+    losses = compute_eviction_losses(profile, ratio)
     lost: list[tuple[str | int, list[float]]] = [
         *((layer, [loss[row].sum() for loss in losses.values()]) for row, layer in enumerate(layers)),
         ("all", [loss.sum() for loss in losses.values()]),
@@ -117,32 +117,32 @@ def _lukv_parts(profile: Profile, ratio: float) -> Iterator[Part]:
     ]
     columns = ["ranking", *(f"{budget}%" for budget in BUDGETS_SHOWN)]
     yield Table.numbers("importance kept at a budget, mean over heads", columns, kept, ".3f")
-    yield from _stability_parts(profile, "questions")
+    yield from _list_stability_parts(profile, "questions")
 
 
-def _stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
+def _list_stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
     """Yield a table of how stable local ratios are over what they were measured on, and a verdict."""
     stabilities = [measure_stability(profile, ratio) for ratio in RATIOS_SHOWN]
-    rows = [(f"{found.ratio:g}", (found.questions, found.texts, found.halves)) for found in stabilities]
+    rows = [(f"{stable.ratio:g}", (stable.questions, stable.texts, stable.halves)) for stable in stabilities]
     columns = ["ratio", f"{noun} of one text", "texts", "halves of the texts"]
     yield Table.numbers("rank correlation of local ratios", columns, rows, ".2f")
-    yield f"at {RATIO:g}: {stabilities[1].verdict}"
+    yield f"at {SHOWN_RATIO:g}: {stabilities[1].verdict}"
 
 
 # --- dynamic rules ----------------------------------------------------------------------------------------------------
 
 
-def _dynamic_parts(profile: Profile, ratio: float) -> Iterator[Part]:
+def _list_dynamic_parts(profile: Profile, ratio: float) -> Iterator[ReportPart]:
     """Yield how far what a dynamic rule decides differs between prompts."""
     deviations = profile.arrays["ratio_deviation"]
     deviation = deviations[min(max(round(100 * ratio), 1), len(deviations)) - 1]
-    body = layer_map({"": deviation}, profile.metadata.layers, "standard deviation", "{:.3f}")
+    body = make_layer_map({"": deviation}, profile.metadata.layers, "standard deviation", "{:.3f}")
     title = "standard deviation of the local eviction ratio over the prompts"
-    yield Figure("ratio-deviation", title, caption(profile), body)
-    yield from _stability_parts(profile, "prompts")
+    yield Figure("ratio-deviation", title, describe_profile(profile), body)
+    yield from _list_stability_parts(profile, "prompts")
 
 
-def _exponents(profile: Profile) -> str:
+def _describe_exponents(profile: Profile) -> str:
     """Say what CAKE's exponents are, and where they come from."""
     settings = profile.metadata.provenance.settings
     pair = settings["tau1"], settings["tau2"]
@@ -157,10 +157,10 @@ def _exponents(profile: Profile) -> str:
 # --- signals of PolyKV ------------------------------------------------------------------------------------------------
 
 
-def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table]:
+def list_signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table]:
     """Yield the means of all signals over the samples; a star is at the best pattern of a layer."""
     axes = table.axes
-    measures = shown_measures(table)
+    measures = select_measures(table)
     has_entropy = ENTROPY in table.sensitivities
     facts = {"signals": ", ".join([*table.routes, ENTROPY] if has_entropy else table.routes)}
     if "ppl" in table.routes:
@@ -170,7 +170,7 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
     for phase in axes.phases:
         for budget in axes.budgets:
             for measure in measures:
-                cells = _cells(table, measure, phase, budget)
+                cells = _make_cells(table, measure, phase, budget)
                 rows = [[layer, *row] for layer, row in zip(layers, cells, strict=True)]
                 title = f"{phase} at {budget} entries per kv head: {TITLES[measure]}"
                 yield Table.plain(title, ["layer", *table.patterns], rows, tight=True)
@@ -179,24 +179,24 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
             values = zip(layers, entropies[:, None], strict=True)
             yield Table.numbers(f"{phase}: entropy of attention", ["layer", ENTROPY], values, ".4f")
     if measures:
-        yield f"{BEST} the best pattern of a layer"
+        yield f"{BEST_MARK} the best pattern of a layer"
     worst: dict[tuple[str, str], Explosion] = {}  # of a pattern in a phase, the budget at which it is worst
-    found = (table.find_explosions(phase, budget) for phase in axes.phases for budget in axes.budgets)
-    for explosion in chain.from_iterable(found):
+    explosions = (table.find_explosions(phase, budget) for phase in axes.phases for budget in axes.budgets)
+    for explosion in chain.from_iterable(explosions):
         place = (explosion.pattern, explosion.phase)
         worst[place] = max(worst.get(place, explosion), explosion, key=lambda known: known.gain)
     yield from (explosion.words for explosion in worst.values())
 
 
-def shown_measures(table: SignalTable) -> list[str]:
-    """Return the paper's signals of patterns, or all others where none of them was measured."""
+def select_measures(table: SignalTable) -> list[str]:
+    """Select the paper's signals, or all others if the paper's were not measured."""
     return [name for name in PREFERRED if name in table.routes] or list(table.routes)
 
 
-def _cells(table: SignalTable, measure: str, phase: Phase, budget: int) -> list[list[Cell]]:
+def _make_cells(table: SignalTable, measure: str, phase: Phase, budget: int) -> list[list[Cell]]:
     """Return the cells of every layer, pattern by pattern, the best one marked, the full cache aside."""
     values = table.measured(measure, phase, budget)
-    rivals = [index for index, name in enumerate(table.patterns) if name != FULL]
+    rivals = [index for index, name in enumerate(table.patterns) if name != FULL_PATTERN]
     preferences = table.read_preference(measure, phase, budget)[:, rivals]
     form = "+.3g"
     if measure not in ("ppl", "nll"):  # the largest harm has four digits, as far as the page has room for them
@@ -204,9 +204,9 @@ def _cells(table: SignalTable, measure: str, phase: Phase, budget: int) -> list[
         decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else MOST_DECIMALS
         form = f".{min(max(decimals, 0), MOST_DECIMALS)}f"
     rows = []
-    for row, wanted in zip(np.round(values, NOISE), preferences, strict=True):
+    for row, wanted in zip(np.round(values, NOISE_DECIMALS), preferences, strict=True):
         best = None if is_constant(wanted) else rivals[int(wanted.argmax())]
         cells = (Cell.number(float(value), form) for value in row)
-        rows.append([Cell(f"{BEST}{cell.text}", best=True, value=cell.value) if at == best else cell
+        rows.append([Cell(f"{BEST_MARK}{cell.text}", best=True, value=cell.value) if at == best else cell
                      for at, cell in enumerate(cells)])  # fmt: skip
     return rows

@@ -9,17 +9,17 @@ import numpy as np
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.sign_flips import compute_chances
-from kvsearch.evaluation.statistics import student_estimate
+from kvsearch.evaluation.statistics import estimate_by_student
 from kvsearch.plan import Profile
 from kvsearch.policies.fitted import is_last
-from kvsearch.report.numbers import counted, interval
+from kvsearch.report.numbers import format_interval, pluralize
 from kvsearch.report.table import Cell, Table
 
 CHANCE: Final = 0.05
 
 
 class TextLosses:
-    """How far replies move on every text where all heads keep as much, under rankings of which the first was fitted.
+    """How far replies move on every text under uniform budgets, for several rankings; the first is the fitted one.
 
     A ranking is better than another where that is so at every size, beyond chance: by a sign-flip test over texts,
     whose chance is that of the luckiest of all that it is compared with. Below five texts nothing is beyond chance.
@@ -65,10 +65,12 @@ class TextLosses:
     def words(self) -> str:
         """How far replies move under the first ranking and under the best that was not fitted, at every size."""
         said = []
-        for share, mine, other in zip(self.at, self.values[:, 0].T, self.values[:, self.best].T, strict=True):
-            lead = interval(student_estimate(other - mine), "+.3f", unit=1)
-            said.append(f"{share:.0%}: {mine.mean():.3f}, under {self.rankings[self.best]} {other.mean():.3f}, {lead}")
-        return f"replies move at {'; '.join(said)} (mean and 95% interval over {counted(len(self.values), 'text')})"
+        for share, fitted, other in zip(self.at, self.values[:, 0].T, self.values[:, self.best].T, strict=True):
+            lead = format_interval(estimate_by_student(other - fitted), "+.3f", unit=1)
+            said.append(
+                f"{share:.0%}: {fitted.mean():.3f}, under {self.rankings[self.best]} {other.mean():.3f}, {lead}"
+            )
+        return f"replies move at {'; '.join(said)} (mean and 95% interval over {pluralize(len(self.values), 'text')})"
 
     @property
     def preferred(self) -> str | None:
@@ -81,19 +83,19 @@ def find_losses(profile: Profile) -> TextLosses | None:
     return TextLosses(profile) if "text_loss" in profile.arrays else None
 
 
-def ranking_remarks(profile: Profile) -> Iterator[str]:
+def list_ranking_remarks(profile: Profile) -> Iterator[str]:
     """Yield what to know before a fitted ranking is used."""
     settings: dict[str, Any] = profile.metadata.provenance.settings
     fit, choose, report = settings["contexts"]
-    yield f"fitted on {counted(fit, 'context')}, chosen on {choose}, reported on {report}"
+    yield f"fitted on {pluralize(fit, 'context')}, chosen on {choose}, reported on {report}"
     if settings.get("few_contexts"):
-        yield f"{counted(fit, 'context')} to fit on are few: regressions with strong shrinkage alone were tried"
+        yield f"{pluralize(fit, 'context')} to fit on are few: regressions with strong shrinkage alone were tried"
     if bare := settings.get("without_questions"):
         which = "the" if bare == fit + choose + report else f"{bare} of the {fit + choose + report}"
         yield f"{which} contexts have no questions, and are asked for themselves alone (reconstruction)"
     if unseen := settings.get("unseen_heads"):
         listed = ", ".join(unseen if len(unseen) <= 8 else [*unseen[:8], "..."])
-        heads = f"{counted(len(unseen), 'kv head')} ({listed} by layer)"
+        heads = f"{pluralize(len(unseen), 'kv head')} ({listed} by layer)"
         yield f"nothing that was asked looks at the context in {heads}: even ranking there"
     if (losses := find_losses(profile)) is None:
         return
@@ -106,7 +108,7 @@ def ranking_remarks(profile: Profile) -> Iterator[str]:
         yield f"{best} ranks better than the fit: {losses.words}; use {best}, or fit on more"
 
 
-def ranking_parts(profile: Profile) -> Iterator[str | Table]:
+def list_ranking_parts(profile: Profile) -> Iterator[str | Table]:
     """Yield tables of how replies move and of recall, by budget and by layer, on contexts that were not fitted on."""
     settings: dict[str, Any] = profile.metadata.provenance.settings
     losses = find_losses(profile)

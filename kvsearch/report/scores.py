@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from kvsearch.evaluation.samples import Sample
-from kvsearch.report.numbers import asked_words, bounds, percent
+from kvsearch.report.numbers import describe_coverage, format_bounds, format_percent
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.results.validation import ValidationResult
@@ -21,16 +21,16 @@ HEADROOM = {
     "true importance, even": "what the questions to come look at, with even budgets",
     "agnostic importance": "what up to 24 questions about other contexts look at, in the allocation that is best there",
 }
-SCORES = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
+SCORE_COLUMNS = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
 GAINS = ("signal", "kind", "phases", "forward minus", "difference", "95% interval")
-WORDS = ("signal", "kind", "phases", "verdict", "forward minus")
+VERDICT_COLUMNS = ("signal", "kind", "phases", "verdict", "forward minus")
 
 
-def headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
+def list_headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
     """Yield the table of scores, shares of the full cache's score, and what was tried."""
     on_text = bool(result.rows[-1].nats)  # and so are all others
     what = "nats per token above the full cache, lower is better," if on_text else "score"
-    title = f"{result.model}: {what} with {100 * result.ratio:g}% evicted, {asked_words(result.asked)}"
+    title = f"{result.model}: {what} with {100 * result.ratio:g}% evicted, {describe_coverage(result.asked)}"
     lines = []
     for row in result.rows:
         label = f"{row.task} (mean)" if row.kind == "category" else row.task
@@ -46,7 +46,7 @@ def headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
     yield from (f"{name}: {words}" for name, words in HEADROOM.items() if name in result.methods)
 
 
-def progress_table(samples: Collection[Sample]) -> Table:
+def make_progress_table(samples: Collection[Sample]) -> Table:
     """Return how many questions every method has answered so far, by task, and what it scores or loses on the mean."""
     losses = {sample.place: read_losses(sample.reply) for sample in samples}
     on_text = None not in losses.values()
@@ -56,7 +56,7 @@ def progress_table(samples: Collection[Sample]) -> Table:
         answered = [sample for sample in samples if sample.method == method]
         counts = Counter(sample.task for sample in answered)
         score = fmean(sample.score for sample in answered)
-        mean = Cell(percent(score), value=score)
+        mean = Cell(format_percent(score), value=score)
         if on_text:
             above = [loss - full for loss, full in filter(None, (losses[sample.place] for sample in answered))]
             mean = Cell.number(fmean(above), ".4f")
@@ -67,7 +67,7 @@ def progress_table(samples: Collection[Sample]) -> Table:
     return Table.plain(title, ["method", *tasks, what], rows)
 
 
-def harness_lines(results: dict[str, Any]) -> Iterator[str]:
+def list_harness_lines(results: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the harness's own tables, and how much of every task's prompts the cache held."""
     from lm_eval.utils import make_table
 
@@ -84,45 +84,54 @@ def harness_lines(results: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def validation_tables(found: ValidationResult, at: BudgetVerdicts) -> tuple[Table, Table]:
+def make_validation_tables(result: ValidationResult, at: BudgetVerdicts) -> tuple[Table, Table]:
     """Return scores at one size in percent with the verdicts, and what every strategy gains on its controls.
 
     They are two, and narrow, so that 80 columns show them whole.
     """
-    questions = sum(task.questions for task in found.tasks.values())
-    full = percent(at.full.mean, 1)
-    title = f"{found.model.name}, {at.size}, {found.protocol}: score in percent, full cache {full}"
+    questions = sum(task.questions for task in result.tasks.values())
+    full = format_percent(at.full.mean, 1)
+    title = f"{result.model.name}, {at.size}, {result.protocol}: score in percent, full cache {full}"
     scores = []
     gains = list[Sequence[str]]()
     for judged in at.signals:
-        means = [one.mean for one in (judged.forward, judged.inverse, judged.uniform)]
-        means.append(fmean(one.mean for one in judged.random))
+        means = [score.mean for score in (judged.forward, judged.inverse, judged.uniform)]
+        means.append(fmean(score.mean for score in judged.random))
         named: tuple[str, ...] = (judged.signal, judged.kind, judged.phases)
-        scores.append((*named, *(percent(mean, 1) for mean in means), judged.verdict))
+        scores.append((*named, *(format_percent(mean, 1) for mean in means), judged.verdict))
         for control in ("inverse", "uniform", "random"):
             gain = getattr(judged.gains, control)
-            gains.append((*named, control, f"{100 * gain.mean:+.1f}", bounds(gain, "+.1f")))
+            gains.append((*named, control, f"{100 * gain.mean:+.1f}", format_bounds(gain, "+.1f")))
             named = ("", "", "")  # what is judged is named in the first row
-    note = f"{questions} questions of {', '.join(found.tasks)}; paired differences, 95% intervals over contexts"
+    note = f"{questions} questions of {', '.join(result.tasks)}; paired differences, 95% intervals over contexts"
     return (
-        Table.plain(title, SCORES, scores, notes=("random: mean of the random controls",), words=WORDS, tight=True),
-        Table.plain("forward minus its controls, in points", GAINS, gains, notes=(note,), words=WORDS, tight=True),
+        Table.plain(
+            title,
+            SCORE_COLUMNS,
+            scores,
+            notes=("random: mean of the random controls",),
+            words=VERDICT_COLUMNS,
+            tight=True,
+        ),
+        Table.plain(
+            "forward minus its controls, in points", GAINS, gains, notes=(note,), words=VERDICT_COLUMNS, tight=True
+        ),
     )
 
 
-def validation_parts(found: ValidationResult) -> Iterator[str | Table]:
+def list_validation_parts(result: ValidationResult) -> Iterator[str | Table]:
     """Yield both tables, and why every signal got its verdict, at every size."""
-    for at in found.budgets:
-        yield from validation_tables(found, at)
-        yield from verdict_lines(at)
+    for at in result.budgets:
+        yield from make_validation_tables(result, at)
+        yield from list_verdict_lines(at)
 
 
-def verdict_lines(at: BudgetVerdicts) -> Iterator[str]:
+def list_verdict_lines(at: BudgetVerdicts) -> Iterator[str]:
     """Say why every signal got its verdict, a line each."""
     for judged in at.signals:
         advice = ", do not build strategies of this size on it" if judged.verdict == "harmful" else ""
-        scores = [one.mean for one in judged.random]
-        spread = f"they score {percent(min(scores), 1)} to {percent(max(scores), 1)}"
+        scores = [score.mean for score in judged.random]
+        spread = f"they score {format_percent(min(scores), 1)} to {format_percent(max(scores), 1)}"
         controls = "other orders of these budgets" if judged.exact else "random controls"
         rank = f"{judged.lower} of {len(judged.random)} {controls} score lower, {spread}"
         yield f"{judged.words} is {judged.verdict}{advice}: {judged.reason}; {rank}"

@@ -1,4 +1,4 @@
-"""Results on the screen: tables and heat maps that fit any page, of which nothing is ever cut, and facts with names."""
+"""Results on the terminal: tables and heat maps that fit the width without losing a cell, and named facts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvsearch.core.printed import visible, visible_line
-from kvsearch.report.figures import Figure, HeatMap, Part, is_light, shade
+from kvsearch.core.printed import escape_invisible, escape_line
+from kvsearch.report.figures import Figure, HeatMap, ReportPart, find_shade, is_light
 from kvsearch.report.table import Table
 
-WIDEST = 10_000  # columns of a page on which any table fits
+WIDEST_PAGE = 10_000  # columns of a page on which any table fits
 MOST_CELLS = 2**14  # of a map; a larger one shows rows only
 
 
@@ -29,22 +29,22 @@ class View(Protocol):
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
 
-    def parts(self) -> Iterable[Part]:
+    def parts(self) -> Iterable[ReportPart]:
         """Yield lines, facts, tables and maps from top to bottom."""
 
 
-def facts(named: Mapping[str, Any]) -> Iterator[str]:
+def align_facts(named: Mapping[str, Any]) -> Iterator[str]:
     """Yield names and values, one pair a line, values aligned."""
     width = max(map(len, named))
     yield from (f"{name:<{width}}  {value}" for name, value in named.items())
 
 
-def printable(part: Table | Figure) -> RenderableType:
+def to_printable(part: Table | Figure) -> RenderableType:
     """Return a table or the maps of a figure for the screen."""
-    return on_screen(part) if isinstance(part, Table) else Group(*maps_on_screen(part))
+    return to_screen_table(part) if isinstance(part, Table) else Group(*to_screen_maps(part))
 
 
-def on_screen(table: Table) -> Group:
+def to_screen_table(table: Table) -> Group:
     """Return a table for the screen, between its title and its notes."""
     style: dict[str, Any] = {}
     header = table.header
@@ -54,14 +54,14 @@ def on_screen(table: Table) -> Group:
     shown = FittingTable(header, left=(*header[:1], *table.words), **style)
     for heading, rows in table.groups:
         if heading:
-            shown.add_row(words(heading, "italic"))
+            shown.add_row(style_text(heading, "italic"))
         for row in rows:
-            shown.add_row(*(words(cell.text, "bold" if cell.best else "") for cell in row))
+            shown.add_row(*(style_text(cell.text, "bold" if cell.best else "") for cell in row))
         shown.add_section()
-    return Group(words(table.title, "italic"), *map(words, table.above), shown, *map(words, table.notes))
+    return Group(style_text(table.title, "italic"), *map(style_text, table.above), shown, *map(style_text, table.notes))
 
 
-def maps_on_screen(figure: Figure) -> Iterator[RenderableType]:
+def to_screen_maps(figure: Figure) -> Iterator[RenderableType]:
     """Yield the maps of a figure, one below the other: a row per row, a coloured cell per column, and the row's total.
 
     Of more than `MOST_CELLS` cells there are the totals alone.
@@ -71,32 +71,32 @@ def maps_on_screen(figure: Figure) -> Iterator[RenderableType]:
     count = len(body.rows) * len(body.columns)
     columns = body.columns if count <= MOST_CELLS else ()
     for panel, rows in body.panels.items():
-        yield words(f"{figure.title}, {panel}" if panel else figure.title, "italic")
+        yield style_text(f"{figure.title}, {panel}" if panel else figure.title, "italic")
         headings = [f"{body.row_label} ", *(f" {column} " for column in columns), f"  {body.total}"]
         table = FittingTable(headings, padding=(0, 0))
         for name, values in zip(body.rows, rows, strict=True):
             known = [value for value in values if value is not None]
             total = sum(known) / (len(known) if body.total == "mean" else 1) if known else None
-            cells = [_cell(value, body) for value in values[: len(columns)]]
+            cells = [_colour_cell(value, body) for value in values[: len(columns)]]
             table.add_row(f"{name} ", *cells, f"  {'-' if total is None else body.form.format(total)}")
         yield table
         if not columns:
             yield f"{count:,} cells are too many for a map: --json has them all"
 
 
-def _cell(value: float | None, body: HeatMap) -> Text:
+def _colour_cell(value: float | None, body: HeatMap) -> Text:
     """Return a value on its colour."""
     if value is None:
         return Text(" - ")
     low, high = body.ends
-    red, green, blue = shade((value - low) / (high - low))
+    red, green, blue = find_shade((value - low) / (high - low))
     ink = "black" if is_light((red, green, blue)) else "white"
     return Text(f" {body.form.format(value)} ", f"{ink} on rgb({red},{green},{blue})")
 
 
-def words(text: str, style: str = "") -> Text:
+def style_text(text: str, style: str = "") -> Text:
     """Return data in a style, all of it visible; rich itself drops what rings, returns or goes back."""
-    return Text(visible_line(text), style)
+    return Text(escape_line(text), style)
 
 
 class FittingTable(RichTable):
@@ -115,7 +115,7 @@ class FittingTable(RichTable):
     def blocks(self, console: Console, options: ConsoleOptions) -> list[RichTable]:
         """Return the tables that are shown on a page."""
         first, *others = self.columns
-        wide = options.update(max_width=WIDEST)
+        wide = options.update(max_width=WIDEST_PAGE)
         blocks = [self._of([first, *others])]
         for count in range(2, len(others) + 1):
             if all(Measurement.get(console, wide, block).maximum <= options.max_width for block in blocks):
@@ -131,7 +131,7 @@ class FittingTable(RichTable):
 
     def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
         """Add a row; a text is shown on one line, as it is."""
-        super().add_row(*(visible(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **how)
+        super().add_row(*(escape_invisible(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **how)
 
     def _of(self, columns: Sequence[Column]) -> RichTable:
         """Return a plain table of some of the columns."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_target
-from kvsearch.core.printed import csv_text, markdown_text, visible
-from kvsearch.report.numbers import interval, nats
+from kvsearch.core.printed import escape_invisible, escape_markdown, format_csv
+from kvsearch.report.numbers import format_interval, format_nats
 from kvsearch.runs.estimates import Estimate
 
 MARKDOWN = ".md"
@@ -44,12 +44,12 @@ class Cell(NamedTuple):
     @classmethod
     def mean(cls, estimate: Estimate, form: str = ".2f") -> Cell:
         """Return a mean in percent with its interval."""
-        return cls(interval(estimate, form), value=estimate.mean)
+        return cls(format_interval(estimate, form), value=estimate.mean)
 
     @classmethod
     def nats(cls, loss: Estimate | None, sign: str = "", best: bool = False) -> Cell:
         """Return a loss in nats per token with its interval, or a difference with `sign` "+"; nothing of None."""
-        return cls("") if loss is None else cls(nats(loss, sign), best, loss.mean)
+        return cls("") if loss is None else cls(format_nats(loss, sign), best, loss.mean)
 
 
 RowGroup = tuple[str, list[list[Cell]]]  # a common heading ("": none), and rows, of which the first cell is the name
@@ -102,58 +102,58 @@ def check_table_file(path: Path) -> None:
     check_target(path)
 
 
-def csv(table: Table) -> str:
+def to_csv(table: Table) -> str:
     """Return a table as CSV, the headings of its groups in a column of their own where it has any."""
     grouped = any(heading for heading, _ in table.groups)
     lines = [["group", *table.header] if grouped else table.header]
     for heading, rows in table.groups:
         first = [heading] if grouped else []
         lines += [[*first, *(cell.text for cell in row)] for row in rows]
-    return csv_text(lines)
+    return format_csv(lines)
 
 
-def markdown(table: Table) -> str:
+def to_markdown(table: Table) -> str:
     """Return a Markdown table under its title; the best cells are bold, headings of groups are rows of their own."""
-    written = [list(map(markdown_text, table.header)), ["---", *["---:"] * (len(table.header) - 1)]]
+    written = [list(map(escape_markdown, table.header)), ["---", *["---:"] * (len(table.header) - 1)]]
     for heading, rows in table.groups:
         if heading:
-            written.append([f"*{markdown_text(heading)}*", *[""] * (len(table.header) - 1)])
+            written.append([f"*{escape_markdown(heading)}*", *[""] * (len(table.header) - 1)])
         for row in rows:
-            cells = ((markdown_text(cell.text), cell.best) for cell in row)
+            cells = ((escape_markdown(cell.text), cell.best) for cell in row)
             written.append([f"**{text}**" if best else text for text, best in cells])
     lines = [f"| {' | '.join(row)} |" for row in written]
-    notes = [f"- {markdown_text(note)}" for note in table.notes]
-    above = [line for note in table.above for line in (markdown_text(note), "")]
-    return "\n".join([f"**{markdown_text(table.title)}**", "", *above, *lines, *([""] if notes else []), *notes, ""])
+    notes = [f"- {escape_markdown(note)}" for note in table.notes]
+    above = [line for note in table.above for line in (escape_markdown(note), "")]
+    return "\n".join([f"**{escape_markdown(table.title)}**", "", *above, *lines, *([""] if notes else []), *notes, ""])
 
 
-def latex(table: Table) -> str:
+def to_latex(table: Table) -> str:
     """Return a LaTeX table; it needs the package booktabs."""
     width = len(table.header)
     sentences = [f"{note[0].upper()}{note[1:]}." for note in (*table.above, *table.notes)]
     lines = [
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{_tex(' '.join([table.title + '.', *sentences]))}}}",
+        rf"\caption{{{_escape_tex(' '.join([table.title + '.', *sentences]))}}}",
         rf"\begin{{tabular}}{{l{'r' * (width - 1)}}}",
         r"\toprule",
-        _tex_row(list(map(Cell, table.header))),
+        _make_tex_row(list(map(Cell, table.header))),
     ]
     for heading, rows in table.groups:
         lines.append(r"\midrule")
         if heading:
-            lines.append(rf"\multicolumn{{{width}}}{{l}}{{\emph{{{_tex(heading)}}}}} \\")
-        lines += [_tex_row(row) for row in rows]
+            lines.append(rf"\multicolumn{{{width}}}{{l}}{{\emph{{{_escape_tex(heading)}}}}} \\")
+        lines += [_make_tex_row(row) for row in rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 
-def _tex(text: str) -> str:
-    return "".join(SPECIAL.get(mark, mark) for mark in visible(text, keep=""))
+def _escape_tex(text: str) -> str:
+    return "".join(SPECIAL.get(mark, mark) for mark in escape_invisible(text, keep=""))
 
 
-def _tex_row(row: Sequence[Cell]) -> str:
+def _make_tex_row(row: Sequence[Cell]) -> str:
     """Return a row; the first cell is a name, in the others a hyphen before a digit is a minus."""
-    name, *numbers = (_tex(cell.text) for cell in row)
+    name, *numbers = (_escape_tex(cell.text) for cell in row)
     signed = (re.sub(r"-(?=\d)", "$-$", text) for text in numbers)
     cells = (rf"\textbf{{{text}}}" if cell.best else text for text, cell in zip([name, *signed], row, strict=True))
     return " & ".join(cells) + r" \\"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.parsing import problems_of, shown
+from kvsearch.core.parsing import format_value, list_validation_problems
 
 Content = TypeVar("Content", bound="Result")
 
@@ -31,19 +31,19 @@ class Result(Stored):
         return {"schema": self.SCHEMA, **self.model_dump(mode="json", by_alias=True)}
 
 
-def damaged(path: Path, problem: str) -> UsageError:
+def damaged_file_error(path: Path, problem: str) -> UsageError:
     """Return what to say of a file that holds something else than its command wrote."""
     return UsageError(f"{path} is damaged ({problem}): restore it, or run its command again")
 
 
 @contextmanager
-def telling_damage(path: Path) -> Iterator[None]:
+def report_damage(path: Path) -> Iterator[None]:
     """Refuse the file at `path` where what is done with its content fails: parts of a record do not fit together."""
     try:
         yield
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         first = str(error).partition("\n")[0]
-        raise damaged(path, f"{first} is missing" if isinstance(error, KeyError) else first) from error
+        raise damaged_file_error(path, f"{first} is missing" if isinstance(error, KeyError) else first) from error
 
 
 def read_content(record: type[Content], data: Any, path: Path) -> Content:
@@ -55,7 +55,7 @@ def read_content(record: type[Content], data: Any, path: Path) -> Content:
     if isinstance(data, dict):
         schema = data.get("schema", record.SCHEMA)
         if schema != record.SCHEMA:
-            versions = f"{shown(schema)}, this one reads {record.SCHEMA}"
+            versions = f"{format_value(schema)}, this one reads {record.SCHEMA}"
             raise UsageError(
                 f"{path} is of another version of kvsearch ({versions}): read it with that one, or delete it and run "
                 "its command again"
@@ -64,4 +64,6 @@ def read_content(record: type[Content], data: Any, path: Path) -> Content:
     try:
         return record.model_validate(data)
     except (ValidationError, UsageError) as error:  # a dataclass that checks its own numbers raises the second one
-        raise damaged(path, problems_of(error)[0] if isinstance(error, ValidationError) else str(error)) from error
+        raise damaged_file_error(
+            path, list_validation_problems(error)[0] if isinstance(error, ValidationError) else str(error)
+        ) from error

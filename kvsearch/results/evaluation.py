@@ -14,13 +14,13 @@ import numpy as np
 from pydantic import FailFast, Field, PlainSerializer, model_validator
 
 from kvsearch.core.fields import is_none
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import MACRO, Kind, Row, TraceLength
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored
-from kvsearch.runs.estimates import Difference, Estimate, TextLoss, doubt_of
+from kvsearch.runs.estimates import Difference, Estimate, TextLoss, find_doubt
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Coverage, Sampling
 from kvsearch.tasks.longbench import AVERAGES
@@ -107,7 +107,7 @@ class NeedleGrid(Stored):
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> NeedleGrid:
         """Return the mean score of every cell, from the samples of one method."""
-        replies = grouped(samples, lambda sample: GridCell.parse(sample.key))
+        replies = group_by_key(samples, lambda sample: GridCell.parse(sample.key))
         depths = tuple(sorted({cell.depth for cell in replies}))
         lengths = tuple(sorted({cell.length for cell in replies}))
         means = {cell: math.fsum(reply.score for reply in mine) / len(mine) for cell, mine in replies.items()}
@@ -164,7 +164,7 @@ class EvaluationResult(Result):
             model=found.loaded.name, **found.split.as_json(), subject=found.subject, phases=found.phases,
             environment=found.environment, most_tokens=found.most_tokens, tasks=tuple(tasks),
             averages=found.averages, full=full, blocks=tuple(_size(block, found) for block in found.blocks),
-            notes=tuple(found.notes), different_settings=found.different, needle=needle_grids(found.samples),
+            notes=tuple(found.notes), different_settings=found.different, needle=make_needle_grids(found.samples),
             losses=None if losses is None else tuple(losses),
         )  # fmt: skip
 
@@ -198,7 +198,7 @@ class EvaluationResult(Result):
     @property
     def doubt(self) -> str | None:
         """Why the evaluation may say little, if it does."""
-        return doubt_of(self.overall.of(self.full.scores))
+        return find_doubt(self.overall.of(self.full.scores))
 
     def _questions(self, kind: Kind, name: str) -> int:
         """Return the questions of a row: those that any of its differences has won, tied and lost."""
@@ -245,10 +245,10 @@ def count_tasks_won(differences: Differences) -> dict[str, int] | None:
     return {"wins": signs[1], "ties": signs[0], "losses": signs[-1]}
 
 
-def needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
+def make_needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
     """Return the grid of every method, from its replies to the task `niah`; other samples are left out."""
     mine = [sample for sample in samples if sample.task == NiahTask.name]
-    return {method: NeedleGrid.of(replies) for method, replies in grouped(mine, attrgetter("method")).items()}
+    return {method: NeedleGrid.of(replies) for method, replies in group_by_key(mine, attrgetter("method")).items()}
 
 
 def _size(block: SizeBlock, found: Evaluation) -> SizeScores:

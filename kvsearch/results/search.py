@@ -18,13 +18,15 @@ from kvsearch.selection.selection import RaceVerdict
 from kvsearch.tasks.base import Coverage
 
 Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
-Budgets = Annotated[tuple[Row, ...], FailFast()]  # [phases * L, Hkv]; of a damaged one the first problem will do
+SearchedBudgets = Annotated[
+    tuple[Row, ...], FailFast()
+]  # [phases * L, Hkv]; of a damaged one the first problem will do
 
 
 class Finalist(Stored):
     """A candidate or start plan that was judged by the metric; leads are over the best start plan."""
 
-    budgets: Budgets
+    budgets: SearchedBudgets
     value: float | None
     where: str
     score: Estimate
@@ -41,13 +43,13 @@ class FoundAtBudget(Stored):
     ended: str
     decision: str = ""
     flat: bool = False
-    starts: dict[str, Budgets]
+    starts: dict[str, SearchedBudgets]
     finalists: dict[str, Finalist]
     start: str
     chosen: str
     verdict: RaceVerdict
     best: str
-    budgets: Budgets
+    budgets: SearchedBudgets
     report: dict[str, Estimate]
     gains: dict[str, Difference]
     recovered: dict[str, Estimate | None]

@@ -20,7 +20,7 @@ from kvsearch.selection.verdicts import BudgetVerdicts, Conditions, JudgedSignal
 if TYPE_CHECKING:
     from kvsearch.strategies.from_signals import Strategy
 
-FILE: Final = "validation/validation.json"  # in the directory of the calibration
+VALIDATION_FILE: Final = "validation/validation.json"  # in the directory of the calibration
 
 
 class ValidationResult(Result, Conditions):
@@ -50,7 +50,7 @@ def load_validation(path: Path) -> ValidationResult | None:
     return read_content(ValidationResult, read_json(path), path) if path.exists() else None
 
 
-def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
+def find_harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
     """Return a line about the signals of a strategy that were judged harmful in its phases.
 
     `directory` is that of the calibration, `budget` in entries per kv head. What counts for a signal is the verdict at
@@ -60,7 +60,7 @@ def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
     Raises:
         UsageError: the file of the validation is damaged.
     """
-    found = load_validation(directory / FILE)
+    found = load_validation(directory / VALIDATION_FILE)
     profile = directory / PROFILE
     if found is None:
         return None

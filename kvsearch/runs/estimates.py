@@ -11,7 +11,9 @@ from kvsearch.core.fields import End
 
 Number = Annotated[float, Strict()]  # in a file no text stands for one, such as "nan"
 LEAST_USEFUL = 0.1  # a full cache that scores less cannot tell methods apart
-FEW = 8  # on fewer contexts one may score nothing by chance: a third right in the long run, nothing right on 7 in 6%
+FEW_CONTEXTS = (
+    8  # on fewer contexts one may score nothing by chance: a third right in the long run, nothing right on 7 in 6%
+)
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,15 @@ class Estimate:
     contexts: Annotated[int | None, Field(exclude_if=lambda count: count is None)] = field(default=None, kw_only=True)
 
 
-def doubt_of(full: Estimate) -> str | None:
-    """Return why scores beside those of a full cache that scores `full` say next to nothing; None if they may."""
+def find_doubt(full: Estimate) -> str | None:
+    """Return why scores mean little if the full cache scores `full` near zero; None if they are meaningful."""
     if full.mean >= LEAST_USEFUL:
         return None
-    if full.contexts is not None and full.contexts < FEW:
+    if full.contexts is not None and full.contexts < FEW_CONTEXTS:
         contexts = "1 context" if full.contexts == 1 else f"{full.contexts} contexts"
         return (
-            f"the full cache itself scores {full.mean:.2f}, but on {contexts} that may be chance: ask about {FEW} or "
+            f"the full cache itself scores {full.mean:.2f}, but on {contexts} that may be chance: "
+            f"ask about {FEW_CONTEXTS} or "
             "more with --samples, or ask others with --tasks"
         )
     return (

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvsearch.core.canonical import canonical_json, sha256_of
+from kvsearch.core.canonical import canonical_json, hash_json
 from kvsearch.core.fields import Record
-from kvsearch.core.parsing import parse_json, read_json, validated
-from kvsearch.core.printed import cut
-from kvsearch.runs.lock import this_command
+from kvsearch.core.parsing import parse_json, read_json, validate_content
+from kvsearch.core.printed import truncate
+from kvsearch.runs.lock import find_own_command
 
 CONFIG: Final = "config.json"  # what is run, see `RunConfig`
 LEDGER: Final = "ledger.jsonl"  # what is done so far, see `kvsearch.runs.ledger`
@@ -47,7 +47,7 @@ class RunConfig(Record):
     """
 
     job: Job
-    command: list[str] = Field(default_factory=this_command)
+    command: list[str] = Field(default_factory=find_own_command)
     options: Values = Field(default_factory=dict)
     content: Values
     execution: Values = Field(default_factory=dict)
@@ -63,13 +63,13 @@ class RunConfig(Record):
     @property
     def identity(self) -> str:
         """The SHA-256 of the job and the content: equal for sessions of one run, and its ledger begins with it."""
-        return sha256_of({"job": self.job, "content": self.content})
+        return hash_json({"job": self.job, "content": self.content})
 
     def difference(self, there: RunConfig, unknown: Sequence[str] = ()) -> str | None:
         """Say where the content of the run that is `there` first differs but for `unknown` keys; None if nowhere."""
         old = {key: value for key, value in there.content.items() if key not in unknown}
         new = {key: value for key, value in self.content.items() if key not in unknown}
-        return difference(old, new)
+        return find_difference(old, new)
 
 
 def read_config(directory: Path) -> RunConfig | None:
@@ -81,31 +81,31 @@ def read_config(directory: Path) -> RunConfig | None:
     path = directory / CONFIG
     if not path.exists():
         return None
-    found = read_json(path)
-    if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
+    content = read_json(path)
+    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
         return None
-    return validated(RunConfig.model_validate, found, str(path))
+    return validate_content(RunConfig.model_validate, content, str(path))
 
 
 def read_identity(directory: Path) -> str:
     """Return the identity of the run in `directory`, empty if there is none; errors as for `read_config`."""
-    found = read_config(directory)
-    return "" if found is None else found.identity
+    config = read_config(directory)
+    return "" if config is None else config.identity
 
 
-def difference(there: object, now: object, place: str = "") -> str | None:
-    """Say where two JSON values first differ, by sorted keys; None if they are written in the same way."""
+def find_difference(there: object, now: object, place: str = "") -> str | None:
+    """Describe the first difference of two JSON values, by sorted keys; None if they are written alike."""
     if isinstance(there, dict) and isinstance(now, dict):
         for key in sorted({*there, *now}):
             inner = f"{place}.{key}" if place else key
             if key not in there or key not in now:
                 return f"{inner} is only {'there' if key in there else 'here'}"
-            if words := difference(there[key], now[key], inner):
-                return words
+            if text := find_difference(there[key], now[key], inner):
+                return text
         return None
     if canonical_json(there) == canonical_json(now):  # 1 and 1.0 are two identities
         return None
     if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
         pairs = enumerate(zip(there, now, strict=True))
-        return next(words for at, pair in pairs if (words := difference(*pair, f"{place}.{at}")))
-    return f"{place} is {cut(repr(there), _SHOWN)} there, {cut(repr(now), _SHOWN)} here"
+        return next(text for at, pair in pairs if (text := find_difference(*pair, f"{place}.{at}")))
+    return f"{place} is {truncate(repr(there), _SHOWN)} there, {truncate(repr(now), _SHOWN)} here"

@@ -26,17 +26,17 @@ from kvsearch.core.files import read_bytes, write_fault
 from kvsearch.core.resources import Closing
 from kvsearch.runs.identity import read_identity
 
-Line = TypeVar("Line")
-NUMBER = "line"
-CHECKSUM = "checksum"
-DIGITS = 16
+LedgerLine = TypeVar("LedgerLine")
+NUMBER_KEY = "line"
+CHECKSUM_KEY = "checksum"
+CHECKSUM_DIGITS = 16
 
 
 class LedgerFormatError(Exception):
-    """A line that is none of its ledger; the message says why."""
+    """A line that does not belong to its ledger; the message says why."""
 
 
-class Ledger(Closing, Generic[Line]):
+class Ledger(Closing, Generic[LedgerLine]):
     """The lines of a run, in the file `path`, which stays open until `close`.
 
     Of the lines nothing stays in memory but what `_note` takes in, so a run may have any number of them.
@@ -60,7 +60,7 @@ class Ledger(Closing, Generic[Line]):
             raise write_fault(error, path, self.go_on) from error
         try:
             data = path.read_bytes()
-            for line, size in parsed_lines(data, path, self.parse, identity):
+            for line, size in parse_lines(data, path, self.parse, identity):
                 self._take(line, size)
             if self._size < len(data):
                 self._file.truncate(self._size)
@@ -74,21 +74,21 @@ class Ledger(Closing, Generic[Line]):
 
     @staticmethod
     @abstractmethod
-    def parse(content: dict[str, Any]) -> Line:
-        """Return the line of what JSON has, without number and checksum; raises `LedgerFormatError` if it is none."""
+    def parse(content: dict[str, Any]) -> LedgerLine:
+        """Parse a ledger line's JSON, without number and checksum; raises `LedgerFormatError` for a bad line."""
 
     @property
     @abstractmethod
     def go_on(self) -> str:
         """How to go on after the disk was full, for people."""
 
-    def _append(self, line: Line, text: str) -> None:
+    def _append(self, line: LedgerLine, text: str) -> None:
         """Write a line as `text`, a JSON object; it is on the disk when this returns.
 
         Raises:
             EnvironmentFault: the disk is full or the file cannot be written; what was written before is kept.
         """
-        data = sealed(text, self.count + 1, self._identity) + b"\n"
+        data = with_checksum(text, self.count + 1, self._identity) + b"\n"
         left = memoryview(data)
         try:
             while left:
@@ -102,42 +102,42 @@ class Ledger(Closing, Generic[Line]):
             raise
         self._take(line, len(data))
 
-    def _take(self, line: Line, size: int) -> None:
+    def _take(self, line: LedgerLine, size: int) -> None:
         self.count += 1
         self._size += size
         self._note(line)
 
     @abstractmethod
-    def _note(self, line: Line) -> None:
+    def _note(self, line: LedgerLine) -> None:
         """Take in what has to be known of a line that was read or written; its number is the `count`."""
 
 
-def sealed(text: str, number: int, identity: str = "") -> bytes:
-    """Return a line of a ledger: the fields of `text`, a JSON object, then its number and checksum."""
+def with_checksum(text: str, number: int, identity: str = "") -> bytes:
+    """Format a line of a ledger: the fields of `text`, a JSON object, then its number and checksum."""
     comma = "" if text == "{}" else ", "
-    body = f'{text[:-1]}{comma}"{NUMBER}": {number}'.encode()
-    return body + _end(body, identity)
+    body = f'{text[:-1]}{comma}"{NUMBER_KEY}": {number}'.encode()
+    return body + _format_end(body, identity)
 
 
-def _end(body: bytes, identity: str) -> bytes:
-    checksum = hashlib.sha256(identity.encode() + body).hexdigest()[:DIGITS]
-    return f', "{CHECKSUM}": "{checksum}"}}'.encode()
+def _format_end(body: bytes, identity: str) -> bytes:
+    checksum = hashlib.sha256(identity.encode() + body).hexdigest()[:CHECKSUM_DIGITS]
+    return f', "{CHECKSUM_KEY}": "{checksum}"}}'.encode()
 
 
 def _check_seal(line: bytes, content: Any, number: int, identity: str) -> None:
     """Raise LedgerFormatError if a line, whose JSON is `content`, is not the one that was written with this number."""
-    if not isinstance(content, dict) or not {NUMBER, CHECKSUM} <= content.keys():
+    if not isinstance(content, dict) or not {NUMBER_KEY, CHECKSUM_KEY} <= content.keys():
         raise LedgerFormatError("it has no number and checksum")
-    if content[NUMBER] != number or type(content[NUMBER]) is not int:
+    if content[NUMBER_KEY] != number or type(content[NUMBER_KEY]) is not int:
         raise LedgerFormatError(f"it does not say that it is line {number}: one was removed, added or moved")
-    body, _, _ = line.rpartition(f', "{CHECKSUM}": '.encode())
-    if line != body + _end(body, identity):
+    body, _, _ = line.rpartition(f', "{CHECKSUM_KEY}": '.encode())
+    if line != body + _format_end(body, identity):
         raise LedgerFormatError("its checksum does not fit: it was changed, or is that of another run")
 
 
-def parsed_lines(
-    data: bytes, path: Path, parse: Callable[[dict[str, Any]], Line], identity: str = ""
-) -> Iterator[tuple[Line, int]]:
+def parse_lines(
+    data: bytes, path: Path, parse: Callable[[dict[str, Any]], LedgerLine], identity: str = ""
+) -> Iterator[tuple[LedgerLine, int]]:
     """Yield the complete lines of a ledger as `parse` makes them of their JSON, and their sizes in bytes.
 
     The last one may be broken: it is left out.
@@ -152,27 +152,27 @@ def parsed_lines(
         except (ValueError, RecursionError):
             if number == len(lines) - 1:
                 return
-            raise damaged(path, number, "it is no JSON") from None
+            raise damaged_line_error(path, number, "it is no JSON") from None
         try:
             _check_seal(line, content, number, identity)
-            parsed = parse({key: value for key, value in content.items() if key not in (NUMBER, CHECKSUM)})
+            parsed = parse({key: value for key, value in content.items() if key not in (NUMBER_KEY, CHECKSUM_KEY)})
         except LedgerFormatError as problem:
-            raise damaged(path, number, str(problem)) from None
+            raise damaged_line_error(path, number, str(problem)) from None
         yield parsed, len(line) + 1
 
 
-def read_lines(path: Path, parse: Callable[[dict[str, Any]], Line]) -> Iterator[Line]:
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], LedgerLine]) -> Iterator[LedgerLine]:
     """Yield the lines of the ledger of the run in whose directory `path` is; nothing is written.
 
     Raises:
-        UsageError: as for `parsed_lines`, there is no such file, or the configuration of the run is damaged.
+        UsageError: as for `parse_lines`, there is no such file, or the configuration of the run is damaged.
         EnvironmentFault: it cannot be read.
     """
-    return (line for line, _ in parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
+    return (line for line, _ in parse_lines(read_bytes(path), path, parse, read_identity(path.parent)))
 
 
-def damaged(path: Path, line: int, problem: str) -> UsageError:
-    """Return what to say of a line that somebody changed; lines count from 1."""
+def damaged_line_error(path: Path, line: int, problem: str) -> UsageError:
+    """Make the error about a line that was changed; lines count from 1."""
     before = "delete this line and all after it, which are then done again, " if line > 1 else ""
     return UsageError(
         f"{path}, line {line} is damaged ({problem}): restore the file, {before}or start anew with another --output "

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from kvsearch.core.errors import InternalError, KvsearchWarning, UsageError
-from kvsearch.core.files import TEMPORARY, resolved, write_fault
+from kvsearch.core.files import TEMPORARY, resolve_path, write_fault
 
 LOCK = f"{TEMPORARY}lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system
@@ -38,8 +38,8 @@ _HELD: ContextVar[tuple[Path, ...]] = ContextVar("directories, without links, th
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Keep other processes from writing to `directory`, which is made if need be.
+def lock_directory(directory: Path) -> Iterator[None]:
+    """Lock `directory` against other processes that write; the directory is made if it is missing.
 
     A directory that was made and stays empty goes again. Who has the lock already may ask for it again.
 
@@ -47,7 +47,7 @@ def locked(directory: Path) -> Iterator[None]:
         UsageError: another process is writing there, which the message names, or it is a file or in one.
         EnvironmentFault: the directory cannot be made or written.
     """
-    if resolved(directory) in _HELD.get():
+    if resolve_path(directory) in _HELD.get():
         yield
         return
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -59,7 +59,7 @@ def locked(directory: Path) -> Iterator[None]:
         raise UsageError(f"{place} is a file: give a directory to write to") from None
     except OSError as error:
         raise write_fault(error, directory, "give the same command again") from error
-    token = _HELD.set((*_HELD.get(), resolved(directory)))
+    token = _HELD.set((*_HELD.get(), resolve_path(directory)))
     try:
         yield
     finally:
@@ -72,24 +72,24 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def refuse_locked(directory: Path) -> None:
-    """Raise the UsageError of `locked` if another process is writing to `directory`; nothing is written."""
-    if resolved(directory) in _HELD.get():
+    """Raise the UsageError of `lock_directory` if another process is writing to `directory`; nothing is written."""
+    if resolve_path(directory) in _HELD.get():
         return
     with suppress(OSError), (directory / LOCK).open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refusal(directory, file) from None
+            raise _locked_error(directory, file) from None
 
 
 def require_lock(directory: Path) -> None:
     """Raise InternalError unless this process has the lock of `directory` or of one above it."""
-    place = resolved(directory)
+    place = resolve_path(directory)
     if not any(held == place or held in place.parents for held in _HELD.get()):
         raise InternalError(f"{directory} is written without its lock")
 
 
-def this_command() -> list[str]:
+def find_own_command() -> list[str]:
     """Return the command line of this process, which may be a script that calls kvsearch."""
     name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else "python"
     return ["kvsearch" if name in ("kvsearch", "__main__") else name, *sys.argv[1:]]
@@ -112,13 +112,13 @@ def _acquire(directory: Path) -> IO[bytes]:
             if not _take(file, directory):
                 attempts += 1
                 if attempts == _TRIES:
-                    raise _refusal(directory, file)
+                    raise _locked_error(directory, file)
                 time.sleep(_PAUSE)
             elif _is_at(file, directory / LOCK):
                 owner = {
                     "host": socket.gethostname(),
                     "process": os.getpid(),
-                    "command": this_command(),
+                    "command": find_own_command(),
                     "since": datetime.now().astimezone().isoformat(timespec="seconds"),
                 }
                 with suppress(OSError):  # on a full disk the lock holds all the same
@@ -148,15 +148,13 @@ def _take(file: IO[bytes], directory: Path) -> bool:
     return True
 
 
-def _refusal(directory: Path, file: IO[bytes]) -> UsageError:
-    """Return what to say of a directory whose lock another process has, with its owner if the file says so."""
+def _locked_error(directory: Path, file: IO[bytes]) -> UsageError:
+    """Make the error about a directory that another process has locked, with the owner if the file names it."""
     try:
         file.seek(0)
         owner = json.loads(file.read(_MOST_BYTES))
-        words = (
-            f" (process {owner['process']} on {owner['host']} since {owner['since']}: {shlex.join(owner['command'])}"
-        )
-        described = f" {' '.join(words.split())[:_MOST_LETTERS]})"
+        text = f" (process {owner['process']} on {owner['host']} since {owner['since']}: {shlex.join(owner['command'])}"
+        described = f" {' '.join(text.split())[:_MOST_LETTERS]})"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         described = ""
     return UsageError(f"another kvsearch is writing to {directory}{described}: wait for it to end")

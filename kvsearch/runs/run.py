@@ -23,14 +23,14 @@ from typing import Any, Literal, TypeVar
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Record, Sha256
-from kvsearch.core.files import TEMPORARY, atomic_write, opened, read_text, require_directory, write_fault
-from kvsearch.core.parsing import read_json, require_header, validated
+from kvsearch.core.files import TEMPORARY, open_file, read_text, require_directory, write_atomically, write_fault
+from kvsearch.core.parsing import read_json, require_header, validate_content
 from kvsearch.plan.origin import Use
 from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, SUMS, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger
-from kvsearch.runs.lock import locked, require_lock
+from kvsearch.runs.lock import lock_directory, require_lock
 
-State = Literal["new", "unfinished", "finished"]
+RunState = Literal["new", "unfinished", "finished"]
 AnyLedger = TypeVar("AnyLedger", bound=Ledger[Any])
 
 
@@ -48,7 +48,7 @@ class Run:
 
     directory: Path
     config: RunConfig
-    state: State
+    state: RunState
     earlier: RunConfig | None
     files: Sequence[str]
 
@@ -69,16 +69,16 @@ class Run:
             UsageError: another run is there, or something else; another process writes there.
             EnvironmentFault: the disk is full, permissions are missing.
         """
-        with locked(directory):
+        with lock_directory(directory):
             earlier: RunConfig | None = None
-            state: State = "new"
+            state: RunState = "new"
             if force:
-                run_in(directory, config.job)  # what is no run of this job is not replaced
+                read_run(directory, config.job)  # what is no run of this job is not replaced
             else:
                 earlier = require_same(directory, config)
             if earlier is not None:
                 state = "finished" if CONFIG in read_sums(directory) else "unfinished"
-            begin(directory, config, (LEDGER, *files) if force else ())
+            begin_run(directory, config, (LEDGER, *files) if force else ())
             yield cls(directory, config, state, earlier, files)
 
     def open_ledger(self, kind: Callable[..., AnyLedger], *more: Any) -> AnyLedger:
@@ -91,7 +91,7 @@ class Run:
 
     def finish(self) -> None:
         """Seal the run with the checksums of all that it has written; errors as for `sums.finish`."""
-        finish(self.directory, (CONFIG, LEDGER, *self.files))
+        finish_run(self.directory, (CONFIG, LEDGER, *self.files))
 
 
 def require_same(directory: Path, config: RunConfig, unknown: Sequence[str] = ()) -> RunConfig | None:
@@ -100,9 +100,9 @@ def require_same(directory: Path, config: RunConfig, unknown: Sequence[str] = ()
     `unknown` are keys of the content that are left out, as the job finds out their values later.
 
     Raises:
-        UsageError: another run is there, with the first difference, or something else; see `run_in`.
+        UsageError: another run is there, with the first difference, or something else; see `read_run`.
     """
-    earlier = run_in(directory, config.job)
+    earlier = read_run(directory, config.job)
     if earlier is None:
         return None
     difference = config.difference(earlier, unknown)
@@ -114,19 +114,19 @@ def require_same(directory: Path, config: RunConfig, unknown: Sequence[str] = ()
     return earlier
 
 
-NOUNS: dict[Job, str] = {
+JOB_NOUNS: dict[Job, str] = {
     "calibrate": "a calibration", "headroom": "a result of headroom", "evaluate": "an evaluation",
     "validate": "a validation", "select": "a selection", "evolve": "a search", "run": "a run",
 }  # fmt: skip
 
 
 @contextmanager
-def writing(directory: Path) -> Iterator[None]:
-    """Keep other processes from writing to `directory`, before anything is read there; see `locked` for the errors.
+def lock_for_writing(directory: Path) -> Iterator[None]:
+    """Lock `directory` against other processes before anything is read from it; errors as `lock_directory`.
 
     A run that has no more than begun when it is found that it cannot be done as asked leaves nothing.
     """
-    with locked(directory):
+    with lock_directory(directory):
         was_unused = is_unused(directory)
         try:
             yield
@@ -138,22 +138,22 @@ def writing(directory: Path) -> Iterator[None]:
             raise
 
 
-def run_in(directory: Path, job: Job) -> RunConfig | None:
+def read_run(directory: Path, job: Job) -> RunConfig | None:
     """Return the configuration of the run that is in `directory`; None if nothing is.
 
     Raises:
         UsageError: it is a file, it holds something else than a run of this job, or the configuration is damaged.
     """
     require_directory(directory)
-    found = read_config(directory)
-    if found is None and is_unused(directory):
+    config = read_config(directory)
+    if config is None and is_unused(directory):
         return None
-    if found is None or found.job != job:
+    if config is None or config.job != job:
         raise UsageError(
-            f"{directory} holds something else than {NOUNS[job]}: choose another directory (--force replaces only "
-            f"{NOUNS[job]})"
+            f"{directory} holds something else than {JOB_NOUNS[job]}: choose another directory (--force replaces only "
+            f"{JOB_NOUNS[job]})"
         )
-    return found
+    return config
 
 
 def is_unused(directory: Path) -> bool:
@@ -166,14 +166,14 @@ def _is_nothing(item: Path) -> bool:
     return item.name.startswith(TEMPORARY) or (item.name == LEDGER and item.is_file() and item.stat().st_size == 0)
 
 
-def begin(directory: Path, config: RunConfig, clear: Iterable[str] = ()) -> None:
+def begin_run(directory: Path, config: RunConfig, clear: Iterable[str] = ()) -> None:
     """Remove what an earlier run has left under the names `clear` (patterns), then write the configuration.
 
     Raises:
         EnvironmentFault: the disk is full, permissions are missing; see also `require_lock`.
     """
     require_lock(directory)
-    unfinish(directory)
+    mark_unfinished(directory)
     for path in [path for pattern in clear for path in sorted(directory.glob(pattern))]:
         try:
             if path.is_dir():
@@ -182,20 +182,20 @@ def begin(directory: Path, config: RunConfig, clear: Iterable[str] = ()) -> None
                 path.unlink()
         except OSError as error:
             raise write_fault(error, path, "give the same command again") from error
-    atomic_write(directory / CONFIG, config.to_bytes())
+    write_atomically(directory / CONFIG, config.to_bytes())
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a result; equal content gives equal bytes. Errors as for `require_lock` and `atomic_write`."""
+    """Write a result; equal content gives equal bytes. Errors as for `require_lock` and `write_atomically`."""
     require_lock(path.parent)
-    atomic_write(path, canonical_json(content))
+    write_atomically(path, canonical_json(content))
 
 
 # a name that can lead to a file below the directory
 _LINE = re.compile(r"([0-9a-f]{64}) [ *]((?!/|.*\.\.)[ -\[\]-~]{1,200})")
 
 
-def finish(directory: Path, patterns: Sequence[str]) -> None:
+def finish_run(directory: Path, patterns: Sequence[str]) -> None:
     """Write the checksums of the files in `directory` that match, and of all files in folders that do.
 
     Patterns are those of names, not of paths.
@@ -205,21 +205,21 @@ def finish(directory: Path, patterns: Sequence[str]) -> None:
         UsageError: the file of the checksums is damaged.
         EnvironmentFault: a file cannot be read, or the disk is full.
     """
-    sums = _others(directory, patterns)
+    sums = _keep_others(directory, patterns)
     places = {path for pattern in patterns for path in directory.glob(pattern)}
     for place in places:
         for file in place.rglob("*") if place.is_dir() else [place]:
             name = str(file.relative_to(directory))
             is_listed = not file.name.startswith((SUMS, TEMPORARY)) and _LINE.fullmatch(f"{'0' * 64}  {name}")
             if is_listed and file.is_file():
-                sums[name] = sha256_of_file(file)
+                sums[name] = hash_file(file)
     _write(directory, sums)
 
 
-def unfinish(directory: Path, patterns: Sequence[str] | None = None) -> None:
-    """Take the lines of what matches out again, None: all, as a job begins that writes it; errors as for `finish`."""
+def mark_unfinished(directory: Path, patterns: Sequence[str] | None = None) -> None:
+    """Remove the checksums of matching files (None: all) before a job rewrites them; errors as `finish_run`."""
     if (directory / SUMS).exists():
-        _write(directory, {} if patterns is None else _others(directory, patterns))
+        _write(directory, {} if patterns is None else _keep_others(directory, patterns))
 
 
 def require_unchanged(directory: Path, name: str, remedy: str) -> None:
@@ -228,7 +228,7 @@ def require_unchanged(directory: Path, name: str, remedy: str) -> None:
     A job that goes on from a file asks this before it begins, as its own checksum of it would hide the change.
     """
     digest = read_sums(directory).get(name)
-    if digest is not None and (directory / name).exists() and sha256_of_file(directory / name) != digest:
+    if digest is not None and (directory / name).exists() and hash_file(directory / name) != digest:
         raise UsageError(f"{directory / name} was changed since it was finished, {SUMS} has another one: {remedy}")
 
 
@@ -242,31 +242,35 @@ def read_sums(directory: Path) -> dict[str, str]:
     path = directory / SUMS
     if not path.exists():
         return {}
-    found: dict[str, str] = {}
+    sums: dict[str, str] = {}
     for number, line in enumerate(read_text(path).splitlines(), 1):
         match = _LINE.fullmatch(line)
-        if match is None or match[2] in found:
+        if match is None or match[2] in sums:
             raise UsageError(f"{path}, line {number} is damaged: delete the file and repeat the command of the run")
-        found[match[2]] = match[1]
-    return found
+        sums[match[2]] = match[1]
+    return sums
 
 
-def sha256_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file, which is read piece by piece; errors as `opened`."""
-    with opened(path) as file:
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, which is read piece by piece; errors as `open_file`."""
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _others(directory: Path, patterns: Sequence[str]) -> dict[str, str]:
+def _keep_others(directory: Path, patterns: Sequence[str]) -> dict[str, str]:
     """Return the lines of files that do not match, nor the folders that they are in."""
     known = read_sums(directory)
-    return {name: known[name] for name in known if not any(fnmatchcase(Path(name).parts[0], one) for one in patterns)}
+    return {
+        name: known[name]
+        for name in known
+        if not any(fnmatchcase(Path(name).parts[0], pattern) for pattern in patterns)
+    }
 
 
 def _write(directory: Path, sums: Mapping[str, str]) -> None:
     path = directory / SUMS
     if sums:
-        atomic_write(path, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode())
+        write_atomically(path, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode())
         return
     try:
         path.unlink(missing_ok=True)
@@ -290,10 +294,10 @@ class ContextsFile(Record):
 
 
 def write_contexts(directory: Path, hashes: Mapping[Use, Iterable[str]]) -> None:
-    """Write the hashes of a run's contexts into its directory; errors as for `require_lock` and `atomic_write`."""
+    """Write the hashes of a run's contexts into its directory; errors as for `require_lock` and `write_atomically`."""
     require_lock(directory)
     content = ContextsFile.model_validate({use: tuple(sorted(set(found))) for use, found in hashes.items()})
-    atomic_write(directory / CONTEXTS, canonical_json(content))
+    write_atomically(directory / CONTEXTS, canonical_json(content))
 
 
 def read_contexts(directory: Path) -> ContextsFile:
@@ -305,4 +309,4 @@ def read_contexts(directory: Path) -> ContextsFile:
     """
     path = directory / CONTEXTS
     data = require_header(read_json(path), CONTEXTS_FORMAT, CONTEXTS_VERSION, str(path))
-    return validated(ContextsFile.model_validate, data, str(path))
+    return validate_content(ContextsFile.model_validate, data, str(path))

@@ -16,27 +16,27 @@ from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import (
-    beyond_switch,
-    class_of,
-    decoder,
-    family_of,
+    find_class_name,
+    find_decoder,
+    find_family,
+    find_rotary_switch,
+    find_text_config,
+    is_beyond_switch,
     is_wrapper,
     require_same_rotary,
-    rotary_switch,
-    text_config,
-    unwrapped,
+    unwrap,
     warn_beyond,
 )
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.plan.saved import AUTO, load_plan
 from kvsearch.runtime.attention import NAME, NO_DRAFTS_TAKEN_BACK
 from kvsearch.runtime.cache import PlanCache
-from kvsearch.runtime.decode.steps import CompiledModel, stepping
+from kvsearch.runtime.decode.steps import CompiledModel, use_steps
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.observe import PromptLayer, reread
+from kvsearch.runtime.observe import PromptLayer, read_again
 from kvsearch.runtime.program import Program, require_room
 from kvsearch.runtime.shared_prefill import prefill_all
-from kvsearch.runtime.stock import CACHE, CACHES, cache_of
+from kvsearch.runtime.stock import CACHE, CACHES, find_cache
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -103,7 +103,9 @@ class PlannedModel:
     def __enter__(self) -> PlannedModel:
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation(NAME)
-        self._before.append((before, decoder(self.model).register_forward_pre_hook(_require_planned, with_kwargs=True)))
+        self._before.append(
+            (before, find_decoder(self.model).register_forward_pre_hook(_require_planned, with_kwargs=True))
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,12 +133,12 @@ class PlannedModel:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         require_same_rotary(self.model, mask.sum(-1))
         require_room(self.model, {"the plan": self.program}, [input_ids.shape[1]] * len(input_ids), chunk)
-        with _planned():
+        with _find_planned():
             prefill_all(self.model, [cache], input_ids, mask, chunk)
         return cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass of the model under the plan; arguments and result are those of the model.
+        """Run a forward pass of the model under the plan; arguments and result as of the model itself.
 
         Without a cache a new one is filled, and returned with the output; given back, it goes on from there. The prompt
         is evicted once its pass is over, so its logits are those of the full cache: a perplexity that is taken in the
@@ -149,18 +151,18 @@ class PlannedModel:
             EnvironmentFault: the device has too little memory for what is kept of the prompt.
         """
         self._require_attached()
-        kwargs |= zip(signature(unwrapped(self.model).forward).parameters, args, strict=False)
-        cache = cache_of(kwargs)
+        kwargs |= zip(signature(unwrap(self.model).forward).parameters, args, strict=False)
+        cache = find_cache(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
         if cache is None and kwargs.get("use_cache") is False:
-            with _planned():
+            with _find_planned():
                 return self.model(**kwargs)
         self._take(cache)
         prompt = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
         if prompt is not None:
             columns = self.cache.get_seq_length() + prompt.shape[1]
             self._begin(prompt, columns, kwargs.get("attention_mask"))
-        with _planned():
+        with _find_planned():
             output = self.model(**{CACHE: self.cache}, **{**kwargs, "use_cache": True})
         if prompt is not None:
             self._require_read(columns)
@@ -168,7 +170,7 @@ class PlannedModel:
         return output
 
     def generate(self, input_ids: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Run `model.generate` under the plan; arguments and result are those of transformers.
+        """Run `model.generate` under the plan; arguments and result as in transformers.
 
         The cache used stays in `self.cache`. Pass it back as `past_key_values` to continue a conversation. On CUDA,
         greedy and sampled decode steps are captured in graphs and replayed, see `kvsearch.runtime.decode.steps`. What a
@@ -184,7 +186,7 @@ class PlannedModel:
         generation_config = self._without_cache_options(generation_config, kwargs)
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)
-        self._take(cache_of(kwargs))
+        self._take(find_cache(kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
         settings = GenerateSettings(kwargs, generation_config, self.model.generation_config)
         prompt = kwargs.get("inputs_embeds") if input_ids is None else input_ids
@@ -194,10 +196,10 @@ class PlannedModel:
             later = settings.new_tokens(prompt.shape[1]) - 1
             self._begin(prompt, columns, mask, later, settings("prefill_chunk_size"))
             self._require_kept(columns, later)
-            self.cache.expect(prompt.shape[1])
-        keeping = _keeping(self.model)
+            self.cache.set_prompt_length(prompt.shape[1])
+        keeping = _keep_settings(self.model)
         tokens = settings("max_new_tokens")
-        with _planned(), stepping(keeping, self.cache, tokens, self.graphs, self.compiled) as model:
+        with _find_planned(), use_steps(keeping, self.cache, tokens, self.graphs, self.compiled) as model:
             output = model.generate(input_ids, generation_config, *args, **{CACHE: self.cache}, **kwargs)
         sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
         if sequences is not None and prompt is not None:
@@ -235,8 +237,8 @@ class PlannedModel:
         if drafting and self.program.decode is not None:
             raise UsageError(NO_DRAFTS_TAKEN_BACK)
         if config is None and not is_wrapper(self.model):
-            return None  # that of the model, see `_keeping`
-        return _without_cache(config or defaults)
+            return None  # that of the model, see `_keep_settings`
+        return _drop_cache_arguments(config or defaults)
 
     def _begin(
         self, prompt: Tensor, columns: int, mask: Tensor | None, later: int = 0, chunk: int | None = None
@@ -255,8 +257,8 @@ class PlannedModel:
         if prompt.dim() == 2:
             planned = cache.planned
             needs = (need for layer in planned.values() for need in layer.needs())
-            with _planned():
-                again = reread(self.model, needs, prompt, mask)
+            with _find_planned():
+                again = read_again(self.model, needs, prompt, mask)
             for index in again.keys() & planned.keys():
                 planned[index].rereads = again[index]
 
@@ -264,25 +266,26 @@ class PlannedModel:
         self, batch: int, columns: int, mask: Tensor | None, later: int, chunk: int | None
     ) -> None:
         """Refuse sequences to whose last tokens the keys of their first ones would not fit; see `_begin`."""
-        if rotary_switch(self.model) is None:
+        if find_rotary_switch(self.model) is None:
             return
         real = torch.ones(batch, columns) if mask is None or mask.dim() != 2 else mask
         seen = self.cache.get_seq_length()
         read = real[:, : seen or columns].sum(-1)
         longest = int(real.sum(-1).max())
         require_same_rotary(self.model, read, longest - int(read.max()) + later)
-        if not seen and chunk is not None and chunk < columns and beyond_switch(self.model, longest):
+        if not seen and chunk is not None and chunk < columns and is_beyond_switch(self.model, longest):
             raise IncompatibleError(
-                f"prefill_chunk_size={chunk}: {class_of(self.model)} would rotate the first tokens of {longest:,} "
+                f"prefill_chunk_size={chunk}: {find_class_name(self.model)} "
+                f"would rotate the first tokens of {longest:,} "
                 "as those of a short sequence: read the prompt at once, or with planned.read(ids, chunk=...)"
             )
 
     def _require_kept(self, columns: int, later: int) -> None:
         """Refuse a sequence that transformers' code for the model reads anew on the way; see `READ_ANEW`."""
-        config = text_config(self.model)
+        config = find_text_config(self.model)
         limit = getattr(config, "original_max_position_embeddings", None)
         read = self.cache.get_seq_length() or columns
-        if family_of(config) not in READ_ANEW or not limit or columns + later <= limit:
+        if find_family(config) not in READ_ANEW or not limit or columns + later <= limit:
             return
         if is_wrapper(self.model) and not self.cache.get_seq_length():
             raise IncompatibleError(
@@ -301,7 +304,7 @@ class PlannedModel:
         read = min((layer.seen for layer in self.cache.planned.values()), default=tokens)
         if read < tokens:
             raise IncompatibleError(
-                f"{class_of(self.model)} did without the cache that it was given, which has read {read:,} of "
+                f"{find_class_name(self.model)} did without the cache that it was given, which has read {read:,} of "
                 f"{tokens:,} tokens: the plan did not run (models drop caches in training with gradient checkpointing)"
             )
 
@@ -329,7 +332,7 @@ class GenerateSettings:
 
 
 @contextmanager
-def _planned() -> Iterator[None]:
+def _find_planned() -> Iterator[None]:
     """Let the model be called with other caches for a while: by reference passes, or models that draft."""
     token = _planned_call.set(True)
     try:
@@ -343,12 +346,12 @@ def _require_planned(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
     cache = kwargs.get(CACHE)
     if isinstance(cache, PlanCache) or _planned_call.get():
         return
-    layers = getattr(cache_of(kwargs), "layers", ())
+    layers = getattr(find_cache(kwargs), "layers", ())
     if not any(isinstance(layer, EvictingLayer | PromptLayer) for layer in layers):
         raise UsageError(USE_PLANNED)
 
 
-def _without_cache(config: Any) -> Any:
+def _drop_cache_arguments(config: Any) -> Any:
     """Return a generation configuration without what it says of caches, in whose place a plan stands."""
     if config.cache_implementation is None and config.use_cache is not False:
         return config
@@ -359,14 +362,14 @@ def _without_cache(config: Any) -> Any:
 
 
 @lru_cache(maxsize=32)
-def _keeping_class(kind: Any) -> type[Any]:
+def _make_keeping_class(kind: Any) -> type[Any]:
     """Return a subclass of a model's class that keeps a `PlanCache` where its code would do without."""
 
     @wraps(kind.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = kind.prepare_inputs_for_generation(self, *args, **kwargs)
-        cache = cache_of(kwargs)
-        if isinstance(cache, PlanCache) and cache_of(inputs) is not cache:
+        cache = find_cache(kwargs)
+        if isinstance(cache, PlanCache) and find_cache(inputs) is not cache:
             if read := cache.get_seq_length():
                 raise IncompatibleError(
                     f"{kind.__name__} drops the cache that it is given after {read:,} tokens and reads all anew, so "
@@ -377,7 +380,7 @@ def _keeping_class(kind: Any) -> type[Any]:
 
     def generation_config(self: Any) -> Any:
         own = vars(self).get("generation_config")
-        return _without_cache(kind.__getattr__(self, "generation_config") if own is None else own)
+        return _drop_cache_arguments(kind.__getattr__(self, "generation_config") if own is None else own)
 
     def set_generation_config(self: Any, config: Any) -> None:
         vars(self)["generation_config"] = config
@@ -390,7 +393,7 @@ def _keeping_class(kind: Any) -> type[Any]:
     return type(kind.__name__, (kind,), members)
 
 
-def _keeping(model: Any) -> Any:
+def _keep_settings(model: Any) -> Any:
     """Return a view of a model, with its very state, whose `generate` keeps the cache of a plan.
 
     PEFT's wrapper is returned as it is.
@@ -398,7 +401,7 @@ def _keeping(model: Any) -> Any:
     if is_wrapper(model):
         return model
     kind: Any = type(model)
-    view = object.__new__(_keeping_class(kind))
+    view = object.__new__(_make_keeping_class(kind))
     object.__setattr__(view, "__dict__", model.__dict__)
     return view
 
@@ -425,7 +428,7 @@ def attach(
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):
         raise UsageError(f"a {type(model).__name__} is no model of transformers: give the one that it wraps")
-    refuse_offloaded(model, class_of(model))
+    refuse_offloaded(model, find_class_name(model))
     if plan is None:
         plan = load_plan(AUTO, model)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)

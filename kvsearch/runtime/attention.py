@@ -66,12 +66,12 @@ def attend(
             raise UsageError(NO_DRAFTS)
         warnings.warn(NO_WEIGHTS, KvsearchWarning, stacklevel=2)
     if layer is None:
-        return dense_attention(module, query, key, value, attention_mask, **kwargs)
+        return attend_dense(module, query, key, value, attention_mask, **kwargs)
     attended: Output = layer.attend(module, query, key, value, attention_mask, **kwargs)
     return attended
 
 
-def dense_attention(
+def attend_dense(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Output:
     """Run the model's own attention: SDPA, or its eager function where that is not all it does to logits.
@@ -91,38 +91,38 @@ def dense_attention(
         if mask is None:
             count = part.shape[2]
             visible = torch.ones(count, length, dtype=torch.bool, device=key.device).tril(length - rows + first)
-            some = additive_mask(visible[None, None], query.dtype)
+            mask_visible = make_additive_mask(visible[None, None], query.dtype)
         else:
-            some = additive_mask(mask[:, :, first : first + step], query.dtype)
-        outputs.append(eager(module, part, key, value, some, **kwargs)[0])
+            mask_visible = make_additive_mask(mask[:, :, first : first + step], query.dtype)
+        outputs.append(eager(module, part, key, value, mask_visible, **kwargs)[0])
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), None
 
 
-def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def can_use_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether flash attention takes queries of the last tokens and all keys and values, without a mask."""
     return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def attend_flash(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Attend causally with the last tokens, [B, Hq, q, D], to all of them, [B, q, Hq, Dv]."""
     bias = causal_lower_right(query.shape[2], key.shape[2])
     output = F.scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous()
 
 
-def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def make_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Make a float mask for eager attention."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def causal_mask(rows: int, length: int, device: torch.device) -> Tensor:
+def make_causal_mask(rows: int, length: int, device: torch.device) -> Tensor:
     """Return what the last `rows` of `length` tokens may see, [rows, length] bool."""
     return torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows)
 
 
-def valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+def find_valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
     """Return which of the last `length` keys are no padding, [B, length] bool, by the last row of the mask."""
     if mask is None:
         return torch.ones(batch, length, dtype=torch.bool, device=device)
@@ -130,14 +130,14 @@ def valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.devic
     return (row if row.dtype == torch.bool else row >= 0).expand(batch, length)
 
 
-def rotary_positions(kwargs: dict[str, Any], valid: Tensor, count: int) -> Tensor:
+def make_rotary_positions(kwargs: dict[str, Any], valid: Tensor, count: int) -> Tensor:
     """Return rotary positions of the last `count` rows, [B, count]: those given to the model, else token indices."""
     index = (valid.cumsum(-1) - 1).clamp(min=0)[:, -count:]
     positions = kwargs.get("position_ids")
     return index if positions is None else positions.expand_as(index)
 
 
-def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits, visible: Tensor | None = None) -> Tensor:
+def attend_ragged(store: RaggedStore, query: Tensor, logits: Logits, visible: Tensor | None = None) -> Tensor:
     """Attend with the last q tokens to a store that already holds them, [B, Hq, q, D] -> [B, Hq, q, Dv].
 
     The query heads of a kv head are packed into one matrix, so keys and values are read once. `visible` [B, T] bool
@@ -147,18 +147,20 @@ def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits, visible:
     parts = store.split(query.reshape(batch * store.heads, 1, -1, dim))
     output = store.join(
         [
-            _block_attention(block, part, rows, logits, store.heads)
+            _attend_block(block, part, rows, logits, store.heads)
             for block, part in zip(store.showing(visible), parts, strict=True)
         ]
     )
     return output.view(batch, query_heads, rows, -1)
 
 
-def _block_attention(held: AnyBlock, query: Tensor, rows: int, how: Logits, heads: int) -> Tensor:
+def _attend_block(held: AnyBlock, query: Tensor, rows: int, how: Logits, heads: int) -> Tensor:
     """[S, 1, G * rows, D] -> [S, 1, G * rows, Dv]: the last `rows` columns are the queries' own, seen causally."""
-    own = held.segments if how.sinks is None else held.segments % heads
+    heads_of_rows = held.segments if how.sinks is None else held.segments % heads
     if serves(query, held.keys, held.values):
-        made, _ = kernels.attend(query[:, 0], held.for_kernels(), how.scaling, how.softcap, how.sinks_of(own), rows)
+        made, _ = kernels.attend(
+            query[:, 0], held.for_kernels(), how.scaling, how.softcap, how.sinks_of(heads_of_rows), rows
+        )
         return made.unsqueeze(1)
     block = held.aligned()
     count = block.columns
@@ -168,18 +170,18 @@ def _block_attention(held: AnyBlock, query: Tensor, rows: int, how: Logits, head
     if bias is not None:
         bias = bias[:, None, None]
     if rows > 1:
-        later = ~causal_mask(rows, count, keys.device).repeat(query.shape[2] // rows, 1)[None, None]
+        later = ~make_causal_mask(rows, count, keys.device).repeat(query.shape[2] // rows, 1)[None, None]
         bias = (keys.new_zeros(1, 1, 1, 1) if bias is None else bias).masked_fill(later, float("-inf"))
     if how.plain:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=how.scaling)
     logits = how.of(query, keys)
     if bias is not None:
         logits = logits + bias
-    weights = how.softmax(logits.view(len(logits), query.shape[2] // rows, rows, count), own).view_as(logits)
+    weights = how.softmax(logits.view(len(logits), query.shape[2] // rows, rows, count), heads_of_rows).view_as(logits)
     return weights.nan_to_num(0.0).to(values.dtype) @ values
 
 
-def slot_attention(
+def attend_slots(
     query: Tensor,
     cached: Cached,
     bias: Tensor | None,
@@ -229,7 +231,7 @@ def require_attention(what: str, runs: str) -> None:
 
 
 @contextmanager
-def using(model: Any, implementation: str) -> Iterator[None]:
+def use_attention(model: Any, implementation: str) -> Iterator[None]:
     """Let `model` run another attention implementation for a while, then its own again."""
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
@@ -239,12 +241,12 @@ def using(model: Any, implementation: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def running(model: Any) -> AbstractContextManager[None]:
+def run_attention(model: Any) -> AbstractContextManager[None]:
     """Let `model` run the attention "kvsearch" for a while, then its own again."""
-    return using(model, NAME)
+    return use_attention(model, NAME)
 
 
-def checked_mask(**given: Any) -> Tensor | None:
+def check_mask(**given: Any) -> Tensor | None:
     """Make SDPA's mask of the attention mask [B, T] that a model was given, whose length transformers does not check.
 
     Raises:
@@ -268,7 +270,7 @@ def checked_mask(**given: Any) -> Tensor | None:
 def register() -> None:
     """Make the name "kvsearch" known to transformers, with SDPA's masks (without them padding would be ignored)."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, checked_mask)
+    AttentionMaskInterface.register(NAME, check_mask)
 
 
 register()

@@ -14,19 +14,32 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import RotaryTables, class_of, require_plain_rotary, rotary_switch, text_config
+from kvsearch.models.architecture import (
+    RotaryTables,
+    find_class_name,
+    find_rotary_switch,
+    find_text_config,
+    require_plain_rotary,
+)
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.policies import Policy
 from kvsearch.policies.checks import require_finite
-from kvsearch.runtime.collector import watch
+from kvsearch.runtime.collector import watch_hidden_states
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import PhaseProgram, Program
 from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
-from kvsearch.runtime.stock import cache_class, layer_fork, layer_state, stateful_layers, stock_layers, stock_nbytes
+from kvsearch.runtime.stock import (
+    count_stock_bytes,
+    find_stateful_layers,
+    fork_layer,
+    make_cache_class,
+    make_stock_layers,
+    read_layer_state,
+)
 from kvsearch.runtime.store.cache_file import fill_layers, read_cache, write_cache
 
 if TYPE_CHECKING:
@@ -55,29 +68,29 @@ class PlanCache(Cache):  # type: ignore[misc]
     """
 
     def __new__(cls, model: Any = None, *_: Any, **__: Any) -> PlanCache:  # no model where one is copied
-        cache: PlanCache = super().__new__(cls if model is None else cache_class(model, cls))
+        cache: PlanCache = super().__new__(cls if model is None else make_cache_class(model, cls))
         return cache
 
     def __init__(
         self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
     ) -> None:
-        refuse_offloaded(model, class_of(model))
+        refuse_offloaded(model, find_class_name(model))
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
         if program.prefill is not None and program.prefill.carries:
             require_plain_rotary(model, "a plan whose entries carry what leaves")
-        layers = stock_layers(model)
-        config = text_config(model)
+        layers = make_stock_layers(model)
+        config = find_text_config(model)
         sharing = None if program.allocation is None else Sharing(program.allocation, program)
-        switch = rotary_switch(model)
+        switch = find_rotary_switch(model)
         self.read_mask = ReadMask()
         for index in program.layers:
             if type(layers[index]) is not DynamicLayer:
                 raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
             layers[index] = EvictingLayer(
                 index,
-                _phase_rule(program.prefill, index),
-                _phase_rule(program.decode, index),
+                _find_phase_rule(program.prefill, index),
+                _find_phase_rule(program.decode, index),
                 lambda: str(config._attn_implementation),
                 RotaryTables(model, index),
                 self.read_mask,
@@ -87,7 +100,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 exact=exact,
             )
         Cache.__init__(self, layers=layers)
-        watch(model, (need for layer in self.planned.values() for need in layer.needs()))
+        watch_hidden_states(model, (need for layer in self.planned.values() for need in layer.needs()))
         self.program = program
         self.tokens: Tensor | None = None  # of a cache from a file: what it has read, [B, T], and where it is padded
         self.mask: Tensor | None = None
@@ -182,7 +195,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         """The layers governed by the plan, by model layer index."""
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
 
-    def expect(self, prompt_length: int) -> None:
+    def set_prompt_length(self, prompt_length: int) -> None:
         """Say how long the prompt is, if the cache is empty and does not know it yet."""
         for layer in self.planned.values():
             if layer.seen == 0 and layer.prompt_length is None:
@@ -226,14 +239,14 @@ class PlanCache(Cache):  # type: ignore[misc]
         layer = self.layers[index]
         if isinstance(layer, EvictingLayer):
             return layer.nbytes()
-        return stock_nbytes(layer)
+        return count_stock_bytes(layer)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens in every layer (a negative count), or raise UsageError and change nothing."""
         for layer in self.planned.values():
             layer.croppable(tokens_to_remove)
         self._check_sliding(tokens_to_remove)
-        if tokens_to_remove and (stateful := stateful_layers(self.layers)):
+        if tokens_to_remove and (stateful := find_stateful_layers(self.layers)):
             raise UsageError(
                 f"cannot take tokens back: layers {', '.join(map(str, stateful))} carry a running state (prompt lookup "
                 "and assisted decoding do not work with this model; elsewhere cache.mark() and rewind())"
@@ -276,7 +289,7 @@ class PlanCache(Cache):  # type: ignore[misc]
             if isinstance(layer, EvictingLayer):
                 chosen.layers.append(layer.of_rows(rows, chosen.read_mask))
             else:
-                chosen.layers.append(layer_fork(layer))
+                chosen.layers.append(fork_layer(layer))
                 chosen.layers[-1].reorder_cache(index)
         return chosen
 
@@ -297,7 +310,7 @@ class PlanCache(Cache):  # type: ignore[misc]
             layer.reserve(tokens)
 
     @contextmanager
-    def ahead(self, positions: Tensor) -> Iterator[None]:
+    def reserve_positions(self, positions: Tensor) -> Iterator[None]:
         """Do the host's part of one token per sequence, at rotary `positions` [B or 1, 1]; room is reserved for it.
 
         What the model does with it is the device's part: see `EvictingLayer.prepare_step`.
@@ -329,7 +342,9 @@ class PlanCache(Cache):  # type: ignore[misc]
 
         For models with sliding-window layers, call `activate_past_recording()` before the tokens to be forgotten.
         """
-        states: dict[int, Any] = {index: layer_state(self.layers[index]) for index in stateful_layers(self.layers)}
+        states: dict[int, Any] = {
+            index: read_layer_state(self.layers[index]) for index in find_stateful_layers(self.layers)
+        }
         states |= {index: layer.mark() for index, layer in self.planned.items()}
         return CacheMark(self.get_seq_length(), self._sequences(), states)
 
@@ -367,7 +382,7 @@ class CacheMark(NamedTuple):
     states: dict[int, Any]  # what planned layers, and those with a running state, go back to
 
 
-def _phase_rule(phase: PhaseProgram | None, layer: int) -> PhaseRule | None:
+def _find_phase_rule(phase: PhaseProgram | None, layer: int) -> PhaseRule | None:
     if phase is None or layer not in phase.policies:
         return None
     return PhaseRule(phase.policies[layer], partial(phase.budgets, layer), phase.carries.get(layer, NO_CARRY))

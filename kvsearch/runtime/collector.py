@@ -9,20 +9,20 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from kvsearch.core.errors import IncompatibleError, UsageError, present
+from kvsearch.core.errors import IncompatibleError, UsageError, assert_present
 from kvsearch.kernels.dispatch import needs_gradients
-from kvsearch.models.architecture import attention_modules, require_continuation, unrotate
+from kvsearch.models.architecture import find_attention_modules, require_continuation, unrotate
 from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics, References
 from kvsearch.policies.checks import DeferredCheck, require_finite
-from kvsearch.policies.fitted import even_places
-from kvsearch.policies.scoring import column_sums
+from kvsearch.policies.fitted import spread_places
+from kvsearch.policies.scoring import sum_columns
 from kvsearch.runtime.attention import (
     Output,
-    dense_attention,
-    flash_attention,
-    flash_serves,
-    rotary_positions,
-    valid_keys,
+    attend_dense,
+    attend_flash,
+    can_use_flash,
+    find_valid_keys,
+    make_rotary_positions,
 )
 from kvsearch.runtime.logits import Logits
 
@@ -30,7 +30,7 @@ Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 ENDS_PADDED = "a prompt ends with padding: pad batches on the left (padding_side='left')"
 LEADING = 4  # tokens that are no reference where there are others
-CHUNK = 4096  # query rows turned back at a time, which bounds the scratch memory
+ROWS_PER_CHUNK = 4096  # query rows turned back at a time, which bounds the scratch memory
 
 
 class DensePrompt:
@@ -69,19 +69,19 @@ class DensePrompt:
             require_continuation(module, query.shape[2])
         key, value = self._with(key, value)
         logits = Logits.of_call(module, query, key, kwargs)
-        valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
-        if continues and logits.plain and flash_serves(query, key, value) and bool(valid.all()):
-            output: Output = flash_attention(query, key, value, logits.scaling), None
+        valid = find_valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        if continues and logits.plain and can_use_flash(query, key, value) and bool(valid.all()):
+            output: Output = attend_flash(query, key, value, logits.scaling), None
         else:
-            output = dense_attention(module, query, key, value, mask, **kwargs)
+            output = attend_dense(module, query, key, value, mask, **kwargs)
         self._masked = mask is not None
-        self.add(query, (key, value), rotary_positions(kwargs, valid, query.shape[2]), valid, logits)
+        self.add(query, (key, value), make_rotary_positions(kwargs, valid, query.shape[2]), valid, logits)
         for what, parts in self._hidden.items():
-            parts.append(what(entering(module, slice(query.shape[2])), self.layer))
+            parts.append(what(read_hidden_states(module, slice(query.shape[2])), self.layer))
         return output
 
     def _with(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values so far, those of the next chunk included."""
+        """Return all keys and values so far, with the next chunk's."""
         length = key.shape[2] if self.length is None else self.length
         if self.states is None and key.shape[2] >= length:
             return key, value
@@ -116,7 +116,7 @@ class DensePrompt:
             # a copy, so that the rest of the prompt's queries can be freed
             self.rows = self.rows[:, :, -self._rows_wanted :].clone()
         if self._wants_sums:
-            sums = column_sums(query, states[0], valid, logits.scaling, logits.softcap, logits.sinks)
+            sums = sum_columns(query, states[0], valid, logits.scaling, logits.softcap, logits.sinks)
             if self._sums is not None:
                 sums[..., :-count] += self._sums
             self._sums = sums
@@ -130,9 +130,9 @@ class DensePrompt:
             self._add_moments(query, positions, own, index)
 
     def _add_moments(self, query: Tensor, positions: Tensor, valid: Tensor, index: Tensor) -> None:
-        for start in range(0, query.shape[2] if self._starts else 0, CHUNK):
-            part = slice(start, start + CHUNK)
-            plain = plain_queries(query[:, :, part], positions[:, part], self.rotary)
+        for start in range(0, query.shape[2] if self._starts else 0, ROWS_PER_CHUNK):
+            part = slice(start, start + ROWS_PER_CHUNK)
+            plain = unrotate_queries(query[:, :, part], positions[:, part], self.rotary)
             for first in self._starts:
                 moments = Moments.of(plain, valid[:, part] & (index[:, part] >= first))
                 before = self._moments.get(first)
@@ -143,7 +143,7 @@ class DensePrompt:
 
         Whether a prompt ends with padding is noted, for `lengths_after` and `require_finite`; a CPU is asked at once.
         """
-        states = present(self.states, "a prompt was asked for before it passed")
+        states = assert_present(self.states, "a prompt was asked for before it passed")
         logits = self._logits
         seen = Observation(
             *states,
@@ -151,7 +151,7 @@ class DensePrompt:
             logits.scaling,
             queries=self.rows,
             softcap=logits.softcap,
-            statistics={first: found.statistics() for first, found in self._moments.items()},
+            statistics={first: moments.statistics() for first, moments in self._moments.items()},
             references=None if self._sampled is None else self._sampled.references(self.rotary),
             rotary=self.rotary,
             next_position=self._positions[:, -1] + 1,
@@ -169,7 +169,7 @@ class DensePrompt:
         return seen
 
 
-def plain_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+def unrotate_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     """Turn queries [B, Hq, q, D] back to position 0 from rotary `positions` [B, q], fp32."""
     batch, count = positions.shape
     cos, sin = (table.view(batch, count, -1) for table in rotary(positions.flatten()))
@@ -186,7 +186,7 @@ class QuerySample(NamedTuple):
     @classmethod
     def of(cls, query: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> QuerySample:
         """Take all queries [B, Hq, n, D] of tokens with this `index` [B, n] in their sequence."""
-        order = even_places(index)
+        order = spread_places(index)
         order = order + (index < LEADING)  # after all others: what they look at is like nothing that comes later
         return cls(order.masked_fill(~valid, float("inf")), positions, query)
 
@@ -204,7 +204,7 @@ class QuerySample(NamedTuple):
 
     def references(self, rotary: Rotary) -> References:
         """Return the queries at position 0."""
-        return References(plain_queries(self.queries, self.positions, rotary), self.order.isfinite())
+        return References(unrotate_queries(self.queries, self.positions, rotary), self.order.isfinite())
 
 
 class Moments(NamedTuple):
@@ -240,18 +240,18 @@ _watched: WeakSet[nn.Module] = WeakSet()
 _entering: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
-def watch(model: nn.Module, needs: Iterable[Needs]) -> None:
-    """See to it that `entering` knows the hidden states of `model` from now on, if one of the needs wants them."""
+def watch_hidden_states(model: nn.Module, needs: Iterable[Needs]) -> None:
+    """Record the hidden states of `model` for `read_hidden_states` from now on, if a policy needs them."""
     if not any(need.hidden is not None for need in needs):
         return
-    for module in attention_modules(model).values():
+    for module in find_attention_modules(model).values():
         if module not in _watched:
             _watched.add(module)
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
 
 
-def entering(module: nn.Module, tokens: slice) -> Tensor:
+def read_hidden_states(module: nn.Module, tokens: slice) -> Tensor:
     """Return the hidden states of some of the tokens that `module`, which is computing now, was given, [B, q, d_model].
 
     Raises:

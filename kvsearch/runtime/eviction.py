@@ -17,22 +17,22 @@ from kvsearch.plan.schema import NO_CARRY, Carry
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
 from kvsearch.policies.carry import REFERENCES, match_attention
-from kvsearch.policies.checks import DeferredCheck, lengths_after, lengths_of, require_finite, start_state
-from kvsearch.policies.decoding import LOG_WEIGHTS, State, slots_of
-from kvsearch.policies.ranking import at_each, first_staged, keep_at, limits_under, scored
+from kvsearch.policies.checks import DeferredCheck, read_checked_lengths, read_lengths, require_finite, start_state
+from kvsearch.policies.decoding import LOG_WEIGHTS, State, list_slots
+from kvsearch.policies.ranking import apply_to_each, find_limits, first_stage_scores, keep_at, score_entries
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import UNBOUNDED, Limits, StepRule, decode_needs
-from kvsearch.runtime.store.slots import pack, segments_of, source_of
+from kvsearch.runtime.store.slots import pack, split_segments, take_entries
 from kvsearch.runtime.store.storage import RaggedStore
 
-Budgets = Callable[[list[int]], Tensor]
+BudgetRule = Callable[[list[int]], Tensor]
 
 
 class PhaseRule(NamedTuple):
     """The policy of one layer in one phase, and its budgets: lengths of a batch -> entries [B, Hkv] int64."""
 
     policy: Policy
-    budgets: Budgets
+    budgets: BudgetRule
     carry: Carry = NO_CARRY  # what entries that stay carry of those that leave
 
     @property
@@ -41,7 +41,7 @@ class PhaseRule(NamedTuple):
         return self.carry != NO_CARRY
 
 
-def rules_need(prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Needs]:
+def collect_needs(prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Needs]:
     """Return what the rules of both phases must be given of a prompt."""
     needs = [] if prefill is None else [prefill.policy.needs()]
     if prefill is not None and prefill.carries:
@@ -62,13 +62,13 @@ class Kept(NamedTuple):
 def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> Kept:
     """Decide what is kept of a dense prompt, everything without a prefill phase; its tensors stay as they are."""
     if prefill is not None:  # first, so that the host reads lengths and whether scores are finite in one go
-        scored(prefill.policy, observation)
-        first_staged(prefill.policy, observation)
-    lengths = lengths_after(observation)
-    rule = None if decode is None else StepRule.after(decode.policy, limits_of(decode, lengths), observation)
-    limits = None if prefill is None else limits_under(prefill.policy, prefill.budgets(lengths), lengths)
+        score_entries(prefill.policy, observation)
+        first_stage_scores(prefill.policy, observation)
+    lengths = read_checked_lengths(observation)
+    rule = None if decode is None else StepRule.after(decode.policy, find_rule_limits(decode, lengths), observation)
+    limits = None if prefill is None else find_limits(prefill.policy, prefill.budgets(lengths), lengths)
     tables = ([] if limits is None else [limits]) + ([] if rule is None else [Limits.table(rule.policy, rule.budgets)])
-    placed = _placed(tables, observation.keys.device)
+    placed = _place_protected(tables, observation.keys.device)
     keep = observation.valid[:, None].expand(observation.keys.shape[:3])
     state = None
     counts: Ints = np.repeat(np.array(lengths)[:, None], keep.shape[1], 1)
@@ -78,7 +78,7 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
         counts = np.minimum(counts, limits[0].numpy())
         if prefill.policy.merges_prompt:
             gone = int((whole - counts).max())
-            observation, state = merged(prefill.policy, observation, keep, gone, int(counts.max()))
+            observation, state = merge_evicted(prefill.policy, observation, keep, gone, int(counts.max()))
     if rule is None or decode is None:
         state = State()
     else:
@@ -98,7 +98,7 @@ def _weight_error(observation: Observation, row: int) -> NonFiniteError:
     return NonFiniteError(f"layer {observation.layer}: {problem}", row)
 
 
-def _placed(tables: list[Tensor], device: torch.device) -> list[Tensor]:
+def _place_protected(tables: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return tables of whole numbers on a device, in one copy."""
     if not tables:
         return []
@@ -111,37 +111,39 @@ def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule
     """Pack what is kept of a dense prompt; with a decode phase its rule is ready for the next token."""
     left = select(observation, prefill, decode)
     if left.rule is not None:
-        source = source_of(left.observation, left.keep, left.counts, left.state)
+        source = take_entries(left.observation, left.keep, left.counts, left.state)
         return Decoding(pack([source], left.rule), left.rule, left.keep.shape[2])
     states = (left.observation.keys, left.observation.values)
     log_weights = left.state.entries.get(LOG_WEIGHTS)
-    return RaggedStore.pack(*states, left.keep, observation.index, left.counts, lengths_of(observation), log_weights)
+    return RaggedStore.pack(*states, left.keep, observation.index, left.counts, read_lengths(observation), log_weights)
 
 
-def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:
+def find_rule_limits(decode: PhaseRule, lengths: list[int]) -> Tensor:
     """Return decode budgets [B, Hkv] for prompts of these lengths, UNBOUNDED where the policy never evicts a head."""
     budgets = decode.budgets(lengths)
 
     def limit(budget: int, length: int) -> int:
-        return UNBOUNDED if decode.policy.exempt(budget, length) else budget
+        return UNBOUNDED if decode.policy.keeps_all(budget, length) else budget
 
-    return at_each(limit, budgets, torch.tensor(lengths)[:, None].expand_as(budgets))
+    return apply_to_each(limit, budgets, torch.tensor(lengths)[:, None].expand_as(budgets))
 
 
-def merged(policy: Policy, observation: Observation, keep: Tensor, most: int, stay: int) -> tuple[Observation, State]:
+def merge_evicted(
+    policy: Policy, observation: Observation, keep: Tensor, max_leaving: int, stay: int
+) -> tuple[Observation, State]:
     """Merge what leaves a prompt into what stays (`keep` [B, Hkv, T] bool); return it with the policy's state after it.
 
-    `most` entries leave a head and `stay` stay, or fewer. Works on copies: the observation's tensors stay as they are.
+    At most `max_leaving` entries leave a head and `stay` stay. Copies: the observation keeps its tensors.
     """
-    segments = segments_of(observation, start_state(policy, observation))
+    segments = split_segments(observation, start_state(policy, observation))
     state = segments.state.changed(torch.clone, torch.clone)
     cached = replace(
         segments, keys=segments.keys.clone(), values=segments.values.clone(), state=state, most_staying=stay
     )
     leaving = cached.held & ~keep.flatten(0, 1)
-    if most:
+    if max_leaving:
         with torch.no_grad():  # how much is merged is not learned
-            policy.merge(cached, slots_of(leaving, cached.positions, most))
+            policy.merge(cached, list_slots(leaving, cached.positions, max_leaving))
 
     def whole(tensor: Tensor) -> Tensor:
         return tensor.view(*keep.shape[:2], *tensor.shape[1:])

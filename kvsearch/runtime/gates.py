@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.policies.scoring import chunk_bytes
-from kvsearch.runtime.attention import causal_mask
+from kvsearch.policies.scoring import choose_chunk_bytes
+from kvsearch.runtime.attention import make_causal_mask
 from kvsearch.runtime.logits import Logits
-from kvsearch.signals.attention_rows import SHIFT
+from kvsearch.signals.attention_rows import EXPONENT_SHIFT
 
 
 def gated_attention(
@@ -30,7 +30,7 @@ def gated_attention(
     query, key, value = tokens
     count, heads = key.shape[:2]
     grouped = query.view(count, heads, -1, *query.shape[2:]).flatten(2, 3)  # [M, Hkv, G * K, D]
-    piece = max(1, chunk_bytes(query.device) // (4 * grouped.shape[2] * keep.shape[1]))
+    piece = max(1, choose_chunk_bytes(query.device) // (4 * grouped.shape[2] * keep.shape[1]))
     outputs = []
     for head, kept in enumerate(keep):
         sinks = None if how.sinks is None else how.sinks[head].repeat_interleave(query.shape[2])[:, None]
@@ -69,10 +69,10 @@ def _masses(query: Tensor, key: Tensor, keys: Tensor, kept: Tensor, how: Logits,
         capped = (1 - scores.square() for scores in (far, torch.cat([far[..., kept], own], -1)))
         slopes = (next(capped), next(capped))
         far, own = (scores.mul_(how.softcap) for scores in (far, own))
-    own.masked_fill_(~causal_mask(count, count, key.device).repeat(query.shape[1] // count, 1), float("-inf"))
+    own.masked_fill_(~make_causal_mask(count, count, key.device).repeat(query.shape[1] // count, 1), float("-inf"))
     near = torch.cat([far[..., kept], own], -1)
     largest = torch.maximum(far.amax(-1, keepdim=True), near.amax(-1, keepdim=True))
-    largest = (largest if sinks is None else torch.maximum(largest, sinks)) - SHIFT
+    largest = (largest if sinks is None else torch.maximum(largest, sinks)) - EXPONENT_SHIFT
     far.sub_(largest).exp_().index_fill_(-1, kept, 0.0)
     near.sub_(largest).exp_()
     rest = near.sum(-1, keepdim=True)

@@ -14,20 +14,20 @@ from transformers.cache_utils import CacheLayerMixin
 from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import RotarySwitch, require_continuation
-from kvsearch.policies.base import Needs, Observation, Rereading
-from kvsearch.policies.checks import DeferredCheck, lengths_of
+from kvsearch.policies.base import Needs, Observation, SecondPass
+from kvsearch.policies.checks import DeferredCheck, read_lengths
 from kvsearch.runtime.attention import (
     NO_SHARED_DRAFTS,
     Output,
-    causal_mask,
-    dense_attention,
-    ragged_attention,
+    attend_dense,
+    attend_ragged,
+    make_causal_mask,
     require_attention,
     tag,
 )
-from kvsearch.runtime.collector import DensePrompt, Rotary, entering
+from kvsearch.runtime.collector import DensePrompt, Rotary, read_hidden_states
 from kvsearch.runtime.decode.decoding import Decoding
-from kvsearch.runtime.eviction import PhaseRule, evict, rules_need
+from kvsearch.runtime.eviction import PhaseRule, collect_needs, evict
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
@@ -80,9 +80,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _clear(self) -> None:
         self.seen = 0
-        self.ahead: Tensor | None = None  # rotary positions [B or 1, 1] of a token that was foreseen
+        self.reserve_positions: Tensor | None = None  # rotary positions [B or 1, 1] of a token that was foreseen
         self.asked = False  # whether something asked for lengths while it came
-        self.rereads: Mapping[Rereading, Tensor] = {}  # what the prompt's entries got when it was read again
+        self.rereads: Mapping[SecondPass, Tensor] = {}  # what the prompt's entries got when it was read again
         self._holder: RaggedStore | Decoding | None = None
         self._prompt = self._new_prompt()
         if self.sharing is not None:
@@ -111,7 +111,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def needs(self) -> list[Needs]:
         """Return what eviction must be given of the prompt."""
-        return rules_need(self.prefill, self.decode) + ([] if self.sharing is None else self.sharing.needs(self.index))
+        return collect_needs(self.prefill, self.decode) + (
+            [] if self.sharing is None else self.sharing.needs(self.index)
+        )
 
     @property
     def is_croppable(self) -> bool:
@@ -162,7 +164,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.ahead is None:
+        if self.reserve_positions is None:
             require_attention("PlanCache", self.implementation())
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
@@ -187,11 +189,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the true length of the sequence, evicted entries included: positions and masks depend on it."""
-        self.asked |= self.ahead is not None
+        self.asked |= self.reserve_positions is not None
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        self.asked |= self.ahead is not None
+        self.asked |= self.reserve_positions is not None
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
@@ -259,7 +261,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return chosen
 
     def mark(self) -> Decoding | None:
-        """Return what `rewind` goes back to, of which tokens that come change a copy; None: they are only added."""
+        """Return a snapshot for `rewind`, of which later tokens change a copy; None if tokens are only appended."""
         saved = self.holder
         if not isinstance(saved, Decoding):
             return None
@@ -288,11 +290,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         self._require_same_rotary(1)
         self.evicted.prepare_step()
-        self.ahead = positions
+        self.reserve_positions = positions
 
     def finish_step(self) -> None:
         """End the token that was foreseen."""
-        self.ahead = None
+        self.reserve_positions = None
         self.asked = False
         self.seen += 1
         self.evicted.finish_step()
@@ -304,7 +306,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         holder = self.evicted
         if isinstance(holder, RaggedStore):
             holder.put(key, value)
-            output = ragged_attention(holder, query, logits)
+            output = attend_ragged(holder, query, logits)
         else:
             hidden = self._of_hidden(holder, module, 1)
             states = None if hidden is None else hidden[:, :, 0]
@@ -317,8 +319,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend and evict: densely for the prompt, over the ragged store for every later token."""
-        if self.ahead is not None:
-            return self._step(self.ahead, module, query, key, value, **kwargs)
+        if self.reserve_positions is not None:
+            return self._step(self.reserve_positions, module, query, key, value, **kwargs)
         if self.holder is not None:
             return self._continue(module, query, key, value, mask, **kwargs)
         length = self.seen if self.prompt_length is None else self.prompt_length
@@ -370,17 +372,17 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             if needs_gradients(query, key, value):
                 holder.separate()
             holder.append(key, value, arrived)
-            output = ragged_attention(holder, query, logits, shown)
+            output = attend_ragged(holder, query, logits, shown)
         if self.exact and (dense := holder.dense(self.seen)) is not None:
             if mask is None and count > 1:
-                mask = causal_mask(count, self.seen, key.device)[None, None]
-            return dense_attention(module, query, *dense, mask, **kwargs)
+                mask = make_causal_mask(count, self.seen, key.device)[None, None]
+            return attend_dense(module, query, *dense, mask, **kwargs)
         return output.transpose(1, 2).contiguous(), None
 
     def _of_hidden(self, holder: Decoding, module: nn.Module, count: int) -> Tensor | None:
         """Return what the policy makes of the last hidden states, [B, Hkv, count], where it wants them."""
         of_hidden = holder.rule.needs.hidden
-        return None if of_hidden is None else of_hidden(entering(module, slice(-count, None)), self.index)
+        return None if of_hidden is None else of_hidden(read_hidden_states(module, slice(-count, None)), self.index)
 
     def _prefill(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -388,7 +390,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self._prompt.length = self.prompt_length
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
-            self.conclude(self._with_rereads(self._prompt.observation()))
+            self.evict_prompt(self._with_rereads(self._prompt.observation()))
             self._prompt = self._new_prompt()
         return output
 
@@ -403,14 +405,14 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
                 observation.checks.append(DeferredCheck(wrong, lambda _: UsageError(READS_PADDING)))
         return replace(observation, rereads=rereads)
 
-    def conclude(self, observation: Observation) -> None:
+    def evict_prompt(self, observation: Observation) -> None:
         """Evict, or state what this layer wants of what all layers share: the prompt has passed."""
         if self.sharing is None:
             self.holder = evict(observation, self.prefill, self.decode)
         else:
             self.sharing.end(self.index, observation)
         if not self.read_mask.begun:
-            self.read_mask.begin(observation.valid, lengths_of(observation))
+            self.read_mask.begin(observation.valid, read_lengths(observation))
 
     def nbytes(self) -> int:
         """Return the bytes held for this layer."""

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
 from kvsearch.kernels.dispatch import needs_gradients
-from kvsearch.models.architecture import output_projection, output_weight
+from kvsearch.models.architecture import find_output_projection, read_output_weight
 from kvsearch.models.weights import is_plain, state_of
 from kvsearch.policies.base import Norm
-from kvsearch.policies.scoring import chunk_bytes, projected_norms, softmax
+from kvsearch.policies.scoring import choose_chunk_bytes, projected_norms, softmax
 
-FEW = 32  # entries whose norms are two small products
+FEW_NORMS = 32  # entries whose norms are two small products
 
 # what was made of a projection, by its attention layer, for as long as its weights stay
 _Made = WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Tensor]]
@@ -29,7 +29,7 @@ _weights: _Made = WeakKeyDictionary()  # of projections that are quantised or ha
 HeadRows = tuple[tuple[int, Tensor], ...] | None  # kv heads with their segments [n] int64; None: whole layers in order
 
 
-def head_rows(heads: Ints, count: int, device: torch.device) -> HeadRows:
+def list_head_rows(heads: Ints, count: int, device: torch.device) -> HeadRows:
     """Group segments by their kv heads [S] of `count`; one copy to the device where they are not whole layers."""
     if len(heads) % count == 0 and (heads.reshape(-1, count) == np.arange(count)).all():
         return None
@@ -49,8 +49,8 @@ class OutputProjection:
 
     def __call__(self, values: Tensor, order: Norm) -> Tensor:
         """Return norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
-        if order == "l2" and values.shape[2] <= FEW:
-            return _norms_of_few(values, self.factors()[None])
+        if order == "l2" and values.shape[2] <= FEW_NORMS:
+            return _compute_few_norms(values, self.factors()[None])
         return projected_norms(values, self._weight(), order)
 
     def factors(self) -> Tensor:
@@ -61,19 +61,19 @@ class OutputProjection:
         """Return what was made of the projection before, as long as its weights are the same."""
         if torch.compiler.is_compiling():  # which knows no addresses
             return make()
-        state = state_of(output_projection(self.module))
+        state = state_of(find_output_projection(self.module))
         if (last := made.get(self.module)) is None or last[0] != state:
             made[self.module] = last = (state, make())
         return last[1]
 
     def _weight(self) -> Tensor:
         """Return W_O per query head, [Hq, Dv, d_model] fp32."""
-        if is_plain(output_projection(self.module)):
+        if is_plain(find_output_projection(self.module)):
             return self._made_weight()
         return self._made_once(_weights, lambda: self._made_weight().to(self.dtype)).float()
 
     def _made_weight(self) -> Tensor:
-        return output_weight(self.module, self.query_heads, self.dtype)
+        return read_output_weight(self.module, self.query_heads, self.dtype)
 
     def _made_factors(self) -> Tensor:
         by_head = self._made_weight()
@@ -84,8 +84,8 @@ class OutputProjection:
         """Do the same for values [S, 1, T, Dv] whose row s is of kv head `heads[s]`, as `rows` has them, too."""
 
         def projected(values: Tensor, order: Norm) -> Tensor:
-            if order == "l2" and values.shape[2] <= FEW:  # as in decode steps
-                return _norms_of_few(values, self.factors()[heads][:, None])
+            if order == "l2" and values.shape[2] <= FEW_NORMS:  # as in decode steps
+                return _compute_few_norms(values, self.factors()[heads][:, None])
             weight = self._weight()
             group = self.group
             count = self.query_heads // self.group
@@ -101,7 +101,7 @@ class OutputProjection:
         return projected
 
 
-def _norms_of_few(values: Tensor, factors: Tensor) -> Tensor:
+def _compute_few_norms(values: Tensor, factors: Tensor) -> Tensor:
     """Return norms of values [B, Hkv, T, Dv] by their factors [B or 1, Hkv, G, Dv, Dv], [B, Hkv, G, T] fp32."""
     states = values[:, :, None].float()
     return (states @ factors * states).sum(-1).clamp(min=0).sqrt()
@@ -159,12 +159,12 @@ class Logits:
         `bias` [..., 1 or q, T] fp32 is added to them.
         """
         if self.softcap is None:
-            return products(query, keys, self.scaling, bias)
-        scores = self.softcap * torch.tanh(products(query, keys, self.scaling) / self.softcap)
+            return multiply(query, keys, self.scaling, bias)
+        scores = self.softcap * torch.tanh(multiply(query, keys, self.scaling) / self.softcap)
         return scores if bias is None else scores + bias
 
 
-def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
+def multiply(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
     """Return scaled q.k [..., q, T] fp32 of queries [..., q, D] and keys [..., T, D] with the same leading dimensions.
 
     `bias` [..., 1 or q, T] fp32 is added. A product of half-precision matrices is rounded to half precision: at logits
@@ -180,7 +180,7 @@ def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     if not single and query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
         scores = torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scaling)  # baddbmm's takes no `added` in 2.8
         return (scores if bias is None else scores.add_(added)).view(shape)
-    step = max(1, chunk_bytes(keys.device) // (8 * max(1, columns[0].numel())))
+    step = max(1, choose_chunk_bytes(keys.device) // (8 * max(1, columns[0].numel())))
     if single or step >= len(rows):  # as in most decode steps: what is beside the product would cost as much
         return torch.baddbmm(added, rows.float(), columns.float(), beta=beta, alpha=scaling).view(shape)
     added = added.expand(len(rows), -1, -1)

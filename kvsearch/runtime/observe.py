@@ -15,30 +15,30 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvsearch.core.errors import IncompatibleError, present
+from kvsearch.core.errors import IncompatibleError, assert_present
 from kvsearch.models.architecture import (
     RotaryTables,
     describe,
+    find_rotary_limit,
     require_continuation,
     require_same_rotary,
-    same_rotary_until,
 )
 from kvsearch.policies import Observation
-from kvsearch.policies.base import Needs, Rereading
-from kvsearch.runtime.attention import Output, causal_mask, dense_attention, require_attention, tag
-from kvsearch.runtime.collector import DensePrompt, Rotary, entering, watch
+from kvsearch.policies.base import Needs, SecondPass
+from kvsearch.runtime.attention import Output, attend_dense, make_causal_mask, require_attention, tag
+from kvsearch.runtime.collector import DensePrompt, Rotary, read_hidden_states, watch_hidden_states
 from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.program import full_cache, require_room
-from kvsearch.runtime.replay.replay import LayerContinuation, Noted, at_rows
-from kvsearch.runtime.stock import CACHE, cache_class, layer_state, stock_layers
-from kvsearch.runtime.store.blocks import right_aligned
+from kvsearch.runtime.program import make_full_program, require_room
+from kvsearch.runtime.replay.replay import LayerContinuation, Noted, select_rows
+from kvsearch.runtime.stock import CACHE, make_cache_class, make_stock_layers, read_layer_state
+from kvsearch.runtime.store.blocks import align_right
 from kvsearch.signals.attention_rows import residual_weights
 
-Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
+Rereads = Mapping[int, Mapping[SecondPass, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
 States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 LED_BY = 8  # tokens before a chunk that is read again
-LEAST_CHUNK = 16
+MIN_PASS_CHUNK = 16
 MASKED_TOKENS = 1024  # at most, of rows of one batch that see different entries
 
 
@@ -72,7 +72,7 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
     @property
     def noted(self) -> Noted:
         """What `look` made of the prompt."""
-        return present(self._noted, f"layer {self.index} has noted no prompt")
+        return assert_present(self._noted, f"layer {self.index} has noted no prompt")
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         tag(key_states, self)
@@ -87,7 +87,7 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend to the prompt, and look at it when it is complete."""
-        prompt = present(self._prompt, f"layer {self.index} is given a second prompt")
+        prompt = assert_present(self._prompt, f"layer {self.index} is given a second prompt")
         output = prompt.attend(module, query, key, value, mask, **kwargs)
         if self.length is None or self._passed >= self.length:
             self._noted = self.look(prompt.observation())
@@ -154,7 +154,8 @@ class ObservedLayer(PromptLayer[Noted]):
             followed = self.follow(module, (query, key, value), mask, **kwargs)
         self.continuation = LayerContinuation(
             self.index, self.noted, (self.keys, self.values), (query, key, value), module, logits,
-            entering(module, slice(-query.shape[2], None))[: len(query)] if self.wants_hidden else None, self.rows,
+            read_hidden_states(module, slice(-query.shape[2], None))[: len(query)] if self.wants_hidden else None,
+            self.rows,
         )  # fmt: skip
         return torch.cat([followed, *gated]) if gated else followed, None
 
@@ -162,21 +163,21 @@ class ObservedLayer(PromptLayer[Noted]):
         """Attend with tokens [1, H, K, D] to the entries `keep` [Hkv, T] of the prompt and to themselves."""
         query, key, value = tokens
         heads, count = query.shape[1:3]
-        columns, filled = right_aligned(keep.to(query.device), int(keep.sum(-1).max()))
+        columns, filled = align_right(keep.to(query.device), int(keep.sum(-1).max()))
         keys, values = (
             torch.cat([prompt.gather(2, columns[None, ..., None].expand(-1, -1, -1, prompt.shape[-1])), own], 2)
             for prompt, own in ((self.keys, key), (self.values, value))
         )
-        own = causal_mask(count, count, query.device).expand(len(filled), -1, -1)
+        own = make_causal_mask(count, count, query.device).expand(len(filled), -1, -1)
         mask = torch.cat([filled[:, None].expand(-1, count, -1), own], -1)
         mask = mask.repeat_interleave(heads // len(filled), 0)[None]
-        return dense_attention(module, query, keys, values, mask, **kwargs)[0]
+        return attend_dense(module, query, keys, values, mask, **kwargs)[0]
 
     def follow(self, module: nn.Module, tokens: States, mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Attend with tokens [M, H, K, D] to the prompts that they follow and to themselves, [M, K, Hq, Dv]."""
-        prompt = (at_rows(self.keys, self.rows), at_rows(self.values, self.rows))
+        prompt = (select_rows(self.keys, self.rows), select_rows(self.values, self.rows))
         keys, values = (torch.cat(pair, 2) for pair in zip(prompt, tokens[1:], strict=True))
-        return dense_attention(module, tokens[0], keys, values, mask, **kwargs)[0]
+        return attend_dense(module, tokens[0], keys, values, mask, **kwargs)[0]
 
 
 class DensePass(Generic[Noted]):
@@ -210,19 +211,19 @@ class DensePass(Generic[Noted]):
         refusal: str | None = None,
     ) -> None:
         require_attention("looking at layers", model.config._attn_implementation)
-        require_room(model, {"the full cache": full_cache(model)}, [prompts.shape[1]] * len(prompts))
-        again = reread(model, (need for wanted in needs.values() for need in wanted), prompts, mask)
+        require_room(model, {"the full cache": make_full_program(model)}, [prompts.shape[1]] * len(prompts))
+        again = read_again(model, (need for wanted in needs.values() for need in wanted), prompts, mask)
 
         def seen(prompt: Observation) -> Noted:
             return look(replace(prompt, rereads=again.get(prompt.layer, {})))
 
-        watch(model, (need for wanted in needs.values() for need in wanted))
-        layers = stock_layers(model)
+        watch_hidden_states(model, (need for wanted in needs.values() for need in wanted))
+        layers = make_stock_layers(model)
         for index, wanted in needs.items():
             layers[index] = self.layer(index, wanted, RotaryTables(model, index), seen if again else look, refusal)
         self.observed: list[ObservedLayer[Noted]] = [layers[index] for index in sorted(needs)]
         self.model = model
-        self.cache = cache_class(model, Cache)(layers=layers)
+        self.cache = make_cache_class(model, Cache)(layers=layers)
         self.mask = mask
         real = torch.ones_like(prompts) if mask is None else mask
         self.lengths: Tensor = real.sum(-1)
@@ -256,7 +257,7 @@ class DensePass(Generic[Noted]):
         see `gated_attention`, those before see all, and the output has gradients.
         """
         require_same_rotary(self.model, self.lengths, tokens.shape[1])
-        before = [layer_state(layer) for layer in self.cache.layers]
+        before = [read_layer_state(layer) for layer in self.cache.layers]
         try:
             for row, entries in (keep or {}).items():
                 self.observed[row].keep = entries
@@ -268,8 +269,8 @@ class DensePass(Generic[Noted]):
                     layer.reorder_cache(rows)
             mask = self.mask
             if mask is not None:
-                mask = torch.cat([at_rows(mask, rows), torch.ones_like(tokens)], 1)
-            positions = at_rows(self.lengths, rows)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+                mask = torch.cat([select_rows(mask, rows), torch.ones_like(tokens)], 1)
+            positions = select_rows(self.lengths, rows)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
             with torch.set_grad_enabled(gates is not None):
                 output = self._forward(tokens, mask, positions, **kwargs)
             yield output
@@ -288,10 +289,10 @@ class DensePass(Generic[Noted]):
 
         Several masks are rows of one batch.
         """
-        for some in torch.split(keeps, max(1, MASKED_TOKENS // tokens.shape[1])):
-            rows = torch.zeros(len(some), dtype=torch.long)
-            keep = dict(enumerate(some.unbind(1)))
-            with self.following(tokens.expand(len(some), -1), keep, rows=rows, logits_to_keep=count) as output:
+        for part in torch.split(keeps, max(1, MASKED_TOKENS // tokens.shape[1])):
+            rows = torch.zeros(len(part), dtype=torch.long)
+            keep = dict(enumerate(part.unbind(1)))
+            with self.following(tokens.expand(len(part), -1), keep, rows=rows, logits_to_keep=count) as output:
                 yield from output.logits
 
     def continuations(self) -> Iterator[LayerContinuation[Noted]]:
@@ -308,7 +309,7 @@ class DensePass(Generic[Noted]):
 
 
 @torch.no_grad()
-def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | None = None) -> Rereads:
+def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | None = None) -> Rereads:
     """Read prompts [B, T] (`mask` 0 where padding, on the left) again for those who need it; nothing if nobody does.
 
     One sequence at a time, so that none depends on its neighbours. Takes two passes over each; the device is waited for
@@ -327,26 +328,26 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
         return {}
     length = prompts.shape[1]
     full = describe(model).full_layers
-    rows: list[dict[int, dict[Rereading, Tensor]]] = []
+    rows: list[dict[int, dict[SecondPass, Tensor]]] = []
     counts = [length] * len(prompts) if mask is None else (mask > 0).sum(-1).tolist()
     for ids, count in zip(prompts, counts, strict=True):
         real = ids[None, length - count :]
         needed = [Needs(projection=any(how.plus for how in wanted))]
         passed = DensePass(model, dict.fromkeys(full, needed), norms, real)
-        again: dict[int, dict[Rereading, Tensor]] = {layer: {} for layer in full}
+        again: dict[int, dict[SecondPass, Tensor]] = {layer: {} for layer in full}
         for how in wanted:
-            for layer, scores in _reread(passed, real, how).items():
+            for layer, scores in _read_again(passed, real, how).items():
                 again[layer][how] = nn.functional.pad(scores, (length - count, 0))
         rows.append(again)
     return {layer: {how: torch.cat([row[layer][how] for row in rows]) for how in wanted} for layer in full}
 
 
-def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading) -> dict[int, Tensor]:
+def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: SecondPass) -> dict[int, Tensor]:
     """Return what the entries of a prompt [1, T] get when it is read again, by layer [1, Hkv, T]."""
     length = ids.shape[1]
-    limit = same_rotary_until(passed.model, length)
+    limit = find_rotary_limit(passed.model, length)
     chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk
-    if chunk < min(how.chunk, LEAST_CHUNK):
+    if chunk < min(how.chunk, MIN_PASS_CHUNK):
         raise IncompatibleError(
             f"a prompt of {length} tokens leaves no room to read it again after itself: it may come to {limit}; "
             "shorten it, or use another policy than kvzip"

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, warn_once
-from kvsearch.models.architecture import FULL, attention_modules, class_of, describe
-from kvsearch.models.memory import FP32, MemoryNeeds, free_bytes, free_memory, reading_needs
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.models.architecture import FULL_ATTENTION, describe, find_attention_modules, find_class_name
+from kvsearch.models.memory import FP32, MemoryNeeds, estimate_reading_memory, measure_free_bytes, release_memory
+from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.plan.schema import NO_CARRY, Carry
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.carry import REFERENCES
-from kvsearch.policies.registry import policy_of
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.registry import build_policy
+from kvsearch.policies.scoring import choose_chunk_bytes
 from kvsearch.runtime.decode.rule import decode_needs
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PhaseProgram:
             return int(np.minimum(table.sum(axis), room.sum(axis)).sum())
         table = np.minimum(table, length)
         for row, (_, policy) in enumerate(sorted(self.policies.items())):
-            table[row] = [length if policy.exempt(budget, length) else budget for budget in table[row].tolist()]
+            table[row] = [length if policy.keeps_all(budget, length) else budget for budget in table[row].tolist()]
         return int(table.sum())
 
     def budgets(self, layer: int, lengths: Sequence[int]) -> Tensor:
@@ -99,14 +99,16 @@ class Program:
             UsageError: an unknown policy or parameter, or a policy without a decode rule in the decode phase.
         """
         from kvsearch.budgets.plan_checks import check_plan
-        from kvsearch.models.fingerprint import fingerprint
+        from kvsearch.models.fingerprint import compute_fingerprint
 
-        plan.model.require(fingerprint(model), "this plan")
+        plan.model.require(compute_fingerprint(model), "this plan")
         check_plan(plan, "this plan")
         kinds = describe(model).kinds
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
         clip = allocation is None
-        program = cls(_phase(plan, "prefill", kinds, clip), _phase(plan, "decode", kinds, clip), allocation, plan)
+        program = cls(
+            _make_phase(plan, "prefill", kinds, clip), _make_phase(plan, "decode", kinds, clip), allocation, plan
+        )
         for policy in program.policies:
             policy.check_model(plan.model)
         warn_unfit(model, program.policies)
@@ -159,26 +161,26 @@ class Program:
         return tuple(policy for phase in self.phases for policy in phase.policies.values())
 
 
-def full_cache(model: nn.Module) -> Program:
+def make_full_program(model: nn.Module) -> Program:
     """Return the program that evicts nothing."""
     return Program.uniform(model, create_policy("full"), int)
 
 
-def _phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhaseProgram | None:
+def _make_phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhaseProgram | None:
     """Return the phase "prefill" or "decode"; `clip`: no head gets more than the prompt has."""
     phase = plan.phases.get(name)
     if phase is None:
         return None
-    foreign = [layer for layer in phase.planned_layers if kinds[layer] != FULL]
+    foreign = [layer for layer in phase.planned_layers if kinds[layer] != FULL_ATTENTION]
     if foreign:
         what = ", ".join(sorted({kinds[layer] for layer in foreign}))
         raise IncompatibleError(
             f"the plan budgets layers {foreign}, which are of kind {what} and belong to the model: only layers of kind "
-            f"{FULL} can be planned"
+            f"{FULL_ATTENTION} can be planned"
         )
-    policies = {index: policy_of(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
+    policies = {index: build_policy(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
     carries = {index: carry for index, carry in enumerate(phase.carries) if carry != NO_CARRY}
-    return PhaseProgram(policies, partial(budgets_at, plan, name, clip=clip), max(plan.floor, 1), carries)
+    return PhaseProgram(policies, partial(compute_budgets, plan, name, clip=clip), max(plan.floor, 1), carries)
 
 
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers calls the normalisation of keys
@@ -190,21 +192,21 @@ BY_KEY_NORM = ("knorm",)
 def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
     """Warn of policies that can say little on this model, once for each policy and class of models."""
     named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
-    for name in sorted(named) if normalises_keys(model) else ():
+    for name in sorted(named) if has_key_norm(model) else ():
         warn_once(
-            f"{class_of(model)} normalises its keys, so their norms are nearly equal and say little about what "
+            f"{find_class_name(model)} normalises its keys, so their norms are nearly equal and say little about what "
             f"matters: policy {name} ranks by them, another policy will likely keep more",
             stacklevel=3,
         )
 
 
-def normalises_keys(model: nn.Module) -> bool:
+def has_key_norm(model: nn.Module) -> bool:
     """Tell whether an attention layer of `model` normalises keys before it caches them, as in Qwen3 and Gemma3."""
-    norms = (getattr(module, name, None) for module in attention_modules(model).values() for name in KEY_NORMS)
+    norms = (getattr(module, name, None) for module in find_attention_modules(model).values() for name in KEY_NORMS)
     return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
 
 
-def prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
+def estimate_prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
     """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers.
 
     Log weights of entries that carry something count. Under a program without a decode phase, `tokens` more of every
@@ -227,7 +229,7 @@ def prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: i
     return int(entries * (2 * shape.head_dim * size + POSITION) + weights * size)
 
 
-def memory_needs(
+def estimate_memory(
     model: Any, program: Program, lengths: Sequence[int], chunk: int | None = None, tokens: int = 0
 ) -> MemoryNeeds:
     """Return what a batch of prompts of these lengths takes under a program, with `tokens` more of each."""
@@ -235,16 +237,18 @@ def memory_needs(
     scoring = [policy.needs() for policy in program.policies if policy.name != "full"]
     entries = len(lengths) * max(lengths) * shape.kv_heads
     rows = max((max(lengths) if need.column_sums else need.query_rows for need in scoring), default=0)
-    logits = min(chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
+    logits = min(choose_chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
     scratch = logits + entries * (RANKING + FP32 * shape.head_dim) if scoring else 0
     queries = max((need.query_rows for need in scoring), default=0) * shape.head_dim * model.dtype.itemsize
     if program.prefill is not None and program.prefill.carries:
         queries += REFERENCES * shape.head_dim * model.dtype.itemsize
         # of one layer: values once more, and reference logits of a few heads at a time
-        scratch += entries * shape.head_dim * model.dtype.itemsize + 2 * chunk_bytes(model.device)
+        scratch += entries * shape.head_dim * model.dtype.itemsize + 2 * choose_chunk_bytes(model.device)
     sums = FP32 * max(lengths) if any(need.column_sums for need in scoring) else 0
     gathered = len(lengths) * len(shape.full_layers) * shape.query_heads * (queries + sums)
-    return reading_needs(model, lengths, prompt_bytes(model, program, lengths, tokens), chunk, scratch, gathered)
+    return estimate_reading_memory(
+        model, lengths, estimate_prompt_bytes(model, program, lengths, tokens), chunk, scratch, gathered
+    )
 
 
 def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[int], chunk: int | None = None) -> None:
@@ -252,14 +256,14 @@ def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[
 
     A model without weights has no device that could be too small.
     """
-    devices = {one.device for one in model.parameters() if not one.is_meta}
-    needs = {name: memory_needs(model, program, lengths, chunk) for name, program in programs.items()}
+    devices = {weight.device for weight in model.parameters() if not weight.is_meta}
+    needs = {name: estimate_memory(model, program, lengths, chunk) for name, program in programs.items()}
     name, needed = max(needs.items(), key=lambda item: item[1].total)
     beside = needed.total - needed.weights
-    if not devices or beside <= sum(map(free_bytes, devices)):
+    if not devices or beside <= sum(map(measure_free_bytes, devices)):
         return
-    free_memory()  # what torch holds for later is free, too
-    if beside > (free := sum(map(free_bytes, devices))):
+    release_memory()  # what torch holds for later is free, too
+    if beside > (free := sum(map(measure_free_bytes, devices))):
         prompts = f"{len(lengths)} prompts of up to" if len(lengths) > 1 else "a prompt of"
         raise EnvironmentFault(
             f"{name} needs {beside / 1e9:.2f} GB beside the weights for {prompts} {max(lengths):,} tokens "

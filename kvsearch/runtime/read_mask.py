@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import UsageError
-from kvsearch.runtime.attention import causal_mask
+from kvsearch.runtime.attention import make_causal_mask
 
 # what a mask leaves visible: [B, q] bool, which of the tokens that come are no padding, and [B, T] bool, which tokens
 # are seen, by their index in the sequence; None: all
@@ -53,7 +53,7 @@ class ReadMask:
         """
         if mask is None:
             if self.real is not None and not bool(self.real.all()):
-                raise _shows_padding(~self.real.all(-1))
+                raise _is_padding_visible(~self.real.all(-1))
             self.real = None  # padded sequences were dropped, or padding forgotten
             return None, None
         if self._current is None or self._current[0] != seen:  # another in every forward pass
@@ -79,7 +79,7 @@ class ReadMask:
                 f"attention_mask is {list(mask.shape)}: {seen - count} tokens were read and {count} come, so it is "
                 f"[{batch}, {seen}], or {[batch, 1, count, seen]}"
             )
-        shown = visible_columns(mask)[:, 0].expand(batch, -1, -1)
+        shown = list_visible_columns(mask)[:, 0].expand(batch, -1, -1)
         row = shown[:, -1]
         if count == 1 and self.shows_all(row):
             return None, None
@@ -91,7 +91,7 @@ class ReadMask:
         nothing_shown = ~row.any(-1)
         uneven, shows_padding, empty, hides, padded = torch.stack(
             [
-                (shown != (row[:, None] & causal_mask(count, seen, row.device))).any(),
+                (shown != (row[:, None] & make_causal_mask(count, seen, row.device))).any(),
                 padding_shown.any(),
                 nothing_shown.any(),
                 (real & ~row[:, :before]).any(),
@@ -104,13 +104,15 @@ class ReadMask:
                 "forward pass see the same of what was read, and of each other those before them"
             )
         if shows_padding:
-            raise _shows_padding(padding_shown)
+            raise _is_padding_visible(padding_shown)
         if empty:
-            raise UsageError(f"attention_mask hides every token of sequence {_first(nothing_shown)}: show one at least")
+            raise UsageError(
+                f"attention_mask hides every token of sequence {_find_first(nothing_shown)}: show one at least"
+            )
         real = torch.cat([real, arrived], 1)
         if padded:
             self.real = real
-        return arrived if padded else None, by_token(real, row) if hides else None
+        return arrived if padded else None, spread_by_token(real, row) if hides else None
 
     # --- rows and columns of the cache ----------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class ReadMask:
             self.real = self.real[:, :seen]
 
 
-def visible_columns(mask: Tensor) -> Tensor:
+def list_visible_columns(mask: Tensor) -> Tensor:
     """Return a mask as bool, True where visible.
 
     Raises:
@@ -143,7 +145,7 @@ def visible_columns(mask: Tensor) -> Tensor:
     return shown
 
 
-def by_token(real: Tensor, row: Tensor) -> Tensor:
+def spread_by_token(real: Tensor, row: Tensor) -> Tensor:
     """Return a row of a mask, [B, T] bool by column, by the index of the token in its sequence; `real` [B, T] bool."""
     batch, columns = row.shape
     index = torch.where(real, real.cumsum(-1) - 1, columns)
@@ -151,14 +153,15 @@ def by_token(real: Tensor, row: Tensor) -> Tensor:
     return shown.scatter_(1, index, row)[:, :columns]
 
 
-def _shows_padding(sequences: Tensor) -> UsageError:
+def _is_padding_visible(sequences: Tensor) -> UsageError:
     """Return what to raise where padding of some `sequences` [B] bool is to be seen."""
     return UsageError(
-        f"attention_mask shows padding of sequence {_first(sequences)}, of which nothing was kept, or is missing: give "
+        f"attention_mask shows padding of sequence {_find_first(sequences)}, "
+        "of which nothing was kept, or is missing: give "
         "the mask of all tokens, read and to come"
     )
 
 
-def _first(sequences: Tensor) -> int:
+def _find_first(sequences: Tensor) -> int:
     """Return the number of the first sequence that is marked in `sequences` [B] bool."""
     return int(sequences.int().argmax())

@@ -20,18 +20,25 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import NonFiniteError, UsageError
-from kvsearch.core.items import grouped
-from kvsearch.models.architecture import RotaryTables, check_length, describe, require_same_rotary, rotated_as
-from kvsearch.models.memory import default_memory
+from kvsearch.core.items import group_by_key
+from kvsearch.models.architecture import RotaryTables, check_length, describe, require_same_rotary, rotate_as_length
+from kvsearch.models.memory import find_default_memory
 from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
-from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, check_logits, left_padded
+from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, check_logits, pad_left
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.observe import DensePass, ObservedLayer, PromptLayer, Rereads, reread
-from kvsearch.runtime.program import Program, full_cache, prompt_bytes, require_room
-from kvsearch.runtime.stock import CACHE, cache_class, join_states, layer_state, stateful_layers, stock_layers
+from kvsearch.runtime.observe import DensePass, ObservedLayer, PromptLayer, Rereads, read_again
+from kvsearch.runtime.program import Program, estimate_prompt_bytes, make_full_program, require_room
+from kvsearch.runtime.stock import (
+    CACHE,
+    find_stateful_layers,
+    join_states,
+    make_cache_class,
+    make_stock_layers,
+    read_layer_state,
+)
 from kvsearch.runtime.store.storage import RaggedStore
 
 T = TypeVar("T")
@@ -55,7 +62,7 @@ class JointReplies:
     logits: Tensor
 
 
-def compressed(
+def compress_prompts(
     model: Any,
     programs: Mapping[str, Program],
     prompts: Sequence[Tensor],
@@ -76,26 +83,26 @@ def compressed(
     """
     lengths = [len(prompt) for prompt in prompts]
     check_length(model, max(lengths))
-    for portion in _portions(model, programs, lengths, memory, answer_bytes):
+    for portion in _split_programs(model, programs, lengths, memory, answer_bytes):
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits, mask = read_prompts(model, list(caches.values()), prompts)
         check_logits(logits)
-        entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
+        entries = {method: count_held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
         seconds = perf_counter() - started
         # caches can be one batch that plan the same layers and evict nothing while decoding
         joins = {method: tuple(cache.planned) if can_join(cache) else method for method, cache in caches.items()}
-        for methods in batches(list(caches), len(caches), joins.__getitem__):
+        for methods in make_batches(list(caches), len(caches), joins.__getitem__):
             masks = mask.repeat(len(methods), 1)
-            batch = joined([caches[method] for method in methods], masks, lengths * len(methods))
+            batch = join_caches([caches[method] for method in methods], masks, lengths * len(methods))
             replies = Replies(model, batch, prompts, masks, logits, stop, finished)
             yield JointReplies(tuple(methods), replies, entries, nbytes, seconds, logits)
 
 
-def batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
-    """Yield batches of at most `size` items of which `alike` says the same."""
-    for group in grouped(items, alike).values():
+def make_batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
+    """Yield batches of at most `size` items that have the same `alike(item)`."""
+    for group in group_by_key(items, alike).values():
         for first in range(0, len(group), size):
             yield group[first : first + size]
 
@@ -116,7 +123,7 @@ def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], stop: set[int]
     return Replies(model, cache, prompts, mask, logits, stop)
 
 
-def replies_after(
+def reply_after_prefill(
     passes: Sequence[DensePass[Any]], prompts: Sequence[Tensor], copies: int, stop: set[int], finished: Finished | None
 ) -> Replies:
     """Return replies after prompts of token ids [T] that were read under the full cache, each by a pass of its own.
@@ -126,16 +133,16 @@ def replies_after(
     model = passes[0].model
     caches = []
     for passed in passes:
-        cache = PlanCache(model, full_cache(model))
+        cache = PlanCache(model, make_full_program(model))
         for layer, target in zip(passed.cache.layers, cache.layers, strict=True):
             if isinstance(layer, ObservedLayer):
                 valid = layer.keys.new_ones(len(layer.keys), layer.keys.shape[2], dtype=torch.bool)
                 _hand_on([target], {}, Observation(layer.keys, layer.values, valid, 1.0, layer=layer.index))
             else:
-                vars(target).update(layer_state(layer))
+                vars(target).update(read_layer_state(layer))
         caches.append(cache)
-    _, mask = left_padded(prompts, model.device)
-    batch = joined(caches, mask, [len(prompt) for prompt in prompts])
+    _, mask = pad_left(prompts, model.device)
+    batch = join_caches(caches, mask, [len(prompt) for prompt in prompts])
     if copies > 1:
         batch = batch.of_rows([*range(len(prompts))] * copies)
     return Replies(
@@ -143,22 +150,22 @@ def replies_after(
     )
 
 
-def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
+def count_held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
     """Count the entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens."""
     entries: list[int] = PeakEntries(model, cache, torch.tensor(lengths)).most.tolist()
     return entries
 
 
-def _portions(
+def _split_programs(
     model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None, answer_bytes: int
 ) -> Iterator[dict[str, Program]]:
-    """Yield programs, in order, that fit into `memory` together, see `compressed`; at least one at a time."""
-    limit = default_memory(model.device) if memory is None else memory
+    """Yield programs, in order, that fit into `memory` together, see `compress_prompts`; at least one at a time."""
+    limit = find_default_memory(model.device) if memory is None else memory
     portion: dict[str, Program] = {}
     taken = 0
     for method, program in programs.items():
         # twice, for as long as caches are put together
-        size = 2 * prompt_bytes(model, program, lengths) + answer_bytes
+        size = 2 * estimate_prompt_bytes(model, program, lengths) + answer_bytes
         if portion and taken + size > limit:
             yield portion
             portion = {}
@@ -181,7 +188,7 @@ def read_prompts(
     """
     lengths = [len(prompt) for prompt in prompts]
     require_same_rotary(model, lengths)
-    ids, mask = left_padded(prompts, model.device)
+    ids, mask = pad_left(prompts, model.device)
     if model.device.type == "cpu":
         return prefill_all(model, caches, ids, mask, chunk), mask
     logits = []
@@ -196,7 +203,7 @@ def read_prompts(
             raise
         parts.append(own)
     for same in zip(*parts, strict=True):
-        joined(same, mask, lengths)
+        join_caches(same, mask, lengths)
     return torch.cat(logits), mask
 
 
@@ -219,17 +226,17 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
         raise UsageError("a prompt is shared by empty caches only: make new ones")
     require_attention("a shared prompt", model.config._attn_implementation)
     planned = [layer for cache in caches for layer in cache.planned.values()]
-    again = reread(model, (need for layer in planned for need in layer.needs()), ids, mask)
-    layers = stock_layers(model)
+    again = read_again(model, (need for layer in planned for need in layer.needs()), ids, mask)
+    layers = make_stock_layers(model)
     for index in describe(model).full_layers:
         targets = [cache.layers[index] for cache in caches]
         needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
         look = partial(_hand_on, targets, again)
         layers[index] = PromptLayer(index, needs, RotaryTables(model, index), look, ids.shape[1])
-    shared = cache_class(model, Cache)(layers=layers)
+    shared = make_cache_class(model, Cache)(layers=layers)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     size = chunk or ids.shape[1]
-    whole = nullcontext() if chunk is None else rotated_as(model, int(positions.max()) + 1)
+    whole = nullcontext() if chunk is None else rotate_as_length(model, int(positions.max()) + 1)
     with torch.no_grad(), whole:
         for first in range(0, ids.shape[1], size):
             part = slice(first, first + size)
@@ -243,7 +250,7 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     for index, layer in enumerate(shared.layers):
         if not isinstance(layer, PromptLayer):
             for cache in caches:
-                vars(cache.layers[index]).update(layer_state(layer))
+                vars(cache.layers[index]).update(read_layer_state(layer))
     logits: Tensor = output.logits
     return logits
 
@@ -255,7 +262,7 @@ def _hand_on(targets: Sequence[Any], again: Rereads, prompt: Observation) -> Non
         if isinstance(target, EvictingLayer):
             target.lazy_initialization(prompt.keys, prompt.values)
             target.seen = prompt.keys.shape[2]
-            target.conclude(prompt)
+            target.evict_prompt(prompt)
         else:
             target.update(prompt.keys, prompt.values)
 
@@ -265,7 +272,7 @@ def can_join(cache: PlanCache) -> bool:
     return all(isinstance(layer.holder, RaggedStore) for layer in cache.planned.values())
 
 
-def joined(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) -> PlanCache:
+def join_caches(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) -> PlanCache:
     """Join caches of compressed prompts, with the sequences of all of them as its batch: the first of them.
 
     They plan the same layers, by the same policies where these evict while decoding, and are used up. `mask` [B, T] is
@@ -276,7 +283,7 @@ def joined(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) ->
         return joint
     joint.read_mask.begin(mask.bool(), lengths)
     even = len(set(lengths)) == 1
-    stateful = stateful_layers(joint.layers)
+    stateful = find_stateful_layers(joint.layers)
     for index, layer in enumerate(joint.layers):
         others = [cache.layers[index] for cache in caches]
         if isinstance(layer, EvictingLayer):
@@ -288,13 +295,13 @@ def joined(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) ->
         elif isinstance(layer, DynamicLayer) and layer.keys is not None:
             states = [(other.keys, other.values) for other in others]
             vars(layer).update(vars(max(others, key=lambda other: other.get_seq_length())))
-            layer.keys, layer.values = (_beside(part) for part in zip(*states, strict=True))
+            layer.keys, layer.values = (_pair_caches(part) for part in zip(*states, strict=True))
     for cache in caches[1:]:
         cache.layers.clear()
     return joint
 
 
-def _beside(states: Sequence[Tensor]) -> Tensor:
+def _pair_caches(states: Sequence[Tensor]) -> Tensor:
     """Return states [B, H, T, D] of several batches as one, with zeros in front of shorter ones."""
     width = max(part.shape[2] for part in states)
     return torch.cat([nn.functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in states])

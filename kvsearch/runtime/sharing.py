@@ -23,15 +23,15 @@ from kvsearch.kernels.dispatch import serves
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
-from kvsearch.policies.checks import lengths_after, lengths_of
+from kvsearch.policies.checks import read_checked_lengths, read_lengths
 from kvsearch.policies.decoding import Cached, State
-from kvsearch.policies.ranking import rank_scored, scored
+from kvsearch.policies.ranking import rank_scored, score_entries
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.program import PhaseProgram, Program
-from kvsearch.runtime.store.blocks import Block, dense_blocks
-from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regrouped
+from kvsearch.runtime.store.blocks import Block, copy_dense_blocks
+from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regroup
 from kvsearch.runtime.store.slots import SlotSource, pack
 from kvsearch.runtime.store.storage import RaggedStore
 
@@ -103,7 +103,7 @@ class Sharing:
         layers = self.program.layers
         if index == layers[0]:
             self.waiting.clear()
-            lengths = lengths_of(observation)
+            lengths = read_lengths(observation)
             phases: dict[Phase, PhaseProgram | None] = {"prefill": self.program.prefill, "decode": self.program.decode}
             self._phases = {
                 name: PhaseShares(self.allocation, phase, lengths, lasting=name == "decode")
@@ -162,11 +162,11 @@ class Sharing:
             unknown = torch.full(observation.keys.shape[:2], NO_CAP)  # binds nothing
             rule = StepRule.after(decode.policies[index], unknown, observation)
             state = rule.start(observation)
-        lengths = np.array(lengths_of(observation))[:, None]
+        lengths = np.array(read_lengths(observation))[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
-        most = prefill.most(index) if prefill is not None and index in prefill.rows else whole
+        max_entries = prefill.most(index) if prefill is not None and index in prefill.rows else whole
         ranks = rank_under(self._policy(index), observation)
-        return (EntryPool.take(observation, ranks, most, state), rule, observation.keys.shape[2])
+        return (EntryPool.take(observation, ranks, max_entries, state), rule, observation.keys.shape[2])
 
     def _finish(self) -> None:
         budgets = {name: phase.budgets() for name, phase in self._phases.items()}
@@ -190,10 +190,10 @@ class LayerDemands:
     def __init__(self, allocation: Allocation, policy: Policy, observation: Observation) -> None:
         self.allocation = allocation
         self.policy = policy
-        scores = scored(policy, observation)
+        scores = score_entries(policy, observation)
         # [B, Hkv, T], protected entries first, then the candidates from the highest score on, then padding
         self.ordered = torch.empty_like(scores).scatter_(-1, rank_scored(policy, observation).long(), scores)
-        self.lengths = lengths_after(observation)
+        self.lengths = read_checked_lengths(observation)
         self._demands: dict[tuple[int, int, int], LayerDemand] = {}
         self.weights = [1.0] * len(self.lengths)
         if allocation.shares_layers:
@@ -274,7 +274,7 @@ class EntryPool:
         flat_ranks = ranks.flatten(0, 1)
         flat_state = {name: tensor.flatten(0, 1) for name, tensor in state.entries.items()}
         parts = []
-        for block, columns in dense_blocks(observation.keys, observation.values, keep, observation.index, counts):
+        for block, columns in copy_dense_blocks(observation.keys, observation.values, keep, observation.index, counts):
             where = (block.segments[:, None], columns)
             held = {name: tensor[where] for name, tensor in flat_state.items()}
             kept_counts = counts[block.segments.cpu().numpy()]
@@ -293,7 +293,7 @@ class EntryPool:
 
     def store(self) -> RaggedStore:
         """Return what is held, as storage that tokens can be appended to."""
-        blocks = regrouped([part.block for part in self.parts])
+        blocks = regroup([part.block for part in self.parts])
         return RaggedStore(blocks, self.heads, self.tokens, len(set(self.lengths)) == 1)
 
     def sources(self) -> list[SlotSource]:

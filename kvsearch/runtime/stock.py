@@ -12,41 +12,41 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvsearch.models.architecture import decoder, describe, text_config
+from kvsearch.models.architecture import describe, find_decoder, find_text_config
 from kvsearch.models.cache_name import CACHE as CACHE
 
 CACHES = ("cache", "past_key_values")  # what callers may call it
-OWN = "MiniMaxCache"  # of MiniMax, for the states of its lightning attention
+MINIMAX_CACHE = "MiniMaxCache"  # of MiniMax, for the states of its lightning attention
 
 
-def cache_of(arguments: Mapping[str, Any]) -> Any:
+def find_cache(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a model; None if there is none."""
     return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
-def stock_layers(model: Any) -> list[Any]:
+def make_stock_layers(model: Any) -> list[Any]:
     """Return the layers of transformers' own cache for `model`; IncompatibleError if it is not supported."""
     shape = describe(model)
-    return DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
+    return DynamicCache(config=find_text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
 
 
-def stateful_layers(layers: Sequence[Any]) -> list[int]:
+def find_stateful_layers(layers: Sequence[Any]) -> list[int]:
     """Return the indices of layers that carry a running state from token to token (linear attention, convolutions)."""
     return [index for index, layer in enumerate(layers) if hasattr(layer, "recurrent_states")]
 
 
-def layer_state(layer: Any) -> dict[str, Any]:
+def read_layer_state(layer: Any) -> dict[str, Any]:
     """Return the attributes of a stock layer as they are now, whatever it takes in later.
 
     A running state is copied, as it is written in place; keys and values are replaced when others come.
     """
-    return deepcopy(vars(layer)) if stateful_layers([layer]) else dict(vars(layer))
+    return deepcopy(vars(layer)) if find_stateful_layers([layer]) else dict(vars(layer))
 
 
-def layer_fork(layer: Any) -> Any:
+def fork_layer(layer: Any) -> Any:
     """Return a stock layer that holds what this one holds now and goes its own way."""
     made = copy(layer)
-    vars(made).update(layer_state(layer))
+    vars(made).update(read_layer_state(layer))
     return made
 
 
@@ -58,22 +58,22 @@ def join_states(states: Sequence[Any]) -> Any:
     return torch.cat(list(states)) if isinstance(first, Tensor) else first
 
 
-def stock_nbytes(layer: Any) -> int:
+def count_stock_bytes(layer: Any) -> int:
     """Return the bytes of cache storage allocated now, in a layer of transformers' own."""
     groups = (value.values() if isinstance(value, dict) else (value,) for value in vars(layer).values())
     tensors = (part for group in groups for part in group if isinstance(part, Tensor))
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def cache_class(model: nn.Module, base: Any) -> type[Any]:
+def make_cache_class(model: nn.Module, base: Any) -> type[Any]:
     """Return `base`, or what is both it and the class that the code of `model` asks for."""
-    kind: type[Any] = _class_for(type(decoder(model)).__module__, base)
+    kind: type[Any] = _find_class(type(find_decoder(model)).__module__, base)
     return kind
 
 
 @lru_cache(maxsize=32)
-def _class_for(module: str, base: Any) -> Any:
-    own: Any = getattr(import_module(module), OWN, None)
+def _find_class(module: str, base: Any) -> Any:
+    own: Any = getattr(import_module(module), MINIMAX_CACHE, None)
     if own is None or issubclass(base, own):
         return base
     members = {name: getattr(base, name) for name in ("__len__", "batch_repeat_interleave", "batch_select_indices")}

@@ -20,11 +20,11 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split
-from kvsearch.models.architecture import beyond_switch
+from kvsearch.models.architecture import is_beyond_switch
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import has_windows, stop_tokens
-from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import find_stop_tokens, has_windows
+from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.memory import SplittingRunner
 from kvsearch.search.bank.passes import stack_answers
@@ -51,7 +51,7 @@ class PlanEvaluator:
         samples: of one protocol; see `list_samples`.
         objective: what candidates are judged by, "nll" or "metric".
         batch: contexts that are read together.
-        max_memory: bytes for compressed caches; see `compressed`.
+        max_memory: bytes for compressed caches; see `compress_prompts`.
 
     Raises:
         IncompatibleError: a prompt is too long for the model, or makes it emit NaN.
@@ -95,9 +95,9 @@ class PlanEvaluator:
                 for method, index, value in self._measure_questions(joint, batch):
                     values[int(method), index] = value
 
-        with running(self.model):
+        with run_attention(self.model):
             contexts = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in self.samples)
-            for batch in batches(contexts, self.batch, self._batch_key):
+            for batch in make_batches(contexts, self.batch, self._batch_key):
                 self._splitting.run(batch, len(programs), len(programs), list, measure)
         return values
 
@@ -109,16 +109,16 @@ class PlanEvaluator:
     def _batch_key(self, context: SampleIndices) -> tuple[str, bool]:
         """Return the key that contexts of one batch share."""
         sample = self.samples[context[0]]
-        return sample.task.task.name, beyond_switch(self.model, len(sample.prompt))
+        return sample.task.task.name, is_beyond_switch(self.model, len(sample.prompt))
 
     def _read(self, programs: Mapping[str, Program], contexts: Sequence[SampleIndices]) -> Iterator[JointReplies]:
         """Prefill the prompts of some contexts under all programs."""
         firsts = [self.samples[context[0]] for context in contexts]
         prompts = [sample.prompt for sample in firsts]
-        stop = stop_tokens(self.setup.loaded, firsts[0].task.format)
+        stop = find_stop_tokens(self.setup.loaded, firsts[0].task.format)
         last_logits = None
         try:
-            for joint in compressed(self.model, programs, prompts, stop, firsts[0].finished, self.memory):
+            for joint in compress_prompts(self.model, programs, prompts, stop, firsts[0].finished, self.memory):
                 if joint.logits is not last_logits:
                     last_logits = joint.logits
                     self.tokens_spent += sum(map(len, prompts))

@@ -21,16 +21,16 @@ import numpy as np
 
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.core.arrays import Ints
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
-from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
-from kvsearch.plan.origin import ContextRecord, Use, joined
+from kvsearch.plan.origin import ContextRecord, Use, join_records
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
 from kvsearch.search.bank.samples import BankSample, list_samples
 from kvsearch.search.loop import Search, SearchOutcome, Watcher
@@ -45,7 +45,7 @@ from kvsearch.selection.selection import PhaseResult, Rule, compute_shared_level
 from kvsearch.selection.splits import refuse_shared
 from kvsearch.strategies.methods import make_direct_plan
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
-from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
+from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 from kvsearch.tasks.metrics import is_right
 
 SPLIT_USES: dict[str, Use] = {"search": "fitted", "choice": "chosen", "report": "reported"}
@@ -109,7 +109,7 @@ class PreparedSearch:
     @cached_property
     def data_sha256(self) -> str:
         """SHA-256 of the samples and answers of the search split."""
-        return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in self.samples])
+        return hash_json([[sample.sha256, sample.answer.tolist()] for sample in self.samples])
 
     @cached_property
     def bounds(self) -> BudgetBounds:
@@ -147,7 +147,7 @@ class PreparedSearch:
 
         Prompts are read once for all candidates where plans evict in them.
         """
-        full = full_cache(self.setup.loaded.model)
+        full = make_full_program(self.setup.loaded.model)
         full_passes = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
         once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples}
         is_metric = self.settings.objective == "metric"
@@ -157,7 +157,7 @@ class PreparedSearch:
             read += sum(len(sample.prompt) for sample in self.samples)
         work = Work(tokens=candidates * read) + Work.replying(candidates * replied) + Work.over(once.values())
         return [
-            replies_cost("ask the full cache", self.encoded["search"], self.search_split, [full] * full_passes),
+            estimate_replies("ask the full cache", self.encoded["search"], self.search_split, [full] * full_passes),
             StageCost(f"search, at most {candidates:,} candidates", len(once), len(self.samples), work),
         ]
 
@@ -165,11 +165,11 @@ class PreparedSearch:
         """Estimate the cost, at most, of choosing among the finalists and of the report."""
         model = self.setup.loaded.model
         starts = [Program.from_plan(model, self.setup.plan(table, {}, 0)) for table in self.starts.values()]
-        chosen = [full_cache(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
-        reported = [full_cache(model), *starts, *starts[:1] * 3]
+        chosen = [make_full_program(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
+        reported = [make_full_program(model), *starts, *starts[:1] * 3]
         return [
-            replies_cost(f"choose at {self.budget} entries", self.encoded["choice"], self.search_split, chosen),
-            replies_cost(f"report at {self.budget} entries", self.encoded["report"], self.search_split, reported),
+            estimate_replies(f"choose at {self.budget} entries", self.encoded["choice"], self.search_split, chosen),
+            estimate_replies(f"report at {self.budget} entries", self.encoded["report"], self.search_split, reported),
         ]
 
     def require_answers(self, progress: Progress | None = None) -> None:
@@ -190,14 +190,14 @@ class PreparedSearch:
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """Hashes of the contexts of every split, by use; see `kvsearch.plan.origin`."""
-        return {SPLIT_USES[name]: asked_hashes(encoded) for name, encoded in self.encoded.items()}
+        return {SPLIT_USES[name]: list_context_hashes(encoded) for name, encoded in self.encoded.items()}
 
     def record(self, searched: bool) -> ContextRecord:
         """Return the contexts a result was fitted, chosen and reported on, including the contexts of its start plans.
 
         A result that was not `searched` is a start plan: the search split had no influence on it.
         """
-        contexts = {SPLIT_USES[name]: asked_set(encoded) for name, encoded in self.encoded.items()}
+        contexts = {SPLIT_USES[name]: collect_contexts(encoded) for name, encoded in self.encoded.items()}
         if not searched:
             del contexts["fitted"]
         return self.before.with_more(**contexts)
@@ -309,7 +309,7 @@ def prepare_searches(
     tables = {budget: make_start_tables(base, budget, plans) for budget, plans in starts.items()}
     plans = next(iter(starts.values()))
     if before is None and plans:
-        before = joined(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
+        before = join_records(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
     before = before or ContextRecord()
     splits = {name: split.without(before.used) for name, split in splits.items()}
     encoded = {name: split.encode(base.loaded) for name, split in splits.items()}

@@ -12,17 +12,17 @@ from kvsearch.budgets.allocator import Allocator, Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase, PhasePlan, Plan
 from kvsearch.plan.arithmetic import scale
-from kvsearch.plan.origin import ContextRecord, provenance
+from kvsearch.plan.origin import ContextRecord, make_provenance
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.search.spaces import decode_choices, encode_choices
 from kvsearch.strategies.build import PhaseChoice, build_plan
@@ -60,7 +60,7 @@ class SearchSetup:
         else:
             tables = [part.layers for part in _require_static(loaded, policy, "this plan", phases)]
             specs = [table[layer] for table in tables for layer in layers]
-            setup = cls(loaded, tuple(policy_of(spec.policy) for spec in specs if spec is not None), phases)
+            setup = cls(loaded, tuple(build_policy(spec.policy) for spec in specs if spec is not None), phases)
         if "decode" in phases:
             for member in dict.fromkeys(setup.policies[-len(layers) :]):
                 decode_needs(member)
@@ -126,7 +126,7 @@ class SearchSetup:
             self.loaded.fingerprint,
             describe(self.loaded.model).full_layers,
             chosen,
-            provenance(EVOLKV, seed, data, settings, contexts),
+            make_provenance(EVOLKV, seed, data, settings, contexts),
             int(min(self.floors.min(), table[rows].min())),
         )
 
@@ -184,7 +184,7 @@ def make_start_tables(setup: SearchSetup, budget: int, plans: Mapping[str, Plan]
 
 
 def _drop_duplicates(tables: Mapping[str, Ints]) -> dict[str, Ints]:
-    alike = grouped(tables, lambda name: tables[name].tobytes())
+    alike = group_by_key(tables, lambda name: tables[name].tobytes())
     return {name: tables[name] for name, *_ in alike.values()}
 
 

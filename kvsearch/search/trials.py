@@ -22,11 +22,11 @@ import numpy as np
 from pydantic import Field, PlainSerializer, ValidationError, model_validator
 
 from kvsearch.core.arrays import Floats, Ints, Vector
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.core.fields import Floor, Index, Record, Sha256, Text, refuse
 from kvsearch.core.limits import MOST_MEASURED
-from kvsearch.core.parsing import problems_of
+from kvsearch.core.parsing import list_validation_problems
 from kvsearch.runs.ledger import Ledger, LedgerFormatError
 from kvsearch.workers import base
 from kvsearch.workers.base import OutcomeKind
@@ -63,7 +63,7 @@ class Candidate:
 
 def candidate_key(candidate: Ints, objective: str) -> str:
     """Return the SHA-256 of all that decides a candidate's values in a run: budgets and objective."""
-    return sha256_of({"budgets": candidate.tolist(), "objective": objective})
+    return hash_json({"budgets": candidate.tolist(), "objective": objective})
 
 
 class TrialRecord(Record):
@@ -166,7 +166,7 @@ class TrialLog(Ledger[TrialRecord]):
         try:
             return TRIAL_RECORDS[kind].model_validate(content)
         except ValidationError as error:
-            raise LedgerFormatError(problems_of(error)[0]) from error
+            raise LedgerFormatError(list_validation_problems(error)[0]) from error
 
     def append(self, kind: str, **fields: Any) -> int:
         """Write a line of one of the `TRIAL_RECORDS`; it is on the disk when this returns its number."""

@@ -23,16 +23,16 @@ from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.options import DEFAULT_RECENT, SCORE_POLICIES, WINDOW_POLICIES
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import require_plain_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Size
-from kvsearch.plan.arithmetic import with_carry
-from kvsearch.plan.origin import joined
+from kvsearch.plan.arithmetic import add_carry
+from kvsearch.plan.origin import join_records
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.strategies.joint import PolicyCurves, make_joint_plan
 from kvsearch.strategies.methods import make_direct_plan
@@ -116,7 +116,7 @@ def content_hash(plan: Plan) -> str:
     scales = plan.scaling == "proportional"
     shares = plan.allocation.name != STATIC
     kept = plan.model_dump(mode="json", include={"prefill", "decode", "scaling", "allocation"})
-    return sha256_of([kept, plan.floor if scales or shares else None, plan.length if scales else None])
+    return hash_json([kept, plan.floor if scales or shares else None, plan.length if scales else None])
 
 
 def find_policy_candidates(
@@ -185,14 +185,14 @@ class _PolicyPlans(PlanFactory):
             yield f"{name}+{CARRY_RULE}", partial(self._carry, plan), {**origin, "carry": CARRY_RULE}
 
     def _carry(self, plan: Plan | Callable[[], Plan]) -> Plan:
-        """Make the entries of a plan carry evicted ones; errors: see `with_carry` and `require_plain_rotary`."""
+        """Make the entries of a plan carry evicted ones; errors: see `add_carry` and `require_plain_rotary`."""
         require_plain_rotary(self.loaded.model, "a plan whose entries carry what leaves")
-        return with_carry(plan if isinstance(plan, Plan) else plan(), CARRY_RULE)
+        return add_carry(plan if isinstance(plan, Plan) else plan(), CARRY_RULE)
 
     def _find_policy(self, name: str) -> Policy:
         """Find a policy as it was measured, else create it with as many protected recent entries as measured ones."""
         curves = self.calibrated
-        measured = {} if curves is None else dict(zip(curves.names, map(policy_of, curves.policies), strict=True))
+        measured = {} if curves is None else dict(zip(curves.names, map(build_policy, curves.policies), strict=True))
         if name in measured:
             return measured[name]
         recent = min((policy.recent_count for policy in measured.values()), default=DEFAULT_RECENT)
@@ -234,6 +234,6 @@ class _PolicyPlans(PlanFactory):
             for name, profile in self.calibrated.rankings.items()
             if name in policies
         ]
-        contexts = joined([plan.provenance.contexts, *fits])
+        contexts = join_records([plan.provenance.contexts, *fits])
         origin = plan.provenance.model_copy(update={"contexts": contexts})
         return plan.model_copy(update={"provenance": origin})

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from kvsearch.core.arrays import TIE
-from kvsearch.core.items import grouped
-from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
+from kvsearch.core.items import group_by_key
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import contrast, estimate, summarize
+from kvsearch.evaluation.statistics import contrast_scores, estimate, summarize
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
@@ -47,7 +47,7 @@ from kvsearch.selection.splits import divide_contexts, list_texts
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, force_replies
 from kvsearch.tasks.metrics import is_forced
-from kvsearch.tasks.metrics.likelihood import loss_of
+from kvsearch.tasks.metrics.likelihood import read_loss
 
 EXPECTED_HOPEFUL = 16  # methods that are about left after the first screening, for forecasts
 SCREENED_TOKENS = 32  # of a right reply that are forced to screen methods: the logits of all rows are held at once
@@ -241,15 +241,15 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: 
     if name not in race.wealths:
         return MethodResult(name, "baseline", score, count, nats=nats)
     signs = {name: 1.0, race.best: -1.0}
-    lead = contrast(samples, signs, contexts)
+    lead = contrast_scores(samples, signs, contexts)
     chance = min(1.0, math.exp(-race.evidence(name)))
-    spared = contrast(_negate_losses(forced), signs, forced[-1].contexts) if forced and nats is None else None
+    spared = contrast_scores(_negate_losses(forced), signs, forced[-1].contexts) if forced and nats is None else None
     return MethodResult(name, "candidate", score, count, lead, chance, nats, spared)
 
 
 def _negate_losses(forced: Sequence[Evaluation]) -> list[Sample]:
     """Replace the scores of teacher-forced samples by minus their losses, in nats per token."""
-    return [replace(sample, score=-loss_of(sample.reply)) for evaluation in forced for sample in evaluation.samples]
+    return [replace(sample, score=-read_loss(sample.reply)) for evaluation in forced for sample in evaluation.samples]
 
 
 def score_losses(forced: Sequence[Evaluation]) -> Scores:
@@ -282,10 +282,12 @@ def estimate_choice(
 ) -> StageCost:
     """Estimate the cost of a choice among programs, as the stage `name`, with as many finalists as are likely."""
     if screened is None:
-        return replies_cost(name, encoded, split, programs)
-    cost = replies_cost(name, encoded, split, programs[: 2 * FINALISTS + 1])
+        return estimate_replies(name, encoded, split, programs)
+    cost = estimate_replies(name, encoded, split, programs[: 2 * FINALISTS + 1])
     remaining = (programs, programs[:EXPECTED_HOPEFUL])
-    screenings = [replies_cost(name, part, split, subset) for part, subset in zip(screened, remaining, strict=False)]
+    screenings = [
+        estimate_replies(name, part, split, subset) for part, subset in zip(screened, remaining, strict=False)
+    ]
     return replace(cost, work=sum((screening.work for screening in screenings), cost.work))
 
 
@@ -328,7 +330,7 @@ def group_by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     def kind(sample: Sample) -> str:
         return f"{sample.task}, {sample.category}" if len(categories[sample.task]) > 1 else sample.task
 
-    return grouped(samples, kind)
+    return group_by_key(samples, kind)
 
 
 def prepare_race(

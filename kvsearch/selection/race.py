@@ -40,7 +40,7 @@ import numpy as np
 from scipy.special import logsumexp, stdtrit
 
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.selection.scores import Scores
 from kvsearch.selection.selection import HOPELESS_LEVEL, MIN_CONTEXTS_FOR_PROOF, REPORTED_PER_KIND, RaceVerdict, Rule
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
@@ -212,7 +212,7 @@ class Race:
 
     def rank(self, names: Sequence[str]) -> list[str]:
         """Rank candidates or baselines, the foremost first."""
-        ranking = present(self.scores, "no round was judged") if self.losses is None else self.losses
+        ranking = assert_present(self.scores, "no round was judged") if self.losses is None else self.losses
         return ranking.rank(names)
 
     def evidence(self, name: str) -> float:
@@ -228,7 +228,7 @@ class Race:
 
     def _is_out_of_reach(self, leader: str, available: int) -> bool:
         """Tell whether the evidence for the leader grows too slowly for a proof."""
-        contexts = len(present(self.scores, "no round was judged").tasks)
+        contexts = len(assert_present(self.scores, "no round was judged").tasks)
         return contexts >= MIN_CONTEXTS_TO_GIVE_UP and self.evidence(leader) * available / contexts < -math.log(
             self.rule.level
         )

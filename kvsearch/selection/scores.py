@@ -10,7 +10,7 @@ import numpy as np
 
 from kvsearch.core.arrays import TIE, Floats
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import LEVEL, scores_by_task
+from kvsearch.evaluation.statistics import CONFIDENCE, group_scores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
@@ -30,11 +30,11 @@ class Scores:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], contexts: Contexts | None = None) -> Scores:
-        """Sum the scores of samples by context, for methods on the same questions; errors as for `scores_by_task`.
+        """Sum the scores of samples by context, for methods on the same questions; errors as for `group_scores`.
 
         `contexts` say, by task and key, what their contexts are (None: every key is one).
         """
-        by_task = scores_by_task(samples, contexts)
+        by_task = group_scores(samples, contexts)
         counted = {task: scores.by_context() for task, scores in by_task.items()}
         tasks = tuple(task for task, (_, sizes) in counted.items() for _ in sizes)
         questions = np.concatenate([sizes for _, sizes in counted.values()]).astype(np.float64)
@@ -96,6 +96,6 @@ def measure_gap_closed(report: Scores, winner: str, baseline: str, seed: int = 0
     leads, gaps = winner_means - baseline_means, full_means - baseline_means
     unbounded = np.where(leads > TIE, np.inf, np.where(leads < -TIE, -np.inf, 0.0))
     shares = np.where(gaps > TIE, leads / np.where(gaps > TIE, gaps, 1.0), unbounded)
-    low = float(np.quantile(shares, (1 - LEVEL) / 2, method="lower"))
-    high = float(np.quantile(shares, (1 + LEVEL) / 2, method="higher"))
+    low = float(np.quantile(shares, (1 - CONFIDENCE) / 2, method="lower"))
+    high = float(np.quantile(shares, (1 + CONFIDENCE) / 2, method="higher"))
     return Estimate(lead / gap, low if np.isfinite(low) else np.nan, high if np.isfinite(high) else np.nan)

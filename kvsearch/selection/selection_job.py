@@ -14,15 +14,15 @@ from itertools import cycle, islice
 from typing import Any, Final
 
 from kvsearch.core.arrays import TIE
-from kvsearch.core.errors import UsageError, present
-from kvsearch.core.naming import forwarded
-from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
-from kvsearch.evaluation.runner import rows_hash
+from kvsearch.core.errors import UsageError, assert_present
+from kvsearch.core.naming import delegate
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
+from kvsearch.evaluation.runner import hash_rows
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.plan.arithmetic import with_carry, with_even_budgets
-from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
+from kvsearch.plan.arithmetic import add_carry, even_out_budgets
+from kvsearch.plan.origin import ContextRecord, Use, join_records, make_provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.runs.estimates import Estimate
@@ -43,7 +43,7 @@ from kvsearch.selection.selection import (
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
 from kvsearch.selection.splits import halve_contexts, refuse_shared
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
+from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 
 RUN_METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
 BUDGET_STEP: Final = 1.1  # from one budget that is tried to the next
@@ -60,8 +60,8 @@ class SelectionJob:
     reported: Split
     race: PlanRace
     profile: Profile | None = None
-    protocol = forwarded("reported.protocol")
-    seed = forwarded("reported.seed")
+    protocol = delegate("reported.protocol")
+    seed = delegate("reported.seed")
 
     def check(self) -> None:
         """Raise UsageError if the selection and the report split have questions or contexts in common."""
@@ -75,7 +75,7 @@ class SelectionJob:
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """The hashes of the contexts of both splits."""
-        return {"chosen": asked_hashes(self.race.encoded), "reported": asked_hashes(self.report_prompts)}
+        return {"chosen": list_context_hashes(self.race.encoded), "reported": list_context_hashes(self.report_prompts)}
 
     @property
     def costs(self) -> list[StageCost]:
@@ -86,14 +86,14 @@ class SelectionJob:
         # of either kind, best baseline and even budgets, the full cache
         count = REPORTED_PER_KIND + 3 if self.profile is not None else 2 * REPORTED_PER_KIND + 3
         reported = list(islice(programs, count))
-        report = replies_cost(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
+        report = estimate_replies(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
         return [choice, report]
 
     @property
     def content(self) -> dict[str, Any]:
         """All settings that decide replies, as JSON; selections of other candidates or phases are the same run."""
         content = self.config(self.race.prepared).content
-        return {**content, "reported": {task.task.name: rows_hash(task) for task in self.report_prompts}}
+        return {**content, "reported": {task.task.name: hash_rows(task) for task in self.report_prompts}}
 
     def config(self, evaluation: Evaluation) -> RunConfig:
         """Return the configuration of a stage, which identifies the plans behind the names.
@@ -139,7 +139,7 @@ class SelectionJob:
             held={name: report.held[label] for name, label in report.names.items()},
             gain=gain,
             share=share,
-            ahead=report.ahead(chosen.written),
+            ahead=report.find_higher_plans(chosen.written),
             lead=None if leader is None else report.gain(leader.name, [chosen.best]),
             notes=tuple(report.notes),
             nats=report.nats(chosen.written),
@@ -157,8 +157,8 @@ class SelectionJob:
         known = {content_hash(plan): name for name, plan in reversed(plans.items())}
         plan = plans[written]
         partial_plans: dict[PlanPart, Plan] = {
-            "rankings": with_even_budgets(plan),
-            "budgets": with_carry(plan, NO_CARRY),
+            "rankings": even_out_budgets(plan),
+            "budgets": add_carry(plan, NO_CARRY),
             "carry": plan,
         }
         before = content_hash(plans[self.race.candidate_set.even])
@@ -200,8 +200,10 @@ class SelectionJob:
             settings["phases_tried"] = (chosen.phases,)
             if chosen.winner is None:
                 contexts = ContextRecord()  # a baseline was fitted on nothing
-        record = ContextRecord(chosen=asked_set(self.race.encoded), reported=asked_set(self.report_prompts))
-        origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, record]))
+        record = ContextRecord(
+            chosen=collect_contexts(self.race.encoded), reported=collect_contexts(self.report_prompts)
+        )
+        origin = make_provenance(method, fitted.seed, fitted.data_sha256, settings, join_records([contexts, record]))
         return plan.model_copy(update={"provenance": origin})
 
 
@@ -214,7 +216,7 @@ def measure_parts(report: Evaluation, even: str, names: Mapping[PlanPart, str]) 
     for (part, name), before in zip(names.items(), [even, *names.values()], strict=False):
         losses = report.nats(name)
         gain = losses[before].difference if losses else report.gain(name, [before])
-        gains[part] = present(gain, f"{name} and {before} are one plan")
+        gains[part] = assert_present(gain, f"{name} and {before} are one plan")
     return gains
 
 

@@ -24,9 +24,9 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
+from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, parse_phases
 from kvsearch.policies import Policy
-from kvsearch.policies.registry import create_policy, policy_class
+from kvsearch.policies.registry import create_policy, find_policy_class
 from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import PhaseChoice
@@ -83,7 +83,7 @@ def find_signal_candidates(
         UsageError: a phase was not measured, or no pattern can be used at `size`.
     """
     table = SignalTable(profile)
-    for phase in phases_of(phases):
+    for phase in parse_phases(phases):
         table.phase_index(phase)  # refuses one that was not measured
     factory = _SignalPlans(loaded, table, size, phases)
     baselines = factory.collect([*factory.single(), *factory.methods()])
@@ -110,7 +110,7 @@ def create_tuned_policy(name: str, profile: Profile) -> Policy:
     for pattern in patterns:
         if pattern.name == name:
             return create_policy(name, pattern.params)
-    shared = {field.name for field in fields(policy_class(name))} & {"window", "protect"}
+    shared = {field.name for field in fields(find_policy_class(name))} & {"window", "protect"}
     for pattern in (profile.metadata.policy, *patterns):
         if "window" in shared & pattern.params.keys():
             return create_policy(name, {key: pattern.params[key] for key in shared & pattern.params.keys()})

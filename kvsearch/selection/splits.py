@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import TaskPrompts, counts_of, token_hash
+from kvsearch.tasks.encode import TaskPrompts, count_coverage, hash_tokens
 
 REPORTED_SPLITS = ("report", "all")  # splits with examples that results are reported on
 
@@ -21,7 +21,7 @@ def refuse_shared(splits: Mapping[str, Sequence[TaskPrompts]]) -> None:
             for prompt in task.prompts:
                 example = f"task {task.task.name}, example {prompt.key}"
                 places = {
-                    token_hash(prompt.with_question(question)): f"{example}, question {question.number}"
+                    hash_tokens(prompt.with_question(question)): f"{example}, question {question.number}"
                     for question in prompt.questions
                 }
                 places |= dict.fromkeys(task.recorded[prompt.key], f"{example}, its context")
@@ -97,4 +97,4 @@ def halve_contexts(encoded: Sequence[TaskPrompts], seed: int) -> tuple[list[Task
 def _select_texts(task: TaskPrompts, texts: set[tuple[str, ...]]) -> TaskPrompts:
     """Restrict a task to the prompts on some texts."""
     prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in texts)
-    return replace(task, prompts=prompts, coverage=replace(task.coverage, **counts_of(prompts)))
+    return replace(task, prompts=prompts, coverage=replace(task.coverage, **count_coverage(prompts)))

@@ -24,18 +24,18 @@ from kvsearch.calibration.options import CalibrationOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, assign_folds, floor_entries
 from kvsearch.core.arrays import TIE, Floats, Ints
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.core.sign_flips import compute_chances
-from kvsearch.evaluation.statistics import student_estimate
+from kvsearch.evaluation.statistics import estimate_by_student
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile import TableCheck
-from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID_SIZE
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 
 TABLE_SHARES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
 TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
@@ -63,7 +63,7 @@ def check_table(
     shares_by_text: dict[int, list[Floats]] = {}
     items = [(prompt, tables[folds[prompt.context]].astype(np.float64)) for prompt in prompts]
     measured = loaded.map(partial(_measure_kept_shares, policy=policy, minimum=minimum, mixes=mixes), items)
-    for prompt, stays in zip(prompts, counted(measured, len(prompts), progress), strict=True):
+    for prompt, stays in zip(prompts, with_progress(measured, len(prompts), progress), strict=True):
         shares_by_text.setdefault(prompt.text, []).extend(stays)
     scores = {text: np.mean(stays, axis=0) for text, stays in shares_by_text.items() if stays}
     if not scores:
@@ -96,7 +96,7 @@ def _measure_kept_shares(
     prompt, table = item
     ids, length = prompt.ids.to(loaded.device), prompt.length
     shares = []
-    with running(loaded.model):
+    with run_attention(loaded.model):
         context_pass = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
         ranks, heads = context_pass.ranks(), table[0].size
         floor = floor_entries(length, policy, minimum)
@@ -133,7 +133,7 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
     table_scores, even_scores = scores[np.arange(len(scores)), chosen], scores[:, -1]
     leads = table_scores - even_scores
     level = FALSE_VERDICT_LEVEL / len(CHECKED_RATIOS)
-    lead = student_estimate(leads)
+    lead = estimate_by_student(leads)
     (better,) = compute_chances(leads[None] / len(leads)) <= level
     (worse,) = compute_chances(-leads[None] / len(leads)) <= level
     verdict: Literal["useful", "unproven", "harmful"]
@@ -174,7 +174,7 @@ def shrink_table(profile: Profile, checks: tuple[TableCheck, ...]) -> Profile:
     """
     if all(check.mix == 1 for check in checks):
         return profile
-    kept = np.log(1 - np.arange(1, GRID + 1) / (GRID + 1))
+    kept = np.log(1 - np.arange(1, GRID_SIZE + 1) / (GRID_SIZE + 1))
     sorted_checks = sorted(checks, key=lambda check: -check.ratio)  # by what is kept, ascending
     mixes = np.interp(
         kept, np.log([1 - check.ratio for check in sorted_checks]), [check.mix for check in sorted_checks]

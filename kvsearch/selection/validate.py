@@ -17,12 +17,12 @@ from typing import Final
 import numpy as np
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.core.naming import require_known, suggest, unknown
+from kvsearch.core.naming import describe_unknown, require_known, suggest
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, Profile, Size
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.verdicts import (
     PHASE_SETTINGS,
@@ -178,7 +178,7 @@ def _parse_signal(typed: str) -> list[tuple[SignalKind, str]]:
     kinds = [use for use in SIGNAL_KINDS if name in SIGNALS_OF_KIND[use] and kind in ("", use)]
     if not kinds:
         names = SIGNALS_OF_KIND["route" if kind == "route" else "budgets"]  # all routes are sensitivities, too
-        raise UsageError(unknown("signal", name, names))
+        raise UsageError(describe_unknown("signal", name, names))
     paper_kinds = [use for use in kinds if name in PAPER_SIGNALS[use]]
     return [(use, name) for use in paper_kinds or kinds] if not kind else [(use, name) for use in kinds]
 
@@ -204,7 +204,7 @@ def _make_strategies(
     if kind == "route":
         mean = size.pool(table.profile.metadata).mean
         for pattern in table.evicting:  # without one of them the choice would be another
-            check_kept(mean, policy_of(pattern), instead=f"calibrate without {pattern.name}")
+            check_kept(mean, build_policy(pattern), instead=f"calibrate without {pattern.name}")
         forward = Strategy(signal, phases=phases)
     else:
         forward = Strategy(None, signal, phases)

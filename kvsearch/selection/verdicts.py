@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvsearch.calibration.tables import MIN_CONTEXTS_TO_JUDGE
 from kvsearch.core.fields import Count, Index, Record, Sha256, Text
-from kvsearch.evaluation.statistics import student_quantile
+from kvsearch.evaluation.statistics import find_student_quantile
 from kvsearch.plan import ModelFingerprint, PhaseNames
 from kvsearch.plan.schema import Protocol
 from kvsearch.runs.estimates import Difference, Estimate
@@ -214,7 +214,7 @@ def judge_gains(
 
 def compute_prediction_reach(controls: Sequence[float]) -> float:
     """Compute the 95% prediction interval of one more draw, from the mean of n >= 2: t s sqrt(1 + 1/n)."""
-    return float(student_quantile(len(controls) - 1) * stdev(controls) * (1 + 1 / len(controls)) ** 0.5)
+    return float(find_student_quantile(len(controls) - 1) * stdev(controls) * (1 + 1 / len(controls)) ** 0.5)
 
 
 def judge_signal(result: Evaluation, use: SignalUse, names: StrategyNames) -> JudgedSignal:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.policies.base import Observation
-from kvsearch.policies.cake import row_moments
-from kvsearch.policies.scoring import chunk_bytes, column_sums, softmax, window_rows, window_size
+from kvsearch.policies.cake import compute_row_moments
+from kvsearch.policies.scoring import choose_chunk_bytes, count_window_rows, iterate_window_rows, softmax, sum_columns
 
 MIN_NORM = 1e-6
-LOG_EPSILON = 1e-10  # added inside CAKE's logarithm, as in the official code
+LOG_OFFSET = 1e-10  # added inside CAKE's logarithm, as in the official code
 # exponents are below it: masses far below the largest are no 0, and a sum of all is still no infinity
-SHIFT = 60.0
+EXPONENT_SHIFT = 60.0
 
 
 def score_rows(
@@ -40,7 +40,7 @@ def score_rows(
     first_later = length - rows if places is None else 0  # no row is before it
     columns = torch.arange(first_later, length, device=keys.device)
     later = columns > (columns if places is None else places)[:, None]
-    step = max(1, chunk_bytes(keys.device) // (4 * tables * batch * group * rows * length))
+    step = max(1, choose_chunk_bytes(keys.device) // (4 * tables * batch * group * rows * length))
     for first in range(0, heads, step):
         part = slice(first, first + step)
         scores = (queries[:, part].float() * scaling) @ keys[:, part].float().transpose(-1, -2)
@@ -57,16 +57,16 @@ def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
 
 
 def exponentiate_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Exponentiate logits of `score_rows` in place, and the `sinks` [Hkv, G] beside them.
+    """Exponentiate the scores of `score_rows` in place; also returns the exponentials of the `sinks` [Hkv, G].
 
-    Those of a row are divided by its largest, and multiplied by exp(`SHIFT`).
+    Those of a row are divided by its largest, and multiplied by exp(`EXPONENT_SHIFT`).
     """
     largest = scores.amax(-1, keepdim=True)
     if sinks is None:
-        return scores.sub_(largest - SHIFT).exp_(), None
+        return scores.sub_(largest - EXPONENT_SHIFT).exp_(), None
     beside = sinks[None, part, :, None, None]
     largest = torch.maximum(largest, beside)
-    return scores.sub_(largest - SHIFT).exp_(), (beside - largest + SHIFT).exp()
+    return scores.sub_(largest - EXPONENT_SHIFT).exp_(), (beside - largest + EXPONENT_SHIFT).exp()
 
 
 def importance_rows(
@@ -175,7 +175,7 @@ def eviction_errors(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Measure how far outputs of kv heads move if they keep only some entries of the prompt, [n, Hkv] fp32.
+    """Measure how far kv heads' outputs move when they keep only a part of the prompt's entries, [n, Hkv] fp32.
 
     For each of n masks, the mean over rows of |(A V - Ahat V) W_O|^2, see `attention_change`, from one softmax: entries
     that the same masks show are summed up once, and what a mask keeps and hides is made of these sums.
@@ -302,7 +302,7 @@ def average_attention(
     It adds up to 1, less what `sinks` take. Rows of padding are left out; 0 everywhere if no row is left.
     """
     rows = valid[:, keys.shape[2] - query.shape[2] :].sum(-1, keepdim=True)
-    return column_sums(query, keys, valid, scaling, softcap, sinks).mean(1) / rows.clamp(min=1)
+    return sum_columns(query, keys, valid, scaling, softcap, sinks).mean(1) / rows.clamp(min=1)
 
 
 def mean_entropy(mean: Tensor) -> float:
@@ -324,13 +324,13 @@ def measure_dispersion(observation: Observation, window: int) -> tuple[Tensor, T
     inside = observation.candidates(0, window)
     outside = ~inside[:, None, None, None]
     entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
-    for (some, _), probability in window_rows(observation, window):
+    for (rows_taken, _), probability in iterate_window_rows(observation, window):
         terms = (
-            probability.add(LOG_EPSILON)
+            probability.add(LOG_OFFSET)
             .log_()
             .mul_(probability)
-            .masked_fill_(outside[some, ..., : probability.shape[-1]], 0.0)
+            .masked_fill_(outside[rows_taken, ..., : probability.shape[-1]], 0.0)
         )
-        entropy[some] -= terms.sum((1, 2, 3, 4))
-    variance = row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
-    return entropy.clamp(min=0.0) / window_size(observation, window), variance
+        entropy[rows_taken] -= terms.sum((1, 2, 3, 4))
+    variance = compute_row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
+    return entropy.clamp(min=0.0) / count_window_rows(observation, window), variance

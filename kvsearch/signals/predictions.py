@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Floats
 
-SCRATCH_BYTES = 64 * 2**20
+PREDICTION_SCRATCH_BYTES = 64 * 2**20
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """
     wanted = targets.to(logits.device).expand(logits.shape[:-1]).reshape(-1, 1)
     rows = logits.flatten(0, -2)
-    step = max(1, SCRATCH_BYTES // (8 * rows.shape[-1]))
+    step = max(1, PREDICTION_SCRATCH_BYTES // (8 * rows.shape[-1]))
     losses = [
         -part.float().log_softmax(-1).gather(-1, chosen)
         for part, chosen in zip(torch.split(rows, step), torch.split(wanted, step), strict=True)

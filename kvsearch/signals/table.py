@@ -98,8 +98,8 @@ class SignalTable:
     @property
     def sensitivities(self) -> tuple[str, ...]:
         """The sensitivities that were measured."""
-        names = [ENTROPY] if MEAN_ENTROPY in self.profile.arrays else []
-        return (*names, *(measure + over for measure in self.routes for over in AGGREGATIONS))
+        signals = [ENTROPY] if MEAN_ENTROPY in self.profile.arrays else []
+        return (*signals, *(measure + over for measure in self.routes for over in AGGREGATIONS))
 
     @property
     def perplexity(self) -> float:
@@ -130,8 +130,8 @@ class SignalTable:
 
     def read_preference(self, route: str, phase: Phase, budget: float) -> Floats:
         """Return the preference of layers for patterns, [L, R], higher is better; UsageError as `measured`."""
-        values = self.measured(route, phase, budget)
-        return values if route == "cosine" else -values
+        measured = self.measured(route, phase, budget)
+        return measured if route == "cosine" else -measured
 
     def read_sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
         """Return the sensitivity of each layer, [L], in the unit of its measure: more sensitive layers get more budget.
@@ -170,8 +170,8 @@ class SignalTable:
         worst = harm.max(1, keepdims=True)
         elsewhere = worst.sum() - worst
         tame = np.where(odd, 0.0, harm).max(1, keepdims=True)
-        tiny = np.finfo(np.float64).tiny
-        shares, without = (gain / np.maximum(elsewhere + gain, tiny) for gain in (harm, tame))
+        smallest = np.finfo(np.float64).tiny
+        shares, without = (gain / np.maximum(elsewhere + gain, smallest) for gain in (harm, tame))
         moved = np.where(odd, shares - without, 0.0)
         explosions = []
         for at, name in enumerate(self.patterns):

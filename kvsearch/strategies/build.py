@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import ModelFingerprint, Phase, PhasePlan, Plan, PolicySpec, Profile, Size
-from kvsearch.plan.origin import Provenance, provenance
+from kvsearch.plan.origin import Provenance, make_provenance
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
 from kvsearch.plan.size import Pool
@@ -87,7 +87,7 @@ def make_profile_plan(
         metadata.model,
         metadata.layers,
         chosen,
-        provenance(method or origin.method, origin.seed, origin.data_sha256, joined, origin.contexts),
+        make_provenance(method or origin.method, origin.seed, origin.data_sha256, joined, origin.contexts),
         floor,
         size.scaling,
         size.length or metadata.length,

@@ -22,7 +22,7 @@ from kvsearch.core.naming import require_known, suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.registry import build_policy
 from kvsearch.signals.table import MEASURES, ROUTES, SENSITIVITIES, SignalTable, is_constant
 from kvsearch.strategies.build import PhaseChoice, check_pool, make_profile_plan
 from kvsearch.strategies.names import FULL, UNIFORM
@@ -62,7 +62,7 @@ class Strategy:
         require_known("phases", self.phases, PHASES)
         if self.route is not None and self.policy is not None:
             raise UsageError(f"policy {self.policy!r} is for route none: every layer takes it")
-        check_at_least(0, least=self.least)
+        check_at_least(0, minimum=self.least)
 
     @property
     def name(self) -> str:
@@ -116,7 +116,7 @@ def choose_by_signals(
     for phase, chosen_patterns in patterns.items():
         instead = f"calibrate without {chosen_patterns[row].name}" if strategy.route else "use another policy"
         where = f" in {phase} layer {table.profile.metadata.layers[row]}"
-        check_kept(pool.mean, policy_of(chosen_patterns[row]), where, instead)
+        check_kept(pool.mean, build_policy(chosen_patterns[row]), where, instead)
     low = np.broadcast_to(np.array(floors)[:, None], pool.shape)
     budgets = _share_total(table, strategy, routed, pool, low, inverse)
     return {phase: PhaseChoice(tuple(chosen_patterns), budgets) for phase, chosen_patterns in patterns.items()}
@@ -129,7 +129,7 @@ def find_floors(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
 
 def find_floor(pattern: PolicySpec) -> int:
     """Find the entries per kv head that a pattern always keeps, at least one."""
-    return policy_of(pattern).least
+    return build_policy(pattern).least
 
 
 def check_kept(mean: float, policy: Policy, where: str = "", instead: str = "") -> None:

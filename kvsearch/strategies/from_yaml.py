@@ -13,12 +13,12 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import UsageError
 from kvsearch.core.limits import MOST_HEADS, MOST_LAYERS
 from kvsearch.core.naming import suggest
-from kvsearch.core.parsing import located_problems, require_header
-from kvsearch.core.yaml_document import Place, YamlDocument
+from kvsearch.core.parsing import locate_problems, require_header
+from kvsearch.core.yaml_document import YamlDocument, YamlPlace
 from kvsearch.plan import PHASES, ModelFingerprint, Plan, PolicySpec
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.schema import WHOLE
-from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, layer_ranges
+from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, format_layer_ranges
 
 EXAMPLE = "{policy: snapkv, budget: 640}"
 _KEYS = (
@@ -54,8 +54,8 @@ class _Reader:
         self.tell = document.tell
         self.data = self._known((), document.data, _KEYS)
         self.policies: dict[str, Any] = {}
-        self.rows: dict[Place, Place] = {}  # where layers of the plan come from
-        self.told: set[Place] = set()  # places of the plan of which all has been said
+        self.rows: dict[YamlPlace, YamlPlace] = {}  # where layers of the plan come from
+        self.told: set[YamlPlace] = set()  # places of the plan of which all has been said
 
     def plan(self) -> Plan:
         data = self._plan_data()
@@ -63,7 +63,7 @@ class _Reader:
         try:
             plan = Plan.model_validate(data)
         except ValidationError as error:
-            for place, problem in located_problems(error):
+            for place, problem in locate_problems(error):
                 if place not in self.told:
                     self.tell(self._source(place), problem)
         if plan is not None and not self.document.problems:
@@ -86,13 +86,13 @@ class _Reader:
         total = sum(entries for budget in budgets for entries in budget if type(entries) is int)
         return {**data, **{name: {"layers": layers} for name, layers in phases.items()}, "total": max(total, 1)}
 
-    def _mapping(self, place: Place, value: Any, what: str) -> dict[str, Any]:
+    def _mapping(self, place: YamlPlace, value: Any, what: str) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
         self.tell(place, f"must be a mapping {what}")
         return {}
 
-    def _known(self, place: Place, value: Any, known: Iterable[str]) -> dict[str, Any]:
+    def _known(self, place: YamlPlace, value: Any, known: Iterable[str]) -> dict[str, Any]:
         """Return a mapping without the keys that should not be there."""
         names = list(known)
         mapping = self._mapping(place, value, f"with the keys {', '.join(names)}")
@@ -122,7 +122,7 @@ class _Reader:
                 rows.setdefault(layer, (key, entry))
         missing = sorted(set(range(count or 0)) - rows.keys())
         if missing:
-            listed = ", ".join(layer_ranges(missing))
+            listed = ", ".join(format_layer_ranges(missing))
             self.tell(place, f"says nothing of layer {listed}: add {EXAMPLE}, or {WHOLE} for the whole cache")
         if len(self.document.problems) > before:
             self.told.add(place)  # what a plan would say of its layers follows from these problems
@@ -130,7 +130,7 @@ class _Reader:
         self.rows |= {(*place, row): (*place, key) for row, (key, _) in enumerate(ordered)}
         return [entry for _, entry in ordered]
 
-    def _covered(self, place: Place, count: int | None) -> Iterable[int]:
+    def _covered(self, place: YamlPlace, count: int | None) -> Iterable[int]:
         """Return the layers of a key such as 3 or 0-7 in a model of `count` layers."""
         match = _LAYERS.fullmatch(str(place[-1]))
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
@@ -140,7 +140,7 @@ class _Reader:
             self.tell(place, f"the model has layers 0 to {count - 1}")
         return range(first, min(last + 1, count or MOST_LAYERS))
 
-    def _entry(self, place: Place, value: Any, heads: int) -> dict[str, Any] | None:
+    def _entry(self, place: YamlPlace, value: Any, heads: int) -> dict[str, Any] | None:
         """Convert the plan of a layer; None for the whole cache."""
         if not isinstance(value, dict):
             if value != WHOLE:
@@ -181,7 +181,7 @@ class _Reader:
                         f"{plan.length}",
                     )
 
-    def _source(self, place: Place) -> Place:
+    def _source(self, place: YamlPlace) -> YamlPlace:
         """Map a place in the plan to its place in the document."""
         if place[:1] == ("model",):
             return ("model",) if place[1:2] == ("name",) else ("fingerprint", *place[1:])

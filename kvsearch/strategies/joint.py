@@ -14,12 +14,12 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.plan import Plan, PolicySpec, Profile, Size
-from kvsearch.plan.origin import ContextRecord, joined
+from kvsearch.plan.origin import ContextRecord, join_records
 from kvsearch.plan.profile_arrays import KEPT
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
-from kvsearch.policies.fitted import Fitted, profile_of
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies.fitted import Fitted, load_fitted_profile
+from kvsearch.policies.registry import build_policy
 from kvsearch.strategies.build import PhaseChoice, check_pool, make_profile_plan
 
 JOINT_METHOD = "joint"
@@ -69,7 +69,7 @@ class PolicyCurves:
     @property
     def contexts(self) -> ContextRecord | None:
         """Contexts that the policies were fitted or measured on; None if unknown for one."""
-        return joined(profile.metadata.provenance.contexts for profile in (self.profile, *self.rankings.values()))
+        return join_records(profile.metadata.provenance.contexts for profile in (self.profile, *self.rankings.values()))
 
     @property
     def fitted_here(self) -> list[str]:
@@ -78,9 +78,9 @@ class PolicyCurves:
         measured = () if record is None else record.fitted.ids
         names = []
         for name, spec in zip(self.names, self.policies, strict=True):
-            policy = policy_of(spec)
+            policy = build_policy(spec)
             if isinstance(policy, Fitted) and policy.published is None:
-                fit = profile_of(policy.weights, policy.name).metadata.provenance.contexts
+                fit = load_fitted_profile(policy.weights, policy.name).metadata.provenance.contexts
                 if fit is not None and any(map(fit.used.has, measured)):
                     names.append(name)
         return names
@@ -141,7 +141,7 @@ def make_joint_plan(curves: PolicyCurves, size: Size, min_gain: float = MIN_GAIN
     minimum = metadata.provenance.settings.get("minimum", 0.0)
     if not isinstance(minimum, int | float) or not 0 <= minimum <= 1:
         raise UsageError(f"this profile has a minimum of {minimum!r}, which is a share of 0 to 1: calibrate again")
-    floor = floor_entries(length, policy_of(curves.policies[0]), minimum)
+    floor = floor_entries(length, build_policy(curves.policies[0]), minimum)
     check_pool(pool, floor)
     steps = min(length, MAX_STEPS)
     gains = np.maximum(np.diff(sample_curves(curves.kept, steps + 1), axis=-1), 0.0)

@@ -29,17 +29,17 @@ from kvsearch.core.naming import check_unique, require_known, suggest
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size
-from kvsearch.plan.origin import ContextRecord, provenance
+from kvsearch.plan.origin import ContextRecord, make_provenance
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.plan.saved import PROFILE, WEIGHTS
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import parse_policy, split_settings
 from kvsearch.policies.random import RandomEviction
-from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
+from kvsearch.policies.registry import FITTED, build_policy, find_policy_class, list_policy_names
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import PhaseChoice, build_plan, check_mean, round_ratios
-from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, method_names
+from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, list_method_names
 
 Heads = tuple[int, int]  # layers, kv heads
 Settings = Mapping[str, Any]
@@ -172,7 +172,7 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
     mean = size.mean(size.length or 0)
     kept = f"{policy.name} always keeps ({policy.sink_count} sinks, {policy.recent_count} recent)"
     check_mean(mean, policy.least, size.length, kept, "lower them with --set")
-    if policy.exempt(int(mean), 1):
+    if policy.keeps_all(int(mean), 1):
         raise UsageError(
             f"{policy.name} never evicts heads with budgets of {mean:g} entries on average: see its description"
             + ("" if size.ratio is None else ", or give another --length")
@@ -212,7 +212,7 @@ def make_direct_plan(
         loaded.fingerprint,
         shape.full_layers,
         dict.fromkeys(phases, chosen),
-        provenance(allocator.name, 0, None, settings, ContextRecord()),
+        make_provenance(allocator.name, 0, None, settings, ContextRecord()),
         policy.least,
         size.scaling,
         size.length,
@@ -298,7 +298,7 @@ def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
 
     The weights of a fitted policy are among the former.
     """
-    (method, *others), settings = split_settings(item, "method", "METHOD, METHOD:POLICY or either", most=2)
+    (method, *others), settings = split_settings(item, "method", "METHOD, METHOD:POLICY or either", max_count=2)
     method, fitted = parse_policy(method)
     policy = None
     if others:
@@ -307,9 +307,9 @@ def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
         raise UsageError("the full cache is always there: leave the method full out")
     if policy is not None:
         require_known("method", method, METHODS)
-        require_known("policy", policy, policy_names())
+        require_known("policy", policy, list_policy_names())
     elif method not in FITTED:
-        require_known("method", method, method_names())
+        require_known("method", method, list_method_names())
     recipe = METHODS.get(method, Recipe(method))
     weights = {key: fitted.pop(key) for key in (WEIGHTS,) if key in fitted}
     recipe = recipe if policy is None else recipe._replace(policy=policy)
@@ -318,7 +318,7 @@ def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
 
 def _parameters(recipe: Recipe) -> list[str]:
     """Return the names of the policy's parameters; a control has none."""
-    return [] if recipe.policy == RANDOM else [field.name for field in fields(policy_class(recipe.policy))]
+    return [] if recipe.policy == RANDOM else [field.name for field in fields(find_policy_class(recipe.policy))]
 
 
 def _options(recipe: Recipe) -> list[str]:
@@ -363,12 +363,12 @@ def _read_calibrated(item: str, common: Settings) -> Method:
     """Make the method of a profile, NAME=DIR."""
     name, _, place = (part.strip() for part in item.partition("="))
     source = Path(place)
-    if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
+    if name in (*list_method_names(), FULL) or not name or set(":@.") & set(name):
         raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
     profile = load_profile(source / PROFILE if source.is_dir() else source)
     if EVICTED_RATIO not in profile.arrays:
         raise UsageError(f"method {name}: {source} is a {profile.metadata.method} profile, without a table of budgets")
-    policy = policy_of(profile.metadata.policy)
+    policy = build_policy(profile.metadata.policy)
     for key, value in policy.parameters().items():
         if common.get(key, value) != value:
             problem = f"method {name} keeps {key}={value} of its profile: --set {key}={common[key]} is for the others"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvsearch.policies.registry import FITTED, policy_names
+from kvsearch.policies.registry import FITTED, list_policy_names
 
 FULL = "full"  # the full cache
 RANDOM = "random"  # a control
@@ -42,7 +42,7 @@ METHODS: dict[str, Recipe] = {
 }
 
 
-def method_names() -> list[str]:
+def list_method_names() -> list[str]:
     """List all names of `parse_methods`; profiles are given as NAME=DIR, a fitted policy as POLICY=DIR."""
-    policies = [name for name in policy_names() if name not in METHODS and name not in (FULL, *FITTED)]
+    policies = [name for name in list_policy_names() if name not in METHODS and name not in (FULL, *FITTED)]
     return [*METHODS, *policies, RANDOM]

@@ -15,19 +15,19 @@ import numpy as np
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.arrays import Ints
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, phases_of
+from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, parse_phases
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.plan.saved import WEIGHTS
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache, warn_unfit
+from kvsearch.runtime.program import BudgetTable, PhaseProgram, make_full_program, warn_unfit
 from kvsearch.strategies.methods import Method, parse_methods, parse_sizes
 from kvsearch.strategies.names import FULL, RANDOM
 
@@ -133,7 +133,7 @@ def read_request(
     if baselines is not None:
         raise UsageError("--baselines go with --plan alone: beside --methods, name them as methods")
     phases = phases or "prefill"
-    phases_of(phases)
+    parse_phases(phases)
     chosen = parse_methods(methods, settings)
     sizes = parse_sizes(budgets, ratios)
     for method in chosen:
@@ -230,7 +230,7 @@ def prepare_methods(
                             f"plan {name} leaves layers {left} their full cache, the methods evict in all: compare it "
                             "without --methods, with baselines of its own size"
                         )
-                ready.append(ReadyMethod(name, program, {"plan": sha256_of(plan)}, size, plan.provenance.contexts))
+                ready.append(ReadyMethod(name, program, {"plan": hash_json(plan)}, size, plan.provenance.contexts))
     warn_unfit(loaded.model, {policy for method_at_size in ready for policy in method_at_size.program.policies})
     return ready
 
@@ -245,13 +245,13 @@ def prepare_with_baselines(
     """
     programs = {label: Program.from_plan(loaded.model, plan) for label, plan in plans.items()}
     ready = [
-        ReadyMethod(label, program, {"plan": sha256_of(plans[label])}, contexts=plans[label].provenance.contexts)
+        ReadyMethod(label, program, {"plan": hash_json(plans[label])}, contexts=plans[label].provenance.contexts)
         for label, program in programs.items()
     ]
     for name, program in make_baselines(loaded.model, programs[subject], names).items():
         policy = program.policies[0]
         kept = {"name": policy.name, "params": policy.parameters()}
-        ready.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": sha256_of(plans[subject])}))
+        ready.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": hash_json(plans[subject])}))
     return [make_full_cache_method(loaded), *ready]
 
 
@@ -286,7 +286,7 @@ def describe_different_settings(methods: Sequence[ReadyMethod]) -> str | None:
 
 def make_full_cache_method(loaded: LoadedModel) -> ReadyMethod:
     """Make the full cache as a ready method."""
-    return ReadyMethod(FULL, full_cache(loaded.model), {"policy": {"name": FULL, "params": {}}})
+    return ReadyMethod(FULL, make_full_program(loaded.model), {"policy": {"name": FULL, "params": {}}})
 
 
 def spread_evenly(model: Any, policy: Policy, totals: Mapping[Phase, EntryCount]) -> Program:

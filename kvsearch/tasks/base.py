@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import is_none
 from kvsearch.tasks.metrics import METRICS
@@ -60,7 +60,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How replies are drawn: so many to every question, from the likeliest tokens that make up `top_p` of the chance.
+    """How replies are sampled: temperature, nucleus (`top_p`) and the number of replies per question.
 
     Every reply has a seed of its own: it depends neither on its batch nor on the method, so methods are compared on the
     same random numbers. UsageError for a temperature or a share that is none.
@@ -73,12 +73,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (0 < self.temperature < math.inf and 0 < self.top_p <= 1):
-            found = f"got {self.temperature:g} and {self.top_p:g}"
-            raise UsageError(f"replies are drawn at a temperature above 0, from a top-p above 0 and up to 1: {found}")
+            values = f"got {self.temperature:g} and {self.top_p:g}"
+            raise UsageError(f"replies are drawn at a temperature above 0, from a top-p above 0 and up to 1: {values}")
 
-    def seed_of(self, *place: str | int) -> int:
-        """Return the seed of the reply of a place, which is made of that of all."""
-        return int(sha256_of([self.seed, *place])[:16], 16)
+    def derive_seed(self, *place: str | int) -> int:
+        """Derive the seed of one reply from the base seed and the reply's place (task, key, question, number)."""
+        return int(hash_json([self.seed, *place])[:16], 16)
 
 
 class Task(ABC):
@@ -133,7 +133,7 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a task is asked."""
+    """How many contexts and questions of a task an evaluation uses, and what it left out."""
 
     task: str
     category: str
@@ -151,7 +151,7 @@ class Coverage:
 
     @property
     def shortfall(self) -> str | None:
-        """Say that the task has fewer contexts than were asked for; None if it has enough."""
+        """Describe how many contexts are missing where the task has fewer than `wanted`; else None."""
         if self.found >= self.wanted:
             return None
         others = f" others than the {self.used} that something here was fitted or chosen on" if self.used else ""
@@ -159,7 +159,7 @@ class Coverage:
 
     @property
     def cut(self) -> str | None:
-        """Say how many contexts lost their middle, as they were too long; None if none did."""
+        """Describe how many contexts were too long and lost their middle; None if no context did."""
         if not self.truncated:
             return None
         return f"{self.task}: the middle of {self.truncated} of {self.contexts} contexts was cut out"

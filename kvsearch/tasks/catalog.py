@@ -1,4 +1,4 @@
-"""Tasks by name, and what there is to know about them before one is chosen.
+"""The catalogue of tasks: names, metrics, data sources and options of every task.
 
 A spec is a kind of task, or a kind with names: `ruler`, `ruler:vt,cwe`, `longbench:english`, `aime:25`, `jsonl:FILE`.
 Several specs are joined by `+`, as in `ruler:vt+gsm8k`. `SETS` has the names that stand for several tasks.
@@ -22,7 +22,7 @@ from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask, LongBenchV2Task
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
-from kvsearch.tasks.metrics.packages import PACKAGES
+from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
@@ -30,7 +30,7 @@ from kvsearch.tasks.ruler.needles import NIAH
 from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_SPECS, DrawnRow, DrawnRulerTask
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
-from kvsearch.tasks.synthetic.suite import SPLITS as SYNTHETIC_SPLITS
+from kvsearch.tasks.synthetic.suite import SYNTHETIC_SPLITS as SYNTHETIC_SPLITS
 from kvsearch.tasks.text import TextTask
 
 SYNTHETIC = "synthetic"
@@ -43,16 +43,16 @@ AIME = "aime"
 NEEDLE = "niah"
 JSONL = "jsonl"
 TEXT = "ppl"
-KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, NEEDLE, JSONL, TEXT)
+TASK_KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, NEEDLE, JSONL, TEXT)
 QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
 NO_QA: Final = f"{RULER}:no-qa"
 MANY = "several tasks are joined by +"
 GENERATED = "generated"
-STORY = "generated in a story, or --haystack"
+STORY_HAYSTACK = "generated in a story, or --haystack"
 YOURS = "your file"
-FILE = "FILE"
+FILE_PLACEHOLDER = "FILE"
 OF_FILES: Final = (JSONL, TEXT)  # kinds that are given with a file of the user's own
-DRAWN: Final = f"{RULER}:file="  # RULER's tasks as somebody has drawn them
+DRAWN_PREFIX: Final = f"{RULER}:file="  # RULER's tasks as somebody has drawn them
 
 _GENERATED: Final = {"length": "length", "split": "split"}
 _ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
@@ -60,7 +60,7 @@ _ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A task by its spec, and what there is to know about it.
+    """A task's entry in the catalogue: its spec, metric, data source and options.
 
     `source` says where its texts come from, `needs` what file a user must bring (empty: none), with the option
     `required`. `split` is the default one of `splits`. `reads` maps options to the parameters of `make` that they set.
@@ -86,43 +86,49 @@ class Entry:
     @property
     def packages(self) -> tuple[str, ...]:
         """What the metric needs, as pip calls it."""
-        return tuple(PACKAGES[module] for module in NEEDS.get(self.metric, ()))
+        return tuple(METRIC_PACKAGES[module] for module in NEEDS.get(self.metric, ()))
 
     @property
     def options(self) -> tuple[str, ...]:
         """What is read, as on the command line."""
-        return tuple(map(flag, self.reads))
+        return tuple(map(format_flag, self.reads))
 
     def facts(self) -> dict[str, Any]:
-        """Return what there is to know as plain data."""
+        """Return the entry as plain data, for JSON."""
         names = ("spec", "category", "metric", "source", "needs", "packages", "options", "split", "splits")
         return {name: getattr(self, name) for name in names}
 
 
-def flag(option: str) -> str:
-    """Return what an option is called on the command line."""
+def format_flag(option: str) -> str:
+    """Return an option's flag on the command line."""
     return "--" + option.replace("_", "-")
 
 
-def own_file(path: str, kind: str = JSONL) -> Entry:
+def find_user_task(path: str, kind: str = JSONL) -> Entry:
     """Return the task of a user's file."""
     if kind == TEXT:
-        needs = f"{FILE}, plain text or rows with text"
+        needs = f"{FILE_PLACEHOLDER}, plain text or rows with text"
         load = partial(TextTask.load, path)
         return Entry(f"{TEXT}:{path}", TextTask.category, TextTask.metric, YOURS, load, _GENERATED, needs)
-    needs = f"{FILE}, rows with context, question, answers; they may name id, category and metric"
+    needs = f"{FILE_PLACEHOLDER}, rows with context, question, answers; they may name id, category and metric"
     make = partial(JsonlTask.load, path)
     return Entry(f"{JSONL}:{path}", jsonl.CATEGORY, jsonl.METRIC, YOURS, make, {"split": "split"}, needs)
 
 
-def drawn_ruler(path: str) -> list[Entry]:
-    """Return RULER's tasks of which a file or folder has examples that others have drawn, in RULER's order.
+def find_drawn_ruler_tasks(path: str) -> list[Entry]:
+    """Find the RULER tasks for which a file or folder has examples in kvpress's format, in RULER's order.
 
     Raises:
-        UsageError: there is no such file, or its rows have other columns or are of unknown tasks.
+        UsageError: there is no such file, it is a folder of several lengths, or its rows have other columns or are of
+            unknown tasks.
         EnvironmentFault: it cannot be read.
     """
-    if not Path(path).exists():
+    place = Path(path)
+    lengths = sorted(child.parent.name for child in place.glob("*/test*")) if path and place.is_dir() else []
+    if not path or (lengths and not any(place.glob("test*"))):
+        which = f"{path} has a folder for each of {', '.join(dict.fromkeys(lengths))}" if path else "no file is named"
+        raise UsageError(f"{which}: give {DRAWN_PREFIX}FILE, or the folder of one length")
+    if not place.exists():
         raise UsageError(f"there is no file or folder {path}: check the path")
     drawn = {row.task for row in check_rows(load_shared_rows(Dataset(), path, None), DrawnRow, path)}
     if unknown := sorted(drawn - {*RULER_TASKS}):
@@ -137,76 +143,76 @@ def drawn_ruler(path: str) -> list[Entry]:
     return entries
 
 
-def _ruler(name: str) -> Entry:
+def _make_ruler_entry(name: str) -> Entry:
     option = QA_OPTIONS.get(name)
     reads = dict(_GENERATED)
     needs = ""
     source = GENERATED
     if name in NIAH and NIAH[name].haystack == "essay":
         reads["haystack"] = "haystack"
-        source = STORY
+        source = STORY_HAYSTACK
     if option is not None:
         reads[option] = "qa_file"
         source = YOURS
-        needs = f"{flag(option)} {FILE}, {QA_FORMATS[name][0]} JSON"
+        needs = f"{format_flag(option)} {FILE_PLACEHOLDER}, {QA_FORMATS[name][0]} JSON"
     task = partial(RulerTask, name)
     about = RULER_SPECS[name]
     return Entry(f"{RULER}:{name}", about.category, about.metric, source, task, reads, needs, option, RulerTask.split)
 
 
-def _dataset(spec: str, task: type[DatasetTask[Any]], name: str, *options: str) -> Entry:
+def _make_dataset_entry(spec: str, task: type[DatasetTask[Any]], name: str, *options: str) -> Entry:
     about = task.specs[name]
     reads = _ROWS | {option: option for option in options}
     hub = about.rows.hub
     return Entry(spec, about.category, about.metric, f"{hub}, or --data", partial(task, name), reads, hub=hub)
 
 
-def _entries() -> Iterator[Entry]:
+def _list_entries() -> Iterator[Entry]:
     for name in FORMS:
         synthetic = SyntheticTask(name)
         yield Entry(
             f"{SYNTHETIC}:{name}", synthetic.category, synthetic.metric, GENERATED, partial(SyntheticTask, name),
             _GENERATED, split=synthetic.split, splits=SYNTHETIC_SPLITS,
         )  # fmt: skip
-    yield from map(_ruler, RULER_SPECS)
+    yield from map(_make_ruler_entry, RULER_SPECS)
     benchmarks = (LONGBENCH, LongBenchTask), (LONGBENCH, LongBenchV2Task), (INFINITEBENCH, InfiniteBenchTask)
     for benchmark, task in benchmarks:
         for name in task.specs:
-            yield _dataset(f"{benchmark}:{name}", task, name, "prompts")
-    yield _dataset(GSM8K, Gsm8kTask, GSM8K, "shots", "metric")
+            yield _make_dataset_entry(f"{benchmark}:{name}", task, name, "prompts")
+    yield _make_dataset_entry(GSM8K, Gsm8kTask, GSM8K, "shots", "metric")
     for name in TracedTask.specs:
-        yield _dataset(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
+        yield _make_dataset_entry(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
     reads = {"length": "lengths", **{name: name for name in ("depths", "haystack", "metric", "split")}}
-    yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY, NiahTask, reads)
+    yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY_HAYSTACK, NiahTask, reads)
 
 
-def _specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
+def _join_specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{kind}:{name}" for name in names)
 
 
-ENTRIES: Final = {entry.spec: entry for entry in _entries()}
+ENTRIES: Final = {entry.spec: entry for entry in _list_entries()}
 SETS: Final[dict[str, tuple[str, ...]]] = {
-    SYNTHETIC: _specs(SYNTHETIC, SUITES["core"]),
-    **{f"{SYNTHETIC}:{suite}": _specs(SYNTHETIC, names) for suite, names in SUITES.items()},
-    RULER: _specs(RULER, RULER_TASKS),
-    NO_QA: _specs(RULER, (name for name in RULER_TASKS if name not in QA_OPTIONS)),
-    LONGBENCH: _specs(LONGBENCH, LONGBENCH_TASKS),
-    f"{LONGBENCH}:english": _specs(LONGBENCH, LONGBENCH_ENGLISH),
-    f"{LONGBENCH}:e": _specs(LONGBENCH, LONGBENCH_E),
-    f"{LONGBENCH}:v2": _specs(LONGBENCH, LongBenchV2Task.specs),
+    SYNTHETIC: _join_specs(SYNTHETIC, SUITES["core"]),
+    **{f"{SYNTHETIC}:{suite}": _join_specs(SYNTHETIC, names) for suite, names in SUITES.items()},
+    RULER: _join_specs(RULER, RULER_TASKS),
+    NO_QA: _join_specs(RULER, (name for name in RULER_TASKS if name not in QA_OPTIONS)),
+    LONGBENCH: _join_specs(LONGBENCH, LONGBENCH_TASKS),
+    f"{LONGBENCH}:english": _join_specs(LONGBENCH, LONGBENCH_ENGLISH),
+    f"{LONGBENCH}:e": _join_specs(LONGBENCH, LONGBENCH_E),
+    f"{LONGBENCH}:v2": _join_specs(LONGBENCH, LongBenchV2Task.specs),
     AIME: (f"{AIME}:24", f"{AIME}:25"),
-    INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
-    f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),
+    INFINITEBENCH: _join_specs(INFINITEBENCH, INFINITEBENCH_TASKS),
+    f"{INFINITEBENCH}:lava": _join_specs(INFINITEBENCH, INFINITEBENCH_LAVA),
 }  # specs that stand for several tasks
 SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they are typed
 
 
 def describe_tasks(spec: str | None = None) -> list[Entry]:
-    """Return the tasks of a spec, each once, or all there are; UsageError for an unknown kind or name."""
+    """Return the catalogue entries of a spec, each once, or all; UsageError for an unknown kind or name."""
     if spec is None:
-        return [*ENTRIES.values(), *(own_file(FILE, kind) for kind in OF_FILES)]
-    found = [entry for one in _split(spec) for entry in _find_kind(one)]
-    return list({entry.spec: entry for entry in found}.values())
+        return [*ENTRIES.values(), *(find_user_task(FILE_PLACEHOLDER, kind) for kind in OF_FILES)]
+    entries = [entry for part in _split(spec) for entry in _find_kind(part)]
+    return list({entry.spec: entry for entry in entries}.values())
 
 
 def find_tasks(spec: str, options: Mapping[str, Any] | None = None) -> list[Task]:
@@ -227,38 +233,40 @@ def _split(spec: str) -> list[str]:
     """Return the specs that are joined by +. A file's name may have one, too, if no kind of task follows it."""
     specs: list[str] = []
     for piece in spec.split("+"):
-        names_file = bool(specs) and (specs[-1].partition(":")[0] in OF_FILES or specs[-1].startswith(DRAWN))
-        if names_file and piece.partition(":")[0] not in KINDS:
+        names_file = bool(specs) and (specs[-1].partition(":")[0] in OF_FILES or specs[-1].startswith(DRAWN_PREFIX))
+        if names_file and piece.partition(":")[0] not in TASK_KINDS:
             specs[-1] += f"+{piece}"
         else:
             specs.append(piece)
     return specs
 
 
-def public_datasets(spec: str) -> tuple[str, ...]:
+def list_public_datasets(spec: str) -> tuple[str, ...]:
     """Return the ids on the hub of the datasets that a spec names, each once; UsageError as `describe_tasks`."""
-    named = (one for one in _split(spec) if one.partition(":")[0] not in OF_FILES and not one.startswith(DRAWN))
-    return tuple(dict.fromkeys(entry.hub for one in named for entry in _find_kind(one) if entry.hub is not None))
+    named = (
+        part for part in _split(spec) if part.partition(":")[0] not in OF_FILES and not part.startswith(DRAWN_PREFIX)
+    )
+    return tuple(dict.fromkeys(entry.hub for part in named for entry in _find_kind(part) if entry.hub is not None))
 
 
 def _find_kind(spec: str) -> list[Entry]:
     kind, _, rest = spec.partition(":")
-    if spec.startswith(DRAWN):
-        return drawn_ruler(spec.removeprefix(DRAWN))
+    if spec.startswith(DRAWN_PREFIX):
+        return find_drawn_ruler_tasks(spec.removeprefix(DRAWN_PREFIX))
     if kind in OF_FILES:
         if not rest:
             raise UsageError(f"task {spec!r} names no file: a file is given as {kind}:FILE")
-        other = next((name for name in KINDS if f",{name}:" in rest), None)
+        other = next((name for name in TASK_KINDS if f",{name}:" in rest), None)
         if other is not None and not Path(rest).exists():
             raise UsageError(f"there is no file {rest}: {MANY}, as in {kind}:FILE+{other}")
-        return [own_file(rest, kind)]
-    if kind not in KINDS:
+        return [find_user_task(rest, kind)]
+    if kind not in TASK_KINDS:
         near = [known for known in (*ENTRIES, *SETS) if known.endswith(f":{kind}")]
         if near:
             raise UsageError(f"unknown task {spec!r}; did you mean {' or '.join(map(repr, near))}?")
         if spec.endswith(f".{JSONL}"):
             raise UsageError(f"a file is given as {JSONL}:FILE: write {JSONL}:{spec}")
-        raise UsageError(f"unknown task {spec!r}{suggest(kind, KINDS)}; a file is given as jsonl:FILE")
+        raise UsageError(f"unknown task {spec!r}{suggest(kind, TASK_KINDS)}; a file is given as jsonl:FILE")
     names = [f"{kind}:{name.strip()}" for name in rest.split(",")] if rest else [kind]
     return [entry for name in names for entry in _find_named(name)]
 
@@ -269,7 +277,7 @@ def _find_named(spec: str) -> list[Entry]:
     if spec in ENTRIES:
         return [ENTRIES[spec]]
     kind, _, name = spec.partition(":")
-    if name.partition(":")[0] in KINDS:
+    if name.partition(":")[0] in TASK_KINDS:
         raise UsageError(f"unknown {kind} task {name!r}: {MANY}, as in {kind}+{name}")
     if kind in ENTRIES:
         raise UsageError(f"unknown task {spec!r}: {kind} is a single task, name it alone")
@@ -288,8 +296,8 @@ def _refuse_unread(options: Iterable[str], entries: Sequence[Entry]) -> None:
             reading = (entry for entry in ENTRIES.values() if option in entry.reads)
             # the kind where all of its tasks read it
             specs = dict.fromkeys(entry.spec if entry.kind in others else entry.kind for entry in reading)
-            readers.append(f"{flag(option)} is for {', '.join(specs)}")
-        raise UsageError(f"none of the chosen tasks reads {', '.join(map(flag, unread))}: {'; '.join(readers)}")
+            readers.append(f"{format_flag(option)} is for {', '.join(specs)}")
+        raise UsageError(f"none of the chosen tasks reads {', '.join(map(format_flag, unread))}: {'; '.join(readers)}")
 
 
 def _make(entry: Entry, options: Mapping[str, Any]) -> Task:

@@ -13,15 +13,15 @@ from typing import Any, ClassVar, Generic
 import yaml
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import forwarded, require_known, suggest
+from kvsearch.core.naming import delegate, require_known, suggest
 from kvsearch.core.parsing import read_json
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.base import Example, Task, TokenCount
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import Checked, Dataset, Row, check_rows, load_rows, load_shared_rows, usable
-from kvsearch.tasks.splits import ALL, check_split, draw, part
+from kvsearch.tasks.rows import Checked, Dataset, Row, check_rows, keep_usable_rows, load_rows, load_shared_rows
+from kvsearch.tasks.splits import ALL, check_split, draw_items, select_split
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DatasetSpec:
 def read_shipped(name: str) -> Any:
     """Return what a file of data/tasks describes."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(resource(f"data/tasks/{name}.yaml").read_text(encoding="utf-8"), loader)
+    return yaml.load(find_resource(f"data/tasks/{name}.yaml").read_text(encoding="utf-8"), loader)
 
 
 def read_specs(benchmark: str) -> dict[str, DatasetSpec]:
@@ -99,7 +99,7 @@ class DatasetTask(Task, Generic[Checked]):
     shared: ClassVar[bool] = False  # several tasks have their rows in one file
 
     def __post_init__(self) -> None:
-        """Find out what cannot be used before rows are read."""
+        """Check metric and template before any row is read."""
         require_known(f"{self.benchmark} dataset", self.name, [*self.specs])
         check_split(self.split)
         find_metric(self.metric)
@@ -108,7 +108,7 @@ class DatasetTask(Task, Generic[Checked]):
     @property
     def dataset(self) -> Dataset:
         """Where the rows are."""
-        return self.spec.rows.named(self.name)
+        return self.spec.rows.with_name(self.name)
 
     @property
     @abstractmethod
@@ -116,12 +116,12 @@ class DatasetTask(Task, Generic[Checked]):
         """What the rows hold."""
 
     @abstractmethod
-    def fault(self, row: Checked) -> str | None:
-        """Return why a row cannot be asked; None: it can."""
+    def row_problem(self, row: Checked) -> str | None:
+        """Return why a row cannot be used; None if it can."""
 
     @abstractmethod
     def example(self, position: int, row: Checked) -> Example:
-        """Return what is asked of a row."""
+        """Make the example of a row: its context, questions and answers."""
 
     def document(self, example: Example) -> str:
         """Return the text that no split divides."""
@@ -130,8 +130,10 @@ class DatasetTask(Task, Generic[Checked]):
     @cached_property
     def rows(self) -> tuple[Example, ...]:
         """All examples of the split."""
-        examples = [self.example(position, row) for position, row in usable(self.read(), self.fault, self.where)]
-        return tuple(part(examples, self.split, self.document, self.where))
+        examples = [
+            self.example(position, row) for position, row in keep_usable_rows(self.read(), self.row_problem, self.where)
+        ]
+        return tuple(select_split(examples, self.split, self.document, self.where))
 
     def read(self) -> Sequence[Checked]:
         """Return all rows; UsageError for other columns or values than those of the dataset."""
@@ -144,7 +146,7 @@ class DatasetTask(Task, Generic[Checked]):
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` rows, drawn without replacement if the split has more."""
-        return draw(self.rows, samples, seed)
+        return draw_items(self.rows, samples, seed)
 
     @property
     def where(self) -> str:
@@ -163,23 +165,23 @@ class DatasetTask(Task, Generic[Checked]):
     @cached_property
     def template(self) -> Template:
         """The prompt of the dataset."""
-        own = parse_template(self.spec.prompt, self.base_name)
-        return own if self.prompts is None else read_template(self.prompts, self.base_name, own.asks)
+        template = parse_template(self.spec.prompt, self.base_name)
+        return template if self.prompts is None else read_template(self.prompts, self.base_name, template.asks)
 
     @property
     def prompt(self) -> str:
         return self.template.separator + PLACE
 
-    metric = forwarded("spec.metric")
-    category = forwarded("spec.category")
-    chat = forwarded("spec.chat")
+    metric = delegate("spec.metric")
+    category = delegate("spec.category")
+    chat = delegate("spec.chat")
 
     @property
     def stops(self) -> tuple[str, ...]:
         return tuple(self.spec.stops)
 
-    def missing(self, context: str, question: str, answers: Sequence[str]) -> str | None:
-        """Return what a row lacks; None: nothing."""
+    def find_missing(self, context: str, question: str, answers: Sequence[str]) -> str | None:
+        """Return which of its texts a row lacks; None if it has all."""
         if not context.strip():
             return "with an empty context"
         if self.template.asks and not question.strip():
@@ -204,8 +206,8 @@ def parse_template(text: str, where: str) -> Template:
     except ValueError as error:
         raise UsageError(f"{where}: {error}; write literal braces twice") from error
     if fields not in (["context"], ["context", "input"]):
-        found = ", ".join(f"{{{name}}}" for name in fields) or "none"
-        raise UsageError(f"{where} needs the fields {{context}} and, after it, at most one {{input}}: found {found}")
+        listed = ", ".join(f"{{{name}}}" for name in fields) or "none"
+        raise UsageError(f"{where} needs the fields {{context}} and, after it, at most one {{input}}: found {listed}")
     head, between, tail = [*literals, ""][:3]
     lead = between.lstrip()
     if len(fields) == 1 and not lead:

@@ -1,4 +1,4 @@
-"""The questions of a task in token ids: what is cut to fit the model and what is left out, both counted."""
+"""Encode tasks as token ids, cut to fit the model; what was cut or left out is counted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
-from kvsearch.models.foreign import naming_text
+from kvsearch.models.foreign import name_text_on_error
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.origin import ContextSet, context_hash
+from kvsearch.plan.origin import ContextSet, hash_context
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.base import Coverage, Example, Query, Sampling, Task, TokenCount
 from kvsearch.tasks.metrics import is_forced, score
@@ -47,7 +47,7 @@ class Prompt:
     """A context, token ids [T], and its questions.
 
     `truncated`: the middle of the context was cut out. `hashes` are what the context and each of its questions are
-    known by elsewhere, see `hashes_of`. `turns` are as in an `Example`.
+    known by elsewhere, see `hash_example`. `turns` are as in an `Example`.
     """
 
     key: str
@@ -59,13 +59,13 @@ class Prompt:
 
     def with_question(self, question: Question) -> Tensor:
         """Return the token ids of everything before the reply but other replies; the same under every protocol."""
-        earlier = [asked.ids for asked in self.questions if self.turns and asked.number < question.number]
+        earlier = [turn.ids for turn in self.questions if self.turns and turn.number < question.number]
         return torch.cat([self.context, *earlier, question.ids])
 
 
 @dataclass(frozen=True, eq=False)
 class TaskPrompts:
-    """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `contexts_of`.
+    """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `name_contexts`.
 
     `recorded` says what each key is known by in records of what was asked, see `kvsearch.plan.origin`. Replies are
     greedy, or drawn as `sampling` says: a question that is replied to several times is there as often.
@@ -108,8 +108,8 @@ class ForcedTask(Task):
         return self.task.examples(samples, seed, count)
 
 
-def force_replies(encoded: Sequence[TaskPrompts], most: int) -> list[TaskPrompts] | None:
-    """Return tasks whose right replies are teacher-forced, as far as `most` tokens; None where one has no right reply.
+def force_replies(encoded: Sequence[TaskPrompts], max_tokens: int) -> list[TaskPrompts] | None:
+    """Return tasks with right replies teacher-forced up to `max_tokens` tokens; None if a question has no right reply.
 
     Drawn replies have the same right one, so each of their questions is there once.
     """
@@ -121,17 +121,19 @@ def force_replies(encoded: Sequence[TaskPrompts], most: int) -> list[TaskPrompts
     def forced(prompt: Prompt) -> Prompt:
         once = {question.ids.numpy().tobytes(): question for question in reversed(prompt.questions)}
         kept = prompt.questions if prompt.turns else tuple(reversed(once.values()))
-        return replace(prompt, questions=tuple(replace(question, right=question.right[:most]) for question in kept))
+        return replace(
+            prompt, questions=tuple(replace(question, right=question.right[:max_tokens]) for question in kept)
+        )
 
     tasks = []
     for task in encoded:
         shortened = tuple(map(forced, task.prompts))
-        coverage = replace(task.coverage, **counts_of(shortened))
+        coverage = replace(task.coverage, **count_coverage(shortened))
         tasks.append(replace(task, task=ForcedTask(task.task), prompts=shortened, coverage=coverage, sampling=None))
     return tasks
 
 
-def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
+def name_contexts(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
     """Name the context of every task and key; equal names are one context, whose questions are not independent.
 
     Contexts are equal if their texts are. Where all of a task are, as with worked examples, they
@@ -140,14 +142,14 @@ def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
     return {(task.task.name, key): name for task in tasks for key, name in task.contexts.items()}
 
 
-def asked_hashes(tasks: Iterable[TaskPrompts]) -> list[str]:
-    """List what the contexts of all prompts are known by in records of what was asked."""
-    return [found for task in tasks for prompt in task.prompts for found in task.recorded[prompt.key]]
+def list_context_hashes(tasks: Iterable[TaskPrompts]) -> list[str]:
+    """List the hashes of all prompts' contexts, as records of used contexts hold them."""
+    return [digest for task in tasks for prompt in task.prompts for digest in task.recorded[prompt.key]]
 
 
-def asked_set(tasks: Sequence[TaskPrompts]) -> ContextSet:
-    """Return the contexts of all prompts."""
-    return ContextSet.of(asked_hashes(tasks))
+def collect_contexts(tasks: Sequence[TaskPrompts]) -> ContextSet:
+    """Return the hashes of all prompts' contexts as a set."""
+    return ContextSet.of(list_context_hashes(tasks))
 
 
 def encode_tasks(
@@ -172,14 +174,14 @@ def encode_tasks(
     doubled = [name for name, times in Counter(task.name for task in tasks).items() if times > 1]
     if doubled:
         raise UsageError(f"two tasks are called {doubled[0]!r}: rename one, the name labels its row")
-    count = counter(loaded.tokenizer)
-    limit = most_tokens(loaded.model, max_length)
+    count = make_token_counter(loaded.tokenizer)
+    limit = compute_token_limit(loaded.model, max_length)
     for task in tasks:
         check_length(loaded, task, limit)
     made = []
     for task in tasks:
-        with naming_text(f"task {task.name}"):
-            examples, left_out = unused(task, samples, seed, count, used or ContextSet())
+        with name_text_on_error(f"task {task.name}"):
+            examples, left_out = draw_unseen_examples(task, samples, seed, count, used or ContextSet())
         if sampling is not None:
             if is_forced(task) or (sampling.replies > 1 and any(example.turns for example in examples)):
                 reason = "has texts without replies" if is_forced(task) else "asks in turns, once each"
@@ -190,13 +192,13 @@ def encode_tasks(
     return made
 
 
-def counter(tokenizer: Any) -> TokenCount:
+def make_token_counter(tokenizer: Any) -> TokenCount:
     """Return a function that counts the tokens of a text, without special ones."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def most_tokens(model: Any, max_length: int | None = None) -> int | None:
-    """Return how long prompt and reply may be together: what the model takes, or `max_length` where that is less."""
+def compute_token_limit(model: Any, max_length: int | None = None) -> int | None:
+    """Return the limit on tokens of prompt and reply together: the model's, or `max_length` if that is less."""
     limits = [limit for limit in (describe(model).max_positions, max_length) if limit]
     return min(limits, default=None)
 
@@ -217,10 +219,12 @@ def encode(
     excluded = Counter[str]()
     prompts: list[Prompt] = []
     for example in examples:
-        with naming_text(f"task {task.name}, example {example.key}"):
-            prompts += _prompts(form, [example], limit, excluded)
+        with name_text_on_error(f"task {task.name}, example {example.key}"):
+            prompts += _encode_prompts(form, [example], limit, excluded)
     if not prompts:
-        raise UsageError(f"task {task.name} has no usable question ({listed(excluded) or 'it has no examples'})")
+        raise UsageError(
+            f"task {task.name} has no usable question ({format_reasons(excluded) or 'it has no examples'})"
+        )
     for prompt in prompts:  # before anything is generated: does the metric understand the answers?
         for question in prompt.questions:
             score(task, prompt.key, question.number, question.query, "")
@@ -236,13 +240,13 @@ def encode(
         excluded=dict(sorted(excluded.items())),
         used=used,
         split=getattr(task, "split", None),
-        **counts_of(prompts),
+        **count_coverage(prompts),
     )
     return TaskPrompts(task, form, tuple(prompts), coverage, contexts, recorded)
 
 
-def counts_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return what `Coverage` says of some prompts."""
+def count_coverage(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Count the prompts, questions and lengths that `Coverage` reports."""
     lengths = [len(prompt.context) for prompt in prompts]
     return {
         "contexts": len(prompts), "truncated": sum(prompt.truncated for prompt in prompts),
@@ -251,27 +255,29 @@ def counts_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hashes_of(example: Example) -> tuple[str, ...]:
-    """Return what the context of an example is known by, alone and with each of its questions; see `context_hash`.
+def hash_example(example: Example) -> tuple[str, ...]:
+    """Return the hashes of an example's context, alone and with each of its questions; see `hash_context`.
 
     One of them stands in a record of what was asked: where all contexts of a task are equal, those with questions.
     """
-    asked = (context_hash(example.context, query.question) for query in example.queries)
-    return context_hash(example.context), *asked
+    question_hashes = (hash_context(example.context, query.question) for query in example.queries)
+    return hash_context(example.context), *question_hashes
 
 
-def unused(task: Task, samples: int, seed: int, count: TokenCount, used: ContextSet) -> tuple[Sequence[Example], int]:
+def draw_unseen_examples(
+    task: Task, samples: int, seed: int, count: TokenCount, used: ContextSet
+) -> tuple[Sequence[Example], int]:
     """Draw up to `samples` examples whose contexts are not `used`, and count those that are left out for it.
 
     In their place come more of the same seed: others where a task makes its examples, else what is left of its data.
     """
     wanted = samples
     examples = task.examples(samples, seed, count)
-    fresh = [one for one in examples if not any(map(used.has, hashes_of(one)))]
+    fresh = [example for example in examples if not any(map(used.has, hash_example(example)))]
     while len(fresh) < samples and len(examples) == wanted and wanted < samples + 2 * len(used.ids):
         wanted += samples - len(fresh)
         examples = task.examples(wanted, seed, count)
-        fresh = [one for one in examples if not any(map(used.has, hashes_of(one)))]
+        fresh = [example for example in examples if not any(map(used.has, hash_example(example)))]
     if examples and not fresh:
         split = getattr(task, "split", None)
         where = "" if split is None else f" of split {split}"
@@ -282,17 +288,17 @@ def unused(task: Task, samples: int, seed: int, count: TokenCount, used: Context
     return fresh, len(examples) - len(fresh)
 
 
-def token_hash(ids: Tensor) -> str:
+def hash_tokens(ids: Tensor) -> str:
     """Return the SHA-256 of token ids as little-endian 64-bit integers."""
     return hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def listed(excluded: dict[str, int]) -> str:
-    """Put reasons and counts in words, for people."""
+def format_reasons(excluded: dict[str, int]) -> str:
+    """Format reasons with their counts, for messages."""
     return ", ".join(f"{reason}: {count}" for reason, count in sorted(excluded.items()))
 
 
-def middle_cut(ids: Tensor, lead: int, room: int) -> Tensor:
+def cut_middle(ids: Tensor, lead: int, room: int) -> Tensor:
     """Cut token ids [T] to `room`: the first `lead` stay, and of the others half from the head, half from the tail.
 
     An odd one goes to the head.
@@ -307,11 +313,15 @@ def check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
     """Refuse a length above the limit: such texts would lose what was hidden in them, whatever the method."""
     longest = max(getattr(task, "lengths", ()), default=getattr(task, "length", 0))
     if limit is not None and longest > limit:
-        taker = "--max-length allows" if limit < (most_tokens(loaded.model) or limit + 1) else f"{loaded.name} takes"
+        taker = (
+            "--max-length allows"
+            if limit < (compute_token_limit(loaded.model) or limit + 1)
+            else f"{loaded.name} takes"
+        )
         raise UsageError(f"task {task.name} makes prompts of {longest} tokens, {taker} {limit}: lower --length")
 
 
-def _prompts(
+def _encode_prompts(
     form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
 ) -> Iterator[Prompt]:
     for example in examples:
@@ -327,9 +337,9 @@ def _prompts(
             for (number, query), (ids, right) in zip(queries, encoded, strict=True)
         )
         if questions:
-            context = whole[0] if limit is None else _fitted(form, example, whole[0], questions, limit)
+            context = whole[0] if limit is None else _fit_context(form, example, whole[0], questions, limit)
             cut = len(context) < whole.shape[1]
-            yield Prompt(example.key, context, questions, cut, hashes_of(example), example.turns)
+            yield Prompt(example.key, context, questions, cut, hash_example(example), example.turns)
 
 
 def _usable_queries(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[tuple[int, Query]]:
@@ -350,7 +360,9 @@ def _usable_queries(form: PromptFormat, example: Example, excluded: Counter[str]
             follows = example.turns
 
 
-def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int) -> Tensor:
+def _fit_context(
+    form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int
+) -> Tensor:
     """Cut the context so that the longest of its questions fits; all of them, under any protocol, see the same."""
     longest = max(questions, key=lambda question: len(question.ids) + question.query.max_new_tokens)
     counted = questions if example.turns else (longest,)
@@ -361,12 +373,12 @@ def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Se
             f"reply of up to {longest.query.max_new_tokens} leave no room for the context within {limit} tokens: "
             "shorten them or raise the limit"
         )
-    return middle_cut(context, form.lead, room)
+    return cut_middle(context, form.lead, room)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one sequence of a batch compresses as one, and the questions it replies to afterwards.
+    """One sequence of a batch: the token ids that are prefilled and compressed, and the questions that follow.
 
     Question-agnostic: the context; all its questions follow, none of which sees another. Question-aware: context,
     question and the reply's prefix; the reply follows at once.
@@ -388,7 +400,7 @@ class Reading:
         return question.ids if self.protocol == QUESTION_AGNOSTIC else question.ids[:0]
 
 
-def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
+def make_readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
     """Return one reading per context (question-agnostic) or per question (question-aware).
 
     Raises:
@@ -401,7 +413,7 @@ def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
     return [Reading(prompt, (question,), protocol) for prompt in prompts for question in prompt.questions]
 
 
-def questions_of(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
-    """Return the questions of a batch with what they follow: the first of all readings, then the second, and so on."""
-    most = max(len(reading.questions) for reading in batch)
-    return [(reading, reading.questions[n]) for n in range(most) for reading in batch if n < len(reading.questions)]
+def list_questions(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
+    """List the questions of a batch with their readings: the first of every reading, then the second, and so on."""
+    longest = max(len(reading.questions) for reading in batch)
+    return [(reading, reading.questions[n]) for n in range(longest) for reading in batch if n < len(reading.questions)]

@@ -11,29 +11,29 @@ _UNSEEN = ("Cc", "Cf")  # control characters, and those of format: zero-width sp
 
 
 def is_blank(text: str) -> bool:
-    """Return whether nothing of a text can be seen: white space, control and zero-width characters."""
+    """Return whether a text has only white space, control and zero-width characters."""
     return all(char.isspace() or unicodedata.category(char) in _UNSEEN for char in text)
 
 
-def trimmed(text: str) -> str:
-    """Return a text without what cannot be seen at both of its ends."""
+def trim(text: str) -> str:
+    """Strip white space, control and zero-width characters from both ends of a text."""
     seen = [place for place, letter in enumerate(text) if not is_blank(letter)]
     return text[seen[0] : seen[-1] + 1] if seen else ""
 
 
-def _filled(text: str) -> str:
+def _require_visible_text(text: str) -> str:
     if is_blank(text):
         raise ValueError("must not be blank")
     return text
 
 
-def _some(items: tuple[Any, ...]) -> tuple[Any, ...]:
+def _require_items(items: tuple[Any, ...]) -> tuple[Any, ...]:
     if not items:
         raise ValueError("must not be empty")
     return items
 
 
-Filled = Annotated[str, AfterValidator(_filled)]
-Name = Annotated[Filled, AfterValidator(trimmed)]  # what is compared: filled in by hand, it may have blanks around it
+Filled = Annotated[str, AfterValidator(_require_visible_text)]
+Name = Annotated[Filled, AfterValidator(trim)]  # what is compared: filled in by hand, it may have blanks around it
 # unlike a least length, not checked (and complained about) where an item is wrong already
-NotEmpty = AfterValidator(_some)
+NotEmpty = AfterValidator(_require_items)

@@ -1,4 +1,4 @@
-"""What a user gives to be read and asked, and the bundled models' own example where nothing is given."""
+"""Context and prompt from the command line, or an example of the bundled models where the user gives none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsearch.tasks.synthetic.suite import SyntheticTask
 STDIN = "/dev/stdin"
 
 
-def given_text(value: str) -> str:
+def read_text_argument(value: str) -> str:
     """Return the text itself, or the content of FILE for "@FILE", of the standard input for "@-".
 
     Raises:
@@ -32,24 +32,24 @@ def given_text(value: str) -> str:
     return text
 
 
-def expected_reply(seed: int) -> str:
+def find_expected_reply(seed: int) -> str:
     """Return the right answer to the bundled models' own example."""
-    return _own_example(seed).questions[0].answers[0]
+    return _draw_bundled_example(seed).questions[0].answers[0]
 
 
-def _own_example(seed: int) -> Document:
+def _draw_bundled_example(seed: int) -> Document:
     return SyntheticTask("multikey").document(random.Random(seed))
 
 
-def example_for(model: str, context: str | None, prompt: str | None, seed: int) -> tuple[str, str, str]:
-    """Return context, prompt and plain prompt format; bundled models have an example of their own.
+def resolve_example(model: str, context: str | None, prompt: str | None, seed: int) -> tuple[str, str, str]:
+    """Return context, prompt and plain prompt format; for bundled models missing ones come from a built-in example.
 
     Raises:
         UsageError: another model, and no text to read.
     """
     if model in BUNDLED:
         if context is None:
-            document = _own_example(seed)
+            document = _draw_bundled_example(seed)
             context = " ".join(document.words[1:])
             return context, prompt or document.questions[0].question, SyntheticTask.prompt
         return context, prompt or "", SyntheticTask.prompt

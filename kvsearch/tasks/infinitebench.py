@@ -11,12 +11,12 @@ from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics.infinitebench import LETTERS
 
-SPECS = read_specs("infinitebench")
-INFINITEBENCH_TASKS = tuple(SPECS)
+INFINITEBENCH_SPECS = read_specs("infinitebench")
+INFINITEBENCH_TASKS = tuple(INFINITEBENCH_SPECS)
 INFINITEBENCH_LAVA = ("longbook_sum_eng", "longbook_choice_eng", "longdialogue_qa_eng")  # LAVa, Table 12
 
 
-def _texts(value: object) -> object:
+def _read_texts(value: object) -> object:
     """Read one answer or several, texts or numbers, as a list of texts."""
     items = value if isinstance(value, list | tuple) else [value]
     return [str(item) if type(item) in (int, float) else item for item in items]
@@ -26,7 +26,7 @@ class InfiniteBenchRow(BaseModel):
     """A row of InfiniteBench; `options` are empty where there is nothing to choose from."""
 
     context: str
-    answer: Annotated[tuple[str, ...], BeforeValidator(_texts)]
+    answer: Annotated[tuple[str, ...], BeforeValidator(_read_texts)]
     input: str = ""
     options: tuple[str, ...] = ()
 
@@ -38,12 +38,12 @@ class InfiniteBenchTask(DatasetTask[InfiniteBenchRow]):
     """
 
     benchmark: ClassVar[str] = "InfiniteBench"
-    specs: ClassVar[dict[str, DatasetSpec]] = SPECS
+    specs: ClassVar[dict[str, DatasetSpec]] = INFINITEBENCH_SPECS
     row: ClassVar[type[InfiniteBenchRow]] = InfiniteBenchRow
 
-    def fault(self, row: InfiniteBenchRow) -> str | None:
+    def row_problem(self, row: InfiniteBenchRow) -> str | None:
         if not self.spec.options or not row.context.strip():
-            return self.missing(row.context, row.input, row.answer)
+            return self.find_missing(row.context, row.input, row.answer)
         if not 2 <= len(row.options) <= len(LETTERS):
             return f"without 2 to {len(LETTERS)} options to choose from"
         return None if row.answer and row.answer[0] in row.options else "whose answer is none of the options"

@@ -11,20 +11,20 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
-from kvsearch.core.parsing import problems_of
+from kvsearch.core.naming import describe_unknown
+from kvsearch.core.parsing import list_validation_problems
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
-from kvsearch.tasks.fields import Filled, Name, NotEmpty, trimmed
+from kvsearch.tasks.fields import Filled, Name, NotEmpty, trim
 from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, OF_BLANKS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.rows import CellText, read_located
-from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
+from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw_items, select_split
 
-SHOWN = 10
+MAX_SHOWN_FAULTS = 10
 METRIC = "contains"
 CATEGORY = "own"
 SEVERAL = "several"  # the category of a file whose rows have several
-TURNS = "turns"
+TURNS_KEY = "turns"
 OF_TURN = {"question", "answers", "max_new_tokens", "prefix", "options"}
 PLAIN_TEXT = "is plain text: give it as ppl:FILE, or give context, question and answers"
 
@@ -91,7 +91,7 @@ class JsonlTask(Task):
         ids = Counter(str(row.id) for row in rows if row.id is not None)
         problems += [f"the id {name!r} is of {count} rows" for name, count in ids.items() if count > 1]
         problems += [f"prompt {prompt!r} lacks {PLACE}" for prompt in prompts if PLACE not in prompt]
-        problems += [unknown("metric", metric, list(METRICS)) for metric in metrics if metric not in METRICS]
+        problems += [describe_unknown("metric", metric, list(METRICS)) for metric in metrics if metric not in METRICS]
         if len(metrics) > 1:
             problems.append(f"the rows name the metrics {', '.join(metrics)}: one file has one metric")
         if len(prompts) > 1:
@@ -99,8 +99,8 @@ class JsonlTask(Task):
         if not rows and not problems:
             problems.append("no rows")
         if problems:
-            more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
+            more = f"\n  and {len(problems) - MAX_SHOWN_FAULTS} more" if len(problems) > MAX_SHOWN_FAULTS else ""
+            raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:MAX_SHOWN_FAULTS]) + more)
         several = len(categories) > 1 or any(turns for _, turns in by_line)
         category = SEVERAL if several else rows[0].category
         name = Path(path).stem
@@ -108,13 +108,15 @@ class JsonlTask(Task):
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` contexts, drawn without replacement if the split has more."""
-        return draw(part(self.rows, self.split, lambda example: example.key, self.name, OWN_SHARES), samples, seed)
+        return draw_items(
+            select_split(self.rows, self.split, lambda example: example.key, self.name, OWN_SHARES), samples, seed
+        )
 
 
-Line = tuple[list[JsonlRow], bool]  # its row, or those of its turns
+JsonlLine = tuple[list[JsonlRow], bool]  # its row, or those of its turns
 
 
-def _read(path: str | Path) -> tuple[list[Line], list[str]]:
+def _read(path: str | Path) -> tuple[list[JsonlLine], list[str]]:
     """Return the good rows of a file, and what is wrong with the others."""
     lines = []
     problems = []
@@ -122,37 +124,40 @@ def _read(path: str | Path) -> tuple[list[Line], list[str]]:
         if isinstance(row, UsageError):
             problems.append(str(row))
             continue
-        row = _without_gaps(row)
+        row = _drop_missing_values(row)
         turn_place = place
         try:
             if "text" in row and "question" not in row:
                 problems.append(f"{place}: {PLAIN_TEXT}")
-            elif TURNS not in row:
+            elif TURNS_KEY not in row:
                 lines.append(([JsonlRow.model_validate(row)], False))
             else:
                 turns = []
-                for turn, content in enumerate(_rows_of_turns(row, place), 1):
+                for turn, content in enumerate(_split_turns(row, place), 1):
                     turn_place = f"{place}, turn {turn}"
                     turns.append(JsonlRow.model_validate(content))
                 lines.append((turns, True))
         except ValidationError as error:
-            problems += [f"{turn_place}: {problem}" for problem in problems_of(error, [*JsonlRow.model_fields, TURNS])]
+            problems += [
+                f"{turn_place}: {problem}"
+                for problem in list_validation_problems(error, [*JsonlRow.model_fields, TURNS_KEY])
+            ]
         except UsageError as error:
             problems.append(str(error))
     return lines, problems
 
 
-def _without_gaps(row: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_missing_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a row states: a table has null or NaN where it states nothing."""
     return {key: value for key, value in row.items() if value is not None and value == value}
 
 
-def _rows_of_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
+def _split_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     """Return each turn of a row as a row of its own; UsageError if they are no list of objects with keys of a turn."""
-    turns = row[TURNS]
+    turns = row[TURNS_KEY]
     if isinstance(turns, list):
-        turns = [_without_gaps(turn) if isinstance(turn, dict) else turn for turn in turns]
-    shared = {key: value for key, value in row.items() if key != TURNS}
+        turns = [_drop_missing_values(turn) if isinstance(turn, dict) else turn for turn in turns]
+    shared = {key: value for key, value in row.items() if key != TURNS_KEY}
     is_list = isinstance(turns, list) and turns and all(isinstance(turn, dict) and {*turn} <= OF_TURN for turn in turns)
     if not is_list or {*shared} & OF_TURN:
         known = ", ".join(sorted(OF_TURN))
@@ -161,7 +166,7 @@ def _rows_of_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     return [{**shared, **turn, **name} for turn, name in zip(turns, names, strict=True)]
 
 
-def _group(task: str, lines: Sequence[Line], several: bool) -> tuple[Example, ...]:
+def _group(task: str, lines: Sequence[JsonlLine], several: bool) -> tuple[Example, ...]:
     """Return an example per context, and one per line with turns.
 
     Queries name their category where there are `several`; that of a turn is its number.
@@ -172,7 +177,7 @@ def _group(task: str, lines: Sequence[Line], several: bool) -> tuple[Example, ..
             category = f"turn {turn}" if turns else row.category
             as_written = row.metric in OF_BLANKS
             answers, options = (
-                texts if as_written else tuple(map(trimmed, texts)) for texts in (row.answers, row.options)
+                texts if as_written else tuple(map(trim, texts)) for texts in (row.answers, row.options)
             )
             query = Query(
                 row.question,

@@ -15,13 +15,13 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics.infinitebench import LETTERS
-from kvsearch.tasks.metrics.longbench import first_line
+from kvsearch.tasks.metrics.longbench import take_first_line
 
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
-SPECS = read_specs("longbench")
+LONGBENCH_SPECS = read_specs("longbench")
 V2_SPECS = read_specs("longbench_v2")
-LONGBENCH_TASKS = tuple(SPECS)
-LONGBENCH_ENGLISH = tuple(name for name, spec in SPECS.items() if not spec.chinese)
+LONGBENCH_TASKS = tuple(LONGBENCH_SPECS)
+LONGBENCH_ENGLISH = tuple(name for name, spec in LONGBENCH_SPECS.items() if not spec.chinese)
 # LongBench-E has files of its own, with contexts of all lengths in like numbers
 LONGBENCH_E = tuple(f"{name}_e" for name in LONGBENCH_ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
 
@@ -29,7 +29,7 @@ LONGBENCH_E = tuple(f"{name}_e" for name in LONGBENCH_ENGLISH if name not in ("n
 # scored by ROUGE or edit similarity. It names some of each; the metric sorts the others (dureader is the one
 # QA dataset that is scored by ROUGE). passage_count is in neither: LAVa has 20 datasets.
 _GENERATES = ("rouge_l", "rouge_l_zh", "edit_similarity")
-GENERATION = tuple(name for name, spec in SPECS.items() if spec.metric in _GENERATES)
+GENERATION = tuple(name for name, spec in LONGBENCH_SPECS.items() if spec.metric in _GENERATES)
 EXTRACTION = tuple(name for name in LONGBENCH_TASKS if name not in (*GENERATION, "passage_count"))
 
 # Plain means over datasets, not over categories or lengths. LAVa's tables differ in what they leave out.
@@ -60,7 +60,9 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
     """A dataset of LongBench ("qasper") or LongBench-E ("qasper_e"), whose keys begin with their bucket."""
 
     benchmark: ClassVar[str] = "LongBench"
-    specs: ClassVar[dict[str, DatasetSpec]] = SPECS | {name: SPECS[name.removesuffix("_e")] for name in LONGBENCH_E}
+    specs: ClassVar[dict[str, DatasetSpec]] = LONGBENCH_SPECS | {
+        name: LONGBENCH_SPECS[name.removesuffix("_e")] for name in LONGBENCH_E
+    }
     row: ClassVar[type[LongBenchRow]] = LongBenchRow
 
     @property
@@ -71,17 +73,17 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
         """Refuse rows of another dataset: files are named by the user, and must not be scored as what they are not."""
         rows = super().read()
         for row in rows:
-            found = (row.dataset or "").removesuffix("_e")
-            if found != self.base_name and found in LONGBENCH_TASKS:
-                raise UsageError(f"{self.where} holds rows of {found!r}: give the file of {self.base_name!r}")
+            dataset = (row.dataset or "").removesuffix("_e")
+            if dataset != self.base_name and dataset in LONGBENCH_TASKS:
+                raise UsageError(f"{self.where} holds rows of {dataset!r}: give the file of {self.base_name!r}")
             if self.name in LONGBENCH_E and row.length is None:
                 raise UsageError(f"{self.where} has rows without a length, which LongBench-E needs")
             if self.metric == "classification" and not row.all_classes:
                 raise UsageError(f"{self.where} has rows without all_classes, the classes to choose from")
         return rows
 
-    def fault(self, row: LongBenchRow) -> str | None:
-        return self.missing(row.context, row.input, row.answers)
+    def row_problem(self, row: LongBenchRow) -> str | None:
+        return self.find_missing(row.context, row.input, row.answers)
 
     def example(self, position: int, row: LongBenchRow) -> Example:
         answers = tuple(answer for answer in row.answers if not is_blank(answer))
@@ -96,7 +98,7 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
 
     def score(self, reply: str, query: Query) -> float:
         """Return the dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
-        return super().score(first_line(reply) if self.spec.first_line else reply, query)
+        return super().score(take_first_line(reply) if self.spec.first_line else reply, query)
 
 
 class LongBenchV2Row(BaseModel):
@@ -130,10 +132,10 @@ class LongBenchV2Task(DatasetTask[LongBenchV2Row]):
         """Return the rows of this length."""
         return [row for row in super().read() if self.name.endswith(f"_{row.length}")]
 
-    def fault(self, row: LongBenchV2Row) -> str | None:
+    def row_problem(self, row: LongBenchV2Row) -> str | None:
         if not all(choice.strip() for choice in row.choices):
             return "with a choice that is empty"
-        return self.missing(row.context, row.question, (row.answer,))
+        return self.find_missing(row.context, row.question, (row.answer,))
 
     def example(self, position: int, row: LongBenchV2Row) -> Example:
         choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, row.choices, strict=True))

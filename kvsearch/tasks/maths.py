@@ -18,14 +18,14 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_shipped, read_specs
-from kvsearch.tasks.metrics.maths import boxed
+from kvsearch.tasks.metrics.maths import extract_boxed
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.rows import check_rows
 
 GSM8K_METRICS = ("gsm8k", "gsm8k_official")
 INSTRUCTION = "Solve each problem step by step. End with the answer as a number."
 CUE = "Solution, step by step:"
-SPECS = read_specs("maths")
+MATHS_SPECS = read_specs("maths")
 _FINAL = re.compile(r"####\s*(-?[\d.,]*\d)\s*$")
 _CALCULATOR = re.compile(r"<<[^>]*>>")  # annotations that only training uses
 
@@ -51,7 +51,7 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
     shots: int = 4
     metric: str = "gsm8k"
     benchmark: ClassVar[str] = "mathematics"
-    specs: ClassVar[dict[str, DatasetSpec]] = {"gsm8k": SPECS["gsm8k"]}
+    specs: ClassVar[dict[str, DatasetSpec]] = {"gsm8k": MATHS_SPECS["gsm8k"]}
     prompt: ClassVar[str] = f"\n\n{PLACE}\n"
     row: ClassVar[type[Gsm8kRow]] = Gsm8kRow
 
@@ -65,10 +65,13 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
     def context(self) -> str:
         """What all problems follow: the instruction and the worked examples."""
         shots = SHOTS[: self.shots]
-        worked = [f"{_asked(shot['question'])}\n{_reply(shot['solution'], shot['answer'])}" for shot in shots]
+        worked = [
+            f"{_format_problem(shot['question'])}\n{_format_solution(shot['solution'], shot['answer'])}"
+            for shot in shots
+        ]
         return "\n\n".join([INSTRUCTION, *worked])
 
-    def fault(self, row: Gsm8kRow) -> str | None:
+    def row_problem(self, row: Gsm8kRow) -> str | None:
         if not row.question.strip():
             return "without a question"
         return None if _FINAL.search(row.answer) else "without a last line '#### number'"
@@ -80,15 +83,20 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
         [number] = _FINAL.findall(row.answer)
         solution = _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip()
         answer = number.replace(",", "")
-        query = Query(_asked(row.question), (answer,), self.spec.max_new_tokens, written=_reply(solution, answer))
+        query = Query(
+            _format_problem(row.question),
+            (answer,),
+            self.spec.max_new_tokens,
+            written=_format_solution(solution, answer),
+        )
         return Example(self.name, str(position), self.context, (query,))
 
 
-def _asked(question: str) -> str:
+def _format_problem(question: str) -> str:
     return f"Question: {question.strip()}\n{CUE}"
 
 
-def _reply(solution: str, answer: str) -> str:
+def _format_solution(solution: str, answer: str) -> str:
     return f"{solution}\nThe answer is {answer}."
 
 
@@ -113,7 +121,7 @@ class TracedTask(DatasetTask[ProblemRow]):
 
     max_new_tokens: int | None = None
     benchmark: ClassVar[str] = "mathematics"
-    specs: ClassVar[dict[str, DatasetSpec]] = {name: spec for name, spec in SPECS.items() if name != "gsm8k"}
+    specs: ClassVar[dict[str, DatasetSpec]] = {name: spec for name, spec in MATHS_SPECS.items() if name != "gsm8k"}
     row: ClassVar[type[ProblemRow]] = ProblemRow
     traced: ClassVar[bool] = True
 
@@ -122,12 +130,12 @@ class TracedTask(DatasetTask[ProblemRow]):
         rows = [{name.lower(): row[name] for name in row} for row in self.load()]
         return check_rows(rows, self.row, self.where)
 
-    def fault(self, row: ProblemRow) -> str | None:
-        return self.missing(row.problem, "", (row.answer,))
+    def row_problem(self, row: ProblemRow) -> str | None:
+        return self.find_missing(row.problem, "", (row.answer,))
 
     def example(self, position: int, row: ProblemRow) -> Example:
         written = row.solution
-        if boxed(written) is None:
+        if extract_boxed(written) is None:
             written = f"{written}\nThe answer is \\boxed{{{row.answer}}}.".lstrip()
         query = Query(
             self.template.question(""),

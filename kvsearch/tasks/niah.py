@@ -15,19 +15,21 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from kvsearch.core.errors import KvsearchWarning, UsageError, given
+from kvsearch.core.errors import KvsearchWarning, UsageError, require
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.ruler.needles import STORY, read_haystack
-from kvsearch.tasks.splits import ALL, check_split, part
+from kvsearch.tasks.ruler.needles import STORY_FILE, read_haystack
+from kvsearch.tasks.splits import ALL, check_split, select_split
 
-NEEDLE = "Every Thursday the keeper of Orrin Light eats rye bread with pickled plums on the north gallery at dusk."
-QUESTION = "What does the keeper of Orrin Light eat every Thursday, where, and when? Answer in the words of the text."
+NEEDLE_TEXT = "Every Thursday the keeper of Orrin Light eats rye bread with pickled plums on the north gallery at dusk."
+NEEDLE_QUESTION = (
+    "What does the keeper of Orrin Light eat every Thursday, where, and when? Answer in the words of the text."
+)
 ANSWER = "rye bread with pickled plums on the north gallery at dusk"
-ANSWERS = (ANSWER, f"{ANSWER}.")  # a metric of words tells "dusk." from "dusk"
+NEEDLE_ANSWERS = (ANSWER, f"{ANSWER}.")  # a metric of words tells "dusk." from "dusk"
 LENGTHS = (1000, 2000, 4000, 8000)
-DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # ten even steps
+DEPTH_PERCENTS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # ten even steps
 # words with the white space before them; Chinese has none between sentences
 _WORD = re.compile(r"\s*[^\s。！？]+[。！？]?|\s*[。！？]")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]]*$")
@@ -49,8 +51,8 @@ class GridCell(NamedTuple):
     def parse(cls, key: str) -> GridCell:
         """Return the cell of an example's key; UsageError if it is none."""
         problem = f"{key!r} is no key of a needle in a haystack, such as {GridCell(1000, 50).key!r}"
-        found = given(_KEY.fullmatch(key), problem)
-        return cls(int(found[1]), int(found[2]))
+        match = require(_KEY.fullmatch(key), problem)
+        return cls(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class NiahTask(Task):
     """
 
     lengths: tuple[int, ...] = LENGTHS
-    depths: tuple[int, ...] = DEPTHS
+    depths: tuple[int, ...] = DEPTH_PERCENTS
     haystack: Path | None = None
-    needle: str = NEEDLE
+    needle: str = NEEDLE_TEXT
     metric: str = "niah_recall"
     split: str = ALL
     name: str = "niah"
@@ -80,15 +82,15 @@ class NiahTask(Task):
         find_metric(self.metric)
         check_split(self.split)
         if self.needle in "".join(self._sentences):
-            raise UsageError(f"{self.haystack or STORY} holds the needle already: give another text")
+            raise UsageError(f"{self.haystack or STORY_FILE} holds the needle already: give another text")
 
-    def cells(self) -> tuple[GridCell, ...]:
+    def list_cells(self) -> tuple[GridCell, ...]:
         """Return the cells of the split, depths of the first length first."""
         grid = [GridCell(length, depth) for length in self.lengths for depth in self.depths]
-        return tuple(part(grid, self.split, lambda cell: cell, self.name))
+        return tuple(select_split(grid, self.split, lambda cell: cell, self.name))
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
-        """Return up to `samples` cells, in the order of `cells`.
+        """Return up to `samples` cells, in the order of `list_cells`.
 
         If there are more, a KvsearchWarning says so, and those taken cover lengths and depths as evenly as they can.
         Under one seed, fewer samples are some of more.
@@ -96,8 +98,8 @@ class NiahTask(Task):
         Raises:
             UsageError: a length does not hold the needle and one sentence.
         """
-        cells = self.cells()
-        chosen = spread(cells, samples, seed)
+        cells = self.list_cells()
+        chosen = spread_cells(cells, samples, seed)
         if len(chosen) < len(cells):
             warnings.warn(
                 f"{self.name}: {len(chosen)} of {len(cells)} cells are asked, spread over lengths and depths: "
@@ -105,31 +107,33 @@ class NiahTask(Task):
                 KvsearchWarning,
                 stacklevel=2,
             )
-        fitting = {length: self._fitting(length, count) for length in {cell.length for cell in chosen}}
+        fitting = {length: self._fill_context(length, count) for length in {cell.length for cell in chosen}}
         examples = []
         for cell in chosen:
             sentences = fitting[cell.length]
-            context = self._hidden(sentences, cell.depth)
+            context = self._hide_needle(sentences, cell.depth)
             while count(context) > cell.length:  # the needle may break a token in two
                 sentences = sentences[:-1]
-                context = self._hidden(sentences, cell.depth)
-            examples.append(Example(self.name, cell.key, context, (Query(QUESTION, ANSWERS),)))
+                context = self._hide_needle(sentences, cell.depth)
+            examples.append(Example(self.name, cell.key, context, (Query(NEEDLE_QUESTION, NEEDLE_ANSWERS),)))
         return examples
 
-    def _hidden(self, sentences: Sequence[str], depth: int) -> str:
+    def _hide_needle(self, sentences: Sequence[str], depth: int) -> str:
         ends = [0, *accumulate(map(len, sentences))]
         place = min(range(len(ends)), key=lambda index: abs(ends[index] - ends[-1] * depth / 100))
         return "".join([*sentences[:place], " ", self.needle, *sentences[place:]]).strip()
 
-    def _fitting(self, length: int, count: TokenCount) -> Sequence[str]:
+    def _fill_context(self, length: int, count: TokenCount) -> Sequence[str]:
         """Return the sentences that fill a context of `length` tokens together with the needle."""
         sentences = list(self._sentences)
-        while count(self._hidden(sentences, 100)) <= length:
+        while count(self._hide_needle(sentences, 100)) <= length:
             sentences *= 2
-        number = bisect_right(range(len(sentences)), length, key=lambda n: count(self._hidden(sentences[:n], 100))) - 1
+        number = (
+            bisect_right(range(len(sentences)), length, key=lambda n: count(self._hide_needle(sentences[:n], 100))) - 1
+        )
         if number < 1:
             raise UsageError(
-                f"{length} tokens do not hold the needle and a sentence of {self.haystack or STORY}: use more"
+                f"{length} tokens do not hold the needle and a sentence of {self.haystack or STORY_FILE}: use more"
             )
         return sentences[:number]
 
@@ -139,7 +143,7 @@ class NiahTask(Task):
         return tuple(_split("\n\n" + read_haystack(self.haystack).strip()))
 
 
-def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]:
+def spread_cells(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]:
     """Return `samples` of the cells, all of them if there are no more, in their order.
 
     Of a whole grid, no length is taken more than once oftener than another, and no depth. Under one seed, fewer cells
@@ -147,12 +151,14 @@ def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]
     """
     if samples >= len(cells):
         return list(cells)
-    left = _diagonals(cells, seed)
+    left = _order_by_diagonals(cells, seed)
     lengths = Counter[int]()
     depths = Counter[int]()
     chosen = set[GridCell]()
     for _ in range(samples):
-        cell = min(left, key=lambda some: lengths[some.length] + depths[some.depth])  # the first of the least
+        cell = min(
+            left, key=lambda candidate: lengths[candidate.length] + depths[candidate.depth]
+        )  # the first of the least
         left.remove(cell)
         chosen.add(cell)
         lengths[cell.length] += 1
@@ -160,7 +166,7 @@ def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]
     return [cell for cell in cells if cell in chosen]
 
 
-def _diagonals(cells: Sequence[GridCell], seed: int) -> list[GridCell]:
+def _order_by_diagonals(cells: Sequence[GridCell], seed: int) -> list[GridCell]:
     """Return the cells in an order in which all lengths, and all depths, come once before any comes again.
 
     That is so for whole grids: lengths and depths, shuffled, both advance at each step. After as many steps as both
@@ -193,7 +199,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _require_steps(name: str, steps: Sequence[int], low: int, high: int | None) -> None:
-    rising = all(one < two for one, two in pairwise(steps))
+    rising = all(first < second for first, second in pairwise(steps))
     if not steps or not rising or steps[0] < low or (high is not None and steps[-1] > high):
         bounds = f"from {low}" + (f" to {high}" if high is not None else "")
         raise UsageError(f"{name} must be rising whole numbers {bounds}, got {', '.join(map(str, steps)) or 'none'}")

@@ -45,7 +45,7 @@ _LONGEST_REST = 32  # characters at a context's end that may share a token with 
 
 
 class EmptyTextError(IncompatibleError):
-    """A text of which nothing is left once it is tokenised."""
+    """A text that has no tokens."""
 
 
 class QuestionText(NamedTuple):
@@ -138,8 +138,10 @@ class PromptFormat:
         text = self._strip_context(text)
         alone = self.context(text)[0].tolist()
         opening = "\n\n" if self.chat else self.plain.partition(PLACE)[0]
-        asked = self._encode_prompt(f"{text}{opening}a") if opening else alone  # a letter, as questions begin with one
-        shared = _count_shared(alone, asked)
+        continued = (
+            self._encode_prompt(f"{text}{opening}a") if opening else alone
+        )  # a letter, as questions begin with one
+        shared = _count_shared(alone, continued)
         for rest in range(1 + _LONGEST_REST if 0 < shared < len(alone) else 1):
             if self._encode_prompt(text[: len(text) - rest]) == alone[:shared]:
                 return _row(alone[:shared]), text[len(text) - rest :]
@@ -157,11 +159,11 @@ class PromptFormat:
 
         A question `follows` a reply, or else a context that is not known here but for its `rest`, see `open_context`.
         """
-        return _row(self._encode_after(rest + self._question_text(text, prefix, follows)))
+        return _row(self._encode_after(rest + self._format_question(text, prefix, follows)))
 
     def answer(self, text: str, prefix: str = "", question: str = "") -> Tensor:
         """Return the token ids [1, K] of an answer, teacher-forced after `prefix`; EmptyTextError if there is none."""
-        ids = [] if is_blank(text) else self._encode_after(self._gap(question, prefix, text) + text)
+        ids = [] if is_blank(text) else self._encode_after(self._find_gap(question, prefix, text) + text)
         if not ids:
             raise EmptyTextError(f"the answer {text!r} is empty once it is tokenised")
         return _row(ids)
@@ -172,8 +174,8 @@ class PromptFormat:
         return text
 
     def ended(self, stops: Sequence[str]) -> Callable[[list[int]], bool] | None:
-        """Return what tells whether a reply, token ids, has come to a stop text; None without `stops`."""
-        return (lambda reply: stop_at(self.decode(reply), stops) is not None) if stops else None
+        """Return a check whether a reply, token ids, contains a stop text; None without `stops`."""
+        return (lambda reply: find_stop(self.decode(reply), stops) is not None) if stops else None
 
     @cached_property
     def end_of_turn(self) -> int | None:
@@ -185,10 +187,10 @@ class PromptFormat:
             return None
         roles = ("user", "assistant")
         try:
-            parts = self._rendered(*roles).split(_MARK)
+            parts = self._render_template(*roles).split(_MARK)
         except Exception:  # noqa: BLE001 - a template raises what it likes: one that takes no reply shows no end of it
             return None
-        special = added_tokens(self.tokenizer)
+        special = list_added_tokens(self.tokenizer)
         for token in self._encode_bare(parts[-1]) if len(parts) > len(roles) else ():
             if token in special:
                 return token
@@ -202,7 +204,7 @@ class PromptFormat:
 
     @cached_property
     def _wrapped(self) -> tuple[str, str]:
-        parts = self._rendered("user", add_generation_prompt=True).split(_MARK)
+        parts = self._render_template("user", add_generation_prompt=True).split(_MARK)
         if len(parts) != 2:
             does = "drops the user's message" if len(parts) < 2 else "repeats the user's message"
             raise IncompatibleError(f"the tokenizer's chat template {does}, or does not take text for its content")
@@ -212,12 +214,12 @@ class PromptFormat:
     def _next_turn(self) -> str:
         """What stands between a reply and the question that follows it."""
         roles = ("user", "assistant", "user")
-        parts = self._rendered(*roles).split(_MARK)
+        parts = self._render_template(*roles).split(_MARK)
         if len(parts) != len(roles) + 1:
             raise IncompatibleError("the tokenizer's chat template drops earlier messages: no turn can follow another")
         return parts[2]
 
-    def _rendered(self, *roles: str, content: str = _MARK, **options: Any) -> str:
+    def _render_template(self, *roles: str, content: str = _MARK, **options: Any) -> str:
         """Return the template with a mark as the message of each role."""
         messages = [{"role": role, "content": content} for role in roles]
         options |= {"enable_thinking": self.thinking, "tokenize": False, **TEMPLATE_OPTIONS}
@@ -227,7 +229,7 @@ class PromptFormat:
     @cached_property
     def _trims(self) -> tuple[bool, bool]:
         """Whether the template takes away white space before and behind a message, as Llama 3's does."""
-        head, _, tail = self._rendered("user", content=f" {_MARK} ", add_generation_prompt=True).partition(_MARK)
+        head, _, tail = self._render_template("user", content=f" {_MARK} ", add_generation_prompt=True).partition(_MARK)
         return head == self._wrapped[0], tail == self._wrapped[1]
 
     def _strip_context(self, text: str, *, ends: bool = False) -> str:
@@ -242,21 +244,21 @@ class PromptFormat:
         if not self.chat:
             return
         message = f"{context}\n\n{question}" if question else context
-        text = self._strip_context(context, ends=not question) + self._question_text(question)
-        if self._rendered("user", content=message, add_generation_prompt=True) != self._head + text:
+        text = self._strip_context(context, ends=not question) + self._format_question(question)
+        if self._render_template("user", content=message, add_generation_prompt=True) != self._head + text:
             raise IncompatibleError(
                 "the tokenizer's chat template changes the text of a message, so a context cannot be read before its "
                 "question: repair the template, or remove it to have prompts without one"
             )
 
-    def _question_text(self, text: str, prefix: str = "", follows: bool = False) -> str:
+    def _format_question(self, text: str, prefix: str = "", follows: bool = False) -> str:
         """Return everything between a context, or a reply, and the reply to the question."""
         if not self.chat:
             return self.plain.replace(PLACE, text) + prefix
         before = self._next_turn if follows else "\n\n" if text else ""
         return before + (text.rstrip() if self._trims[1] else text) + self._wrapped[1] + prefix
 
-    def _gap(self, question: str, prefix: str, answer: str) -> str:
+    def _find_gap(self, question: str, prefix: str, answer: str) -> str:
         """Return the blank before an answer, where one has to be there."""
         before = prefix or ("" if self.chat else self.plain.replace(PLACE, question or "?"))
         return "" if self.verbatim or answer[:1].isspace() or not _takes_blank(before[-1:]) else " "
@@ -274,11 +276,11 @@ class PromptFormat:
         self, encode: Callable[[str], list[int]], context: str, text: QuestionText
     ) -> tuple[list[int], list[int]]:
         """Return the token ids of a prompt, context and question, and of the answer to it."""
-        before = context + self._question_text(text.question, text.prefix)
+        before = context + self._format_question(text.question, text.prefix)
         prompt = encode(before)
         if text.answer is None or is_blank(text.answer):
             return prompt, []
-        whole = encode(before + self._gap(text.question, text.prefix, text.answer) + text.answer)
+        whole = encode(before + self._find_gap(text.question, text.prefix, text.answer) + text.answer)
         shared = _count_shared(prompt, whole)
         if shared == len(prompt) or self.verbatim:
             return whole[:shared], whole[shared:]
@@ -317,7 +319,7 @@ class PromptFormat:
         return self._encode_bare(text)
 
 
-def added_tokens(tokenizer: Any) -> set[int]:
+def list_added_tokens(tokenizer: Any) -> set[int]:
     """Return the ids of special and other added tokens: texts that no other token has in it."""
     return {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
 
@@ -342,16 +344,16 @@ def _takes_blank(character: str) -> bool:
     return not unicodedata.name(character, "").startswith(_UNSPACED)
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """Cut a reply at the first of `stops`, without leading white space; return all of it if none is there.
 
-    A reply is left as it is where there are no `stops`. See `stop_at` for which places count.
+    A reply is left as it is where there are no `stops`. See `find_stop` for which places count.
     """
-    return text[: stop_at(text, stops)].lstrip() if stops else text
+    return text[: find_stop(text, stops)].lstrip() if stops else text
 
 
-def stop_at(text: str, stops: Sequence[str]) -> int | None:
-    """Return where the first of `stops` begins in a reply; None if none is there.
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Find where the first stop text begins in a reply; None if it has no stop text.
 
     A stop of white space counts only after something else was said: a reply that begins with a newline goes on.
     """

@@ -20,9 +20,9 @@ from typing import Any, Final, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
-from kvsearch.core.files import PARQUET, decoded, is_of_form, read_unpacked
+from kvsearch.core.files import PARQUET, decode_text, is_of_form, read_unpacked
 from kvsearch.core.limits import MOST_DATA
-from kvsearch.core.parsing import describe_fault, list_problems, parse_json, problems_of, short_key
+from kvsearch.core.parsing import describe_fault, list_problems, list_validation_problems, parse_json, shorten_key
 
 Row = dict[str, Any]
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -47,7 +47,7 @@ class Dataset:
     file: str | None = None
     hub: str = ""
 
-    def named(self, name: str) -> Dataset:
+    def with_name(self, name: str) -> Dataset:
         """Return the dataset with its name in place of every `{name}`."""
 
         def put(text: str) -> str:
@@ -98,18 +98,20 @@ def check_rows(rows: Sequence[Row], model: type[Checked], where: object) -> list
     for number, row in enumerate(rows, 1):
         missing = ", ".join(repr(name) for name in needed if name not in row)
         if missing:
-            columns = ", ".join(map(short_key, [*row][:_SHOWN])) or "nothing"
+            columns = ", ".join(map(shorten_key, [*row][:_SHOWN])) or "nothing"
             raise UsageError(f"row {number} of {where} has no column {missing} (found: {columns})")
         try:
             checked.append(model.model_validate(row))
         except ValidationError as error:
-            problems += [f"row {number}: {problem}" for problem in problems_of(error)]
+            problems += [f"row {number}: {problem}" for problem in list_validation_problems(error)]
     if problems:
         raise UsageError(list_problems(problems, str(where)))
     return checked
 
 
-def usable(rows: Sequence[Checked], fault: Callable[[Checked], str | None], where: object) -> list[tuple[int, Checked]]:
+def keep_usable_rows(
+    rows: Sequence[Checked], fault: Callable[[Checked], str | None], where: object
+) -> list[tuple[int, Checked]]:
     """Return the rows without a `fault`, with their positions; a KvsearchWarning counts the others by what is wrong.
 
     Raises:
@@ -129,7 +131,7 @@ def usable(rows: Sequence[Checked], fault: Callable[[Checked], str | None], wher
 
 # --- one reader of rows, by what is in a file -------------------------------------------------------------------------
 
-FORMS: Final = "JSON Lines (an object per line), a JSON array of objects, CSV with a header, or Parquet"
+ROW_FORMATS: Final = "JSON Lines (an object per line), a JSON array of objects, CSV with a header, or Parquet"
 SUFFIXES: Final = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".csv", ".tsv")  # looked for in a folder
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _TABLE_SUFFIXES = (".csv", ".tsv")
@@ -168,11 +170,11 @@ def read_file(path: str | Path) -> list[Row]:
         UsageError: as `read_located`, or a row is none; the message names the first.
         EnvironmentFault: the file cannot be read.
     """
-    return _whole(read_located(path), str(path))
+    return _require_good_rows(read_located(path), str(path))
 
 
 def read_located(path: str | Path) -> list[Located]:
-    """Return the rows of one file with their places; what is in it, unpacked, says how they are written: see `FORMS`.
+    """Return the rows of one file with their places; its content, unpacked, shows their format: see `ROW_FORMATS`.
 
     Raises:
         UsageError: there is no such file, or nothing in it is a row.
@@ -180,17 +182,17 @@ def read_located(path: str | Path) -> list[Located]:
     """
     data = read_unpacked(path)
     if is_of_form(data, PARQUET):
-        return _numbered(_parquet_rows(data, str(path)))
-    return located_rows(decoded(data, str(path)), str(path))
+        return _number_rows(_read_parquet(data, str(path)))
+    return parse_rows(decode_text(data, str(path)), str(path))
 
 
-def rows_or_text(path: str | Path) -> list[Row] | str:
-    """Return the rows of a file of rows with texts, or the text of a plain one; errors as `read_file`."""
+def read_rows_or_text(path: str | Path) -> list[Row] | str:
+    """Read a file as rows with texts, or as one plain text; errors as `read_file`."""
     data = read_unpacked(path)
     if is_of_form(data, PARQUET):
-        return _parquet_rows(data, str(path))
-    text = decoded(data, str(path))
-    return text if is_plain(text, str(path)) else _whole(located_rows(text, str(path)), str(path))
+        return _read_parquet(data, str(path))
+    text = decode_text(data, str(path))
+    return text if is_plain(text, str(path)) else _require_good_rows(parse_rows(text, str(path)), str(path))
 
 
 def is_plain(text: str, name: str) -> bool:
@@ -202,15 +204,15 @@ def is_plain(text: str, name: str) -> bool:
     """
     if _is_named(name, _JSON_SUFFIXES + _TABLE_SUFFIXES) or _is_json(text):
         return False
-    header = _header(text, name)
+    header = _read_header(text, name)
     if header is not None and "text" in header[0]:
         with suppress(UsageError):
-            return not _cells(text, *header, name)
+            return not _read_cells(text, *header, name)
     return True
 
 
-def located_rows(text: str, name: str) -> list[Located]:
-    """Return the rows of JSON Lines, of a JSON array or object, or of CSV, with their places.
+def parse_rows(text: str, name: str) -> list[Located]:
+    """Parse JSON Lines, a JSON array or object, or CSV into rows, each with its place in the file.
 
     A table of one column, or with unusual names of columns, is known by the `name` of its file: .csv or .tsv.
 
@@ -219,23 +221,23 @@ def located_rows(text: str, name: str) -> list[Located]:
     """
     head = text.lstrip()[:1]
     if head == "[":
-        return _numbered(cast("list[object]", parse_json(text, name)))
-    if head != "{" and (header := _header(text, name)) is not None:
-        return _numbered(_cells(text, *header, name))
+        return _number_rows(cast("list[object]", parse_json(text, name)))
+    if head != "{" and (header := _read_header(text, name)) is not None:
+        return _number_rows(_read_cells(text, *header, name))
     rows: list[Located] = []
     for number, line in enumerate(_LINE_END.split(text), 1):
         place = f"line {number}"
         if line.strip():
             try:
-                rows.append((place, _object(place, parse_json(line.strip("\ufeff"), place))))
+                rows.append((place, _require_object(place, parse_json(line.strip("\ufeff"), place))))
             except UsageError as error:
                 rows.append((place, error))
     # not a complaint for each line of what is something else
     if len(rows) > (head == "{") and all(isinstance(row, UsageError) for _, row in rows):
         try:  # one object, over several lines
-            rows = _numbered([parse_json(text, name)])
+            rows = _number_rows([parse_json(text, name)])
         except UsageError:
-            raise UsageError(f"{name} has no rows: {rows[0][1]}; give {FORMS}") from None
+            raise UsageError(f"{name} has no rows: {rows[0][1]}; give {ROW_FORMATS}") from None
     _refuse_tables([row for _, row in rows], name)
     return rows
 
@@ -246,20 +248,23 @@ def _refuse_tables(rows: Sequence[Row | UsageError], name: str) -> None:
         return
     if all(isinstance(value, list | dict) for value in rows[0].values()):
         keys = ", ".join(map(repr, list(rows[0])[:3]))
-        raise UsageError(f"{name} is one object of {keys}, each a list or an object: give the rows alone, as {FORMS}")
+        raise UsageError(
+            f"{name} is one object of {keys}, each a list or an object: give the rows alone, as {ROW_FORMATS}"
+        )
 
 
-def _numbered(rows: Sequence[object]) -> list[Located]:
+def _number_rows(rows: Sequence[object]) -> list[Located]:
     return [
-        (place, _object(place, row)) for place, row in ((f"row {number}", row) for number, row in enumerate(rows, 1))
+        (place, _require_object(place, row))
+        for place, row in ((f"row {number}", row) for number, row in enumerate(rows, 1))
     ]
 
 
-def _object(place: str, row: object) -> Row | UsageError:
+def _require_object(place: str, row: object) -> Row | UsageError:
     return row if isinstance(row, dict) else UsageError(f"{place} is not an object: a row has named columns")
 
 
-def _whole(rows: Sequence[Located], name: str) -> list[Row]:
+def _require_good_rows(rows: Sequence[Located], name: str) -> list[Row]:
     """Return rows without their places; UsageError for the first that is none."""
     for _, row in rows:
         if isinstance(row, UsageError):
@@ -287,7 +292,7 @@ def _is_named(name: str, suffixes: tuple[str, ...]) -> bool:
     return name.endswith(suffixes)
 
 
-def _header(text: str, name: str) -> tuple[list[str], str] | None:
+def _read_header(text: str, name: str) -> tuple[list[str], str] | None:
     """Return the columns of CSV, stripped, and the sign between them; None if text does not begin as a table does.
 
     Raises:
@@ -307,7 +312,7 @@ def _header(text: str, name: str) -> tuple[list[str], str] | None:
     return (columns, sign) if is_unique and len(names) > 1 and all(map(_COLUMN.fullmatch, names)) else None
 
 
-def _cells(text: str, columns: Sequence[str], sign: str, name: str) -> list[Row]:
+def _read_cells(text: str, columns: Sequence[str], sign: str, name: str) -> list[Row]:
     """Return the rows of CSV with text in every cell, None where it is blank; UsageError if one has other columns."""
     import pyarrow.csv  # type: ignore[import-untyped]
 
@@ -327,7 +332,7 @@ def _cells(text: str, columns: Sequence[str], sign: str, name: str) -> list[Row]
     return [{key: CellText(row[key]) if row[key].strip() else None for key in kept} for row in rows]
 
 
-def _parquet_rows(data: bytes, name: str) -> list[Row]:
+def _read_parquet(data: bytes, name: str) -> list[Row]:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
@@ -356,7 +361,7 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
                     if archive.getinfo(member).file_size > MOST_DATA:
                         raise ValueError(f"{member} is too large")
                     place = f"{path}/{member}"
-                    return _whole(located_rows(decoded(archive.read(member), place), place), place)
+                    return _require_good_rows(parse_rows(decode_text(archive.read(member), place), place), place)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:  # also: encrypted
         raise UsageError(f"{path} is no readable zip archive: fetch it again ({describe_fault(error)})") from error
     raise UsageError(f"{path} has none of {', '.join(members)}: is it the archive of another dataset?")

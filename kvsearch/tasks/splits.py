@@ -1,4 +1,4 @@
-"""Parts of a task's examples that have nothing in common, and draws from them."""
+"""Disjoint splits of a task's examples, and samples drawn from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TypeVar
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.core.naming import require_known
 
 Item = TypeVar("Item")
@@ -28,19 +28,19 @@ def check_split(split: str) -> None:
 
 
 def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
-    """Return the places of equal texts together, in the order in which texts first come.
+    """Group the indices of equal texts, in the order in which the texts first occur.
 
     No split of anything divides such a group: what is fitted on one question about a text knows the text, and is not
     judged on another question about it.
     """
     known = list(texts)
-    return list(grouped(range(len(known)), lambda place: known[place]).values())
+    return list(group_by_key(range(len(known)), lambda place: known[place]).values())
 
 
-def part(
+def select_split(
     items: Sequence[Item], split: str, group: Callable[[Item], Hashable], source: str, shares: Shares = SHARES
 ) -> list[Item]:
-    """Return the items of one split, in their order; "all" is all of them.
+    """Return the items of one split in their order; the split "all" has every item.
 
     The three splits are disjoint and cover the items, are the same in every run, and never divide a `group`, such as
     the questions about one document. `shares` are of the groups; `source` is where the items are from, for messages.
@@ -68,7 +68,7 @@ def part(
     return [items[place] for place in chosen]
 
 
-def draw(items: Sequence[Item], samples: int, seed: int) -> list[Item]:
+def draw_items(items: Sequence[Item], samples: int, seed: int) -> list[Item]:
     """Draw `samples` items without replacement; return all of them in their order if there are no more.
 
     Under one seed, fewer samples are some of more.

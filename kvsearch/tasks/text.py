@@ -1,4 +1,4 @@
-"""Text without questions: how well what follows a part of it is predicted once that part is compressed."""
+"""Perplexity on plain text: a window is compressed, and the text that follows it is predicted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import rows_or_text
-from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
+from kvsearch.tasks.rows import read_rows_or_text
+from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw_items, select_split
 
-LENGTH = 512
+DEFAULT_LENGTH = 512
 LEAD = 8  # tokens that follow a context where other tasks have a question
 CONTINUATION = 64  # tokens after these, which are predicted
-SPARE = 1.25  # times as much text is taken for a continuation, so that it has so many tokens
-COUNTED = 100_000  # characters that tell how long a token is
+SPARE_TEXT = 1.25  # times as much text is taken for a continuation, so that it has so many tokens
+COUNTED_CHARACTERS = 100_000  # characters that tell how long a token is
 LONGEST_WORD = 40  # characters to look for a space in; some scripts have none
 
 
@@ -30,7 +30,7 @@ class TextTask(Task):
 
     name: str
     text: str
-    length: int = LENGTH
+    length: int = DEFAULT_LENGTH
     split: str = ALL
     metric = "likelihood"
     prompt = PLACE
@@ -41,13 +41,13 @@ class TextTask(Task):
         check_split(self.split)
 
     @classmethod
-    def load(cls, path: str | Path, length: int = LENGTH, split: str = ALL) -> TextTask:
+    def load(cls, path: str | Path, length: int = DEFAULT_LENGTH, split: str = ALL) -> TextTask:
         """Read a text file, or one of rows such as `{"text": ...}`, which are joined by blank lines.
 
         Raises:
             UsageError: there is no such file, it is no text, it is empty, or a row has no text.
         """
-        content = rows_or_text(path)
+        content = read_rows_or_text(path)
         if not isinstance(content, str):
             rows = [row.get("text") for row in content]
             if not all(isinstance(row, str) for row in rows):
@@ -63,15 +63,17 @@ class TextTask(Task):
         Raises:
             UsageError: the text is shorter than a window.
         """
-        sample = self.text[:COUNTED]
+        sample = self.text[:COUNTED_CHARACTERS]
         characters = len(sample) / max(count(sample), 1)
         windows = list(self._windows(characters))
         if not windows:
             raise UsageError(
                 f"{self.name} has about {round(len(self.text) / characters)} tokens, and a window needs "
-                f"{self.length + LEAD + round(SPARE * CONTINUATION)}: give more text, or lower --length"
+                f"{self.length + LEAD + round(SPARE_TEXT * CONTINUATION)}: give more text, or lower --length"
             )
-        return draw(part(windows, self.split, lambda window: window.context, self.name, OWN_SHARES), samples, seed)
+        return draw_items(
+            select_split(windows, self.split, lambda window: window.context, self.name, OWN_SHARES), samples, seed
+        )
 
     def _windows(self, characters: float) -> Iterator[Example]:
         """Yield the windows of the text, whose tokens have so many `characters`; a rest that is too short is left."""
@@ -79,7 +81,7 @@ class TextTask(Task):
         while True:
             lead = self._space_after(start + self.length * characters)
             gap = self._space_after(lead + LEAD * characters)
-            end = self._space_after(gap + SPARE * CONTINUATION * characters)
+            end = self._space_after(gap + SPARE_TEXT * CONTINUATION * characters)
             if end > len(self.text):
                 return
             continuation = self.text[gap:end]

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvsearch.core.errors import KvsearchError
-from kvsearch.core.parsing import in_one_line
+from kvsearch.core.parsing import format_error
 from kvsearch.core.resources import Closing
-from kvsearch.models.memory import free_memory, is_out_of_memory
+from kvsearch.models.memory import is_out_of_memory, release_memory
 
 OutcomeKind = Literal["ok", "oom", "error", "non-finite"]
 
@@ -94,7 +94,7 @@ def attempt(evaluator: Evaluator[Job, Values], job: Job) -> Outcome[Values]:
         raise
     except Exception as error:  # noqa: BLE001 - whatever fails for one job must not end the others
         kind = "oom" if is_out_of_memory(error) else "error"
-        message = in_one_line(error)
+        message = format_error(error)
     if kind == "oom":
-        free_memory()
+        release_memory()
     return Outcome(kind, values, message, time.perf_counter() - start, evaluator.tokens_spent - tokens)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, KvsearchWarning
-from kvsearch.core.parsing import shortened
-from kvsearch.models.foreign import blaming
+from kvsearch.core.parsing import shorten
+from kvsearch.models.foreign import blame_checkpoint
 from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.workers.base import Outcome
@@ -77,7 +77,7 @@ class ModelWork:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", KvsearchWarning)
             try:
-                with blaming(self.loaded.name):
+                with blame_checkpoint(self.loaded.name):
                     made = self.work(self.loaded, job)
                     made = list(made) if isinstance(made, Iterator) else made
             except Exception as error:
@@ -85,7 +85,7 @@ class ModelWork:
                     raise
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 place = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
-                raise InternalError(f"a bug in kvsearch, please report it ({shortened(place)})") from error
+                raise InternalError(f"a bug in kvsearch, please report it ({shorten(place)})") from error
         return made, [str(one.message) for one in caught if issubclass(one.category, KvsearchWarning)]
 
     def close(self) -> None:

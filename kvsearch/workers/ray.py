@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
-from kvsearch.core.parsing import in_one_line, shortened
+from kvsearch.core.parsing import format_error, shorten
 from kvsearch.core.resources import Closing
 from kvsearch.workers.base import Evaluator, Executor, Job, Outcome, Values, attempt
 
@@ -290,7 +290,7 @@ class _Actor:
         except KvsearchError as error:
             return pickle.dumps(error)
         except Exception as error:  # noqa: BLE001 - `attempt` raises nothing else: it cannot be built
-            return pickle.dumps(EnvironmentFault(f"a Ray worker cannot build its evaluator: {in_one_line(error)}"))
+            return pickle.dumps(EnvironmentFault(f"a Ray worker cannot build its evaluator: {format_error(error)}"))
 
     def stop(self) -> None:
         """Close the evaluator, if there is one."""
@@ -304,6 +304,6 @@ def _reason(error: Exception) -> str:
     """Return what Ray says in one line, without its indented list of ids."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):
-        return in_one_line(cause)
+        return format_error(cause)
     lines = [line for line in str(error).splitlines() if line == line.lstrip()]
-    return shortened(" ".join([f"{type(error).__name__}:", *lines]))
+    return shorten(" ".join([f"{type(error).__name__}:", *lines]))

@@ -15,9 +15,9 @@ from kvsearch.benchmark.speed import (
     CacheKind,
     Workload,
     draw_prompts,
-    draw_skewed_budgets,
     list_cache_kinds,
-    make_program_at,
+    make_program,
+    make_skewed_budgets,
     time_prefill,
 )
 from kvsearch.plan import Phase
@@ -30,7 +30,7 @@ WORK = Workload(batch=1, length=20, steps=3, rounds=1)
 
 
 def kinds_of(model: Any, phases: tuple[Phase, ...] = ("prefill",)) -> list[CacheKind]:
-    program = make_program_at(model, create_policy("snapkv", {"window": 4}), Size(6), phases)
+    program = make_program(model, create_policy("snapkv", {"window": 4}), Size(6), phases)
     return list_cache_kinds(model, {"snapkv": program}, WORK.length + WORK.steps + capacity.PROBE_STEPS)
 
 
@@ -72,7 +72,7 @@ def test_fewer_sequences_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 3000))
 def test_skewed_budgets_have_their_mean(layers: int, heads: int, mean: int) -> None:
-    budgets = draw_skewed_budgets(layers, heads, mean)
+    budgets = make_skewed_budgets(layers, heads, mean)
     assert np.array_equal(budgets.sum(1), np.full(layers, mean * heads))
     assert budgets.min() >= 1
-    assert np.array_equal(budgets, draw_skewed_budgets(layers, heads, mean))
+    assert np.array_equal(budgets, make_skewed_budgets(layers, heads, mean))

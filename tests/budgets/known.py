@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.adakv import AdaKVAllocation, Variant, head_order, split_heads
+from kvsearch.budgets.adakv import AdaKVAllocation, Variant, order_heads, split_heads
 from kvsearch.budgets.allocator import Signals
-from kvsearch.budgets.dynamic import LayerDemand, shared_budgets
-from kvsearch.budgets.lava import LAVaAllocation, layer_entropy
+from kvsearch.budgets.dynamic import LayerDemand, share_budgets
+from kvsearch.budgets.lava import LAVaAllocation, compute_layer_entropy
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.plan.rounding import check_bounds, water_fill
 
@@ -36,12 +36,12 @@ class OfScores:
         ranked = torch.from_numpy(-np.sort(-signals.astype(np.float64), axis=2))
 
         def demand(layer: int, free: int) -> LayerDemand:
-            weight = float(layer_entropy(ranked[layer])) if self.allocation.shares_layers else 1.0
+            weight = float(compute_layer_entropy(ranked[layer])) if self.allocation.shares_layers else 1.0
             layer_scores = ranked[layer]
             allocation = self.allocation
             return LayerDemand(weight, allocation.order(layer_scores, free), allocation.scores(layer_scores, free))
 
-        return shared_budgets(self.allocation, even.reshape(low.shape), low, high, demand)
+        return share_budgets(self.allocation, even.reshape(low.shape), low, high, demand)
 
 
 def adakv(floor_share: float = 0.2, variant: Variant = "exact") -> OfScores:
@@ -60,5 +60,5 @@ def head_budgets(
     heads, length = values.shape
     room = np.broadcast_to(np.minimum(length if most is None else np.asarray(most), length), (heads,)).astype(np.int64)
     ranked = torch.from_numpy(-np.sort(-values, axis=1))
-    order = head_order(ranked, values.size)
+    order = order_heads(ranked, values.size)
     return water_fill(split_heads(order, free, room, floor_share, variant), free, 0, room)

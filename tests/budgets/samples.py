@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.convex import sorted_blocks
+from kvsearch.budgets.convex import sort_blocks
 from kvsearch.core.arrays import Floats
 
 
@@ -31,11 +31,11 @@ def eviction_loss(importance: ArrayLike, budgets: ArrayLike) -> Floats:
 
 
 def marginal_gains(importance: ArrayLike) -> Floats:
-    """Non-increasing gains [..., T] as the blocks of `sorted_blocks` have them, entry by entry."""
+    """Non-increasing gains [..., T] as the blocks of `sort_blocks` have them, entry by entry."""
     values = np.asarray(importance, dtype=np.float64)
     rows = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
     heads = np.arange(len(rows))
-    blocks = sorted_blocks(rows, np.zeros_like(heads), np.full_like(heads, rows.shape[1]))
+    blocks = sort_blocks(rows, np.zeros_like(heads), np.full_like(heads, rows.shape[1]))
     gains = [np.repeat(blocks.slope[blocks.head == head], blocks.size[blocks.head == head]) for head in heads]
     return np.array(gains).reshape(values.shape)
 

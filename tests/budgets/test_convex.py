@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvsearch.budgets.convex import oracle_recall_curve, recall_curve, without_gap
-from kvsearch.budgets.lukv import exact_budgets
+from kvsearch.budgets.convex import compute_oracle_recall, compute_recall, sort_as_oracle
+from kvsearch.budgets.lukv import solve_exactly
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from tests.budgets.samples import eviction_loss, marginal_gains, tables
@@ -60,31 +60,31 @@ def test_gains_are_the_slopes_of_the_concave_majorant(table: Floats) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5])
 def test_refusals_name_the_place(bad: float) -> None:
     with pytest.raises(UsageError, match=rf"{bad} at \[1, 2\]"):
-        without_gap([[1.0, 2.0, 3.0], [1.0, 2.0, bad]])
+        sort_as_oracle([[1.0, 2.0, 3.0], [1.0, 2.0, bad]])
 
 
 A = [1.0, 5, 3, 1]
 
 
 def test_worked_example() -> None:
-    assert recall_curve(A).tolist() == pytest.approx([0, 0.1, 0.6, 0.9, 1])
-    assert oracle_recall_curve(A).tolist() == pytest.approx([0, 0.5, 0.8, 0.9, 1])
-    assert without_gap(A).tolist() == [5, 3, 1, 1]
+    assert compute_recall(A).tolist() == pytest.approx([0, 0.1, 0.6, 0.9, 1])
+    assert compute_oracle_recall(A).tolist() == pytest.approx([0, 0.5, 0.8, 0.9, 1])
+    assert sort_as_oracle(A).tolist() == [5, 3, 1, 1]
 
 
 def test_protected_entries_stay_in_front() -> None:
     """No ranking decides about them: with two of them an important third entry must not take their place."""
-    assert without_gap([1.0, 0, 3, 5, 2], 2).tolist() == [1, 0, 5, 3, 2]
-    assert without_gap([[1.0, 0, 3], [0, 0, 9]], 9).tolist() == [[1, 0, 3], [0, 0, 9]]
+    assert sort_as_oracle([1.0, 0, 3, 5, 2], 2).tolist() == [1, 0, 5, 3, 2]
+    assert sort_as_oracle([[1.0, 0, 3], [0, 0, 9]], 9).tolist() == [[1, 0, 3], [0, 0, 9]]
 
 
 def test_a_head_without_importance_loses_nothing() -> None:
-    assert recall_curve([0.0, 0.0]).tolist() == [1, 1, 1]
+    assert compute_recall([0.0, 0.0]).tolist() == [1, 1, 1]
 
 
 @given(tables())
 def test_curves_rise_to_one_below_the_oracle(table: Floats) -> None:
-    curve, oracle = recall_curve(table), oracle_recall_curve(table)
+    curve, oracle = compute_recall(table), compute_oracle_recall(table)
     assert curve.shape == (*table.shape[:-1], table.shape[-1] + 1)
     assert (np.diff(curve, axis=-1) >= 0).all()
     assert np.allclose(curve[..., -1], 1)
@@ -101,7 +101,7 @@ def test_equals_enumeration(table: Floats) -> None:
     floors = np.minimum(1, np.arange(np.prod(heads)).reshape(heads))
     every = [np.reshape(b, heads) for b in itertools.product(range(table.shape[-1] + 1), repeat=int(np.prod(heads)))]
     totals = range(int(floors.sum()), table.size + 1)
-    for total, budgets in zip(totals, exact_budgets(table, totals, floors), strict=True):
+    for total, budgets in zip(totals, solve_exactly(table, totals, floors), strict=True):
         least = min(eviction_loss(table, b).sum() for b in every if b.sum() == total and (b >= floors).all())
         assert budgets.sum() == total
         assert (budgets >= floors).all()

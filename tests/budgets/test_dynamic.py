@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adakv import AdaKVAllocation, head_order
+from kvsearch.budgets.adakv import AdaKVAllocation, order_heads
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation
@@ -31,7 +31,7 @@ def demand(rng: np.random.Generator, heads: int, candidates: int) -> LayerDemand
     scores = rng.pareto(1.1, (heads, candidates)) * rng.pareto(1.0, (heads, 1))
     ranked = torch.from_numpy(-np.sort(-scores, axis=1))
     highest = ranked.flatten().sort(descending=True).values.numpy()
-    return LayerDemand(weight, head_order(ranked, heads * candidates), highest)
+    return LayerDemand(weight, order_heads(ranked, heads * candidates), highest)
 
 
 @given(st.integers(0, 2**32))
@@ -135,15 +135,15 @@ def test_the_order_does_not_depend_on_its_length(seed: int) -> None:
     heads, candidates = (int(size) for size in rng.integers(1, 9, 2))
     scores = rng.integers(0, 4, (heads, candidates)).astype(float)  # many ties
     ranked = torch.from_numpy(-np.sort(-scores, axis=1))
-    whole = head_order(ranked, scores.size)
+    whole = order_heads(ranked, scores.size)
     for most in range(scores.size + 1):
-        assert head_order(ranked, most).tolist() == whole[:most].tolist()
+        assert order_heads(ranked, most).tolist() == whole[:most].tolist()
         assert np.bincount(whole[:most], minlength=heads).tolist() == head_budgets(scores, most, 0.0).tolist()
 
 
 def test_many_heads_have_an_order_too() -> None:
     ranked = torch.arange(300.0)[:, None]
-    assert head_order(ranked, 3).tolist() == [299, 298, 297]
+    assert order_heads(ranked, 3).tolist() == [299, 298, 297]
 
 
 def test_allocations_by_name() -> None:

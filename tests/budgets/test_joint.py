@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.joint import JointSolver
-from kvsearch.budgets.lukv import MarginalSolver, exact_budgets
+from kvsearch.budgets.lukv import MarginalSolver, solve_exactly
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 
@@ -31,7 +31,7 @@ def optimum(importance: Floats, total: int, floors: Ints) -> float:
         low = floors[chosen, np.arange(layers)]
         if low.sum() <= total:
             rows = importance[chosen, np.arange(layers)]
-            best = max(best, value(importance, chosen, exact_budgets(rows, [total], low)[0]))
+            best = max(best, value(importance, chosen, solve_exactly(rows, [total], low)[0]))
     return best
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Signals
-from kvsearch.budgets.loss_curves import LossCurves, convex
+from kvsearch.budgets.loss_curves import LossCurves, make_convex
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from tests.budgets.contract import LAYERS, LENGTH, AllocatorContract
@@ -34,7 +34,7 @@ class TestLossCurves(AllocatorContract):
 def gains(losses: Floats) -> Floats:
     """Loss that an entry saves, [L, pieces]."""
     whole = np.append(losses, np.zeros((len(losses), 1)), axis=1)
-    return -np.diff(convex(np.array(BUDGETS, dtype=float), whole), axis=1) / np.diff(BUDGETS)
+    return -np.diff(make_convex(np.array(BUDGETS, dtype=float), whole), axis=1) / np.diff(BUDGETS)
 
 
 def bounds(layers: int, heads: int = 1, floor: int = 0, cap: int = 100) -> tuple[Ints, Ints]:
@@ -81,7 +81,7 @@ def test_a_curve_that_is_not_convex_is_read_along_its_hull() -> None:
     # the loss at 5 is above the line from 10 at 2 to 0 at 9, so the measured point says nothing
     bumpy, straight = np.array([[10.0, 9.0]]), np.array([[10.0, 10 * 4 / 7]])
     np.testing.assert_allclose(gains(bumpy), gains(straight))
-    np.testing.assert_allclose(convex(np.array([0.0, 1, 2, 4]), np.array([[4.0, 1, 3, 0]])), [[4, 1, 2 / 3, 0]])
+    np.testing.assert_allclose(make_convex(np.array([0.0, 1, 2, 4]), np.array([[4.0, 1, 3, 0]])), [[4, 1, 2 / 3, 0]])
 
 
 def test_losses_below_zero_count_as_zero() -> None:
@@ -118,7 +118,7 @@ def test_nothing_beats_it_among_all_integer_splits(drawn: list[list[int]], above
     losses, least = np.array(drawn, dtype=float), BUDGETS[0]
     layers, high = len(losses), np.array(caps[: len(drawn)])[:, None]
     total = min(least * layers + above, int(high.sum()))
-    hull = convex(np.array(BUDGETS, dtype=float), np.c_[np.maximum(losses, 0), np.zeros(layers)])
+    hull = make_convex(np.array(BUDGETS, dtype=float), np.c_[np.maximum(losses, 0), np.zeros(layers)])
 
     def lost(budgets: Floats) -> float:
         return sum(float(np.interp(kept, BUDGETS, row)) for kept, row in zip(budgets, hull, strict=True))
@@ -135,7 +135,7 @@ def test_hulls_are_convex_below_the_curve_and_keep_its_ends(seed: int) -> None:
     rng = np.random.default_rng(seed)
     at = np.cumsum(rng.integers(1, 9, 6)).astype(float)
     values = rng.pareto(1.1, (2, 6))
-    hull = convex(at, values)
+    hull = make_convex(at, values)
     slopes = np.diff(hull, axis=1) / np.diff(at)
     assert (np.diff(slopes, axis=1) >= -1e-9 * np.abs(values).max()).all()
     assert (hull <= values + 1e-12 * values.max()).all()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Signals
-from kvsearch.budgets.convex import without_gap
-from kvsearch.budgets.lukv import MarginalSolver, exact_budgets, profile_grid
+from kvsearch.budgets.convex import sort_as_oracle
+from kvsearch.budgets.lukv import MarginalSolver, solve_exactly, solve_grid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
@@ -66,14 +66,14 @@ def cut_blocks(table: Floats, total: int, floors: Ints) -> Ints:
 def test_worked_examples(table: Floats, total: int, best: float, partial_block: float, optimum: float) -> None:
     assert value(table, MarginalSolver(table).solve(total)) == best
     assert value(table, cut_blocks(table, total, np.zeros((1, 2), dtype=int))) == partial_block
-    assert value(table, exact_budgets(table, [total])[0]) == optimum
+    assert value(table, solve_exactly(table, [total])[0]) == optimum
 
 
 def test_a_perfect_ranking_assumed_costs_importance() -> None:
     # LU-KV's ablation: solve as if the ranking were the oracle's, then evict with the ranking.
-    assert cut_blocks(without_gap(SECOND), 5, np.zeros((1, 2), dtype=int)).tolist() == [[3, 2]]
+    assert cut_blocks(sort_as_oracle(SECOND), 5, np.zeros((1, 2), dtype=int)).tolist() == [[3, 2]]
     assert value(SECOND, np.array([[3, 2]])) == 8
-    assert value(SECOND, MarginalSolver(without_gap(SECOND)).solve(5)) == 8
+    assert value(SECOND, MarginalSolver(sort_as_oracle(SECOND)).solve(5)) == 8
     assert MarginalSolver(SECOND).solve(5).tolist() == [[4, 1]]
     assert value(SECOND, np.array([[4, 1]])) == 11
 
@@ -138,7 +138,7 @@ def test_every_total_is_exact_feasible_and_at_least_the_partial_block(table: Flo
         assert (best >= floors).all()
         assert best.max() <= table.shape[2]
         assert value(table, best) >= value(table, partial) - tiny
-        optimum = value(table, exact_budgets(table, [int(total)], floors)[0])
+        optimum = value(table, solve_exactly(table, [int(total)], floors)[0])
         assert value(table, best) <= optimum + tiny
         if total in solver.ends:
             assert value(table, best) == pytest.approx(optimum)
@@ -161,7 +161,7 @@ def test_caps_cut_the_curves() -> None:
 
 def test_profile_rows_keep_the_global_ratio() -> None:
     solver = MarginalSolver(heavy_tailed(np.random.default_rng(3), (3, 2, 70)), 1)
-    profile = profile_grid(solver)
+    profile = solve_grid(solver)
     assert profile.shape == (99, 3, 2)
     assert profile.dtype == np.float32
     kept = np.rint((1 - profile.astype(float)) * 70).astype(int)
@@ -173,7 +173,7 @@ def test_profile_rows_keep_the_global_ratio() -> None:
 
 
 def test_profile_totals_are_clipped_to_the_bounds() -> None:
-    profile = profile_grid(MarginalSolver(np.ones((1, 2, 10)), 4, [[8, 6]]))
+    profile = solve_grid(MarginalSolver(np.ones((1, 2, 10)), 4, [[8, 6]]))
     assert profile[98].tolist() == pytest.approx(np.full((1, 2), 0.6))
     assert profile[0].ravel().tolist() == pytest.approx([0.2, 0.4])
 

@@ -9,7 +9,7 @@ import pytest
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import PhasePlan, Plan
-from kvsearch.plan.arithmetic import with_carry
+from kvsearch.plan.arithmetic import add_carry
 from tests.plan.builders import plan_dict
 
 
@@ -90,12 +90,12 @@ def test_what_carries_nothing() -> None:
     ]
     cake: dict[str, Any] = {"name": "cake", "params": {}}
     alone = planned(("cake", {"window": 4}, [60, 90]), allocation=cake)
-    (shared,) = problems(with_carry(alone, "match"))
+    (shared,) = problems(add_carry(alone, "match"))
     assert shared == (
         "prefill.layers.0: entries carry what leaves, so its budgets must be final when a layer ends: use allocation "
         "adakv or static, not cake"
     )
-    check_plan(with_carry(planned(("cake", {"window": 4}, [60, 90])), "match"), "p.json")
+    check_plan(add_carry(planned(("cake", {"window": 4}, [60, 90])), "match"), "p.json")
 
 
 def test_allocations_that_do_not_suit_the_policies() -> None:

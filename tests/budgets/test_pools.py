@@ -8,10 +8,10 @@ import torch
 from numpy.typing import ArrayLike
 
 from kvsearch.budgets.allocator import Allocator, Signals
-from kvsearch.budgets.cake import CAKEAllocation, exponents
-from kvsearch.budgets.dynamic import LayerDemand, shared_budgets
-from kvsearch.budgets.lava import Heads, LAVaAllocation, Layers
-from kvsearch.budgets.lava import layer_entropy as entropy_of
+from kvsearch.budgets.cake import CAKEAllocation, find_exponents
+from kvsearch.budgets.dynamic import LayerDemand, share_budgets
+from kvsearch.budgets.lava import HeadWeights, LAVaAllocation, LayerWeights
+from kvsearch.budgets.lava import compute_layer_entropy as entropy_of
 from kvsearch.core.arrays import Floats, Ints
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
 from tests.budgets.known import OfScores, adakv
@@ -25,7 +25,7 @@ def allocate(preferences: list[float], pool: int, cap: int = 100, heads: int = 1
     planned[0] += pool
     with np.errstate(divide="ignore"):
         weights = np.log(preferences).tolist()
-    budgets = shared_budgets(
+    budgets = share_budgets(
         CAKEAllocation(), planned, floors, floors + cap, lambda layer, _: LayerDemand(weights[layer], NOTHING)
     )
     assert (budgets == budgets[:, :1]).all()
@@ -66,10 +66,10 @@ def test_zero_preferences_mean_equal_layers() -> None:
     ],
 )
 def test_exponents(model: str, expected: tuple[float, float]) -> None:
-    assert exponents(model) == expected
+    assert find_exponents(model) == expected
 
 
-def lava(floor_share: float = 0.2, heads: Heads = "dynamic", layers: Layers = "dynamic") -> OfScores:
+def lava(floor_share: float = 0.2, heads: HeadWeights = "dynamic", layers: LayerWeights = "dynamic") -> OfScores:
     return OfScores(LAVaAllocation(floor_share, heads, layers))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
+from kvsearch.budgets.convex import compute_oracle_recall, compute_recall
 from kvsearch.calibration.analysis import (
     compute_lost_mass,
     compute_ranking_gap,
@@ -138,7 +138,7 @@ def test_lost_mass_between_grid_points_is_linear() -> None:
 def test_ranking_gap_is_the_area_between_the_recall_curves() -> None:
     importance = random_importance(100)
     importance[0, 0] = np.sort(importance[0, 0])[::-1]  # this head is ranked perfectly
-    curves = {"recall": recall_curve(importance), "oracle_recall": oracle_recall_curve(importance)}
+    curves = {"recall": compute_recall(importance), "oracle_recall": compute_oracle_recall(importance)}
     gap = compute_ranking_gap(profile(**{name: curve.astype(np.float32) for name, curve in curves.items()}))
     np.testing.assert_allclose(gap, (curves["oracle_recall"] - curves["recall"]).mean(-1), atol=1e-6)
     assert gap[0, 0] == pytest.approx(0.0, abs=1e-6)

@@ -11,7 +11,7 @@ import pytest
 
 from kvsearch.calibration.data import CalibrationData, find_default_data, load_calibration_data
 from kvsearch.core.errors import UsageError
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from scripts.bundled_calibration import calibration_file
@@ -138,7 +138,7 @@ def test_the_texts_of_other_models() -> None:
     data = load_calibration_data(find_default_data("some/model"))
     assert (len(data.contexts), data.questions, data.prompt) == (5, 65, PLAIN_PROMPT)
     assert all(len(context.text.split()) >= 1700 and context.text.isascii() for context in data.contexts)
-    assert resource("data/calibration/novel.txt").read_text() not in {context.text for context in data.contexts}
+    assert find_resource("data/calibration/novel.txt").read_text() not in {context.text for context in data.contexts}
     pairs = [pair for context in data.contexts for pair in context.questions]
     assert len({pair.question for pair in pairs}) == len({pair.answer for pair in pairs}) == 65
     for context in data.contexts:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.models.architecture import attention_modules, describe, output_weight
+from kvsearch.models.architecture import describe, find_attention_modules, read_output_weight
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -59,7 +59,7 @@ def test_importance_is_that_of_the_whole_attention_matrix(family: str, group: st
         importance = ImportancePass(model, [POLICY], context, group).ask(question)[0]
     assert importance.shape == (len(shape.full_layers), shape.kv_heads, CONTEXT)
     for row, layer in enumerate(shape.full_layers):
-        weight = output_weight(attention_modules(model)[layer], shape.query_heads)
+        weight = read_output_weight(find_attention_modules(model)[layer], shape.query_heads)
         spread = values[layer][0, :, :CONTEXT].repeat_interleave(shape.group, 0)
         norms = (spread @ weight).norm(dim=-1)  # [Hq, T]
         taken = attentions[layer][0, :, CONTEXT:, :CONTEXT] * norms[:, None]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from kvsearch.budgets.convex import prefix_sums
-from kvsearch.budgets.lukv import MarginalSolver, profile_grid
+from kvsearch.budgets.convex import sum_prefixes
+from kvsearch.budgets.lukv import MarginalSolver, solve_grid
 from kvsearch.calibration.analysis import compute_lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass, measure_output_errors
@@ -140,9 +140,9 @@ def test_the_ablation_of_the_gap_leaves_protected_entries_in_front(model: Loaded
     (item,) = measured(model, one, options)
     fixed, ranked = item.importance[..., :PROTECTED], item.importance[..., PROTECTED:]
     assumed = np.concatenate([fixed, -np.sort(-ranked, axis=-1)], -1)
-    expected = profile_grid(MarginalSolver(assumed, PROTECTED))
+    expected = solve_grid(MarginalSolver(assumed, PROTECTED))
     assert np.array_equal(calibrate_lukv(model, one, POLICY, options).arrays["evicted_ratio"], expected)
-    everything = profile_grid(MarginalSolver(-np.sort(-item.importance, axis=-1), PROTECTED))
+    everything = solve_grid(MarginalSolver(-np.sort(-item.importance, axis=-1), PROTECTED))
     assert not np.array_equal(everything, expected)
 
 
@@ -172,7 +172,7 @@ def test_an_entry_is_worth_the_error_that_it_takes_away(model: LoadedModel, data
     taken = np.maximum.accumulate(may_go[..., :1] - may_go, axis=-1)
     assert (item.importance[..., :PROTECTED] == 0).all()
     np.testing.assert_allclose(
-        prefix_sums(item.importance)[..., PROTECTED:], taken, rtol=1e-4, atol=1e-6 * errors.max()
+        sum_prefixes(item.importance)[..., PROTECTED:], taken, rtol=1e-4, atol=1e-6 * errors.max()
     )
     assert item.importance.min() >= 0
     assert item.scale == pytest.approx(may_go[..., 0].sum())

@@ -18,7 +18,7 @@ from kvsearch.jobs.calibrate import (
     OPTIONS,
     CalibrateOptions,
 )
-from kvsearch.policies import Policy, policy_names
+from kvsearch.policies import Policy, list_policy_names
 from kvsearch.policies.registry import FITTED
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "calibrate").glob("*.yaml"))
@@ -89,7 +89,7 @@ def test_protection_of_the_method(name: str, expected: dict[str, Any]) -> None:
 
 
 def test_every_policy_that_evicts_can_be_calibrated() -> None:
-    for name in policy_names():
+    for name in list_policy_names():
         if name not in ("full", *FITTED):
             assert policy(name).name == name
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.budgets.lukv import grid_totals
+from kvsearch.budgets.lukv import compute_grid_totals
 from kvsearch.calibration.tables import RatioTables, floor_entries
-from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.profile_arrays import GRID_SIZE
 from kvsearch.plan.size import round_half_up
 from kvsearch.policies import create_policy
 
@@ -25,12 +25,12 @@ def test_the_floor(minimum: float, length: int, expected: int) -> None:
 
 @given(st.integers(1, 100_000), st.integers(1, 300), st.sampled_from([1, 25, 50, 75, 99]))
 def test_totals_are_those_of_an_export(length: int, heads: int, percent: int) -> None:
-    assert grid_totals(length * heads)[percent - 1] == round_half_up((1 - percent / 100) * length * heads)
+    assert compute_grid_totals(length * heads)[percent - 1] == round_half_up((1 - percent / 100) * length * heads)
 
 
 def table(value: float, layers: int = 1, heads: int = 2) -> np.ndarray:
     """The same local ratios in all rows: a head above and a head below `value`."""
-    one = np.full((GRID, layers, heads), value, np.float32)
+    one = np.full((GRID_SIZE, layers, heads), value, np.float32)
     one[:, :, 0] -= 0.25
     one[:, :, 1] += 0.25
     return one

@@ -11,13 +11,13 @@ import pytest
 from kvsearch.calibration.prompts import add_own_replies, encode_prompts, make_task_data
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.origin import context_hash
+from kvsearch.plan.origin import hash_context
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.encode import asked_hashes, encode_tasks
+from kvsearch.tasks.encode import encode_tasks, list_context_hashes
 from tests import tiny
 
 
@@ -97,7 +97,7 @@ def test_own_replies_are_those_of_an_evaluation(model: LoadedModel) -> None:
     free = tiny.Listed("free", rows)
     whole = {
         (one.key, one.question): one.reply.split()
-        for one in tiny.run(model, {"full": full_cache(model.model)}, [free], 2)
+        for one in tiny.run(model, {"full": make_full_program(model.model)}, [free], 2)
     }
     right = tuple(
         replace(row, queries=tuple(
@@ -128,7 +128,7 @@ def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> No
     task = tiny.Listed("listed", rows)
     data = make_task_data(model, [task], 3, 0)
     (encoded,) = encode_tasks(model, [task], 3)
-    assert data.hashes == asked_hashes([encoded])
+    assert data.hashes == list_context_hashes([encoded])
     assert len(data.asked.ids) == 3
     fresh = encode_tasks(
         model,
@@ -138,4 +138,4 @@ def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> No
     )
     assert [prompt.key for prompt in fresh[0].prompts] == ["3"]
     several = tiny.listed((60, 2), (90, 1))
-    assert make_task_data(model, [several], 2, 0).hashes == [context_hash(row.context) for row in several.rows]
+    assert make_task_data(model, [several], 2, 0).hashes == [hash_context(row.context) for row in several.rows]

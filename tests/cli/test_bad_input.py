@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from tests.cli.conftest import Run
 from tests.robustness.inputs import calibration_file
 
@@ -27,7 +27,7 @@ def refused(run: Run, code: int, words: str, *arguments: object) -> str:
 
 
 def copy_of_bundled(directory: Path) -> Path:
-    return Path(shutil.copytree(resource("data/bundled"), directory / "model"))
+    return Path(shutil.copytree(find_resource("data/bundled"), directory / "model"))
 
 
 def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> None:

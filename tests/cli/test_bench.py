@@ -47,14 +47,14 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert told["machine"]["dtype"] == "bfloat16"
     assert told["costs"][-1]["cache"] == "snapkv, 32 per head"
     assert told["costs"][-1]["held_bytes"] == 2 * 2 * 32 * (2 * 8 * 2 + 4)
-    monkeypatch.setattr("kvsearch.benchmark.capacity.free_bytes", lambda _: 40_000)
+    monkeypatch.setattr("kvsearch.benchmark.capacity.measure_free_bytes", lambda _: 40_000)
     code, _, talk = run(*arguments[:-1], "--dry-run")
     assert code == 3
     assert "batch 1 at 48 tokens needs 0.0 GB" in talk
     assert "0.0 GB are free: lower --length, or measure fewer plans" in talk
-    monkeypatch.setattr(shapes, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(shapes, "measure_free_bytes", lambda _: 1000)
     with pytest.raises(EnvironmentFault, match=r"takes 0\.0 GB for its weights and cpu has 0\.0 GB free"):
-        shapes.random_model("llama-3.1-8b")
+        shapes.make_random_model("llama-3.1-8b")
 
 
 def test_compiled_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_compiled_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_batch_and_what_show_and_report_read(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvsearch.benchmark.capacity.default_memory", lambda *_, **__: 5_000_000)
+    monkeypatch.setattr("kvsearch.benchmark.capacity.find_default_memory", lambda *_, **__: 5_000_000)
     arguments = ("bench", "bundled", "--ratio", 0.75, "--policy", "knorm", "--phases", "both", "--skewed", *SHORT)
     out, _ = done(*arguments, "--length", "32,64", "--largest-batch", "--json")
     costs = {(row["cache"], row["length"]): row for row in json.loads(out)["costs"]}
@@ -95,7 +95,7 @@ def test_the_largest_batch_and_what_show_and_report_read(
     page = (tmp_path / "report.html").read_text()
     assert ours in page
     assert "Time per token, batch 1" in page
-    monkeypatch.setattr("kvsearch.benchmark.capacity.default_memory", lambda *_, **__: 100_000)
+    monkeypatch.setattr("kvsearch.benchmark.capacity.find_default_memory", lambda *_, **__: 100_000)
     code, _, talk = run(*arguments, "--length", 64, "--largest-batch")
     assert (code, talk.count("\n")) == (3, 1)
     assert "may be used: give a shorter --length" in talk

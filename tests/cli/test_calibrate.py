@@ -10,8 +10,8 @@ import pytest
 from kvsearch.cli.console import Console
 from kvsearch.plan import Profile, load_plan, load_profile
 from kvsearch.plan import saved as weights
-from kvsearch.plan.origin import context_hash
-from kvsearch.report.profile import profile_parts
+from kvsearch.plan.origin import hash_context
+from kvsearch.report.profile import list_profile_parts
 from tests import tiny
 from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
@@ -31,7 +31,7 @@ def profile_in(directory: Path) -> Profile:
 
 
 def shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    Console().out.print_parts(profile_parts(profile_in(directory)))
+    Console().out.print_parts(list_profile_parts(profile_in(directory)))
     return capsys.readouterr().out
 
 
@@ -81,7 +81,7 @@ def test_methods_take_tasks(questions: Path, tmp_path: Path, method: tuple[objec
     fitted = json.loads((tmp_path / "p" / "contexts.json").read_text())["fitted"]
     assert len(fitted) == 4
     rows = [json.loads(line) for line in questions.read_text().splitlines()]
-    assert len(set(fitted) & {context_hash(row["context"]) for row in rows}) == 2
+    assert len(set(fitted) & {hash_context(row["context"]) for row in rows}) == 2
     config = json.loads((tmp_path / "p" / "config.json").read_text())
     assert (config["options"]["tasks"], config["content"]["data"]) == (tasks[1], "mine+multikey")
     done("show", tmp_path / "p")

@@ -12,7 +12,7 @@ from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.cli.registry import VERBS
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
-from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.runs.run import read_contexts
 from tests.cli.conftest import Run, done, done_json, invoke
 
@@ -41,7 +41,7 @@ def test_what_does_not_exist_is_told_on_one_line(run: Run, arguments: tuple[str,
 
 def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:
     texts = load_calibration_data(find_default_data("bundled")).limit_questions(2)
-    known = [context_hash(context.text) for context in texts.contexts]
+    known = [hash_context(context.text) for context in texts.contexts]
     profile, plan = load_profile(calibrated / "profile.safetensors"), load_plan(calibrated / "plan.json")
     record = ContextRecord(fitted=ContextSet.of(known))
     assert profile.metadata.provenance.contexts == plan.provenance.contexts == record

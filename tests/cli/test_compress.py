@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvsearch
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from tests import tiny
 from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
@@ -82,12 +82,12 @@ def test_what_is_refused(run: Run, plan: Path, saved: Path, tmp_path: Path) -> N
     refused(run, USAGE, "leave --context out, or --cache", *from_file, *asked, "--context", "the fox .")
     refused(run, USAGE, "is no safetensors file", "generate", "bundled", "--cache", saved.parent / "plan.json", *asked)
     refused(run, USAGE, "there is no file", "generate", "bundled", "--cache", tmp_path / "nothing.kv", *asked)
-    refused(run, USAGE, "give a --prompt with --cache", "generate", resource("data/bundled"), "--cache", saved)
+    refused(run, USAGE, "give a --prompt with --cache", "generate", find_resource("data/bundled"), "--cache", saved)
     refused(run, USAGE, "several prompts are asked of one context", "generate", "bundled", *asked, *asked)
     compress = ("compress", "bundled", "--plan", plan, "--context", "the fox .", "-o")
     refused(run, USAGE, "--force to replace it", *compress, saved)
     refused(run, USAGE, "its folder does not exist", *compress, tmp_path / "no" / "a.kv")
-    copied = ("compress", resource("data/bundled"), "--plan", plan, "-o", tmp_path / "a.kv")
+    copied = ("compress", find_resource("data/bundled"), "--plan", plan, "-o", tmp_path / "a.kv")
     refused(run, USAGE, "give --context TEXT or @FILE", *copied)
     code, out, _ = run(*compress, tmp_path / "a.kv", "--dry-run", "--json")
     told = json.loads(out)

@@ -12,7 +12,7 @@ import pandas
 import pytest
 
 from kvsearch.evaluation import statistics
-from kvsearch.models.loading import VARIABLES
+from kvsearch.models.loading import OFFLINE_VARIABLES
 from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import refused
 from tests.tiny import document, task_file
@@ -130,7 +130,7 @@ def test_offline_tasks_do_not_touch_the_network(run: Run, monkeypatch: pytest.Mo
 
     for module in (datasets.config, huggingface_hub.constants):
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
-    for name in VARIABLES:
+    for name in OFFLINE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
@@ -148,7 +148,7 @@ def test_offline_tasks_do_not_touch_the_network(run: Run, monkeypatch: pytest.Mo
     assert "is not downloaded" in talk
     assert not datasets.config.HF_HUB_OFFLINE
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
-    assert not set(VARIABLES) & set(os.environ)
+    assert not set(OFFLINE_VARIABLES) & set(os.environ)
 
 
 def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

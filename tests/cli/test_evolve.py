@@ -19,7 +19,7 @@ from kvsearch.jobs.searching import search_progress
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.origin import ContextSet
-from kvsearch.runs.lock import locked
+from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import read_contexts
 from kvsearch.search.trials import Candidate, TrialLog
 from tests import tiny
@@ -168,7 +168,7 @@ BETTER = Candidate(np.full((2, 1), 8), 1.25, "layers 0-1, generation 0")
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[TrialLog]:
-    with locked(tmp_path), TrialLog(tmp_path / "ledger.jsonl") as log:
+    with lock_directory(tmp_path), TrialLog(tmp_path / "ledger.jsonl") as log:
         yield log
 
 

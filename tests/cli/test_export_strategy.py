@@ -70,7 +70,7 @@ def test_harmful_signals_are_not_used_unless_allowed(
 
     path, file = tmp_path / "plan.json", polykv / "profile.safetensors"
     assert run("export", polykv, "-o", path, "--dry-run")[0] == 0  # not validated
-    monkeypatch.setattr(export_job, "harmful", harmful)
+    monkeypatch.setattr(export_job, "find_harmful", harmful)
     words = "route cosine was judged harmful; give --allow-harmful to write it anyway"
     refused(run, USAGE, words, "export", polykv, "-o", path, "--budget", 20)
     assert not path.exists()

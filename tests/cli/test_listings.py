@@ -14,10 +14,10 @@ from kvsearch.cli.command import describe_flags, make_group
 from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
 from kvsearch.config.options import option
-from kvsearch.config.recipes import shipped_recipes
+from kvsearch.config.recipes import list_shipped_recipes
 from kvsearch.jobs.groups import TASK_DETAILS, TaskOptions
 from kvsearch.policies import registry
-from kvsearch.tasks.catalog import ENTRIES, SETS, flag
+from kvsearch.tasks.catalog import ENTRIES, SETS, format_flag
 from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import ENVIRONMENT, refused
 
@@ -28,8 +28,8 @@ from tests.cli.test_bad_input import ENVIRONMENT, refused
         (["policies"], [*registry.BUILT_IN]),
         (["tasks"], [*ENTRIES, "jsonl:FILE", "ppl:FILE"]),
         (["tasks", "longbench:trec,samsum+gsm8k"], ["longbench:trec", "longbench:samsum", "gsm8k"]),
-        (["recipes"], [*shipped_recipes()]),
-        (["recipes", "run"], [name for name in shipped_recipes() if name.startswith("run/")]),
+        (["recipes"], [*list_shipped_recipes()]),
+        (["recipes", "run"], [name for name in list_shipped_recipes() if name.startswith("run/")]),
     ],
 )
 def test_a_listing_names_everything(words: list[str], names: list[str]) -> None:
@@ -47,7 +47,7 @@ def test_a_listing_names_everything(words: list[str], names: list[str]) -> None:
     [
         (["policies", "snapkv"], ["score[i] = pool_i(", "last 32 query rows", "window   default 32"]),
         (["tasks", "ruler:qa_1"], ["--squad FILE, SQuAD's JSON", "default report", "--length --split --squad"]),
-        (["recipes", "run/bundled"], shipped_recipes()["run/bundled"].read_text().splitlines()),
+        (["recipes", "run/bundled"], list_shipped_recipes()["run/bundled"].read_text().splitlines()),
     ],
 )
 def test_one_in_full(words: list[str], shown: list[str]) -> None:
@@ -115,7 +115,7 @@ def test_every_option_of_tasks_has_its_flag_and_arrives() -> None:
     known = {option for entry in ENTRIES.values() for option in entry.reads}
     assert {*TASK_DETAILS, "split"} == known
     flags = [typed for offered in describe_flags(Probe) for typed in offered.flags]
-    assert [option for option in known if flag(option) not in flags] == []
+    assert [option for option in known if format_flag(option) not in flags] == []
     assert json.loads(probed()[1]) == {"tasks": None}  # which are then those of the model
     typed = [
         "--tasks", "ruler+gsm8k", "--length", "4096, 8192", "--split", "select", "--data", "me/it", "--data-revision",

@@ -71,7 +71,7 @@ def test_scores_and_what_they_were_made_with(request_of: Callable[..., Any], tmp
 
 @installed
 def test_json(request_of: Callable[..., Any], calibrated: Path) -> None:
-    from kvsearch.core.canonical import sha256_of
+    from kvsearch.core.canonical import hash_json
     from kvsearch.plan import load_plan
 
     code, out, talk = call(*request_of("small_choose", "--json", "--num-fewshot", 0, "--max-length", 60, "--seed", 1))
@@ -80,7 +80,7 @@ def test_json(request_of: Callable[..., Any], calibrated: Path) -> None:
     assert set(results["results"]["small_choose"]) >= {"acc,none", "acc_mutual_info,none"}
     assert results["config"]["fewshot_seed"] == 1235
     made = results["kvsearch"]
-    assert made["plan_sha256"] == sha256_of(load_plan(calibrated / "plan.json"))
+    assert made["plan_sha256"] == hash_json(load_plan(calibrated / "plan.json"))
     assert made["max_length"] == 60
     held = made["held"]["small_choose"]
     assert held["truncated"] > DOCUMENTS

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.jobs.calibrate import CalibrateOptions, suggest_commands
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import suggest_plan_commands
@@ -42,7 +42,7 @@ def paste(words: Iterable[object], *more: object) -> tuple[str, list[list[str]]]
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that is not bundled and a file of questions in its language; its name has to be quoted."""
     folder = tmp_path_factory.mktemp("my own")
-    shutil.copytree(resource("data/bundled-redundant"), folder / "model")
+    shutil.copytree(find_resource("data/bundled-redundant"), folder / "model")
     tiny.task_file(folder / "own.jsonl", contexts=24, length=120, facts=2)
     return folder
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvsearch.cli.console import LOGGER, Console, set_up_log
 from kvsearch.core.errors import UsageError
-from kvsearch.core.printed import FORMULA, PLAIN, visible, visible_line
+from kvsearch.core.printed import FORMULA, PLAIN, escape_invisible, escape_line
 from kvsearch.jobs.groups import format_command
 from kvsearch.report.table import Table
 from tests.cli.conftest import Run, done
@@ -196,5 +196,5 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
     shown = stream.getvalue()
     assert passed(shown) == set()
     assert "[red]" in shown and ":warning:" in shown
-    assert visible_line(text).split("\n")[0] in shown.replace("\n", "") or visible(text)[:50] in shown
+    assert escape_line(text).split("\n")[0] in shown.replace("\n", "") or escape_invisible(text)[:50] in shown
     assert passed((tmp_path / "log.txt").read_text()) == set()

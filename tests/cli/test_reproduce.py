@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.jobs.reproduce import ReproduceOptions, TableStages
 from kvsearch.models.loading import load
 from kvsearch.papers.tables import TABLES, Stage
@@ -60,7 +60,7 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
 
 def test_the_papers_numbers_are_beside_its_model(tmp_path: Path) -> None:
     model, data, place = tmp_path / "Mistral-7B-Instruct-v0.2", tmp_path / "narrativeqa.jsonl", tmp_path / "runs"
-    model.symlink_to(resource("data/bundled"))
+    model.symlink_to(find_resource("data/bundled"))
     row = {"input": "who ?", "context": "the basket " * 100, "answers": ["x"], "all_classes": None, "length": 200}
     data.write_text(json.dumps({**row, "dataset": "narrativeqa", "language": "en", "_id": "1"}))
     asked = ("--tasks", "longbench:narrativeqa", "--data", tmp_path, "--samples", 1, "--budgets", "128")
@@ -83,7 +83,7 @@ def test_what_a_model_cannot_run_is_left_out() -> None:
 
 def test_data_that_are_missing_are_told_first(run: Run, tmp_path: Path) -> None:
     data = tmp_path / "none.jsonl"
-    asked = ("reproduce", "lava-table12", resource("data/bundled"), "--data", data, "-o", tmp_path / "runs")
+    asked = ("reproduce", "lava-table12", find_resource("data/bundled"), "--data", data, "-o", tmp_path / "runs")
     refused(run, USAGE, str(data), *asked)
     refused(run, USAGE, str(data), *asked, "--dry-run")
     assert not (tmp_path / "runs").exists()

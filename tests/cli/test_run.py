@@ -16,7 +16,7 @@ from kvsearch.jobs.run import RunOptions, prepare_stages, resolve_plan_length
 from kvsearch.models.speed import Speed
 from kvsearch.plan import Size, load_plan
 from kvsearch.report.integrity import Verification
-from kvsearch.report.selections import smallest_words
+from kvsearch.report.selections import describe_smallest
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, read_contexts
@@ -273,7 +273,7 @@ def test_what_is_said_of_the_smallest_budget(
         TriedBudget(20, "probe", 0.0, confirmed=False),
         *(TriedBudget(20, "probe", one, confirmed=True) for one in losses),
     )
-    said = smallest_words(tried, 200, 2, Difference(*loss, 0, 0, 0))
+    said = describe_smallest(tried, 200, 2, Difference(*loss, 0, 0, 0))
     assert said.startswith("20 entries per kv head, 10% of 200 tokens")
     assert all(part in said for part in words)
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.plan import save_profile
 from kvsearch.report.integrity import Verification
-from kvsearch.results.validation import harmful
+from kvsearch.results.validation import find_harmful
 from kvsearch.runs.run import read_sums
 from kvsearch.strategies.from_signals import Strategy
 from tests.cli.conftest import Run, done, polykv_in
@@ -47,7 +47,7 @@ def test_all_measured_budgets(directory: Path) -> None:
         assert len(judged["random"]) == 5
         assert set(judged["gains"]) == {"inverse", "uniform", "random", "reach"}
     assert "kept in" in talk
-    assert harmful(directory, Strategy("ppl"), 64) is None
+    assert find_harmful(directory, Strategy("ppl"), 64) is None
 
 
 @pytest.mark.slow

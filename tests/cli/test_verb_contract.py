@@ -18,8 +18,8 @@ import pytest
 from kvsearch.core import files as plan_files
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.ledger import Ledger
-from kvsearch.runs.lock import locked
-from kvsearch.runs.run import begin
+from kvsearch.runs.lock import lock_directory
+from kvsearch.runs.run import begin_run
 from tests.cli.conftest import Run, done, invoke
 from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
 from tests.combinations import every_value
@@ -257,8 +257,8 @@ def model_of_mine(directory: Path) -> None:
 
 def run_of_another_job(directory: Path) -> None:
     directory.mkdir()
-    with locked(directory):
-        begin(directory, RunConfig(job="select", content={"seed": 1}))
+    with lock_directory(directory):
+        begin_run(directory, RunConfig(job="select", content={"seed": 1}))
 
 
 def thesis(directory: Path) -> None:

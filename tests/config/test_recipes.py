@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.config.recipes import JOBS, about, find_recipe, find_shipped_recipe, shipped_recipes
+from kvsearch.config.recipes import JOBS, find_recipe, find_shipped_recipe, list_shipped_recipes, read_description
 from kvsearch.core.errors import UsageError
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.jobs.calibrate import CalibrateOptions
 from kvsearch.jobs.evaluate import EvaluateOptions
 from kvsearch.jobs.evolve import EvolveOptions
@@ -20,24 +20,24 @@ MODELS = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-32b")
 
 def test_all_that_is_shipped_is_listed() -> None:
     assert [*OPTIONS] == [*JOBS]
-    assert {path.resolve() for path in shipped_recipes().values()} == {
-        path.resolve() for path in resource("recipes").rglob("*.yaml")
+    assert {path.resolve() for path in list_shipped_recipes().values()} == {
+        path.resolve() for path in find_resource("recipes").rglob("*.yaml")
     }
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", list_shipped_recipes())
 def test_a_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> None:
     job, _, stem = name.partition("/")
     found = OPTIONS[job].of(stem, output=tmp_path / "x", **({} if stem.endswith(MODELS) else {"model": "bundled"}))
     assert found.model_dump()["output"] == tmp_path / "x"
-    assert len(about(shipped_recipes()[name])) > 20
-    assert find_recipe(name, job) == find_recipe(stem, job) == shipped_recipes()[name]
+    assert len(read_description(list_shipped_recipes()[name])) > 20
+    assert find_recipe(name, job) == find_recipe(stem, job) == list_shipped_recipes()[name]
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_has_recipes_of_every_paper(model: str) -> None:
     made = {f"calibrate/{method}-{model}" for method in ("lukv", "lava", "polykv")}
-    assert made | {f"evolve/evolkv-{model}", f"run/{model}"} <= shipped_recipes().keys()
+    assert made | {f"evolve/evolkv-{model}", f"run/{model}"} <= list_shipped_recipes().keys()
 
 
 def test_names_of_several_commands_and_of_none(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.sign_flips import EXACT, compute_chances
+from kvsearch.core.sign_flips import MAX_EXACT_CONTEXTS, compute_chances
 
 
 @pytest.mark.parametrize("contexts", [1, 2, 4, 7])
@@ -32,7 +32,7 @@ def test_chances_are_those_of_all_signs() -> None:
     assert compute_chances(leads)[0] > 1.5 * alone[0]
 
 
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=EXACT + 3))
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=MAX_EXACT_CONTEXTS + 3))
 def test_five_contexts_that_all_lead_are_beyond_chance_and_four_are_not(leads: list[float]) -> None:
     """All of n signs alike have a chance of 1 in 2^n."""
     assert (compute_chances(np.array([leads]))[0] <= 0.05) == (len(leads) >= 5)

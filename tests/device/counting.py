@@ -24,7 +24,7 @@ from kvsearch.kernels import attention as kernels
 from kvsearch.kernels.attention import Entries
 from kvsearch.policies import Policy
 from kvsearch.runtime import PlanCache, Program, attention
-from kvsearch.runtime.attention import NAME, using
+from kvsearch.runtime.attention import NAME, use_attention
 from kvsearch.runtime.shared_prefill import prefill_all
 from kvsearch.runtime.store import storage
 from tests.device.accelerator import events, recording
@@ -122,7 +122,7 @@ def costs(model: Any, make: Callable[[], Any], ids: torch.Tensor, steps: int = S
         return Cost.of(events(), layers)
 
     cache = make()
-    with using(model, NAME if isinstance(cache, PlanCache) else "sdpa"):
+    with use_attention(model, NAME if isinstance(cache, PlanCache) else "sdpa"):
         prompt(cache)
         cache = make()
         read = prompt(cache)

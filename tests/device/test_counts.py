@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.policies import Policy, policy_names
+from kvsearch.policies import Policy, list_policy_names
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.observe import reread
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.observe import read_again
 from tests.device import counting
 from tests.device.accelerator import device
 from tests.device.counting import Cost, Costs
@@ -70,7 +70,7 @@ def fitting(name: str) -> Policy:
 
 
 @pytest.mark.parametrize("budgets", BUDGETS)
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", list_policy_names())
 def test_a_prompt_is_waited_for_once_per_layer(name: str, budgets: str) -> None:
     """And once for the lengths of prompts that are read again, however many there are; transformers' own apart."""
     policy = fitting(name)
@@ -78,7 +78,7 @@ def test_a_prompt_is_waited_for_once_per_layer(name: str, budgets: str) -> None:
     ids, mask = prompts(3, counting.LENGTH, pads=40, device=str(device()))
     for decode in (False, True)[: 1 if budgets == "flat" or policy.no_decode_rule() else 2]:
         program = counting.program(model(), policy, BUDGETS[budgets](model()), decode=decode)
-        with running(model()), stored(budgets):
+        with run_attention(model()), stored(budgets):
             counting.read_prompt(model(), PlanCache(model(), program), ids, mask)  # weights are on the device then
             with counting.by_line() as lines:
                 counting.read_prompt(model(), PlanCache(model(), program), ids, mask)
@@ -91,8 +91,8 @@ def test_what_is_read_again_ahead_is_not_waited_for() -> None:
     """As `generate` has it: the layers have their scores before the prompt comes."""
     ids, mask = prompts(3, counting.LENGTH, pads=40, device=str(device()))
     cache = PlanCache(model(), counting.program(model(), example("kvzip"), counting.even(model()), decode=False))
-    with running(model()):
-        for index, found in reread(model(), [example("kvzip").needs()], ids, mask).items():
+    with run_attention(model()):
+        for index, found in read_again(model(), [example("kvzip").needs()], ids, mask).items():
             cache.planned[index].rereads = found
         with counting.by_line() as lines, torch.no_grad():
             model()(ids, attention_mask=mask, past_key_values=cache)

@@ -18,7 +18,7 @@ from kvsearch.kernels.jit import attention as attention_kernels
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.shared_prefill import compressed, prefill_all
+from kvsearch.runtime.shared_prefill import compress_prompts, prefill_all
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens
 from tests import tiny
@@ -71,7 +71,9 @@ def test_prompts_of_unequal_length_are_read_without_padding(family: str) -> None
         model.register_forward_pre_hook(lambda _, __, given, passes=read_with: passes.append(given), with_kwargs=True)
         made = programs(model)
         with running(model, NAME):
-            for joint in compressed(model, {str(number): each for number, each in enumerate(made)}, PROMPTS, set()):
+            for joint in compress_prompts(
+                model, {str(number): each for number, each in enumerate(made)}, PROMPTS, set()
+            ):
                 assert place == "cpu" or all(
                     given["input_ids"].shape[1] == 1 or given["attention_mask"].all() for given in read_with
                 )

@@ -10,7 +10,7 @@ import torch
 
 from kvsearch.benchmark import speed
 from kvsearch.benchmark.capacity import require_memory
-from kvsearch.benchmark.speed import Roofline, Workload, list_cache_kinds, make_program_at, measure, measure_peak_bytes
+from kvsearch.benchmark.speed import Roofline, Workload, list_cache_kinds, make_program, measure, measure_peak_bytes
 from kvsearch.calibration.polykv.layer_sweep import collect_needs
 from kvsearch.calibration.polykv.measure import estimate_replay_bytes
 from kvsearch.calibration.polykv.tree import Tree
@@ -18,12 +18,12 @@ from kvsearch.core.errors import EnvironmentFault, KvsearchWarning
 from kvsearch.evaluation.answer import CompressedContext
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.models.memory import default_memory, free_bytes
+from kvsearch.models.memory import find_default_memory, measure_free_bytes
 from kvsearch.plan import Phase, Size
 from kvsearch.policies import create_policy, scoring
 from kvsearch.runtime import PlanCache, Program, attach
-from kvsearch.runtime.attention import NAME, using
-from kvsearch.runtime.program import full_cache, memory_needs
+from kvsearch.runtime.attention import NAME, use_attention
+from kvsearch.runtime.program import estimate_memory, make_full_program
 from kvsearch.runtime.replay.replay import Replays
 from kvsearch.runtime.shared_prefill import prefill_all, read
 from tests import tiny
@@ -49,7 +49,7 @@ def model() -> Any:
 def peak_of(model: Any, cache: PlanCache, chunk: int | None = None) -> int:
     """Bytes at most, beside the weights, while a prompt of `LENGTH` tokens is read."""
     ids, mask = prompts(1, LENGTH, device=f"{device(HERE)}")
-    with using(model, NAME):
+    with use_attention(model, NAME):
         return measure_peak_bytes(model.device, lambda: prefill_all(model, [cache], ids, mask, chunk))
 
 
@@ -66,7 +66,7 @@ def test_what_prompts_and_replies_take_by_arithmetic(
     dtype = torch.float32 if len(lengths) == 1 else torch.bfloat16
     shape = {"hidden_size": 256, "intermediate_size": 896, "head_dim": 32, "max_position_embeddings": 2048}
     model = build("llama", **shape).to(device(HERE), dtype)
-    program = full_cache(model)
+    program = make_full_program(model)
     if policy != "full":
         phases: tuple[Phase, ...] = ("prefill", "decode") if decode else ("prefill",)
         tables = dict.fromkeys(phases, lambda _: np.full((4, 2), LENGTH // 8))
@@ -76,9 +76,9 @@ def test_what_prompts_and_replies_take_by_arithmetic(
     def answered() -> None:
         read(model, PlanCache(model, program), texts, set(), chunk).reply([8] * len(lengths))
 
-    with using(model, NAME):
+    with use_attention(model, NAME):
         peak = measure_peak_bytes(model.device, answered)
-    needs = memory_needs(model, program, lengths, chunk, tokens=8)
+    needs = estimate_memory(model, program, lengths, chunk, tokens=8)
     assert needs.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert peak <= needs.total - needs.weights <= CLOSE[chunk] * peak
 
@@ -97,7 +97,7 @@ def test_chunks_keep_what_the_whole_prompt_keeps(name: str, chunk: int) -> None:
     model, policy = build("llama"), for_model(SMALL[name])
     ids, mask = prompts(2, 24, pads=5)
     program = Program.uniform(model, policy, lambda length: length // 2)
-    with using(model, NAME):
+    with use_attention(model, NAME):
         whole, parts = PlanCache(model, program), PlanCache(model, program)
         expected = prefill_all(model, [whole], ids, mask)
         assert_close(prefill_all(model, [parts], ids, mask, chunk), expected)
@@ -114,7 +114,7 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
     needs = dict.fromkeys(what.layers, collect_needs(what.policies, what.phases, ("cosine",)))
     expected = together * 3 * estimate_replay_bytes(describe(model), model.dtype.itemsize, 500, 12, 1)
     taken = {}
-    with using(model, NAME):
+    with use_attention(model, NAME):
         tree = Tree(model, needs, *prompts.padded(model.device))
         after = prompts.continuations([(row, 0) for row in range(3)], model.device)
         with tree.baseline_pass(after.tokens, after.rows) as continuations:
@@ -129,15 +129,15 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
 
 def test_what_a_device_has_free() -> None:
     with room(10**6, HERE):
-        assert free_bytes(device(HERE)) == 10**6
-        assert default_memory(device(HERE)) == 5 * 10**5
-    assert free_bytes(device(HERE)) > 10**9
+        assert measure_free_bytes(device(HERE)) == 10**6
+        assert find_default_memory(device(HERE)) == 5 * 10**5
+    assert measure_free_bytes(device(HERE)) > 10**9
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_it_starts(model: Any) -> None:
     program = Program.uniform(model, create_policy("snapkv"), lambda length: length // 2)
     ids, mask = prompts(2, LENGTH, device=str(model.device))
-    needs = memory_needs(model, program, [LENGTH] * 2)
+    needs = estimate_memory(model, program, [LENGTH] * 2)
     with room(needs.total - needs.weights - 10**7, HERE), attach(model, program) as planned:
         backend().reset_peak(HERE)
         before = backend().peak_bytes(HERE)
@@ -155,7 +155,7 @@ def test_a_bench_takes_what_it_is_refused_for(model: Any, monkeypatch: pytest.Mo
     work = Workload(3, LENGTH // 2, 4, 1)
     size = Size(LENGTH // 4, None)
     phases: tuple[tuple[Phase, ...], ...] = (("prefill",), ("prefill", "decode"))
-    programs = {str(each): make_program_at(model, create_policy("snapkv"), size, each) for each in phases}
+    programs = {str(each): make_program(model, create_policy("snapkv"), size, each) for each in phases}
     needed = require_memory(model, programs, work, model.device)["needed_bytes"]
     kinds = list_cache_kinds(model, programs, work.length + work.steps)
     taken = measure_peak_bytes(model.device, lambda: measure(model, kinds, work, Roofline(1.0, 1.0)))

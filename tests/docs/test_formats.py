@@ -16,7 +16,7 @@ from kvsearch.core.fields import Record
 from kvsearch.plan import load_plan
 from kvsearch.plan.origin import ContextRecord, ContextSet
 from kvsearch.plan.profile import ProfileMetadata, TableCheck, load_profile
-from kvsearch.plan.profile_arrays import GRID, SignalAxes
+from kvsearch.plan.profile_arrays import GRID_SIZE, SignalAxes
 from kvsearch.plan.schema import LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
 from kvsearch.runs.identity import RunConfig, read_config, read_identity
 from kvsearch.runs.run import ContextsFile, read_contexts
@@ -35,9 +35,9 @@ RECORDS: tuple[type[Record], ...] = (
 def table(metadata: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """The ratios of a profile that gives all heads the same."""
     highest = 1 - metadata["floor"] / metadata["length"]
-    rows = np.minimum(np.arange(1, GRID + 1) / (GRID + 1), highest)
+    rows = np.minimum(np.arange(1, GRID_SIZE + 1) / (GRID_SIZE + 1), highest)
     shape = len(metadata["layers"]), metadata["model"]["kv_heads"]
-    return np.broadcast_to(rows[:, None, None], (GRID, *shape)).astype(np.float32)
+    return np.broadcast_to(rows[:, None, None], (GRID_SIZE, *shape)).astype(np.float32)
 
 
 def test_the_plan_is_read(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import torch
 
 from kvsearch.benchmark import capacity
 from kvsearch.benchmark.speed import Workload
-from kvsearch.models.shapes import bare_model
+from kvsearch.models.shapes import make_bare_model
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import full_cache, memory_needs
+from kvsearch.runtime.program import estimate_memory, make_full_program
 from tests.docs.test_links import DOCS
 
 PAGE = DOCS / "memory.md"
@@ -40,11 +40,11 @@ def prompts() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, shape in SHAPES.items():
-        model = bare_model(shape)
+        model = make_bare_model(shape)
         for tokens, length in LENGTHS.items():
             for batch in (1, 16):
-                for kept, program in (("all", full_cache(model)), ("10%", tenth(model))):
-                    whole, parts = (memory_needs(model, program, [length] * batch, chunk) for chunk in (None, CHUNK))
+                for kept, program in (("all", make_full_program(model)), ("10%", tenth(model))):
+                    whole, parts = (estimate_memory(model, program, [length] * batch, chunk) for chunk in (None, CHUNK))
                     read = [gigabytes(needs.total - needs.weights - needs.cache) for needs in (whole, parts)]
                     totals = [gigabytes(needs.total) for needs in (whole, parts)]
                     cells = [name, tokens, str(batch), kept, gigabytes(whole.weights), gigabytes(whole.cache)]
@@ -53,15 +53,15 @@ def prompts() -> list[str]:
 
 
 def verbs() -> list[str]:
-    model = bare_model(SHAPES["8B"])
+    model = make_bare_model(SHAPES["8B"])
     length = LENGTHS["32k"]
-    full = full_cache(model)
+    full = make_full_program(model)
     some = tenth(model)
 
     def taken(program: Program, batch: int = 1, chunk: int | None = None) -> int:
-        return memory_needs(model, program, [length] * batch, chunk).total
+        return estimate_memory(model, program, [length] * batch, chunk).total
 
-    with patch.object(capacity, "free_bytes", lambda _: 10**15):
+    with patch.object(capacity, "measure_free_bytes", lambda _: 10**15):
         bench = capacity.require_memory(model, {"plan": some}, Workload(1, length, 32, 5), torch.device("cpu"))[
             "memory"
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvsearch.policies.registry import HOME, catalog
+from kvsearch.policies.registry import OWN_PACKAGE, load_catalog
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 MARK, END = "<!-- the list is made by tests/docs/test_policies.py -->", "<!-- end of the list -->"
@@ -14,8 +14,8 @@ WEIGHTS = "as its weights say"
 
 def listed() -> str:
     lines = ["| name | phases | needs | while decoding | source |", "|---|---|---|---|---|"]
-    for facts in catalog()[0]:
-        if facts.package == HOME:
+    for facts in load_catalog()[0]:
+        if facts.package == OWN_PACKAGE:
             needs = WEIGHTS if facts.needs is None else ", ".join(facts.needs) or "keys and values"
             rule = facts.decode or WEIGHTS
             phases = " ".join(facts.phases) or "-"
@@ -35,7 +35,7 @@ def test_the_list_is_that_of_the_catalog() -> None:
 
 def test_every_policy_says_when_it_fails() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", PAGE.read_text(encoding="utf-8").partition(END)[2], re.MULTILINE)
-    assert rows == [facts.name for facts in catalog()[0] if facts.package == HOME]
+    assert rows == [facts.name for facts in load_catalog()[0] if facts.package == OWN_PACKAGE]
 
 
 if __name__ == "__main__":

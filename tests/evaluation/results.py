@@ -11,9 +11,9 @@ from typing import Any
 from kvsearch.cli.console import Screen
 from kvsearch.evaluation.compare import Evaluation
 from kvsearch.evaluation.samples import Sample
-from kvsearch.report.evaluation import tables
+from kvsearch.report.evaluation import make_tables
 from kvsearch.report.figures import Figure
-from kvsearch.report.screen import printable
+from kvsearch.report.screen import to_printable
 from kvsearch.report.table import Table
 from kvsearch.results.evaluation import EvaluationResult
 
@@ -32,7 +32,7 @@ def as_if(comparison: Evaluation, **known: Any) -> Evaluation:
 
 
 def tables_of(comparison: Evaluation) -> list[Table]:
-    return tables(EvaluationResult.of(comparison))
+    return make_tables(EvaluationResult.of(comparison))
 
 
 def without_bytes(samples: Iterable[Sample]) -> list[Sample]:
@@ -44,5 +44,5 @@ def rendered(tables: Iterable[Any], width: int = 200) -> str:
     """The text of tables, without colours."""
     console = Screen(width=width, record=True, file=io.StringIO())
     for table in tables:
-        console.print(printable(table) if isinstance(table, Table | Figure) else table)
+        console.print(to_printable(table) if isinstance(table, Table | Figure) else table)
     return console.export_text()

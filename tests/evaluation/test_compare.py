@@ -12,11 +12,11 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
-from kvsearch.evaluation.statistics import LEAST_CONTEXTS
+from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.report.table import markdown
-from kvsearch.runs.estimates import Estimate, doubt_of
+from kvsearch.report.table import to_markdown
+from kvsearch.runs.estimates import Estimate, find_doubt
 from kvsearch.strategies.ready_methods import check_plans, prepare_with_baselines
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
@@ -152,7 +152,7 @@ def test_json_compares_every_method_with_the_subject(result: Evaluation) -> None
             for column, difference in found.items():
                 wanted = other["scores"][kind][column]["mean"] - mine["scores"][kind][column]["mean"]
                 assert difference["mean"] == pytest.approx(wanted)
-                if difference["contexts"] < LEAST_CONTEXTS:
+                if difference["contexts"] < MIN_CONTEXTS_FOR_INTERVAL:
                     assert (difference["low"], difference["high"]) == (None, None)
                 else:
                     assert difference["low"] <= difference["mean"] <= difference["high"]
@@ -190,7 +190,7 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     assert told.doubt.startswith("the full cache itself scores 0.0")
     data = json_of(told)
     assert data["notes"] == told.notes
-    assert all(note in markdown(tables_of(told)[0]) for note in told.notes)
+    assert all(note in to_markdown(tables_of(told)[0]) for note in told.notes)
     facts = [replace(told.coverage[0], category=FACTS_AMONG_FACTS), told.coverage[1]]
     apart = as_if(told, coverage=facts)
     (note,) = set(apart.notes) - set(told.notes)
@@ -216,7 +216,7 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
 def test_few_contexts_do_not_tell_what_the_full_cache_can_do(
     mean: float, contexts: int | None, words: str | None
 ) -> None:
-    doubt = doubt_of(Estimate(mean, 0.0, 1.0, contexts=contexts))
+    doubt = find_doubt(Estimate(mean, 0.0, 1.0, contexts=contexts))
     assert doubt is None if words is None else words in str(doubt)
 
 

@@ -18,10 +18,10 @@ from kvsearch.evaluation.headroom import (
     BEST,
     EVEN,
     EVEN_ALLOCATION,
-    KNOWN,
+    TRUE_IMPORTANCE,
     Replied,
-    headroom,
-    replied,
+    attach_replies,
+    measure_headroom,
 )
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
@@ -47,7 +47,7 @@ def model(request: pytest.FixtureRequest) -> LoadedModel:
 def given(model: LoadedModel, example: Example, task: tiny.Listed = TASK) -> tuple[torch.Tensor, list[Replied]]:
     """The context of an example and its questions, with the right replies."""
     encoded = encode(model.tokenizer, task, [example])
-    return encoded.prompts[0].context, replied(
+    return encoded.prompts[0].context, attach_replies(
         encoded, encoded.prompts[0], forced_answers(model, [encoded], QUESTION_AGNOSTIC, "given")
     )
 
@@ -65,7 +65,7 @@ def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
 def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
     before = model.model.config._attn_implementation
     told: list[tuple[int, int]] = []
-    samples = headroom(
+    samples = measure_headroom(
         model, encode_tasks(model, [TASK], 2), 0.7, progress=lambda done, total: told.append((done, total))
     )
     assert model.model.config._attn_implementation == before
@@ -93,11 +93,11 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
     ids = tiny.ids_of(example.context)
     lost = {}
     with running(model.model, NAME):
-        tried, programs = module._programs(model, *given(model, example), 0.8, ())
+        tried, programs = module._make_programs(model, *given(model, example), 0.8, ())
         assert len(tried) == module.TRIED
-        losses = module.reply_losses(model.model, *given(model, example), tried)
+        losses = module.measure_reply_losses(model.model, *given(model, example), tried)
         programs |= tried
-        by_mass = f"{KNOWN}, mass, 32 recent"
+        by_mass = f"{TRUE_IMPORTANCE}, mass, 32 recent"
         for method in (by_mass, EVEN_ALLOCATION, "snapkv", "random"):
             cache = PlanCache(model.model, programs[method])
             feed(model.model, cache, [(ids, torch.ones_like(ids))])
@@ -116,7 +116,7 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
                 ordered = -np.sort(-worth, axis=-1)
                 assert lost[method] == pytest.approx(eviction_loss(ordered, budgets - len(PROTECTED)).sum())
     assert lost[by_mass] < lost[EVEN_ALLOCATION] < min(lost["snapkv"], lost["random"])
-    assert losses[f"{KNOWN}, error, 32 recent"] < 1.01 * losses[EVEN_ALLOCATION]
+    assert losses[f"{TRUE_IMPORTANCE}, error, 32 recent"] < 1.01 * losses[EVEN_ALLOCATION]
 
 
 def test_every_allocation_ranks_by_its_own_importance(model: LoadedModel) -> None:
@@ -124,10 +124,10 @@ def test_every_allocation_ranks_by_its_own_importance(model: LoadedModel) -> Non
     context, asked = given(model, long_example())
     _, strange = given(model, TASK.rows[1])
     with running(model.model, NAME):
-        tried, programs = module._programs(model, context, asked, 0.8, strange)
+        tried, programs = module._make_programs(model, context, asked, 0.8, strange)
         both = {name: (programs | tried)[name] for name in (f"{AGNOSTIC}, even, 32 recent", EVEN_ALLOCATION)}
-        together = module.reply_losses(model.model, context, asked, both)
-        alone = [module.reply_losses(model.model, context, asked, {name: both[name]})[name] for name in both]
+        together = module.measure_reply_losses(model.model, context, asked, both)
+        alone = [module.measure_reply_losses(model.model, context, asked, {name: both[name]})[name] for name in both]
     assert list(together.values()) == pytest.approx(alone, rel=1e-4)
     assert alone[0] != pytest.approx(alone[1], rel=1e-3)
 
@@ -159,13 +159,13 @@ def samples_of(made: Sample, scores: dict[str, tuple[float, ...]]) -> dict[str, 
 
 def test_the_best_is_of_everything_that_was_tried(model: LoadedModel) -> None:
     """Policies among it; what is agnostic is chosen on other contexts, whatever it scores on its own."""
-    made = headroom(model, encode_tasks(model, [TASK], 1), 0.7)[0]
+    made = measure_headroom(model, encode_tasks(model, [TASK], 1), 0.7)[0]
     allocations = [f"{AGNOSTIC}, a", f"{AGNOSTIC}, b"]
     names = ["full", module.EVEN_ALLOCATION, *allocations, "kvzip", "random"]
     rows = [(1.0, 1.0), (0.0, 0.5), (0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.0)]
     elsewhere = [samples_of(made, {allocations[0]: (a,), allocations[1]: (b,)}) for a, b in ((1.0, 0.0), (0.5, 1.0))]
     best = {}
-    for sample in module._compared(samples_of(made, dict(zip(names, rows, strict=True))), elsewhere):
+    for sample in module._compare_context(samples_of(made, dict(zip(names, rows, strict=True))), elsewhere):
         best.setdefault(sample.method, []).append(sample.score)
     assert best == {
         "full": [1.0, 1.0], BEST: [0.5, 0.5], EVEN: [0.0, 0.5], AGNOSTIC: [0.0, 0.0], "kvzip": [0.5, 0.5],
@@ -177,7 +177,7 @@ def test_the_best_is_of_everything_that_was_tried(model: LoadedModel) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Replied], list[Replied]]]:
     """What is asked of each context whose importance is measured: about it, and about others."""
     made: list[tuple[list[Replied], list[Replied]]] = []
-    programs = module._programs
+    programs = module._make_programs
 
     def noted(
         loaded: LoadedModel, context: Tensor, asked: list[Replied], ratio: float, others: list[Replied]
@@ -185,7 +185,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Replied], list[
         made.append((list(asked), list(others)))
         return programs(loaded, context, asked, ratio, others)
 
-    monkeypatch.setattr(module, "_programs", noted)
+    monkeypatch.setattr(module, "_make_programs", noted)
     return made
 
 
@@ -195,10 +195,10 @@ def test_agnostic_importance_is_of_other_contexts_alone(
 ) -> None:
     """A context of the same text is no other one; what is alone has no agnostic importance."""
     same = replace(TASK.rows[0], key="same", queries=TASK.rows[0].queries[:1])
-    samples = headroom(model, encode_tasks(model, [replace(TASK, rows=(*TASK.rows, same))], 3), 0.7)
+    samples = measure_headroom(model, encode_tasks(model, [replace(TASK, rows=(*TASK.rows, same))], 3), 0.7)
     assert [(len(asked), len(others)) for asked, others in measured] == [(2, 1), (1, 3), (1, 1)]
     assert {sample.method for sample in samples} == set(METHODS)
-    alone = headroom(model, encode_tasks(model, [replace(TASK, rows=(TASK.rows[0], same))], 2), 0.7)
+    alone = measure_headroom(model, encode_tasks(model, [replace(TASK, rows=(TASK.rows[0], same))], 2), 0.7)
     assert {sample.method for sample in alone} == {*METHODS} - {AGNOSTIC}
 
 
@@ -213,7 +213,7 @@ def test_what_is_important_is_so_for_the_reply_that_is_right(
         def score(self, reply: str, query: Query) -> float:
             return float(bool(reply) and query.question == second.question)
 
-    samples = headroom(model, encode_tasks(model, [Own("own", rows)], 1), 0.7)
+    samples = measure_headroom(model, encode_tasks(model, [Own("own", rows)], 1), 0.7)
     said = [sample.reply for sample in samples if sample.method == "full"]
     ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked, _ in measured)
     assert written == "lantern green"
@@ -227,7 +227,7 @@ def test_a_question_without_a_right_reply(model: LoadedModel) -> None:
 
     row = replace(TASK.rows[0], queries=(Query("recall", (), 4),))
     with pytest.raises(IncompatibleError, match="task open, example 0, question 0: no right answer is known"):
-        headroom(model, encode_tasks(model, [Open("open", (row,))], 1), 0.7)
+        measure_headroom(model, encode_tasks(model, [Open("open", (row,))], 1), 0.7)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -239,7 +239,7 @@ def test_importance_is_that_of_the_prompt_that_is_asked(model: LoadedModel, chat
         lambda _, __, given: seen.append(given["input_ids"][0].tolist()), with_kwargs=True
     )
     chatting = replace(model, tokenizer=tiny.chat_tokenizer())
-    headroom(chatting, encode_tasks(chatting, [replace(TASK, rows=(row,), chat=chat)], 1), 0.7)
+    measure_headroom(chatting, encode_tasks(chatting, [replace(TASK, rows=(row,), chat=chat)], 1), 0.7)
     handle.remove()
     context = tiny.ids_of(f"recall {row.context}" if chat else row.context)[0].tolist()
     asked = " ".join([row.queries[0].question, *([". mark ="] if chat else []), "recall the"])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.evaluation.likelihood import Likelihood, compressible, score
+from kvsearch.evaluation.likelihood import Likelihood, count_compressible, score
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from tests.combinations import every_value
 from tests.families import EACH_FAMILY, build, prompts
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
@@ -62,7 +62,7 @@ def assert_same(found: Likelihood, expected: Likelihood) -> None:
 
 @pytest.mark.parametrize(("length", "count"), [(1, 0), (2, 1), (9, 8)])
 def test_all_but_the_last_token_is_compressed(length: int, count: int) -> None:
-    assert compressible(range(length)) == max(count, 1)
+    assert count_compressible(range(length)) == max(count, 1)
 
 
 def test_a_model_that_knows_nothing() -> None:
@@ -77,7 +77,7 @@ def test_a_model_that_knows_nothing() -> None:
 @families
 def test_a_full_cache_agrees_with_one_dense_pass(family: str) -> None:
     model = build(family)
-    found = scored(model, full_cache(model), CONTEXTS, TEXTS)
+    found = scored(model, make_full_program(model), CONTEXTS, TEXTS)
     for context, texts, (answers, _) in zip(CONTEXTS, TEXTS, found, strict=True):
         for text, answer in zip(texts, answers, strict=True):
             with torch.no_grad():
@@ -117,7 +117,7 @@ def test_every_token_is_predicted_without_what_is_evicted(family: str) -> None:
     lead = torch.tensor([context[:-1]])
     eviction = random_eviction(model, torch.ones_like(lead))
     ((found, held),) = scored(model, eviction.program, [context], [texts])
-    ((everything, most),) = scored(model, full_cache(model), [context], [texts])
+    ((everything, most),) = scored(model, make_full_program(model), [context], [texts])
     for text, answer, full in zip(texts, found, everything, strict=True):
         later = torch.tensor([[context[-1], *text[:-1]]])
         with reference(model, eviction.kept) as cache:

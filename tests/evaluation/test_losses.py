@@ -14,16 +14,16 @@ from transformers import DynamicCache
 
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.evaluation.losses import QueryLosses, layer_rules, measure_losses, query_losses
+from kvsearch.evaluation.losses import QueryLosses, make_layer_rules, measure_losses, measure_query_losses
 from kvsearch.evaluation.samples import LayerLoss
-from kvsearch.models.architecture import attention_modules, describe
+from kvsearch.models.architecture import describe, find_attention_modules
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
 from kvsearch.policies.random import RandomEviction
-from kvsearch.report.evaluation import losses_table, task_means
+from kvsearch.report.evaluation import average_over_tasks, make_losses_table
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.eviction import rules_need
+from kvsearch.runtime.eviction import collect_needs
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies
 from kvsearch.runtime.stock import CACHE
@@ -82,11 +82,11 @@ def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
 def losses_of(model: Any, plan: Program, context: Tensor, following: Tensor) -> dict[int, QueryLosses]:
     """Losses of single queries by layer."""
     with running(model, NAME):
-        rules = layer_rules(model, plan, context)
-        needs = {layer: rules_need(*here) for layer, here in rules.items()}
+        rules = make_layer_rules(model, plan, context)
+        needs = {layer: collect_needs(*here) for layer, here in rules.items()}
         passed = DensePass(model, needs, lambda prompt: prompt, context)
         with passed.following(following):
-            return {layer.index: query_losses(layer, rules[layer.index]) for layer in passed.continuations()}
+            return {layer.index: measure_query_losses(layer, rules[layer.index]) for layer in passed.continuations()}
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def brute_force(model: Any, kept: dict[int, Tensor], context: Tensor, following:
     def note(module: Any, _: Any, given: dict[str, Any]) -> None:
         calls[module.layer_idx] = given
 
-    modules, found = attention_modules(model), {}
+    modules, found = find_attention_modules(model), {}
     with running(model, "eager"):
         cache = DynamicCache(config=model.config)
         model(context, past_key_values=cache)
@@ -145,7 +145,7 @@ def test_losses_are_those_of_masked_eager_attention(method: str, family: str) ->
 
 def test_a_bias_of_the_output_projection_cancels() -> None:
     model = build("llama", attention_bias=True)
-    for module in attention_modules(model).values():
+    for module in find_attention_modules(model).values():
         torch.nn.init.normal_(module.o_proj.bias)  # type: ignore[union-attr, arg-type]
     context, following = tokens()
     plan = random_eviction(model, torch.ones_like(context))
@@ -158,7 +158,7 @@ def test_a_bias_of_the_output_projection_cancels() -> None:
 def outputs_of(model: Any, cache: Any, context: Tensor, following: Tensor, layer: int) -> Tensor:
     """What one layer puts out for tokens that come one by one, [K, d_model]."""
     noted: list[Tensor] = []
-    projection: Any = attention_modules(model)[layer].o_proj
+    projection: Any = find_attention_modules(model)[layer].o_proj
     hook = projection.register_forward_hook(lambda _, __, output: noted.append(output[0]))
     with running(model, NAME):
         feed(model, cache, [(context, torch.ones_like(context)), *one_by_one(following)])
@@ -323,13 +323,13 @@ ROWS = [
 
 
 def test_every_task_weighs_the_same_in_the_table() -> None:
-    assert [(row.layer, row.method) for row in task_means(ROWS)] == [(0, "mine"), (0, "merged"), (3, "mine")]
-    assert task_means(ROWS)[0] == LayerLoss("one, two", "mine", 0, 40, 3.0, 0.5, 12.0, 6.0)
-    assert task_means(ROWS)[1:] == ROWS[1:3]
+    assert [(row.layer, row.method) for row in average_over_tasks(ROWS)] == [(0, "mine"), (0, "merged"), (3, "mine")]
+    assert average_over_tasks(ROWS)[0] == LayerLoss("one, two", "mine", 0, 40, 3.0, 0.5, 12.0, 6.0)
+    assert average_over_tasks(ROWS)[1:] == ROWS[1:3]
 
 
 def test_the_table() -> None:
-    text = rendered([losses_table("tiny", QUESTION_AGNOSTIC, ROWS)])
+    text = rendered([make_losses_table("tiny", QUESTION_AGNOSTIC, ROWS)])
     lines = [line.split() for line in text.splitlines()]
     assert ["0", "mine", "3", "12", "6", "0.250", "0.5000"] in lines
     assert ["0", "merged", "1", "-", "-", "-", "0.2500"] in lines
@@ -337,7 +337,7 @@ def test_the_table() -> None:
     assert "tiny: layer attention output loss, L1 (question-agnostic)" in text
     for note in ("tokens of question and answer", "then over 2 tasks", "do not add up", "merges entries"):
         assert note in text
-    alone = rendered([losses_table("tiny", QUESTION_AWARE, ROWS[:1])])
+    alone = rendered([make_losses_table("tiny", QUESTION_AWARE, ROWS[:1])])
     assert "tokens of the answer" in alone
     assert "tasks" not in alone
     assert "merges" not in alone

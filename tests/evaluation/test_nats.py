@@ -14,17 +14,17 @@ import pytest
 
 from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import MACRO, blocks_of, summarize
+from kvsearch.evaluation.statistics import MACRO, make_blocks, summarize
 from kvsearch.report import selections
 from kvsearch.report.artifacts import _plan_scores
-from kvsearch.report.charts import score_figures
-from kvsearch.report.evaluation import csv_rows, headline, nats_table, tables
-from kvsearch.report.scores import headroom_parts, progress_table
-from kvsearch.report.table import Table, latex, markdown
+from kvsearch.report.charts import make_score_figures
+from kvsearch.report.evaluation import describe_best, make_csv_rows, make_nats_table, make_tables
+from kvsearch.report.scores import list_headroom_parts, make_progress_table
+from kvsearch.report.table import Table, to_latex, to_markdown
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.estimates import TextLoss
 from kvsearch.tasks.base import Coverage
-from kvsearch.tasks.metrics.likelihood import FORCED, likelihood, loss_words
+from kvsearch.tasks.metrics.likelihood import FORCED, format_losses, likelihood
 from tests.evaluation.results import as_if, rendered
 from tests.evaluation.test_statistics import samples
 from tests.report.test_tables import method
@@ -43,7 +43,7 @@ def texts(task: str = "story", excess: dict[str, list[float]] = EXCESS, windows:
     made = []
     for label, more in excess.items():
         for key, (full, above) in enumerate(list(zip(FULL, more, strict=True))[:windows]):
-            reply = loss_words(full + above, full)
+            reply = format_losses(full + above, full)
             [sample] = samples([[likelihood(reply, ())]], label, task, "text")
             made.append(replace(sample, key=str(key), reply=reply))
     return made
@@ -64,7 +64,7 @@ def result_of(found: Sequence[Sample], subject: str = "h2o") -> EvaluationResult
     ]  # fmt: skip
     model: Any = SimpleNamespace(name="m", model=None)
     evaluation = Evaluation(model, ready, subject, encoded, Split(()), samples=list(found))
-    blocks = blocks_of(found, ready, subject, averages)
+    blocks = make_blocks(found, ready, subject, averages)
     known = {"averages": averages, "blocks": blocks, "contexts": None, "seen": {}, "decode_entries": {}}
     return EvaluationResult.of(as_if(evaluation, **known, environment={}, most_tokens=None))
 
@@ -107,7 +107,7 @@ def test_only_text_has_losses() -> None:
 
 def test_a_text_is_shown_in_nats_and_never_in_percent() -> None:
     result = result_of(texts())
-    first, held = tables(result, on_screen=True)
+    first, held = make_tables(result, on_screen=True)
     assert first.header == ["method", "story", "story - h2o"]
     assert [[cell.text for cell in row] for row in first.rows] == [
         ["full", "4.0000 [2.0368, 5.9632]", ""],
@@ -117,17 +117,17 @@ def test_a_text_is_shown_in_nats_and_never_in_percent() -> None:
     assert [row[1].best for row in first.rows] == [False, True, False]
     assert "lower is better" in first.title
     assert "story: the full cache has a perplexity of 54.6, 4.0000 nats per token" in first.notes
-    for text in (rendered([first, held]), markdown(first), latex(first), headline(result)):
+    for text in (rendered([first, held]), to_markdown(first), to_latex(first), describe_best(result)):
         assert "percent" not in text
         assert "0.3000" in text
-    assert headline(result) == (
+    assert describe_best(result) == (
         "least loss above the full cache: 8 entries per kv head: h2o 0.3000 [0.1037, 0.4963] nats per token; full "
         "cache itself 4.0000 [2.0368, 5.9632]"
     )
 
 
 def test_beside_questions_a_text_has_a_table_of_its_own() -> None:
-    scores, nats, differences, _ = tables(result_of([*texts(), *answers()]))
+    scores, nats, differences, _ = make_tables(result_of([*texts(), *answers()]))
     assert scores.header == ["method", MACRO, "qa", "c"]
     assert nats.header[:3] == ["method", "story", "story - h2o"]
     assert differences.header == ["method", MACRO, "c", "tasks"]
@@ -136,12 +136,12 @@ def test_beside_questions_a_text_has_a_table_of_its_own() -> None:
 
 
 def test_several_texts_have_their_mean_first() -> None:
-    table = nats_table(result_of([*texts(), *texts("log")]))
+    table = make_nats_table(result_of([*texts(), *texts("log")]))
     assert table.header[:5] == ["method", MACRO, f"{MACRO} - h2o", "story", "story - h2o"]
 
 
 def test_every_loss_is_a_row_of_the_csv() -> None:
-    rows = [row for row in csv.DictReader(csv_rows(result_of(texts())).splitlines()) if row["kind"] == "nats"]
+    rows = [row for row in csv.DictReader(make_csv_rows(result_of(texts())).splitlines()) if row["kind"] == "nats"]
     told = [(row["method"], row["column"], row["subject"]) for row in rows if row["column"] == "story"]
     assert told == [
         ("full", "story", "full"), ("h2o", "story", "full"), ("cake", "story", "h2o"), ("cake", "story", "full"),
@@ -164,15 +164,15 @@ def test_they_are_written_and_read_and_old_files_have_none() -> None:
         del one["nats"]
     old = EvaluationResult.model_validate(written)
     assert not old.on_text
-    assert "score in percent" in tables(old)[0].title
-    assert headline(old).startswith("highest scores: ")
+    assert "score in percent" in make_tables(old)[0].title
+    assert describe_best(old).startswith("highest scores: ")
     assert "nats" not in result_of(answers()).as_json()["full"]
 
 
 def test_a_chart_of_text_is_in_nats() -> None:
     larger = {label.replace("@8", "@0.5"): [value / 2 for value in more] for label, more in EXCESS.items()}
     both = {**EXCESS, **larger}
-    [figure] = score_figures(result_of(texts(excess=both)))
+    [figure] = make_score_figures(result_of(texts(excess=both)))
     assert "lower is better" in figure.body.y
     full, h2o, _ = figure.body.series
     assert (full.name, full.y) == ("full", (0.0,))
@@ -184,24 +184,24 @@ def test_a_chart_of_text_is_in_nats() -> None:
 def test_headroom_on_text_is_in_nats() -> None:
     rows = tuple(summarize([*texts(), *texts("log")], "full"))
     result = HeadroomResult(model="m", ratio=0.8, methods=("full", "h2o@8"), rows=rows, asked=())
-    [table] = headroom_parts(HeadroomResult.model_validate(json.loads(json.dumps(result.model_dump(mode="json")))))
+    [table] = list_headroom_parts(HeadroomResult.model_validate(json.loads(json.dumps(result.model_dump(mode="json")))))
     assert isinstance(table, Table)
     assert table.title.startswith("m: nats per token above the full cache, lower is better, with 80% evicted")
     assert [cell.text for cell in table.rows[-1]] == ["average", "10", "0.0000", "0.3000"]
     asked = HeadroomResult(model="m", ratio=0.8, methods=("full",), rows=tuple(summarize(answers(), "full")), asked=())
-    assert [type(part) for part in headroom_parts(asked)] == [Table, str]
+    assert [type(part) for part in list_headroom_parts(asked)] == [Table, str]
 
 
 def test_a_run_that_is_not_finished_has_losses_so_far() -> None:
-    table = progress_table(texts()[:7])
+    table = make_progress_table(texts()[:7])
     assert table.header == ["method", "story", "mean nats above full so far"]
     assert [row[2].text for row in table.rows] == ["0.0000", "0.1500"]
-    assert progress_table([*texts(), *answers()]).header[-1] == "mean score so far"
+    assert make_progress_table([*texts(), *answers()]).header[-1] == "mean score so far"
 
 
 def test_metrics_of_a_card_are_in_nats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selections, "sentences", lambda choice: ["It is written."])
-    monkeypatch.setattr(selections, "report_table", lambda choice: Table("Report", ["method"], []))
+    monkeypatch.setattr(selections, "describe_selection", lambda choice: ["It is written."])
+    monkeypatch.setattr(selections, "make_report_table", lambda choice: Table("Report", ["method"], []))
     nats = summarize(texts(), "cake@8")[-1].nats
     report = SimpleNamespace(nats=nats, asked=SimpleNamespace(questions=4))
     choice: Any = SimpleNamespace(

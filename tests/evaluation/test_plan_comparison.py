@@ -8,7 +8,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
-from kvsearch.evaluation.statistics import contrast
+from kvsearch.evaluation.statistics import contrast_scores
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from tests import tiny
@@ -57,7 +57,7 @@ def test_a_contrast_by_hand() -> None:
         *samples([[0.0]] * 2, "a", "u"), *samples([[0.2]] * 2, "b", "u"), *samples([[0.2]] * 2, "c", "u"),
         *samples([[0.9], [0.9]] * 2, "unasked"),
     ]  # fmt: skip
-    found = contrast(asked, {"a": 1.0, "b": -0.5, "c": -0.5})
+    found = contrast_scores(asked, {"a": 1.0, "b": -0.5, "c": -0.5})
     assert found.mean == pytest.approx(((0.3 + 0.7) / 2 - 0.2) / 2)
     assert (found.wins, found.ties, found.losses) == (4, 0, 2)
     mean, weight = found.mean, 1 / 4  # of a context of u

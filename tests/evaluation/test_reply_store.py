@@ -16,7 +16,7 @@ from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation import runner
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
-from kvsearch.evaluation.runner import KeptReplies, environment, rows_hash, tokenizer_hash
+from kvsearch.evaluation.runner import KeptReplies, describe_environment, hash_rows, hash_tokenizer
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
@@ -111,10 +111,10 @@ def test_only_methods_that_are_new_are_compressed(
     with ReplyStore(tmp_path / "l") as ledger:
         known = evaluation(model, "pyramid").run(store=ledger).samples
         compressed: set[str] = set()
-        compress = runner.compressed
+        compress = runner.compress_prompts
         monkeypatch.setattr(
             runner,
-            "compressed",
+            "compress_prompts",
             lambda model, programs, *rest: compressed.update(programs) or compress(model, programs, *rest),
         )
         both = evaluation(model, "pyramid,lava").run(store=ledger).samples
@@ -223,14 +223,14 @@ def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) ->
 
 
 def test_hashes_of_tokenizers_and_rows(model: LoadedModel) -> None:
-    assert tokenizer_hash(model.tokenizer) == tokenizer_hash(tiny.loaded().tokenizer)
-    assert tokenizer_hash(tiny.chat_tokenizer()) != tokenizer_hash(model.tokenizer)
+    assert hash_tokenizer(model.tokenizer) == hash_tokenizer(tiny.loaded().tokenizer)
+    assert hash_tokenizer(tiny.chat_tokenizer()) != hash_tokenizer(model.tokenizer)
     longer = tiny.loaded().tokenizer
     longer.add_tokens(["unheard"])
-    assert tokenizer_hash(longer) != tokenizer_hash(model.tokenizer)
+    assert hash_tokenizer(longer) != hash_tokenizer(model.tokenizer)
 
     def rows(task: tiny.Listed) -> str:
-        return rows_hash(encode_tasks(model, [task], 9)[0])
+        return hash_rows(encode_tasks(model, [task], 9)[0])
 
     first, *rest = TASKS[0].rows
     right = replace(first, queries=(replace(first.queries[0], answers=("anchor",)), *first.queries[1:]))
@@ -238,4 +238,4 @@ def test_hashes_of_tokenizers_and_rows(model: LoadedModel) -> None:
     changed = [replace(TASKS[0], **change) for change in changes]
     assert len({rows(task) for task in [TASKS[0], *changed]}) == 4
     assert rows(replace(TASKS[0], name="other")) == rows(TASKS[0])
-    assert environment(model)["dtype"] == "float32"
+    assert describe_environment(model)["dtype"] == "float32"

@@ -20,8 +20,8 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.decode.replies import stop_tokens
-from kvsearch.runtime.program import full_cache, prompt_bytes
+from kvsearch.runtime.decode.replies import find_stop_tokens
+from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
 from kvsearch.strategies.ready_methods import make_full_cache_method
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
@@ -41,14 +41,14 @@ def third(model: Any, window: int = 4) -> Program:
 def test_stop_tokens(configured: Any, expected: set[int]) -> None:
     model = tiny.loaded()
     model.model.generation_config.eos_token_id = configured
-    assert stop_tokens(model) == expected
+    assert find_stop_tokens(model) == expected
 
 
 TASK = tiny.listed((60, 3), (90, 1), (75, 2), (64, 4))
 
 
 def programs(model: LoadedModel) -> dict[str, Program]:
-    return {"full": full_cache(model.model), "third": third(model.model)}
+    return {"full": make_full_program(model.model), "third": third(model.model)}
 
 
 def test_what_a_sample_says_about_memory(model: LoadedModel) -> None:
@@ -119,7 +119,7 @@ def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel, protocol: Pro
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_generation_ends_with_the_stop_text(model: LoadedModel, protocol: Protocol) -> None:
     one = dataclasses.replace(LONG, rows=LONG.rows[1:2])
-    full = {"full": full_cache(model.model)}
+    full = {"full": make_full_program(model.model)}
     (whole,) = run(model, full, [one], 1, protocol=protocol)
     stop = whole.reply.split()[1]
     assert whole.reply_tokens == 12
@@ -190,7 +190,7 @@ def test_a_score_outside_0_and_1_is_refused(value: float, model: LoadedModel) ->
             return value
 
     with pytest.raises(UsageError, match=rf"^task odd, example 0, question 0: its metric gives {value:g}, scores are"):
-        run(model, {"full": full_cache(model.model)}, [Wrong("odd", TASK.rows)], 1)
+        run(model, {"full": make_full_program(model.model)}, [Wrong("odd", TASK.rows)], 1)
 
 
 def many(model: LoadedModel) -> dict[str, Program]:
@@ -200,7 +200,7 @@ def many(model: LoadedModel) -> dict[str, Program]:
     some = {f"snapkv {n}": Program.uniform(model.model, snapkv, lambda _, n=n: n) for n in (6, 9, 12)}  # type: ignore[misc]
     phase = Program.uniform(model.model, h2o, lambda _: 8).prefill
     return {
-        "full": full_cache(model.model),
+        "full": make_full_program(model.model),
         "h2o, both": Program(phase, phase),
         **some,
         "lava": Program.uniform(model.model, lava, lambda _: 8, LAVaAllocation()),
@@ -247,7 +247,7 @@ def test_logits_of_right_answers_count_as_memory(model: LoadedModel) -> None:
     longest = max(len(question.right) for prompt in encoded[0].prompts for question in prompt.questions)
     logits = len(lengths) * longest * model.model.config.vocab_size * 4
     programs = {name: program for name, program in many(model).items() if "snapkv" in name or name == "full"}
-    caches = sum(2 * prompt_bytes(model.model, program, lengths) for program in programs.values())
+    caches = sum(2 * estimate_prompt_bytes(model.model, program, lengths) for program in programs.values())
     whole = caches + len(programs) * logits
     for memory, times in ((whole, 1), (whole - 1, 2)):
         read.clear()
@@ -258,7 +258,7 @@ def test_logits_of_right_answers_count_as_memory(model: LoadedModel) -> None:
 
 def test_a_batch_that_does_not_fit_spares_the_next_ones_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are as long: a shorter one is tried whole."""
-    model, tried, real = tiny.loaded(), list[int](), runner.answer_joints
+    model, tried, real = tiny.loaded(), list[int](), runner.reply_to_batch
 
     def small(loaded: Any, task: Any, batch: Any, *more: Any) -> Any:
         tried.append(len(batch))
@@ -268,7 +268,7 @@ def test_a_batch_that_does_not_fit_spares_the_next_ones_the_attempt(monkeypatch:
 
     tasks = [tiny.listed(*[(50, 1)] * 7, *[(20, 1)] * 4)]
     whole = run(model, {"third": third(model.model)}, tasks, 11, batch=4)
-    monkeypatch.setattr(runner, "answer_joints", small)
+    monkeypatch.setattr(runner, "reply_to_batch", small)
     with pytest.warns(
         KvsearchWarning, match=r"too short for 4 contexts at a time, so 2 are read \(--batch 2 spares"
     ) as told:
@@ -285,7 +285,7 @@ def test_replies_that_may_pass_a_change_of_rotary_factors_are_refused_before_any
         "original_max_position_embeddings": 80, "factor": 8.0,
     }  # fmt: skip
     model = tiny.loaded(rope_parameters=rope)
-    methods = {"full": full_cache(model.model), "third": third(model.model)}
+    methods = {"full": make_full_program(model.model), "third": third(model.model)}
     sides = encode_tasks(model, [tiny.listed((60, 2), (100, 2))], 2)
     together, alone = (
         {PLACE(sample): (sample.context_tokens, sample.reply, sample.entries) for sample in samples}

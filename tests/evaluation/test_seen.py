@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsearch.evaluation.compare import Seen, Split, prepare
+from kvsearch.evaluation.compare import ContextOverlap, Split, prepare
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.strategies.ready_methods import prepare_with_baselines
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.results import json_of, rendered, tables_of
 
 TASK = tiny.listed((60, 2), (48, 1), (70, 2), name="one")
-HASHES = [context_hash(row.context) for row in TASK.rows]
-OTHERS = [context_hash(f"other {number}") for number in range(2000)]
+HASHES = [hash_context(row.context) for row in TASK.rows]
+OTHERS = [hash_context(f"other {number}") for number in range(2000)]
 
 
 def plan_with(model: LoadedModel, contexts: ContextRecord | None) -> Plan:
@@ -23,8 +23,8 @@ def plan_with(model: LoadedModel, contexts: ContextRecord | None) -> Plan:
     return plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"contexts": contexts})})
 
 
-def seen_by(model: LoadedModel, contexts: ContextRecord | None) -> Seen:
-    return Seen(contexts, encode_tasks(model, [TASK], 3))
+def seen_by(model: LoadedModel, contexts: ContextRecord | None) -> ContextOverlap:
+    return ContextOverlap(contexts, encode_tasks(model, [TASK], 3))
 
 
 def test_what_a_plan_has_seen_is_counted(model: LoadedModel) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import InternalError
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import AVERAGE, LEAST_CONTEXTS, Row, contrast, summarize
+from kvsearch.evaluation.statistics import AVERAGE, MIN_CONTEXTS_FOR_INTERVAL, Row, contrast_scores, summarize
 from kvsearch.runs.estimates import Difference, Estimate
 
 
@@ -47,13 +47,15 @@ def test_contexts_are_the_clusters() -> None:
     assert width(mixed) == pytest.approx(width(agreeing) / 3.4, rel=0.05)
 
 
-@pytest.mark.parametrize("contexts", range(1, LEAST_CONTEXTS))
+@pytest.mark.parametrize("contexts", range(1, MIN_CONTEXTS_FOR_INTERVAL))
 def test_few_contexts_have_a_mean_but_no_interval(contexts: int) -> None:
     score = one(summarize(samples([[0.0, 1.0]] * contexts), "plan"))
     assert (score.mean, score.contexts) == (0.5, contexts)
     assert math.isnan(score.low)
     assert math.isnan(score.high)
-    difference = contrast(samples([[1.0]] * contexts) + samples([[0.0]] * contexts, "other"), {"plan": 1, "other": -1})
+    difference = contrast_scores(
+        samples([[1.0]] * contexts) + samples([[0.0]] * contexts, "other"), {"plan": 1, "other": -1}
+    )
     assert (difference.mean, difference.wins, difference.contexts) == (1.0, contexts, contexts)
     assert math.isnan(difference.low)
 
@@ -84,7 +86,7 @@ def test_a_difference_by_hand() -> None:
     (row,) = summarize(made, "plan")
     low, high = pytest.approx(-0.47061, abs=1e-5), pytest.approx(0.75633, abs=1e-5)
     assert row.differences["other"] == Difference(pytest.approx(0.2), low, high, 1, 4, 0, contexts=5)
-    assert contrast(made, {"plan": 1.0, "other": -1.0}).low == low
+    assert contrast_scores(made, {"plan": 1.0, "other": -1.0}).low == low
     (other,) = summarize(made, "other")
     low, high = pytest.approx(-0.75633, abs=1e-5), pytest.approx(0.47061, abs=1e-5)
     assert other.differences["plan"] == Difference(pytest.approx(-0.2), low, high, 0, 4, 1, contexts=5)
@@ -121,7 +123,7 @@ def test_tasks_by_hand() -> None:
     assert (score.mean, score.low, score.high) == pytest.approx((mean, middle - reach, 1.0), abs=1e-5)
 
 
-@given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=LEAST_CONTEXTS, max_size=12))
+@given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=MIN_CONTEXTS_FOR_INTERVAL, max_size=12))
 def test_an_interval_holds_its_mean_and_stays_on_the_scale(rows: list[list[float]]) -> None:
     score = one(summarize(samples(rows), "plan"))
     assert 0 <= score.low <= score.mean + 1e-9
@@ -166,7 +168,7 @@ def test_one_context_under_several_keys_is_one() -> None:
     contexts = {(sample.task, sample.key): sample.key.split("/")[0] for sample in by_key}
     assert summarize(by_key, "plan", contexts) == summarize(by_text, "plan")
     weights = {"plan": 1.0, "other": -1.0}
-    assert contrast(by_key, weights, contexts) == contrast(by_text, weights)
+    assert contrast_scores(by_key, weights, contexts) == contrast_scores(by_text, weights)
     assert width(one(summarize(by_key, "plan", contexts))) > width(one(summarize(by_key, "plan")))
 
 

@@ -16,11 +16,11 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import open_run
-from kvsearch.evaluation.statistics import student_quantile
+from kvsearch.evaluation.statistics import find_student_quantile
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AWARE
-from kvsearch.report.evaluation import csv_rows, trace_table
+from kvsearch.report.evaluation import make_csv_rows, make_trace_table
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import LEDGER
 from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
@@ -93,7 +93,7 @@ def test_how_long_replies_are_is_paired_by_problem(found: Evaluation) -> None:
     assert full.longer is None
     assert evicted.longer is not None
     assert evicted.longer.mean == pytest.approx(fmean(longer))
-    assert evicted.longer.high - evicted.longer.mean == pytest.approx(student_quantile(5) * (spread / 6) ** 0.5)
+    assert evicted.longer.high - evicted.longer.mean == pytest.approx(find_student_quantile(5) * (spread / 6) ** 0.5)
 
 
 def test_lengths_are_reported(found: Evaluation) -> None:
@@ -101,11 +101,11 @@ def test_lengths_are_reported(found: Evaluation) -> None:
     full, evicted = (found.traces[method]["math500"] for method in ("full", "streaming@24"))
     counts = f"full {full.at_limit}, streaming@24 {evicted.at_limit}"
     assert f"math500: of 18 replies so many reached the most tokens of a reply: {counts}" in result.notes
-    table = trace_table(result)
+    table = make_trace_table(result)
     assert table.header == ["method", "math500", "math500 - full", "math500 at limit"]
     assert "temperature 1.2, top-p 0.95, replies to each: 3, 18 questions about 6 contexts" in table.title
     assert table.groups[1][1][0][1].value == evicted.tokens.mean
-    rows = [row for row in csv.DictReader(csv_rows(result).splitlines()) if row["kind"] == "tokens"]
+    rows = [row for row in csv.DictReader(make_csv_rows(result).splitlines()) if row["kind"] == "tokens"]
     assert [(row["method"], float(row["score"]), row["subject"]) for row in rows] == [
         ("full", full.tokens.mean, "full"), ("streaming", evicted.tokens.mean, "full"),
     ]  # fmt: skip

@@ -16,8 +16,8 @@ from kvsearch.plan import Plan
 from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
-from kvsearch.runtime.decode.replies import stop_tokens
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.decode.replies import find_stop_tokens
+from kvsearch.runtime.program import make_full_program
 from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
@@ -84,7 +84,7 @@ def programs(model: LoadedModel, *phases: Any) -> dict[str, Program]:
         return spread_evenly(model.model, policy, dict.fromkeys(phases or ("prefill",), lambda _: 20 * 8))
 
     methods = {"snapkv": evicting("snapkv", window=4, kernel=3), "keydiff": evicting("keydiff")}
-    return {"full": full_cache(model.model), **methods}
+    return {"full": make_full_program(model.model), **methods}
 
 
 def conversation(model: LoadedModel, program: Program, row: int) -> list[str]:
@@ -99,7 +99,7 @@ def conversation(model: LoadedModel, program: Program, row: int) -> list[str]:
             said = torch.cat([said, question.ids[None]], 1)
             new = question.query.max_new_tokens
             output = planned.generate(said, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0)
-            reply = [token for token in output[0, said.shape[1] :].tolist() if token not in stop_tokens(model)]
+            reply = [token for token in output[0, said.shape[1] :].tolist() if token not in find_stop_tokens(model)]
             replies.append(task.format.decode(reply))
             said = torch.cat([said, torch.tensor([reply], dtype=torch.long)], 1)
     return replies
@@ -159,7 +159,7 @@ def test_what_is_refused(model: LoadedModel) -> None:
         run(model, programs(model), [TURNS], 1, protocol=QUESTION_AWARE)
     windowed = loaded("gemma2")
     with pytest.raises(IncompatibleError, match="a model with sliding windows cannot take them in a batch"):
-        run(windowed, {"full": full_cache(windowed.model)}, [TURNS], 1)
+        run(windowed, {"full": make_full_program(windowed.model)}, [TURNS], 1)
 
 
 def test_the_chat_template_stands_between_turns() -> None:

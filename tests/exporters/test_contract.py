@@ -19,12 +19,13 @@ from kvsearch.exporters import TARGETS, create_exporter
 from kvsearch.exporters.base import SINGLE_FILE, ExportInputs, PlanExporter, PrefillBudgets
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import ModelFingerprint, Plan
-from kvsearch.plan.arithmetic import with_carry
+from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.rounding import largest_remainder
 from tests.exporters.simulations import OPTIONS, SIMULATIONS, difference, options_of
 from tests.plan.builders import make_plan, phase_dict
 
 HEADS, LENGTH = 2, 400
+WHOLE = ("folder", "custom-generate", "model")  # targets that hold whole plans
 TOLD_SHARES = ("attention-matching", "spectralkv")  # of a total that is told elsewhere
 PLAN_TARGETS = [name for name in TARGETS if isinstance(create_exporter(name), PlanExporter)]
 
@@ -74,7 +75,7 @@ def of_profile(files: Mapping[str, bytes], model: ModelFingerprint, length: int)
 # what targets make of their files, where the package does not compare it with the plan
 READERS = {
     "attention-matching": of_shares, "spectralkv": of_shares, "folder": of_plan, "model": of_plan,
-    "tangram": of_profile,
+    "custom-generate": of_plan, "tangram": of_profile,
 }  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def test_commands_have_the_options_of_the_tools() -> None:
     for name in PLAN_TARGETS:
         plan = plan_of([[40, 20]], "snapkv", {"window": 8})
         _, found = exported(name, plan)
-        if not name.startswith(("folder", "model")):
+        if not name.startswith(WHOLE):
             assert options_of(found.usage) <= OPTIONS.get(name, set()), name
 
 
@@ -169,7 +170,7 @@ def test_a_window_that_headkv_has_not_is_a_loss() -> None:
     assert line.endswith("64 of 64 entries (100.0%)")
 
 
-@pytest.mark.parametrize("name", ["folder", "model", "tangram"])
+@pytest.mark.parametrize("name", [*WHOLE, "tangram"])
 @given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any), policies, st.booleans())
 def test_entries_that_a_file_does_not_name_are_counted(
     name: str, budgets: list[list[int] | None], policy: tuple[str, dict[str, Any]], fixed: bool
@@ -179,7 +180,7 @@ def test_entries_that_a_file_does_not_name_are_counted(
     planned = PrefillBudgets(plan).entries
     held = READERS[name](found.files, plan.model, LENGTH)
     counted = [entries for entries in found.losses.values() if entries is not None]
-    assert name in ("folder", "model") or found.total == planned.sum()
+    assert name in WHOLE or found.total == planned.sum()
     assert all(0 <= entries <= found.total for entries in counted)
     assert np.array_equal(planned, held)
     assert len(found.describe()) == len(found.losses)
@@ -204,7 +205,7 @@ def test_an_even_plan_of_a_press_loses_nothing() -> None:
 
 
 def test_what_else_is_lost_is_named() -> None:
-    plan = with_carry(plan_of([[80, 40], [20, 20]], "snapkv", {"sinks": 4, "protect": 8}, scaling="fixed"), "match")
+    plan = add_carry(plan_of([[80, 40], [20, 20]], "snapkv", {"sinks": 4, "protect": 8}, scaling="fixed"), "match")
     _, found = exported("kvpress-layers", plan)
     assert found.describe() == [
         "budgets of single heads: all heads of a layer keep the same number: 20 of 160 entries (12.5%)",
@@ -311,9 +312,9 @@ def test_unplanned_layers_hold_the_prompt() -> None:
     assert budgets.entries.tolist() == [[20, 12], [80, 80], [8, 24]]
 
 
-def test_one_target_brings_a_script() -> None:
-    """Each that does owes the replies of `kvsearch generate`, see tests/exporters/test_folder.py."""
+def test_two_targets_bring_a_script() -> None:
+    """Each that does owes the replies of kvsearch itself, see test_folder.py and test_custom_generate.py."""
     files = {
         name: exported(name, plan_of([[4, 4]], "streaming", scaling="fixed"), LENGTH)[1].files for name in PLAN_TARGETS
     }
-    assert [name for name, found in files.items() if any(file.endswith(".py") for file in found)] == ["folder"]
+    assert [name for name, found in files.items() if any(file.endswith(".py") for file in found)] == [*WHOLE[:2]]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import kvsearch
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.exporters.base import ExportInputs
 from kvsearch.exporters.folder import Folder
 from kvsearch.jobs.export import write_files
@@ -80,7 +80,7 @@ def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %} recall"])
 def test_its_script_answers_as_generate_does(template: str | None, tmp_path: Path) -> None:
     """The context is compressed before the prompts are read, which go through a chat template where there is one."""
-    model = Path(shutil.copytree(resource("data/bundled-redundant"), tmp_path / "model"))
+    model = Path(shutil.copytree(find_resource("data/bundled-redundant"), tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(model)

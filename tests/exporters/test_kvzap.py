@@ -16,7 +16,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import parse_policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from tests.plan.builders import make_profile
 from tests.policies.probes import fitted, ranking
@@ -47,7 +47,7 @@ def unseeing(profile: Profile) -> Profile:
 def scores(model: Any, policy: Policy) -> torch.Tensor:
     ids = torch.randint(0, model.model.config.vocab_size, (1, 50), generator=torch.Generator().manual_seed(1))
     layers = {layer: [policy.needs()] for layer in range(model.fingerprint.layers)}
-    with running(model.model), torch.no_grad():
+    with run_attention(model.model), torch.no_grad():
         return torch.stack(DensePass(model.model, layers, policy.score, ids).noted)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import kvsearch
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import MODEL_KEY, save_plan
 from tests.cli.conftest import done, invoke
@@ -180,6 +180,6 @@ def test_generate_finds_it(folder: Path) -> None:
 
 
 def test_the_key_makes_no_other_model(folder: Path) -> None:
-    before = fingerprint(of(folder))
+    before = compute_fingerprint(of(folder))
     export(folder, "small")
-    assert fingerprint(of(folder)) == before
+    assert compute_fingerprint(of(folder)) == before

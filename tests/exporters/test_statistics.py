@@ -18,8 +18,8 @@ from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import WEIGHTS_FILE, ExportInputs
 from kvsearch.exporters.statistics import STATISTICS, KvpressEA, TriAttention
-from kvsearch.models.architecture import attention_modules
-from kvsearch.models.loading import CONFIG
+from kvsearch.models.architecture import find_attention_modules
+from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Profile
 from kvsearch.runtime.collector import Moments
 from tests.calibrations import calibrate_query_statistics
@@ -44,7 +44,7 @@ def llama() -> tuple[Any, Profile]:
 def queries_of(made: Any, layer: int) -> torch.Tensor:
     """The output of q_proj on both contexts behind the sinks, [Hq, N, D]."""
     found: list[torch.Tensor] = []
-    module = attention_modules(made.model)[layer].q_proj
+    module = find_attention_modules(made.model)[layer].q_proj
     handle = module.register_forward_hook(lambda _, __, output: found.append(output[0, SINKS:].double()))
     with torch.no_grad():
         for context in calibration_data(40, 60).contexts:
@@ -84,7 +84,7 @@ def test_the_folder_of_kvpress(llama: tuple[Any, Profile]) -> None:
     assert not exported.losses
     for name in ("query_mean", "query_cov"):
         np.testing.assert_array_equal(read[name], profile.arrays[name])
-    told = json.loads(exported.files[CONFIG])
+    told = json.loads(exported.files[MODEL_CONFIG_FILE])
     assert (told["num_layers"], told["n_sink"], told["num_samples"]) == (profile.metadata.model.layers, SINKS, 2)
     assert "n_sink=3" in exported.usage[0]
 

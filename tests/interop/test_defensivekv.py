@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from tests.interop.test_kvpress import LENGTH, PYTHON, ids, ours
 from tests.tiny import loaded, plan_for
 
@@ -27,7 +27,7 @@ def test_the_authors_press_keeps_the_same(tmp_path: Path, mass: float, sharpness
     made = loaded("llama")
     for layer in made.model.model.layers:
         layer.self_attn.q_proj.weight.data *= sharpness
-    made = replace(made, fingerprint=fingerprint(made.model, made.name))
+    made = replace(made, fingerprint=compute_fingerprint(made.model, made.name))
     made.model.save_pretrained(tmp_path)
     shape = made.fingerprint
     budgets = [[LENGTH * 6 // 10] * shape.kv_heads] * shape.layers

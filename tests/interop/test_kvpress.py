@@ -26,7 +26,7 @@ from kvsearch.plan.rounding import largest_remainder
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import QueryStatistics
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from kvsearch.strategies.build import plan_from_profile
 from tests.calibrations import calibrate_query_statistics
@@ -73,7 +73,7 @@ def theirs(directory: Path, tokens: list[int], usage: Sequence[str], path: Path)
 
 
 def ours(made: Any, plan: Plan, tokens: list[int]) -> list[list[list[int]]]:
-    with running(made.model), torch.no_grad():
+    with run_attention(made.model), torch.no_grad():
         cache = PlanCache(made.model, plan)
         made.model(torch.tensor([tokens]), use_cache=True, **{CACHE: cache})
     return [
@@ -172,7 +172,7 @@ def scores_of(made: Any, tokens: list[int], policy: Policy, statistics: Any = No
         return policy.score(seen)[0]
 
     needs = {layer: [policy.needs()] for layer in range(made.fingerprint.layers)}
-    with running(made.model), torch.no_grad():
+    with run_attention(made.model), torch.no_grad():
         return torch.stack(DensePass(made.model, needs, look, torch.tensor([tokens])).noted)
 
 

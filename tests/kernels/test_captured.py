@@ -17,7 +17,7 @@ from kvsearch.kernels import attention
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attach import PlannedModel
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode import decoding, steps
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.runtime.store.flat import FlatBlock
@@ -50,7 +50,7 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
     name: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched, done = [], {"steps": 0}
-    launch, step = attention.Chunked.attend, decoding.fused_step
+    launch, step = attention.Chunked.attend, decoding.make_fused_step
 
     def counted(*args: object, **kwargs: object) -> None:
         launched.append(name)
@@ -62,7 +62,7 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
         return found
 
     monkeypatch.setattr(attention.Chunked, "attend", counted)
-    monkeypatch.setattr(decoding, "fused_step", stepped)
+    monkeypatch.setattr(decoding, "make_fused_step", stepped)
     model = build("llama", num_hidden_layers=1)
     # rows of a layer are added up in one block; elsewhere one head is over its budget before the other
     budgets = np.array([[9, 9] if name == "tova" else [6, 24]])
@@ -112,7 +112,7 @@ class TestFlat:
         self, room: int, widths: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Also where room runs out and graphs of what was there before are dropped."""
-        monkeypatch.setattr(steps, "ROOM", room)
+        monkeypatch.setattr(steps, "MAX_ROOM", room)
         with interpreted(False):
             expected = say(self.planned())
         assert not widths
@@ -141,7 +141,7 @@ class TestFlat:
         ]
 
         def answers(recorder: Recorder | None) -> Iterator[list[list[int]]]:
-            with capturing(recorder), running(model):
+            with capturing(recorder), run_attention(model):
                 replies = read(model, PlanCache(model, program), contexts, set())
                 for asked in questions:
                     yield replies.ask(asked, [TOKENS, TOKENS])

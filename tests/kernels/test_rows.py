@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.kernels.rows import Rows
-from kvsearch.policies.scoring import served_rows
+from kvsearch.policies.scoring import find_kernel_rows
 from tests.kernels.reference import relative_error
 from tests.kernels.serving import interpreted
 from tests.policies import test_cake, test_scoring
@@ -129,7 +129,7 @@ def test_scores_are_those_of_pytorchs_path(name: str) -> None:
     with interpreted(False):
         expected = policy.score(observe(policy, case))
     observation = observe(policy, case)
-    assert served_rows(observation, 3) is not None
+    assert find_kernel_rows(observation, 3) is not None
     found = policy.score(observation)
     real = observation.valid[:, None].expand_as(found)
     torch.testing.assert_close(found[real], expected[real], atol=1e-6, rtol=1e-5)

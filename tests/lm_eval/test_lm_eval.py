@@ -19,8 +19,8 @@ from kvsearch.evaluation.likelihood import score
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import read
 from tests.combinations import every_value
 from tests.lm_eval.folder import DOCUMENTS, rows, write_folder
@@ -146,10 +146,10 @@ def test_replies_are_those_of_the_compressed_prompt(model: LoadedModel) -> None:
     got = planned(model).generate_until([prompt(text, max_gen_toks=8) for text in texts])
     for text, reply in zip(texts, got, strict=True):
         ids = torch.tensor(model.tokenizer(text)["input_ids"])
-        with running(model.model):
+        with run_attention(model.model):
             alone = read(model.model, PlanCache(model.model, program(model)), [ids], {2}).reply([8])[0]
         assert reply == model.tokenizer.decode(alone, skip_special_tokens=True)
-    assert got != PlannedLM(model, full_cache(model.model)).generate_until([prompt(text) for text in texts])
+    assert got != PlannedLM(model, make_full_program(model.model)).generate_until([prompt(text) for text in texts])
 
 
 def test_likelihoods_are_those_on_the_compressed_context(model: LoadedModel) -> None:
@@ -159,11 +159,11 @@ def test_likelihoods_are_those_on_the_compressed_context(model: LoadedModel) -> 
     got = lm.loglikelihood(asked)
     context = model.tokenizer(text)["input_ids"]
     answers = [model.tokenizer(item.args[1], add_special_tokens=False)["input_ids"] for item in asked]
-    with running(model.model):
+    with run_attention(model.model):
         ((expected, entries),) = score(model.model, program(model), [context], [answers])
     assert got == expected
     assert lm.held["toy"]["entries"] == entries
-    everything = PlannedLM(model, full_cache(model.model)).loglikelihood(asked)
+    everything = PlannedLM(model, make_full_program(model.model)).loglikelihood(asked)
     assert all(abs(one[0] - other[0]) > 10 * CLOSE for one, other in zip(got, everything, strict=True))
 
 

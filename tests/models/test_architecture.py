@@ -10,12 +10,12 @@ from torch import nn
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import (
     RotaryTables,
-    attention_modules,
-    decoder,
     describe,
-    output_weight,
+    find_attention_modules,
+    find_decoder,
+    find_text_config,
+    read_output_weight,
     require_same_rotary,
-    text_config,
     unrotate,
 )
 from tests.families import FAMILIES, build
@@ -52,7 +52,7 @@ def test_the_shape_of_a_model(family: str) -> None:
 def test_unrotate_undoes_the_models_own_rotation(family: str, changes: dict[str, Any]) -> None:
     model = build(family, **changes)
     layer = describe(model).full_layers[0]
-    module: Any = attention_modules(model)[layer]
+    module: Any = find_attention_modules(model)[layer]
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
     tables = RotaryTables(model, layer)
     positions = torch.tensor([0, 1, 7, 100, 411])
@@ -75,7 +75,7 @@ def test_tables_are_those_of_full_attention_layers(family: str) -> None:
     positions = torch.arange(20)
     cos, sin = RotaryTables(model, 1)(positions)
     assert cos.dtype == sin.dtype == torch.float32
-    module: Any = decoder(model).rotary_emb
+    module: Any = find_decoder(model).rotary_emb
     extra = ("full_attention",) if family == "gemma3" else ()
     expected = module(torch.zeros(1, dtype=torch.float32), positions[None], *extra)
     assert torch.equal(cos, expected[0][0])
@@ -94,8 +94,8 @@ def test_tables_of_a_half_precision_model_are_not_rounded() -> None:
 @families
 def test_output_weights_per_query_head(family: str) -> None:
     model = build(family)
-    shape, module = describe(model), attention_modules(model)[0]
-    weight = output_weight(module, shape.query_heads)
+    shape, module = describe(model), find_attention_modules(model)[0]
+    weight = read_output_weight(module, shape.query_heads)
     assert weight.shape == (shape.query_heads, shape.head_dim, shape.hidden_size)
     heads = torch.randn(shape.query_heads, shape.head_dim)
     summed = torch.einsum("hd,hdm->m", heads, weight)
@@ -114,17 +114,17 @@ def test_output_weights_by_other_names() -> None:
     """`dense`, `out_proj`; a module without any of them is an error in one line."""
     for family in ("phi", "gpt_neox", "lfm2"):
         model = build(family)
-        shape, modules = describe(model), attention_modules(model)
-        weight = output_weight(modules[shape.full_layers[0]], shape.query_heads)
+        shape, modules = describe(model), find_attention_modules(model)
+        weight = read_output_weight(modules[shape.full_layers[0]], shape.query_heads)
         assert weight.shape == (shape.query_heads, shape.head_dim, shape.hidden_size)
     with pytest.raises(IncompatibleError, match="Linear has no output projection under a name that is known here"):
-        output_weight(nn.Linear(2, 2), 1)
+        read_output_weight(nn.Linear(2, 2), 1)
 
 
 def test_the_attention_of_hybrids() -> None:
     """Only layers that have attention have an attention module; layers keep their index."""
     model = build("jamba")
-    assert list(attention_modules(model)) == [1, 3]
+    assert list(find_attention_modules(model)) == [1, 3]
     assert describe(model).kinds == ("linear_attention", "full_attention") * 2
 
 
@@ -133,7 +133,7 @@ def test_a_model_whose_layers_are_not_known() -> None:
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(IncompatibleError, match="no decoder with layers of attention found"):
-        decoder(model)
+        find_decoder(model)
 
 
 def test_text_models_inside_multimodal_ones() -> None:
@@ -143,9 +143,9 @@ def test_text_models_inside_multimodal_ones() -> None:
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 28, "patch_size": 14}  # fmt: skip
     model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text.to_dict(), vision_config=vision))
-    assert text_config(model).num_hidden_layers == 4
+    assert find_text_config(model).num_hidden_layers == 4
     assert describe(model).full_layers == (1, 3)
-    assert len(attention_modules(model)) == 4
+    assert len(find_attention_modules(model)) == 4
 
 
 def test_messages_name_the_model_within_a_wrapper_and_the_place() -> None:

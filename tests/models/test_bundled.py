@@ -12,12 +12,12 @@ import torch
 from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.prompts import encode_prompts
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.loading import BUNDLED, LoadedModel, load
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.program import make_full_program
 from kvsearch.signals.predictions import compute_divergence
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
@@ -33,7 +33,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_it_is_shipped_with_its_card_and_its_training_and_small(name: str) -> None:
-    files = {path.name: path.stat().st_size for path in resource(f"data/{name}").iterdir()}
+    files = {path.name: path.stat().st_size for path in find_resource(f"data/{name}").iterdir()}
     assert set(files) == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "training.jsonl",
@@ -44,14 +44,14 @@ def test_it_is_shipped_with_its_card_and_its_training_and_small(name: str) -> No
 
 
 def test_both_have_one_vocabulary() -> None:
-    one, other = (resource(f"data/{name}") / "tokenizer.json" for name in BUNDLED)
+    one, other = (find_resource(f"data/{name}") / "tokenizer.json" for name in BUNDLED)
     assert one.read_bytes() == other.read_bytes()
 
 
 def test_the_full_cache_answers(loaded: LoadedModel) -> None:
     encoded = encode_tasks(loaded, find_tasks("synthetic", {"length": (512,)}), samples=1, seed=5)
     assert loaded.tokenizer("the calm fox .")["input_ids"] == tokenizer()("the calm fox .")["input_ids"]
-    samples = run_encoded(loaded, {"full": full_cache(loaded.model)}, encoded, QUESTION_AGNOSTIC)
+    samples = run_encoded(loaded, {"full": make_full_program(loaded.model)}, encoded, QUESTION_AGNOSTIC)
     assert fmean(sample.score for sample in samples) >= 0.95
 
 
@@ -60,7 +60,7 @@ def test_how_many_layers_retrieve(loaded: LoadedModel) -> None:
     """Nats that answers lose when one layer sees nothing but the ends of the context, and when none sees more."""
     data = load_calibration_data(find_default_data(loaded.name)).limit_questions(4)
     single, joint = torch.zeros(loaded.model.config.num_hidden_layers), 0.0
-    with running(loaded.model):
+    with run_attention(loaded.model):
         for prompt in encode_prompts(loaded, data):
             passed = ImportancePass(loaded.model, [], prompt.ids)
             ends = torch.zeros(loaded.model.config.num_key_value_heads, prompt.length, dtype=torch.bool)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvsearch.models.architecture import text_config
-from kvsearch.models.fingerprint import SAMPLES, config_hash, fingerprint, weights_hash
+from kvsearch.models.architecture import find_text_config
+from kvsearch.models.fingerprint import WEIGHT_SAMPLES, compute_fingerprint, hash_config, hash_weights
 from tests.families import FAMILIES, build
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -19,22 +19,22 @@ families = pytest.mark.parametrize("family", FAMILIES)
 @families
 def test_one_model_has_one_fingerprint_however_it_is_loaded(family: str, tmp_path: Path) -> None:
     model = build(family)
-    made = fingerprint(model, "here")
+    made = compute_fingerprint(model, "here")
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model").rename(tmp_path / "moved")
     for dtype, attention in ((torch.float32, "eager"), (torch.bfloat16, None)):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype=dtype, attn_implementation=attention)
-        assert made.mismatch(fingerprint(again)) is None
+        assert made.mismatch(compute_fingerprint(again)) is None
 
 
 def test_names_and_use_are_not_content() -> None:
     model = build("llama")
-    made = fingerprint(model, "one")
+    made = compute_fingerprint(model, "one")
     model.set_attn_implementation("eager")
     model.config.use_cache = False
     model.config._name_or_path = "elsewhere"
     model.train()
-    assert made.mismatch(fingerprint(model, "two", "rev")) is None
+    assert made.mismatch(compute_fingerprint(model, "two", "rev")) is None
 
 
 @pytest.mark.parametrize(
@@ -43,23 +43,23 @@ def test_names_and_use_are_not_content() -> None:
 )
 def test_another_configuration_is_another_model(changes: dict[str, Any]) -> None:
     model, other = build("llama"), build("llama", **changes)
-    assert weights_hash(model) == weights_hash(other)
-    assert config_hash(text_config(model)) != config_hash(text_config(other))
-    assert "other configuration" in str(fingerprint(model).mismatch(fingerprint(other)))
+    assert hash_weights(model) == hash_weights(other)
+    assert hash_config(find_text_config(model)) != hash_config(find_text_config(other))
+    assert "other configuration" in str(compute_fingerprint(model).mismatch(compute_fingerprint(other)))
 
 
 @families
 def test_any_tensor_that_changes_changes_it(family: str) -> None:
     model = build(family)
-    before = weights_hash(model)
+    before = hash_weights(model)
     for name, parameter in model.named_parameters():
         kept = parameter.detach().clone()
         with torch.no_grad():
             parameter.add_(0.05)
-        assert weights_hash(model) != before, name
+        assert hash_weights(model) != before, name
         with torch.no_grad():
             parameter.copy_(kept)
-    assert weights_hash(model) == before
+    assert hash_weights(model) == before
 
 
 def test_which_values_are_sampled() -> None:
@@ -71,17 +71,17 @@ def test_which_values_are_sampled() -> None:
             self.large = torch.nn.Parameter(torch.zeros(10, 64))
             self.small = torch.nn.Parameter(torch.zeros(5))
 
-    before = weights_hash(Two())
+    before = hash_weights(Two())
     for index in range(640):
         changed = Two()
         with torch.no_grad():
             changed.large.view(-1)[index] = 1.0
-        assert (weights_hash(changed) != before) == (index % (640 // SAMPLES) == 0)
+        assert (hash_weights(changed) != before) == (index % (640 // WEIGHT_SAMPLES) == 0)
     for index in range(5):
         changed = Two()
         with torch.no_grad():
             changed.small[index] = 1.0
-        assert weights_hash(changed) != before
+        assert hash_weights(changed) != before
 
 
 def test_shapes_and_names_count() -> None:
@@ -89,7 +89,7 @@ def test_shapes_and_names_count() -> None:
         module = torch.nn.Module()
         for name, tensor in tensors.items():
             module.register_parameter(name, torch.nn.Parameter(tensor))
-        return weights_hash(module)
+        return hash_weights(module)
 
     made = {
         holding(a=torch.ones(2, 3)), holding(a=torch.ones(3, 2)), holding(b=torch.ones(2, 3)),
@@ -100,9 +100,9 @@ def test_shapes_and_names_count() -> None:
 
 def test_views_and_order_of_parameters_do_not_count() -> None:
     model = build("llama")
-    before = weights_hash(model)
+    before = hash_weights(model)
     with torch.no_grad():
         weight = model.lm_head.weight
         weight.data = weight.data.t().contiguous().t()  # the same values in another memory layout
     assert not model.lm_head.weight.is_contiguous()
-    assert weights_hash(model) == before
+    assert hash_weights(model) == before

@@ -18,7 +18,7 @@ import kvsearch
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.models import gguf
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.models.real import HOME
+from kvsearch.models.real import HOME_VARIABLE
 from kvsearch.plan.saved import MODEL_KEY
 from tests.cli.conftest import done, invoke
 from tests.families import build
@@ -109,8 +109,8 @@ def test_what_the_processor_computes_in_is_the_default(
     tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computes: bool
 ) -> None:
     path, model, tokenizer = tiny
-    monkeypatch.setattr("kvsearch.models.loading.computes_bfloat16", lambda: computes)
-    monkeypatch.setattr("kvsearch.models.loading.best_device", lambda: "cpu")
+    monkeypatch.setattr("kvsearch.models.loading.has_bfloat16", lambda: computes)
+    monkeypatch.setattr("kvsearch.models.loading.find_best_device", lambda: "cpu")
     stored = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16" if computes else "float16"}
     wanted = {path: "bfloat16" if computes else "float32"}
     for dtype, default in stored.items():
@@ -247,7 +247,7 @@ def test_a_model_that_transformers_has_loaded_is_attached(
     tiny: tuple[Path, Any, Any], tmp_path: Path, dense: bool
 ) -> None:
     plan = kvsearch.load_plan(plan_of(tiny[0], tmp_path / "plan.json"))
-    how = gguf.loading_arguments(tiny[0]) if dense else {}
+    how = gguf.make_loading_arguments(tiny[0]) if dense else {}
     model = AutoModelForCausalLM.from_pretrained(tiny[0].parent, gguf_file=tiny[0].name, **how).eval()
     ids = tiny[2](TEXT[:200], return_tensors="pt").input_ids
     with kvsearch.attach(model, plan) as planned:
@@ -300,7 +300,7 @@ def test_what_is_refused(tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatc
 
 
 def test_a_real_model_that_was_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HOME, str(tmp_path))
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     with pytest.raises(EnvironmentFault, match=r"not fetched yet: `python scripts/real_models.py smollm2` brings it"):
         load("smollm2")
     with pytest.raises(UsageError, match="did you mean 'smollm2'"):

@@ -117,7 +117,7 @@ def test_a_model_that_the_hub_does_not_give(
 
 
 def test_a_device_that_pytorch_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(loading, "read_version", lambda _: "2.13.0+cpu")
     loading.check_device("auto")
     with pytest.raises(
         EnvironmentFault, match=r"'cuda:1' was asked for, but PyTorch 2.13.0\+cpu here is built for CPU"
@@ -251,6 +251,6 @@ def test_the_revision_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     snapshot = "/cache/models--a--b/snapshots/0123abc/config.json"
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: snapshot)
-    assert loading._revision("a/b", LoadOptions(revision="v1")) == "0123abc"
+    assert loading._read_revision("a/b", LoadOptions(revision="v1")) == "0123abc"
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
-    assert loading._revision("a/b", LoadOptions(revision="v1")) == "v1"
+    assert loading._read_revision("a/b", LoadOptions(revision="v1")) == "v1"

@@ -12,8 +12,8 @@ import transformers
 from kvsearch import attach
 from kvsearch.core import resources
 from kvsearch.core.errors import EnvironmentFault
-from kvsearch.core.resources import resource
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.core.resources import find_resource
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.policies import create_policy
@@ -64,7 +64,7 @@ def test_models_that_others_have_spread(where: str, tmp_path: Path) -> None:
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
-    for use in (lambda: fingerprint(model, "mine"), lambda: attach(model, program)):
+    for use in (lambda: compute_fingerprint(model, "mine"), lambda: attach(model, program)):
         with pytest.raises(EnvironmentFault, match=r"does not fit: (\d+\.\d) of its \1 MB of weights"):
             use()
 
@@ -79,8 +79,8 @@ def test_where_they_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(resources, "_PACKAGE", package)
     beside, inside = tmp_path / "data" / "x.json", package / "_resources" / "data" / "x.json"
     with pytest.raises(EnvironmentFault, match=r"data/x\.json is missing from this installation of kvsearch"):
-        resource("data/x.json")
+        find_resource("data/x.json")
     for path in (beside, inside):
         path.parent.mkdir(parents=True)
         path.write_text("{}")
-        assert resource("data/x.json") == path
+        assert find_resource("data/x.json") == path

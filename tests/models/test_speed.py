@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
     now = [0.0]
     passes = Passes(model, now)
     monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(speed, "LEAST", 64)
+    monkeypatch.setattr(speed, "MIN_LONG_PASS", 64)
     monkeypatch.setattr(speed, "PATIENCE", 1e9)
     handle = model.register_forward_pre_hook(passes, with_kwargs=True)
     yield passes
@@ -47,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
 def test_a_slow_start_is_not_taken_for_all(clock: Passes) -> None:
     """Two lengths are timed, whatever the first one takes: else all were passes times the start."""
     found = Speed.of(clock.model, [StageCost("read", 2, 0, Work.over([80, 96]))])
-    assert (found.tokens, clock.seen) == (96, {speed.SHORT, 96})
+    assert (found.tokens, clock.seen) == (96, {speed.SHORT_PASS, 96})
     clock.share = found.pair / found.read
     again = Speed(clock.model, 96)
     assert (again.start, again.read) == (pytest.approx(START, rel=0.02), pytest.approx(READ))

@@ -12,9 +12,15 @@ from torch import nn
 
 import kvsearch
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.models.architecture import attention_modules, output_weight
-from kvsearch.models.fingerprint import weights_hash
-from kvsearch.models.weights import count_numbers, effective_weight, is_finite, named_tensors, stored_bytes
+from kvsearch.models.architecture import find_attention_modules, read_output_weight
+from kvsearch.models.fingerprint import hash_weights
+from kvsearch.models.weights import (
+    count_numbers,
+    count_stored_bytes,
+    is_finite,
+    list_named_tensors,
+    read_effective_weight,
+)
 from kvsearch.runtime.logits import OutputProjection
 from tests.families import build
 from tests.models.layouts import LAYOUTS, Adapted, BlockFloat8, Gptq, RowScaled, in_float, projections, quantised
@@ -47,7 +53,7 @@ def test_policies_see_the_weights_and_not_what_they_are_held_in(layout: str, tmp
     model = quantised(weighted(), layout)
     same = in_float(deepcopy(model))
     for module, other in zip(projections(model), projections(same), strict=True):
-        torch.testing.assert_close(output_weight(module, 8), output_weight(other, 8), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(read_output_weight(module, 8), read_output_weight(other, 8), atol=1e-6, rtol=1e-6)
     assert kept(model, "criticalkv:window=8", tmp_path) == kept(same, "criticalkv:window=8", tmp_path)
 
 
@@ -57,14 +63,14 @@ def test_a_plain_layer_is_read_as_it_is() -> None:
     linear.register_forward_hook(lambda *_: pytest.fail("applied"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         linear.to(dtype)
-        assert effective_weight(linear, "it", 4, dtype) is linear.weight
+        assert read_effective_weight(linear, "it", 4, dtype) is linear.weight
 
 
 def test_a_large_bias_does_not_round_the_map() -> None:
     linear = nn.Linear(64, 64)
     torch.nn.init.constant_(linear.bias, 300.0)
     held = RowScaled(linear)
-    made = effective_weight(held, "it", 64, torch.bfloat16)
+    made = read_effective_weight(held, "it", 64, torch.bfloat16)
     torch.testing.assert_close(made, held.dequantised().bfloat16().float(), atol=0, rtol=0)
 
 
@@ -105,7 +111,7 @@ def _codes() -> nn.Module:
 )
 def test_what_is_no_map_is_refused_in_one_line(module: nn.Module, why: str) -> None:
     with pytest.raises(IncompatibleError, match=why) as refusal:
-        effective_weight(module, "o_proj of layer 7", 32, torch.float32)
+        read_effective_weight(module, "o_proj of layer 7", 32, torch.float32)
     assert str(refusal.value).startswith(f"o_proj of layer 7 is a {type(module).__name__}, and")
     assert "\n" not in str(refusal.value)
 
@@ -114,22 +120,22 @@ def test_what_is_no_map_is_refused_in_one_line(module: nn.Module, why: str) -> N
 def test_all_that_is_held_makes_the_fingerprint(layout: str) -> None:
     """Codes as well as scales, zero points and adapters, wherever a layout keeps them; and the memory counts them."""
     model = quantised(build("llama"), layout)
-    before = weights_hash(model)
-    assert weights_hash(quantised(build("llama"), layout)) == before
-    assert before != weights_hash(build("llama"))
+    before = hash_weights(model)
+    assert hash_weights(quantised(build("llama"), layout)) == before
+    assert before != hash_weights(build("llama"))
     held = [
         (name, tensor)
-        for name, tensor in named_tensors(model)
+        for name, tensor in list_named_tensors(model)
         if "o_proj" in name and name.startswith("model.layers.0")
     ]
-    assert stored_bytes(model.modules()) == sum(tensor.nbytes for _, tensor in named_tensors(model))
+    assert count_stored_bytes(model.modules()) == sum(tensor.nbytes for _, tensor in list_named_tensors(model))
     for name, tensor in held:
         first = tensor.view(torch.uint8).flatten() if tensor.dtype.itemsize == 1 else tensor.flatten()
         copied = first[:1].clone()
         first[:1] = first[:1] + 1
-        assert weights_hash(model) != before, name
+        assert hash_weights(model) != before, name
         first[:1] = copied
-    assert weights_hash(model) == before
+    assert hash_weights(model) == before
 
 
 def test_wrappers_have_no_part_in_names() -> None:
@@ -139,11 +145,11 @@ def test_wrappers_have_no_part_in_names() -> None:
             self.linear = linear
 
     model = build("llama")
-    before = weights_hash(model)
+    before = hash_weights(model)
     for attention in projections(model):
         attention.o_proj = Wrapper(attention.o_proj)
-    assert weights_hash(model) == before
-    assert all("linear" not in name for name, _ in named_tensors(model))
+    assert hash_weights(model) == before
+    assert all("linear" not in name for name, _ in list_named_tensors(model))
 
 
 def test_numbers_are_counted_as_they_are_multiplied() -> None:
@@ -151,7 +157,7 @@ def test_numbers_are_counted_as_they_are_multiplied() -> None:
     plain, model = build("llama"), quantised(build("llama"), "GPTQ")
     assert count_numbers(plain.modules()) == sum(one.numel() for one in plain.parameters())
     assert count_numbers(model.modules()) == count_numbers(plain.modules())
-    assert stored_bytes(model.modules()) < stored_bytes(plain.modules())
+    assert count_stored_bytes(model.modules()) < count_stored_bytes(plain.modules())
 
 
 def test_what_is_not_finite() -> None:
@@ -164,7 +170,7 @@ def test_what_is_not_finite() -> None:
 def test_norms_follow_an_adapter_that_changes() -> None:
     """Decode steps keep what they made of the weights, for as long as these stay."""
     model = build("llama")
-    attention = attention_modules(model)[0]
+    attention = find_attention_modules(model)[0]
     attention.o_proj = Adapted(attention.o_proj)
     values = torch.randn(1, 2, 1, 16)
     norms = OutputProjection(attention, 8, 2)
@@ -177,6 +183,6 @@ def test_norms_follow_an_adapter_that_changes() -> None:
 
 def test_float8_is_not_cast_without_its_scales() -> None:
     held = BlockFloat8(nn.Linear(64, 40, bias=False))
-    made = effective_weight(held, "it", 64, torch.float32)
+    made = read_effective_weight(held, "it", 64, torch.float32)
     torch.testing.assert_close(made, held.dequantised(), atol=1e-6, rtol=1e-6)
     assert not torch.allclose(made, held.weight.float())

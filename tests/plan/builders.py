@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
 
 PROVENANCE: dict[str, Any] = {
@@ -25,8 +25,8 @@ def model_dict(layers: int = 3, kv_heads: int = 2, **changes: Any) -> dict[str, 
     return {
         "name": "toy",
         "model_type": "llama",
-        "config_sha256": sha256_of("config"),
-        "weights_sha256": sha256_of("weights"),
+        "config_sha256": hash_json("config"),
+        "weights_sha256": hash_json("weights"),
         "revision": None,
         "layers": layers,
         "kv_heads": kv_heads,

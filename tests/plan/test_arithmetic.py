@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase, Plan, load_plan, save_plan
-from kvsearch.plan.arithmetic import SettingChange, budgets_at, diff, scale, with_carry, with_even_budgets
+from kvsearch.plan.arithmetic import (
+    SettingChange,
+    add_carry,
+    compare_plans,
+    compute_budgets,
+    even_out_budgets,
+    scale,
+)
 from kvsearch.plan.size import LAID_OUT
 from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
@@ -38,7 +45,7 @@ def half_up(value: Fraction) -> int:
 
 @given(proportional_plans(), st.integers(1, 12_000))
 def test_proportional_totals_are_exact_at_every_length(plan: Plan, length: int) -> None:
-    budgets = budgets_at(plan, "prefill", length)
+    budgets = compute_budgets(plan, "prefill", length)
     low = min(max(plan.floor, 1), length)
     wanted = half_up(Fraction(plan.total * length, plan.length))
     assert budgets.dtype == np.int64
@@ -50,9 +57,9 @@ def test_proportional_totals_are_exact_at_every_length(plan: Plan, length: int) 
 
 def test_fixed_prefill_budgets_are_clipped_at_the_prompt() -> None:
     plan = make_plan(scaling="fixed", length=None, decode=phase_dict([None, [9, 3], None]), floor=3)
-    assert budgets_at(plan, "prefill", 10).tolist() == [[10, 6], [4, 10]]
-    assert budgets_at(plan, "prefill", 9999).tolist() == [[10, 6], [4, 12]]
-    assert budgets_at(plan, "decode", 5).tolist() == [[9, 3]]  # the sequence goes on
+    assert compute_budgets(plan, "prefill", 10).tolist() == [[10, 6], [4, 10]]
+    assert compute_budgets(plan, "prefill", 9999).tolist() == [[10, 6], [4, 12]]
+    assert compute_budgets(plan, "decode", 5).tolist() == [[9, 3]]  # the sequence goes on
 
 
 def rows(plan: Plan, phase: Phase = "prefill") -> list[list[int]]:
@@ -129,12 +136,12 @@ def test_what_is_not_a_budget_is_kept() -> None:
 
 
 def test_even_budgets_keep_policies_and_totals() -> None:
-    plan = with_carry(make_plan([[40, 5], None, [4, 13]]), "match")
-    even = with_even_budgets(plan)
+    plan = add_carry(make_plan([[40, 5], None, [4, 13]]), "match")
+    even = even_out_budgets(plan)
     assert even.phase("prefill").table.tolist() == [[16, 16], [15, 15]]
     assert (even.total, even.phase("prefill").policies) == (plan.total, plan.phase("prefill").policies)
     assert (carries(even), even.allocation.name) == (("none",) * 3, "static")
-    assert with_even_budgets(even).phase("prefill") == even.phase("prefill")
+    assert even_out_budgets(even).phase("prefill") == even.phase("prefill")
 
 
 def carries(plan: Plan) -> tuple[str, ...]:
@@ -147,12 +154,12 @@ def test_entries_carry_where_something_leaves() -> None:
     whole = phase_dict([[40, 40], None, [4, 12], [40, 40]])
     whole["layers"][3]["policy"] = full
     plan = make_plan([[40, 40], None, [4, 12], [40, 40]], prefill=whole)
-    matched = with_carry(plan, "match")
+    matched = add_carry(plan, "match")
     assert carries(matched) == ("none", "none", "match", "none")
     assert canonical_json(matched).count(b'"carry": "match"') == 1
     assert b"carry" not in canonical_json(plan)
-    assert diff(plan, matched) == ([SettingChange("carry", None, "match", "prefill", (2,))], [])
-    assert diff(with_carry(matched, "none"), plan) == ([], [])
+    assert compare_plans(plan, matched) == ([SettingChange("carry", None, "match", "prefill", (2,))], [])
+    assert compare_plans(add_carry(matched, "none"), plan) == ([], [])
     assert carries(scale(matched, total=140)) == ("none", "none", "match", "none")
     assert carries(scale(matched, total=240)) == ("none",) * 4
     for unfit, words in (
@@ -160,9 +167,9 @@ def test_entries_carry_where_something_leaves() -> None:
         (fixed(prefill=None, decode=phase_dict([[4, 4], None, [4, 4]]), total=16), "no 'prefill' phase"),
     ):
         with pytest.raises(UsageError, match=words):
-            with_carry(unfit, "match")
+            add_carry(unfit, "match")
     with pytest.raises(UsageError, match="matc"):
-        with_carry(plan, "matc")  # type: ignore[arg-type]
+        add_carry(plan, "matc")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -293,7 +300,7 @@ def check_shape(before: np.ndarray, after: np.ndarray) -> None:
 
 @given(proportional_plans(), st.integers(8, 12_000))
 def test_scaling_to_what_a_prompt_gets_gives_its_budgets(plan: Plan, length: int) -> None:
-    wanted = budgets_at(plan, "prefill", length)
+    wanted = compute_budgets(plan, "prefill", length)
     scaled = scale(plan, total=int(wanted.sum()), length=length)
     assert np.array_equal(rows(scaled), wanted)
 
@@ -302,6 +309,6 @@ def test_decode_budgets_of_short_prompts_keep_the_floor() -> None:
     """A sequence outgrows its prompt: eight tokens are no reason to hold eight entries for ever."""
     budgets: list[list[int] | None] = [[10, 6], None, [4, 12]]
     plan = make_plan(budgets, decode=phase_dict(budgets))
-    assert budgets_at(plan, "prefill", 2).tolist() == [[2, 2], [2, 2]]
-    assert budgets_at(plan, "decode", 2).tolist() == [[4, 4], [4, 4]]
-    assert budgets_at(plan, "decode", 80).sum() == 64
+    assert compute_budgets(plan, "prefill", 2).tolist() == [[2, 2], [2, 2]]
+    assert compute_budgets(plan, "decode", 2).tolist() == [[4, 4], [4, 4]]
+    assert compute_budgets(plan, "decode", 80).sum() == 64

@@ -13,10 +13,10 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.arithmetic import scale
-from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash, joined
+from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context, join_records
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.runs.identity import CONTEXTS
-from kvsearch.runs.lock import locked
+from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import read_contexts, write_contexts
 from kvsearch.strategies.from_yaml import plan_from_yaml
 from tests.plan.builders import PROVENANCE, make_plan
@@ -24,7 +24,7 @@ from tests.plan.builders import PROVENANCE, make_plan
 
 def hashes(first: int, last: int) -> list[str]:
     """The hashes of contexts with these numbers."""
-    return [context_hash(f"context {number}") for number in range(first, last)]
+    return [hash_context(f"context {number}") for number in range(first, last)]
 
 
 def recorded(**sets: ContextSet) -> dict[str, object]:
@@ -33,8 +33,8 @@ def recorded(**sets: ContextSet) -> dict[str, object]:
 
 
 def test_a_context_is_known_by_its_words() -> None:
-    assert context_hash("a b") == context_hash(" a\n b ") == hashlib.sha256(b"a b").hexdigest()
-    assert context_hash("a b") != context_hash("a", "b") != context_hash("a", "c")
+    assert hash_context("a b") == hash_context(" a\n b ") == hashlib.sha256(b"a b").hexdigest()
+    assert hash_context("a b") != hash_context("a", "b") != hash_context("a", "c")
 
 
 def test_sets_of_earlier_versions_are_read() -> None:
@@ -75,16 +75,16 @@ def test_a_set_that_contradicts_itself_is_refused(change: dict[str, object], pro
 def test_what_is_made_of_something_unknown_is_not_complete() -> None:
     one = ContextRecord(fitted=ContextSet.of(hashes(0, 2)))
     other = ContextRecord(chosen=ContextSet.of(hashes(2, 4)))
-    both = joined([one, other])
+    both = join_records([one, other])
     assert both == ContextRecord(fitted=one.fitted, chosen=other.chosen)
     assert [both.used.has(found) for found in hashes(0, 5)] == [True] * 4 + [False]
-    assert joined([one, None]) == one.model_copy(update={"complete": False})
-    assert joined([one, ContextRecord(complete=False)]) == joined([one, None])
-    assert joined([None, None]) is None
+    assert join_records([one, None]) == one.model_copy(update={"complete": False})
+    assert join_records([one, ContextRecord(complete=False)]) == join_records([one, None])
+    assert join_records([None, None]) is None
 
 
 def test_the_file_of_a_run_has_all_hashes(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with lock_directory(tmp_path):
         write_contexts(tmp_path, {"chosen": hashes(0, 3)})
     found = read_contexts(tmp_path)
     assert (found.fitted, found.chosen) == ((), tuple(sorted(hashes(0, 3))))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.plan.arithmetic import BudgetChange, SettingChange, diff
+from kvsearch.plan.arithmetic import BudgetChange, SettingChange, compare_plans
 from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
 
 
@@ -22,14 +22,14 @@ def with_policies(*policies: tuple[str, dict[str, Any]] | None) -> dict[str, Any
 def test_budgets_are_compared_head_by_head() -> None:
     before = make_plan([[10, 6], None, [4, 12]])
     after = make_plan([[10, 7], [5, 5], [4, 12]], decode=phase_dict([None, None, [8, 8]]))
-    assert diff(before, after)[1] == [
+    assert compare_plans(before, after)[1] == [
         BudgetChange("prefill", 0, 1, 6, 7),
         BudgetChange("prefill", 1, 0, None, 5),
         BudgetChange("prefill", 1, 1, None, 5),
         BudgetChange("decode", 2, 0, None, 8),
         BudgetChange("decode", 2, 1, None, 8),
     ]
-    values = [change[3:] for change in diff(after, before)[1]]
+    values = [change[3:] for change in compare_plans(after, before)[1]]
     assert values == [(7, 6), (5, None), (5, None), (8, None), (8, None)]
 
 
@@ -50,7 +50,7 @@ def test_budgets_are_compared_head_by_head() -> None:
     ],
 )
 def test_settings_of_the_whole_plan(changes: dict[str, Any], expected: list[tuple[Any, ...]]) -> None:
-    found = diff(make_plan(), make_plan(**changes))
+    found = compare_plans(make_plan(), make_plan(**changes))
     assert found == ([SettingChange(*change) for change in expected], [])
 
 
@@ -58,7 +58,7 @@ def test_policies_and_parameters_are_grouped_by_layers() -> None:
     snapkv, wider, h2o = ("snapkv", {"window": 4}), ("snapkv", {"window": 8}), ("h2o", {"sinks": 1})
     before = make_plan([[4, 4]] * 4, prefill=with_policies(snapkv, snapkv, snapkv, snapkv))
     after = make_plan([[4, 4]] * 4, prefill=with_policies(wider, h2o, snapkv, wider))
-    assert diff(before, after)[0] == [
+    assert compare_plans(before, after)[0] == [
         SettingChange("policy.window", 4, 8, "prefill", (0, 3)),
         SettingChange("policy", "snapkv", "h2o", "prefill", (1,)),
         SettingChange("policy.window", 4, None, "prefill", (1,)),
@@ -68,9 +68,9 @@ def test_policies_and_parameters_are_grouped_by_layers() -> None:
 
 def test_names_and_provenance_do_not_matter() -> None:
     other = make_plan(model=model_dict(name="other", revision="main"), provenance={**PROVENANCE, "seed": 8})
-    assert diff(make_plan(), other) == ([], [])
+    assert compare_plans(make_plan(), other) == ([], [])
 
 
 def test_models_of_another_shape_are_not_compared() -> None:
     with pytest.raises(IncompatibleError, match="other layers or heads"):
-        diff(make_plan(), make_plan([[4, 4]]))
+        compare_plans(make_plan(), make_plan([[4, 4]]))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import atomic_write, temporary_for
+from kvsearch.core.files import open_temporary, write_atomically
 from kvsearch.plan import load_plan, save_plan
 from tests.plan.builders import make_plan, plan_dict
 
@@ -31,10 +31,10 @@ def test_a_file_that_another_process_makes_meanwhile_is_kept(path: Path) -> None
         yield b"mine"
 
     with pytest.raises(UsageError, match=r"plan\.json exists already"):
-        atomic_write(path, pieces(), overwrite=False)
+        write_atomically(path, pieces(), overwrite=False)
     assert (path.read_text(), list(path.parent.iterdir())) == ("theirs", [path])
     path.unlink()
-    atomic_write(path, b"mine", overwrite=False)
+    write_atomically(path, b"mine", overwrite=False)
     assert (path.read_text(), list(path.parent.iterdir())) == ("mine", [path])
 
 
@@ -91,13 +91,13 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="null byte"):
         load_plan("a\0b")
     with pytest.raises(UsageError, match="null byte"):
-        atomic_write("a\0b", b"")
+        write_atomically("a\0b", b"")
     with pytest.raises(UsageError, match="it is a folder"):
-        atomic_write(tmp_path, b"")
+        write_atomically(tmp_path, b"")
     with pytest.raises(UsageError, match="its folder does not exist"):
-        atomic_write(tmp_path / "none" / "plan.json", b"")
+        write_atomically(tmp_path / "none" / "plan.json", b"")
     with pytest.raises(UsageError, match="not a regular file"):
-        atomic_write("/dev/null", b"")
+        write_atomically("/dev/null", b"")
 
 
 def fail_with(error: BaseException) -> Callable[..., Any]:
@@ -130,7 +130,7 @@ def test_a_failed_write_leaves_everything_as_it_was(
         path.write_text("old")
     monkeypatch.setattr(os, call, fail_with(error))
     with pytest.raises(raised) as caught:
-        atomic_write(path, b"new")
+        write_atomically(path, b"new")
     assert [child.name for child in path.parent.iterdir()] == (["plan.json"] if existing else [])
     assert not existing or path.read_text() == "old"
     if raised is EnvironmentFault:
@@ -147,14 +147,14 @@ def test_a_folder_that_cannot_be_synced_is_no_failure(path: Path, monkeypatch: p
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", files_only)
-    atomic_write(path, b"new")
+    write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
 
 
 def test_file_and_folder_are_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[bool] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode)))
-    atomic_write(path, b"new")
+    write_atomically(path, b"new")
     assert synced == [False, True]
 
 
@@ -163,7 +163,7 @@ def test_links_are_followed_and_the_mode_is_kept(path: Path) -> None:
     path.chmod(0o640)
     link = path.with_name("link.json")
     link.symlink_to(path)
-    atomic_write(link, b"new")
+    write_atomically(link, b"new")
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
@@ -172,8 +172,8 @@ def test_links_are_followed_and_the_mode_is_kept(path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from kvsearch.core.files import temporary_for
-with temporary_for(Path(sys.argv[1])) as (_, file):
+from kvsearch.core.files import open_temporary
+with open_temporary(Path(sys.argv[1])) as (_, file):
     file.write(b"half")
     file.flush()
     print("begun", flush=True)
@@ -186,12 +186,12 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
     with subprocess.Popen([sys.executable, "-c", WRITER, target], stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdout.readline() == "begun\n"
         (left,) = tmp_path.glob(".kvsearch-*.tmp")
-        atomic_write(target, b"mine")
+        write_atomically(target, b"mine")
         assert left.exists()  # its writer lives
         writer.kill()
-    atomic_write(tmp_path / "other.json", b"another target")
+    write_atomically(tmp_path / "other.json", b"another target")
     assert left.exists()
-    atomic_write(target, b"mine again")
+    write_atomically(target, b"mine again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.json", "plan.json"]
 
 
@@ -208,7 +208,7 @@ def test_a_file_that_is_taken_for_abandoned_is_made_again(tmp_path: Path, monkey
         return file
 
     monkeypatch.setattr(Path, "open", remove_first)
-    with temporary_for(tmp_path / "plan.json") as (path, file):
+    with open_temporary(tmp_path / "plan.json") as (path, file):
         file.write(b"whole")
     assert made == [made[0], path]
     assert path != made[0]

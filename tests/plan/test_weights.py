@@ -34,7 +34,7 @@ def test_a_plan_brings_its_weights(forgotten: Path) -> None:
     plan = load_plan(forgotten)
     (spec,) = plan.policies
     (beside,) = forgotten.parent.glob("probe-*.safetensors")
-    assert weights.known_weights(str(spec.params["weights"])) == (beside, beside.read_bytes())
+    assert weights.read_known_weights(str(spec.params["weights"])) == (beside, beside.read_bytes())
     copied = forgotten.parent / "copied"
     copied.mkdir()
     save_plan(plan, copied / "other.json")

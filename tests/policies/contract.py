@@ -26,14 +26,14 @@ from kvsearch.policies import (
     Policy,
     QueryStatistics,
     create_policy,
+    find_policy_class,
     keep_mask,
-    policy_class,
     rank_under,
 )
 from kvsearch.policies.base import Norm
 from kvsearch.policies.decoding import State
-from kvsearch.policies.ranking import at_each
-from kvsearch.policies.scoring import column_sums
+from kvsearch.policies.ranking import apply_to_each
+from kvsearch.policies.scoring import sum_columns
 from tests.examples import fixed
 from tests.policies.examples import keep_under
 
@@ -118,7 +118,7 @@ def observe(policy: Policy, case: Case, dtype: torch.dtype = torch.float32) -> O
         queries=queries[:, :, -needs.query_rows :] if needs.query_rows else None,
         statistics=statistics,
         rotary=rope,
-        column_sums=column_sums(queries, keys, valid, DIM**-0.5) if needs.column_sums else None,
+        column_sums=sum_columns(queries, keys, valid, DIM**-0.5) if needs.column_sums else None,
         projection=OutputWeights(normal(query_heads, DIM, MODEL_DIM).float()) if needs.projection else None,
         hidden={} if needs.hidden is None else {needs.hidden: normal(batch, heads, case.length, 1)[..., 0].float()},
         rereads={} if needs.reread is None else {needs.reread: normal(batch, heads, case.length).float().abs()},
@@ -202,7 +202,7 @@ class Shifted:
 
 def start_of(policy: Policy, observation: Observation) -> State:
     """The state in which a policy starts to decode; without any where it has no decode rule of its own."""
-    return policy.start(observation) if policy.online else State()
+    return policy.start(observation) if policy.has_decode_rule else State()
 
 
 def first_to_protect(policy: Policy, length: int, budget: int) -> set[int]:
@@ -331,7 +331,7 @@ class PolicyContract:
         """Nested, no padding, as many as there is room for, protected ones first, by rank; all of exempt heads."""
         masks, budgets, real = drawn.masks, drawn.uniform, drawn.valid[:, None]
         lengths = drawn.lengths[:, None].expand_as(budgets)
-        exempt = at_each(self.policy.exempt, budgets, lengths).bool()
+        exempt = apply_to_each(self.policy.keeps_all, budgets, lengths).bool()
         assert not (masks & ~real).any()
         assert not (masks[:-1] & ~masks[1:]).any()
         assert torch.equal(masks[exempt], real.expand_as(masks)[exempt])
@@ -376,6 +376,6 @@ class PolicyContract:
             torch.testing.assert_close(alone[real], drawn.scores[row][real], rtol=1e-5, atol=1e-6, equal_nan=True)
 
     def test_it_is_rebuilt_from_its_name_and_parameters(self) -> None:
-        assert policy_class(self.policy.name) is type(self.policy)
+        assert find_policy_class(self.policy.name) is type(self.policy)
         assert create_policy(self.policy.name, self.policy.parameters()) == self.policy
         assert self.policy.source

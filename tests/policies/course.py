@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.decoding import Cached, State, Step, best, protected_slots
-from kvsearch.policies.h2o import MASS
-from kvsearch.policies.ranking import at_each
+from kvsearch.policies.decoding import Cached, State, Step, mark_best, mark_protected
+from kvsearch.policies.h2o import MASS_STATE
+from kvsearch.policies.ranking import apply_to_each
 from tests.policies.examples import JUNK, keep_under
 
 Row = dict[int, float]  # attention by position
@@ -73,7 +73,7 @@ def merged(policy: Policy, cached: Cached, leaving: list[list[int]]) -> Cached:
     after = cloned(cached)
     policy.merge(after, slots(leaving))
     assert torch.equal(after.positions, cached.positions)
-    assert torch.equal(after.state.entries[MASS], cached.state.entries[MASS])
+    assert torch.equal(after.state.entries[MASS_STATE], cached.state.entries[MASS_STATE])
     return after
 
 
@@ -115,9 +115,9 @@ def leaving_slots(policy: Policy, step: Step, priorities: Tensor, budget: int) -
     """Slots that leave, ascending by position, [S, E] with -1 behind the last."""
     positions, used = step.cached.positions, step.cached.held.sum(-1)
     budgets = torch.full_like(used, budget)
-    sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
+    sinks, recent = apply_to_each(policy.protected_at, budgets).unbind(-1)
     stay = torch.where(used > budgets, budgets + 1 - policy.drop_at(budget), used)
-    keep = best(priorities, protected_slots(positions, step.seen, sinks, recent), positions, stay, int(stay.max()))
+    keep = mark_best(priorities, mark_protected(positions, step.seen, sinks, recent), positions, stay, int(stay.max()))
     lists = []
     for held, kept, position in zip(step.cached.held, keep, positions, strict=True):
         lists.append(sorted(torch.nonzero(held & ~kept).flatten().tolist(), key=position.tolist().__getitem__))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.checks import lengths_of
-from kvsearch.policies.decoding import Cached, State, Step, lowest, protected_slots
-from kvsearch.policies.ranking import at_each, keep_at, limits_under
+from kvsearch.policies.checks import read_lengths
+from kvsearch.policies.decoding import Cached, State, Step, find_lowest, mark_protected
+from kvsearch.policies.ranking import apply_to_each, find_limits, keep_at
 
 NAN = float("nan")
 JUNK = 1e4  # in keys and values of empty slots
@@ -21,7 +21,7 @@ WINDOW_ROWS = [[0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.30, 0.00], [0.30, 0.02, 0.
 
 def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
     """What a policy keeps at `budgets` [B, Hkv] int64, [B, Hkv, T] bool; exempt heads keep everything."""
-    return keep_at(policy, observation, limits_under(policy, budgets, lengths_of(observation)))
+    return keep_at(policy, observation, find_limits(policy, budgets, read_lengths(observation)))
 
 
 def kept(policy: Policy, observation: Observation, budget: int, head: int = 0) -> set[int]:
@@ -111,9 +111,9 @@ def leaves(policy: Policy, step: Step, budget: int) -> list[int]:
     positions = step.cached.positions
     budgets = torch.full_like(step.newest, budget)
     assert (step.cached.held.sum(-1) == budgets + 1).all()
-    sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
-    protected = protected_slots(positions, step.seen, sinks, recent)
+    sinks, recent = apply_to_each(policy.protected_at, budgets).unbind(-1)
+    protected = mark_protected(positions, step.seen, sinks, recent)
     outside = protected | ~step.cached.held
-    slot = lowest(policy.step(step), positions, outside, policy.signed)
+    slot = find_lowest(policy.step(step), positions, outside, policy.signed)
     left: list[int] = positions.gather(-1, slot[:, None]).flatten().tolist()
     return left

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save
 
 from kvsearch.plan import ModelFingerprint, PolicySpec, Profile, ProfileMetadata
-from kvsearch.plan.saved import know
+from kvsearch.plan.saved import register_weights
 from kvsearch.policies import Policy, create_policy, query_bank
-from kvsearch.policies.probe import METHOD
+from kvsearch.policies.probe import PROBE_METHOD
 from tests.plan.builders import metadata_dict, model_dict
 
 SCORES = ("value_norm", "expected_attention", "snapkv", "keydiff")  # a number each, whatever the model's size
@@ -41,17 +41,17 @@ def ranking(
     both = len({"key", "value"} & set(features))
     dim = (count - len(features) + both) // both if both else 8
     like = model_dict(layers=max(layers) + 1, kv_heads=heads, head_dim=dim)
-    told = metadata_dict(method=METHOD, layers=list(layers), model=like)
+    told = metadata_dict(method=PROBE_METHOD, layers=list(layers), model=like)
     told["provenance"]["settings"] = {"features": list(features)}
     metadata = ProfileMetadata.model_validate(told)
-    update: dict[str, Any] = {"policy": PolicySpec(name=METHOD)} | ({} if model is None else {"model": model})
+    update: dict[str, Any] = {"policy": PolicySpec(name=PROBE_METHOD)} | ({} if model is None else {"model": model})
     return Profile(metadata.model_copy(update=update), {n: np.asarray(a, np.float32) for n, a in found.items()})
 
 
 def fitted(profile: Profile | None = None, **params: Any) -> Policy:
     """The policy with these weights."""
     data = (ranking(layers=range(8)) if profile is None else profile).to_bytes()
-    return create_policy(METHOD, {"weights": know(data, Path("tests")), **params})
+    return create_policy(PROBE_METHOD, {"weights": register_weights(data, Path("tests")), **params})
 
 
 def bank(
@@ -64,11 +64,15 @@ def bank(
     if queries is None:
         queries = np.random.default_rng(1).normal(size=(len(layers), 1, 1, 3, dim))
     like = model_dict(layers=max(layers) + 1, kv_heads=np.shape(queries)[1], head_dim=np.shape(queries)[-1])
-    told = metadata_dict(method=query_bank.METHOD, layers=list(layers), model=like)
-    metadata = ProfileMetadata.model_validate(told).model_copy(update={"policy": PolicySpec(name=query_bank.METHOD)})
+    told = metadata_dict(method=query_bank.QUERY_BANK_METHOD, layers=list(layers), model=like)
+    metadata = ProfileMetadata.model_validate(told).model_copy(
+        update={"policy": PolicySpec(name=query_bank.QUERY_BANK_METHOD)}
+    )
     arrays = {"queries": queries} | ({} if even is None else {"even": even})
     profile = Profile(metadata, {name: np.asarray(array, np.float32) for name, array in arrays.items()})
-    return create_policy(query_bank.METHOD, {"weights": know(profile.to_bytes(), Path("tests")), **params})
+    return create_policy(
+        query_bank.QUERY_BANK_METHOD, {"weights": register_weights(profile.to_bytes(), Path("tests")), **params}
+    )
 
 
 def zap_weights(layers: int, heads: int, width: int, hidden: int | None = 3) -> dict[str, torch.Tensor]:
@@ -85,9 +89,11 @@ def zap_weights(layers: int, heads: int, width: int, hidden: int | None = 3) -> 
 def zap(layers: int = 8, heads: int = 2, width: int = 6, **params: Any) -> Policy:
     """KVzap with small random networks."""
     data = save(zap_weights(layers, heads, width))
-    return create_policy("kvzap", {"weights": know(data, Path("tests") / "model.safetensors"), **params})
+    return create_policy("kvzap", {"weights": register_weights(data, Path("tests") / "model.safetensors"), **params})
 
 
 def example(name: str) -> Policy:
     """A built-in policy by its name, with its defaults and, if it is fitted, with small random weights."""
-    return {METHOD: fitted, query_bank.METHOD: bank, "kvzap": zap}.get(name, partial(create_policy, name))()
+    return {PROBE_METHOD: fitted, query_bank.QUERY_BANK_METHOD: bank, "kvzap": zap}.get(
+        name, partial(create_policy, name)
+    )()

@@ -37,7 +37,7 @@ def test_sinks_and_recent(policy: StreamingLLM, budget: int, expected: set[int])
 
 def test_heads_with_more_than_a_streaming_heads_budget_that_covers_the_prompt_are_never_evicted() -> None:
     policy = DuoAttention(sinks=2, window=3)
-    exempt = [policy.exempt(budget, length) for budget, length in ((7, 8), (8, 8), (9, 8), (5, 4))]
+    exempt = [policy.keeps_all(budget, length) for budget, length in ((7, 8), (8, 8), (9, 8), (5, 4))]
     assert exempt == [False, True, True, False]  # 5 entries are a streaming head, however short the prompt
 
 

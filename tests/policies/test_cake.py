@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import scoring
-from kvsearch.policies.cake import CAKE, row_moments
+from kvsearch.policies.cake import CAKE, compute_row_moments
 from kvsearch.policies.decoding import Step
-from kvsearch.policies.scoring import window_rows
+from kvsearch.policies.scoring import iterate_window_rows
 from tests.combinations import in_turn
 from tests.policies.contract import Case, observe
 from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
@@ -63,11 +63,11 @@ def reference(window: Tensor) -> tuple[Tensor, Tensor]:
 def test_moments_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, scratch: int) -> None:
     """One row at a time, several at once, and all."""
     observation = observe(CAKE(window=7), CASE)
-    mean, variance = reference(torch.cat([rows for _, rows in window_rows(observation, 7)], 1))
+    mean, variance = reference(torch.cat([rows for _, rows in iterate_window_rows(observation, 7)], 1))
     monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
-    chunks = {rows.shape[-2] for _, rows in window_rows(observation, 7)}
+    chunks = {rows.shape[-2] for _, rows in iterate_window_rows(observation, 7)}
     assert chunks == {1: {1}, 2500: {5, 2}}.get(scratch, {7})
-    found = row_moments(observation, 7)
+    found = compute_row_moments(observation, 7)
     torch.testing.assert_close(found[0], mean, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found[1], variance, rtol=1e-5, atol=1e-10)
 
@@ -78,10 +78,10 @@ def test_a_small_variance_next_to_a_large_mean_is_accurate(monkeypatch: pytest.M
     logits = torch.zeros(1, 1, 16, 20)
     logits[..., 0] = 12.0 + torch.linspace(-0.01, 0.01, 16)
     observation = dataclasses.replace(attending([[0.05] * 20] * 16), queries=logits)
-    _, variance = reference(torch.cat([rows for _, rows in window_rows(observation, 16)], 1))
+    _, variance = reference(torch.cat([rows for _, rows in iterate_window_rows(observation, 16)], 1))
     assert 0 < float(variance[0, 0, 0, 0]) < 1e-9
     monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
-    found = row_moments(observation, 16)
+    found = compute_row_moments(observation, 16)
     torch.testing.assert_close(found[1][..., 0], variance[..., 0], rtol=1e-2, atol=0)
 
 
@@ -92,7 +92,7 @@ def test_rows_of_padding_do_not_count(monkeypatch: pytest.MonkeyPatch, scratch: 
     observation = dataclasses.replace(attending([row] * 5), valid=torch.tensor([[False, False, True, True, True]]))
     real = torch.tensor([[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.2, 0.3, 0.5]])  # each sees what precedes it
     monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
-    mean, variance = row_moments(observation, 5)
+    mean, variance = compute_row_moments(observation, 5)
     torch.testing.assert_close(mean[0, 0, 0, 2:], real.mean(0))
     torch.testing.assert_close(variance[0, 0, 0, 2:], real.var(0))
 

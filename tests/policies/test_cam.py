@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsearch.policies import scoring
 from kvsearch.policies.cam import CaM
 from kvsearch.policies.decoding import Cached, State
-from kvsearch.policies.h2o import MASS
+from kvsearch.policies.h2o import MASS_STATE
 from kvsearch.policies.random import uniform
 from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.course import decode, merged, some_slots
@@ -21,7 +21,7 @@ from tests.policies.examples import NAN, scattered, step_at
 def holding(values: list[float], mass: list[float], positions: list[int]) -> Cached:
     """One head with values of one number each."""
     cached = step_at(positions, keys=[float(position) for position in positions]).cached
-    state = State({MASS: torch.tensor([mass])})
+    state = State({MASS_STATE: torch.tensor([mass])})
     return dataclasses.replace(cached, values=torch.tensor([values])[..., None], state=state)
 
 
@@ -60,7 +60,7 @@ def many(seed: int, share: float, dim: int = 3) -> tuple[Cached, list[list[int]]
     generator = torch.Generator().manual_seed(seed)
     step = scattered(seed, segments=3, slots=13, dim=dim)
     mass = step.row * (torch.rand(step.row.shape, generator=generator) < 0.8)
-    cached = dataclasses.replace(step.cached, state=State({MASS: mass}), layer=seed % 5)
+    cached = dataclasses.replace(step.cached, state=State({MASS_STATE: mass}), layer=seed % 5)
     return cached, some_slots(step, share, generator)
 
 
@@ -68,7 +68,7 @@ def by_definition(policy: CaM, cached: Cached, lists: list[list[int]]) -> Tensor
     """Values after the merge of the youngest entry of each head."""
     values = cached.values.double().clone()
     for segment, gone in enumerate(lists):
-        position, mass = cached.positions[segment].tolist(), cached.state.entries[MASS][segment].tolist()
+        position, mass = cached.positions[segment].tolist(), cached.state.entries[MASS_STATE][segment].tolist()
         stays = [slot for slot, at in enumerate(position) if at >= 0 and slot not in gone]
         for slot in gone[-1:]:
             later = sorted((at for at in stays if position[at] > position[slot]), key=position.__getitem__)
@@ -115,7 +115,7 @@ def test_decoding(case: Case, budget: int, policy: CaM) -> None:
     prompt = observation.received().flatten(0, 1)
     for moment in decode(policy, observation, budget, steps=5, seed=case.seed):
         cached, before = moment.step.cached, moment.before
-        mass = cached.state.entries[MASS]
+        mass = cached.state.entries[MASS_STATE]
         expected = mass if policy.base == "h2o" else before.positions.float()
         assert torch.equal(moment.priorities[before.held], expected[before.held])
         lists = [[slot for slot in line if slot >= 0] for line in moment.leaving.tolist()]

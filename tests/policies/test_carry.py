@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.base import References
-from kvsearch.policies.carry import LEAST, REFERENCES, match_attention, match_segments
+from kvsearch.policies.carry import MIN_WEIGHT, REFERENCES, match_attention, match_segments
 from tests.examples import fixed
 from tests.policies.contract import DIM, no_rope, rope
 
@@ -48,7 +48,7 @@ def test_weights_are_the_bounded_least_squares_of_the_denominators(monkeypatch: 
     rows = torch.cat([kept, ridge.sqrt() * torch.eye(6)]).numpy()
     wanted = np.concatenate([np.ones(40), np.full(6, math.sqrt(ridge))])
     lsq_linear = pytest.importorskip("scipy.optimize").lsq_linear
-    expected = lsq_linear(rows, wanted, (LEAST, 30.0)).x
+    expected = lsq_linear(rows, wanted, (MIN_WEIGHT, 30.0)).x
     torch.testing.assert_close(log_weights[0].exp().double(), torch.from_numpy(expected), atol=1e-3, rtol=1e-3)
 
 
@@ -112,7 +112,7 @@ def test_what_entries_carry(observation: Observation, seed: int) -> None:
     assert torch.equal(observation.keys, before[0])
     assert torch.equal(observation.values, before[1])
     assert bool(log_weights.isfinite().all() and values.isfinite().all())
-    assert float(log_weights.min()) >= math.log(LEAST) - 1e-5
+    assert float(log_weights.min()) >= math.log(MIN_WEIGHT) - 1e-5
     assert float(log_weights.max()) <= math.log(keep.shape[2]) + 1e-5
     whole = torch.from_numpy(counts == observation.lengths[:, None].numpy())[..., None]
     assert not bool((log_weights * (whole | ~keep)).any())  # of heads that lose nothing, and of what leaves

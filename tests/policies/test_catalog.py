@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.policies import Observation, Policy, create_policy, policy_class, registry
-from kvsearch.policies.registry import catalog, describe_policy
+from kvsearch.policies import Observation, Policy, create_policy, find_policy_class, registry
+from kvsearch.policies.registry import describe_policy, load_catalog
 
 Install = Callable[..., None]
 
@@ -53,7 +53,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 @pytest.mark.parametrize("name", registry.BUILT_IN)
 def test_every_built_in_policy_is_described(name: str) -> None:
     facts = describe_policy(name)
-    found = policy_class(name)
+    found = find_policy_class(name)
     assert (facts.name, facts.package, facts.source) == (name, "kvsearch", found.source)
     assert facts.title
     assert facts.formula or name == "full"
@@ -65,7 +65,7 @@ def test_every_built_in_policy_is_described(name: str) -> None:
     assert create_policy(name, facts.parameters) == create_policy(name)
     alone = {"full": (), "kvzip": ("prefill",)}
     assert facts.phases == alone.get(name, ("prefill", "decode"))
-    assert facts.decode.startswith("own rule") == (create_policy(name).online and name not in alone)
+    assert facts.decode.startswith("own rule") == (create_policy(name).has_decode_rule and name not in alone)
 
 
 @pytest.mark.usefixtures("install")
@@ -102,8 +102,8 @@ def test_a_parameter_without_a_default(install: Install) -> None:
 def test_a_broken_package_is_named_and_hides_nothing(install: Install, value: str, words: str) -> None:
     install(broken=value)
     with pytest.raises(EnvironmentFault, match=f"^policy broken of .*{words}.*: repair or uninstall that package$"):
-        policy_class("broken")
-    known, faults = catalog()
+        find_policy_class("broken")
+    known, faults = load_catalog()
     assert [facts.name for facts in known] == sorted(registry.BUILT_IN)
     assert [fault["name"] for fault in faults] == ["broken"]
     assert "\n" not in faults[0]["error"]
@@ -111,6 +111,6 @@ def test_a_broken_package_is_named_and_hides_nothing(install: Install, value: st
 
 def test_a_name_that_is_taken(install: Install) -> None:
     install(snapkv=f"{__name__}:Picky")
-    known, faults = catalog()
+    known, faults = load_catalog()
     assert [facts.package for facts in known if facts.name == "snapkv"] == ["kvsearch"]
     assert faults == []

@@ -111,4 +111,4 @@ def test_entries_without_a_norm_are_no_nan() -> None:
 )
 def test_quota(ratio: float, budgets: list[int], quota: list[int]) -> None:
     """0.29 * 100 is 28.999... in floating point."""
-    assert [CriticalKV(ratio=ratio).quota(budget) for budget in budgets] == quota
+    assert [CriticalKV(ratio=ratio).first_stage_budget(budget) for budget in budgets] == quota

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsearch.policies import scoring
 from kvsearch.policies.d2o import D2O, TAU
 from kvsearch.policies.decoding import Cached, State
-from kvsearch.policies.h2o import H2O, MASS
+from kvsearch.policies.h2o import H2O, MASS_STATE
 from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.course import decode, merged, some_slots
 from tests.policies.examples import NAN, kept, scattered
@@ -22,7 +22,9 @@ from tests.policies.test_h2o import SUMS, received
 def test_the_score_is_that_of_h2o_with_sinks() -> None:
     assert kept(D2O(sinks=0), received(SUMS), 4) == {0, 2, 3, 4}
     assert kept(D2O(sinks=2), received(SUMS), 4) == {0, 1, 3, 4}
-    assert [D2O().quota(budget) for budget in range(1, 12)] == [H2O(sinks=4).quota(budget) for budget in range(1, 12)]
+    assert [D2O().first_stage_budget(budget) for budget in range(1, 12)] == [
+        H2O(sinks=4).first_stage_budget(budget) for budget in range(1, 12)
+    ]
     assert D2O(recent_share=0.25).recent_at(8) == 2  # three heavy ones for each recent one
 
 
@@ -33,7 +35,7 @@ def holding(keys: list[list[float]], values: list[float], tau: float = math.nan)
         states,
         torch.tensor([[NAN, *values]])[..., None],
         torch.arange(-1, len(keys))[None],
-        State({MASS: torch.zeros(1, len(keys) + 1)}, {TAU: torch.tensor([tau])}),
+        State({MASS_STATE: torch.zeros(1, len(keys) + 1)}, {TAU: torch.tensor([tau])}),
         layer=0,
         heads=torch.zeros(1, dtype=torch.int64),
     )
@@ -80,7 +82,7 @@ def many(seed: int, share: float) -> tuple[Cached, list[list[int]]]:
     generator = torch.Generator().manual_seed(seed)
     step = scattered(seed, segments=3, slots=13)
     tau = torch.where(torch.rand(3, generator=generator) < 0.5, torch.rand(3, generator=generator), math.nan)
-    cached = dataclasses.replace(step.cached, state=State({MASS: step.row}, {TAU: tau}))
+    cached = dataclasses.replace(step.cached, state=State({MASS_STATE: step.row}, {TAU: tau}))
     return cached, some_slots(step, share, generator)
 
 
@@ -161,7 +163,7 @@ def test_half_precision_is_rounded_once() -> None:
 def test_decoding(case: Case, budget: int, policy: D2O) -> None:
     """Every step merges what leaves as defined, and every head has its own threshold."""
     for moment in decode(policy, observe(policy, case), budget, steps=5, seed=case.seed):
-        assert torch.equal(moment.priorities, moment.before.state.entries[MASS])
+        assert torch.equal(moment.priorities, moment.before.state.entries[MASS_STATE])
         lists = [[slot for slot in line if slot >= 0] for line in moment.leaving.tolist()]
         check(policy, moment.before, lists, moment.step.cached)
         events = torch.tensor([bool(line) for line in lists])

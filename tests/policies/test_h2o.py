@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.h2o import H2O, MASS
-from kvsearch.policies.scoring import column_sums
+from kvsearch.policies.h2o import H2O, MASS_STATE
+from kvsearch.policies.scoring import sum_columns
 from kvsearch.policies.tova import TOVA
 from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.examples import attending, kept, leaves, step_at
@@ -35,7 +35,7 @@ def received(sums: list[float]) -> Observation:
 
 def test_column_sums_of_the_prompt() -> None:
     seen = attending(ROWS)
-    sums = column_sums(seen.queries, seen.keys, seen.valid, seen.scaling)
+    sums = sum_columns(seen.queries, seen.keys, seen.valid, seen.scaling)
     torch.testing.assert_close(sums, torch.tensor([[SUMS]]))
     torch.testing.assert_close(H2O().score(dataclasses.replace(seen, column_sums=sums)), sums)
 
@@ -64,7 +64,7 @@ def test_a_decode_step() -> None:
     """Token 5 arrives: 3.0, .8, .9, .5, .4 received; 5 is the newest, so that 4 leaves."""
     step = arriving([0, 1, 2, 4, 5], [2.8, 0.7, 0.8, 0.3, 0.0], [0.2, 0.1, 0.1, 0.2, 0.4])
     assert leaves(H2O(recent=1), step, budget=4) == [4]
-    torch.testing.assert_close(step.cached.state.entries[MASS], torch.tensor([[3.0, 0.8, 0.9, 0.5, 0.4]]))
+    torch.testing.assert_close(step.cached.state.entries[MASS_STATE], torch.tensor([[3.0, 0.8, 0.9, 0.5, 0.4]]))
 
 
 def test_the_recent_half_is_protected_while_decoding() -> None:
@@ -80,7 +80,9 @@ def test_the_recent_half_is_protected_while_decoding() -> None:
 
 def arriving(positions: list[int], mass: list[float], row: list[float]) -> Step:
     step = step_at(positions, row)
-    return dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=State({MASS: torch.tensor([mass])})))
+    return dataclasses.replace(
+        step, cached=dataclasses.replace(step.cached, state=State({MASS_STATE: torch.tensor([mass])}))
+    )
 
 
 @properties
@@ -126,4 +128,4 @@ def test_a_decode_step_drops_the_lowest_of_its_own_row() -> None:
     assert leaves(TOVA(), step, budget=3) == [0]
     assert leaves(TOVA(sinks=1), step, budget=3) == [5]
     assert leaves(TOVA(sinks=1, protect_last=True), step, budget=3) == [4]
-    assert (TOVA().row, TOVA().online) == ("layer", True)
+    assert (TOVA().row, TOVA().has_decode_rule) == ("layer", True)

@@ -11,9 +11,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import attention_modules
+from kvsearch.models.architecture import find_attention_modules
 from kvsearch.policies import create_policy, rank_under
-from kvsearch.policies.fitted import SCORE, parse_policy
+from kvsearch.policies.fitted import SCORE_STATE, parse_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import PhaseRule
@@ -50,7 +50,7 @@ def test_a_published_directory(hidden: int | None, tmp_path: Path) -> None:
     policy = create_policy(name, params)
     model, (ids, mask) = build("llama"), prompts(2, 20, pads=5)
     entered: list[Tensor] = []
-    for module in attention_modules(model).values():
+    for module in find_attention_modules(model).values():
         module.register_forward_pre_hook(
             lambda _, __, kwargs: entered.append(kwargs["hidden_states"]), with_kwargs=True
         )
@@ -67,7 +67,7 @@ def test_a_new_token_is_scored_by_its_hidden_state() -> None:
     model, (ids, _) = build("llama"), prompts(1, 26)
     policy, tensors = zap(LAYERS, HEADS, WIDTH, sinks=1, protect=2), zap_weights(LAYERS, HEADS, WIDTH)
     entered: dict[int, list[Tensor]] = {}
-    for index, module in attention_modules(model).items():
+    for index, module in find_attention_modules(model).items():
         module.register_forward_pre_hook(
             lambda _, __, kwargs, index=index: entered.setdefault(index, []).append(kwargs["hidden_states"][0]),
             with_kwargs=True,
@@ -88,7 +88,9 @@ def test_a_new_token_is_scored_by_its_hidden_state() -> None:
                 for row, head in enumerate(held.heads.tolist()):
                     there = held.positions[row] >= 0
                     scores = wanted[held.positions[row][there], head]
-                    torch.testing.assert_close(held.state.entries[SCORE][row][there], scores, rtol=1e-3, atol=1e-5)
+                    torch.testing.assert_close(
+                        held.state.entries[SCORE_STATE][row][there], scores, rtol=1e-3, atol=1e-5
+                    )
         kept.append([cache.kept_positions(layer, 0, head) for layer in range(LAYERS) for head in range(HEADS)])
     assert kept[0] == kept[1] == kept[2]
 

@@ -19,7 +19,7 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.policies import Observation, Policy, create_policy, registry
 from kvsearch.policies.decoding import State, Step
 from kvsearch.runtime import Program, attach
-from kvsearch.runtime.attention import NAME, using
+from kvsearch.runtime.attention import NAME, use_attention
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.search.bank.prepared import prefill
 from tests.combinations import every_value
@@ -131,7 +131,7 @@ def test_decode_rules(model: Any, wrong: str) -> None:
 def test_what_a_search_shares(model: Any, wrong: str) -> None:
     ids, _ = prompts(1, LENGTH)
     layers = range(model.config.num_hidden_layers)
-    with using(model, NAME), pytest.raises(EnvironmentFault, match="policy foreign of "):
+    with use_attention(model, NAME), pytest.raises(EnvironmentFault, match="policy foreign of "):
         prefill(model, {layer: (Foreign(wrong),) for layer in layers}, ids[0], 40)
 
 
@@ -155,7 +155,7 @@ def test_the_package_is_that_of_the_entry_point(monkeypatch: pytest.MonkeyPatch)
     point = EntryPoint("foreign", f"{__name__}:Foreign", registry.GROUP)
     object.__setattr__(point, "dist", Distribution)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    assert str(registry.fault(Foreign, "is odd")).startswith("policy foreign of kvsearch-foreign 1.2 is odd: ")
+    assert str(registry.policy_error(Foreign, "is odd")).startswith("policy foreign of kvsearch-foreign 1.2 is odd: ")
 
 
 def test_a_module_that_exits_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

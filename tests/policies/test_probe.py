@@ -14,11 +14,11 @@ from safetensors.numpy import load, save
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import unrotate
-from kvsearch.plan.saved import know
+from kvsearch.plan.saved import register_weights
 from kvsearch.policies import Observation, Policy, create_policy
-from kvsearch.policies.fitted import even_places
+from kvsearch.policies.fitted import spread_places
 from kvsearch.policies.probe import FEATURES, SINKS, WINDOW, Probe, features_of
-from kvsearch.runtime.collector import plain_queries
+from kvsearch.runtime.collector import unrotate_queries
 from tests import tiny
 from tests.policies.contract import DIM, rope
 from tests.policies.probes import fitted, ranking
@@ -35,7 +35,7 @@ def test_the_features_of_an_entry() -> None:
     found = features_of(seen, FEATURES)
     dim = seen.keys.shape[-1]
     assert found.shape == (*seen.keys.shape[:3], 2 * dim + 5)
-    turned = plain_queries(seen.keys, seen.index.clamp(min=0), seen.rotary)
+    turned = unrotate_queries(seen.keys, seen.index.clamp(min=0), seen.rotary)
     torch.testing.assert_close(found[..., :dim], turned)
     torch.testing.assert_close(found[..., dim : 2 * dim], seen.values)
     torch.testing.assert_close(found[..., 2 * dim].exp(), seen.values.norm(dim=-1), atol=1e-4, rtol=1e-4)
@@ -99,7 +99,7 @@ def test_arrays_that_cannot_be_used(arrays: dict[str, Any], problem: str) -> Non
     changed = {name: array for name, array in {**load(whole), **arrays}.items() if array is not None}
     stated = {name: array if array.dtype.kind == "i" else array.astype(np.float32) for name, array in changed.items()}
     with pytest.raises(UsageError, match=problem):
-        create_policy("probe", {"weights": know(save(stated, header), Path("tests"))}).check_model(
+        create_policy("probe", {"weights": register_weights(save(stated, header), Path("tests"))}).check_model(
             tiny.loaded().fingerprint
         )
 
@@ -155,7 +155,7 @@ def test_scored_anew_a_head_has_its_own_regression() -> None:
     arrays = {"linear": [[[1.0], [-1.0]]], "center": [[[0.0], [0.0]]], "scale": [[[1.0], [1.0]]], "bias": [[0.0, 0.0]]}
     profile = ranking(("value_norm",), width=0, heads=2, layers=(3,), **arrays)
     policy = fitted(profile, sinks=0, protect=1, refresh=1)
-    assert not policy.online
+    assert not policy.has_decode_rule
     scene = Scene(2, 1, 6, (0,), 6, (4, 4), 1)
     layer = Layer(scene)
     _, holder = layer.decode(None, policy)
@@ -168,7 +168,7 @@ def test_scored_anew_a_head_has_its_own_regression() -> None:
 
 def test_a_spread_is_even_at_every_budget() -> None:
     """Of 200 entries the best n leave no gap much larger than 200 / n (three-distance theorem)."""
-    places = even_places(torch.arange(200))
+    places = spread_places(torch.arange(200))
     for kept in (5, 13, 40, 100):
         chosen = places.topk(kept).indices.sort().values
         gaps = chosen.diff(prepend=torch.tensor([-1]), append=torch.tensor([200]))

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsearch.core.canonical import canonical_json
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.cake import CAKE
-from kvsearch.policies.decoding import best
+from kvsearch.policies.decoding import mark_best
 from kvsearch.policies.lava import LAVa
 from kvsearch.policies.snapkv import SnapKV
 from tests.policies.examples import WINDOW_ROWS, attending, kept, leaves, step_at
@@ -104,7 +104,7 @@ def test_protected_entries_stay_then_the_highest_then_the_first(
     given: tuple[Tensor, Tensor, Tensor, Tensor], spare: int
 ) -> None:
     priorities, protected, positions, counts = given
-    found = best(*given, most=int(counts.max()) + spare)
+    found = mark_best(*given, width=int(counts.max()) + spare)
     for row, count in enumerate(counts.tolist()):
         held = [slot for slot, position in enumerate(positions[row].tolist()) if position >= 0]
         held.sort(key=lambda slot: (not protected[row, slot], -float(priorities[row, slot]), int(positions[row, slot])))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvsearch.policies import rank_entries, scoring
 from kvsearch.policies.ranking import merge_ranks
-from kvsearch.policies.scoring import column_sums, mean_window_attention, window_rows
+from kvsearch.policies.scoring import average_window_attention, iterate_window_rows, sum_columns
 from kvsearch.policies.snapkv import SnapKV
 from tests.combinations import every_value
 from tests.policies.contract import Case, observe
@@ -36,7 +36,7 @@ def test_scratch_memory_changes_nothing_but_the_steps(
     torch.testing.assert_close(policy.score(observation), expected, rtol=1e-6, atol=0)
     steps = [
         (part[0].indices(2)[:2], part[1].indices(6)[:2], tuple(probability.shape[-2:]))
-        for part, probability in window_rows(observation, 5)
+        for part, probability in iterate_window_rows(observation, 5)
     ]
     assert steps == [
         ((first, first + sequences), (head, head + heads), (last - row, 35 + last))
@@ -56,7 +56,7 @@ def test_a_row_of_a_sparse_prompt_may_see_any_column() -> None:
         token_index=torch.tensor([[0, 3, 4]]),
         token_count=torch.tensor([5]),
     )
-    found = torch.cat([rows for _, rows in window_rows(sparse, 4)], -2)[0, 0, 0]
+    found = torch.cat([rows for _, rows in iterate_window_rows(sparse, 4)], -2)[0, 0, 0]
     assert ((found > 0) == torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)).all()
 
 
@@ -89,10 +89,10 @@ def test_attention_of_the_window_is_that_of_a_dense_softmax() -> None:
     logits = observation.queries @ keys.transpose(-1, -2) * observation.scaling
     visible = torch.ones(7, 40, dtype=torch.bool).tril(33) & observation.valid[:, None]
     dense = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-    parts = torch.cat([probability for _, probability in window_rows(observation, 7)], 1)
+    parts = torch.cat([probability for _, probability in iterate_window_rows(observation, 7)], 1)
     torch.testing.assert_close(parts.flatten(1, 2), dense)
-    torch.testing.assert_close(mean_window_attention(observation, 7), dense.mean(2).view(2, 6, 2, 40).mean(2))
-    torch.testing.assert_close(mean_window_attention(observation, 7, "max"), dense.mean(2).view(2, 6, 2, 40).amax(2))
+    torch.testing.assert_close(average_window_attention(observation, 7), dense.mean(2).view(2, 6, 2, 40).mean(2))
+    torch.testing.assert_close(average_window_attention(observation, 7, "max"), dense.mean(2).view(2, 6, 2, 40).amax(2))
 
 
 def test_soft_capped_logits() -> None:
@@ -100,7 +100,7 @@ def test_soft_capped_logits() -> None:
     capped = dataclasses.replace(observation, softcap=0.5)
     logits = 0.5 * torch.tanh(observation.queries @ observation.keys.transpose(-1, -2) * 0.5 / 0.5)
     expected = logits[0, 0, 1].softmax(-1)
-    ((_, probability),) = window_rows(capped, 2)
+    ((_, probability),) = iterate_window_rows(capped, 2)
     torch.testing.assert_close(probability[0, 0, 0, 1], expected)
 
 
@@ -120,14 +120,14 @@ def test_column_sums_are_those_of_a_dense_softmax(
         dense = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
         dense = dense.masked_fill(~real[:, None, 40 - rows :, None], 0.0)
         expected = dense.sum(2).view(2, 3, 2, 40).mean(2)
-        torch.testing.assert_close(column_sums(query, keys, real, 0.7, softcap), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(sum_columns(query, keys, real, 0.7, softcap), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_column_sums_never_hold_all_rows_at_once() -> None:
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(1, 4, 2048, 4, generator=generator), torch.randn(1, 2, 2048, 4, generator=generator)
     with Largest() as largest:
-        column_sums(query, keys, torch.ones(1, 2048, dtype=torch.bool), 0.5)
+        sum_columns(query, keys, torch.ones(1, 2048, dtype=torch.bool), 0.5)
     assert largest.elements * 4 <= scoring.CACHE_BYTES
 
 

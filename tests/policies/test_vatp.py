@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.h2o import H2O, MASS
+from kvsearch.policies.h2o import H2O, MASS_STATE
 from kvsearch.policies.snapkv import SnapKV
-from kvsearch.policies.vatp import NORM, VATP
+from kvsearch.policies.vatp import NORM_STATE, VATP
 from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.course import decode
 from tests.policies.examples import NAN, attending, kept, leaves, step_at
@@ -34,7 +34,10 @@ def test_a_decode_step() -> None:
     def step() -> Step:
         arriving = step_at([4, 1, 0, 3, 5], [0.1, 0.1, 0.2, 0.2, 0.4])
         state = State(
-            {MASS: torch.tensor([[0.3, 0.7, 2.8, 0.4, 0.0]]), NORM: torch.tensor([[1.0, 2.0, 0.1, 4.0, 0.0]])}
+            {
+                MASS_STATE: torch.tensor([[0.3, 0.7, 2.8, 0.4, 0.0]]),
+                NORM_STATE: torch.tensor([[1.0, 2.0, 0.1, 4.0, 0.0]]),
+            }
         )
         values = torch.full((1, 5, 2), NAN)
         values[0, 4] = torch.tensor([-1.0, 2.0])
@@ -54,10 +57,10 @@ def test_the_state_is_mass_and_norm_of_what_is_held(case: Case, budget: int) -> 
     for moment, whole in zip(decode(VATP(sinks=1), observation, 100, steps=5, seed=case.seed), plain, strict=True):
         held = moment.before.held
         norms = moment.step.cached.values.abs().sum(-1)
-        torch.testing.assert_close(moment.step.cached.state.entries[NORM][held], norms[held])
+        torch.testing.assert_close(moment.step.cached.state.entries[NORM_STATE][held], norms[held])
         torch.testing.assert_close(moment.priorities[held], (whole.priorities * norms)[held])
     for moment in decode(VATP(sinks=1), observation, budget, steps=5, seed=case.seed):
-        mass, norms = (moment.step.cached.state.entries[name] for name in (MASS, NORM))
+        mass, norms = (moment.step.cached.state.entries[name] for name in (MASS_STATE, NORM_STATE))
         held = moment.before.held
         torch.testing.assert_close(moment.step.cached.values.abs().sum(-1) * held, norms)
         assert torch.equal(moment.priorities, mass * norms)

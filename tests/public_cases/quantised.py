@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import kvsearch
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.models.fingerprint import fingerprint, weights_hash
+from kvsearch.models.fingerprint import compute_fingerprint, hash_weights
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.models.weights import named_tensors, stored_bytes
+from kvsearch.models.weights import count_stored_bytes, list_named_tensors
 from tests.models.layouts import projections
 from tests.models.test_weights import kept, weighted
 from tests.tiny import tokenizer
@@ -95,28 +95,28 @@ def adapters_are_seen(folder: Path) -> None:
         )
         with wrapped.disable_adapter():
             assert kept(wrapped, CRITICAL, folder) == kept(base, CRITICAL, folder)
-    assert fingerprint(wrapped).name == "LlamaForCausalLM"
-    assert not any("base_" in name for name, _ in named_tensors(wrapped))
+    assert compute_fingerprint(wrapped).name == "LlamaForCausalLM"
+    assert not any("base_" in name for name, _ in list_named_tensors(wrapped))
 
 
 def adapters_have_fingerprints(folder: Path) -> None:
     """An adapter counts while it is active, under whatever label it was loaded; a saved one is the same when loaded."""
     peft = import_module("peft")
     base = weighted()
-    made = weights_hash(base)
+    made = hash_weights(base)
     wrapped = lora(deepcopy(base), modules_to_save=["lm_head"])
-    adapted = weights_hash(wrapped)
+    adapted = hash_weights(wrapped)
     assert adapted != made
     with wrapped.disable_adapter():
-        assert weights_hash(wrapped) == made
-    assert weights_hash(lora(deepcopy(base), modules_to_save=["lm_head"], lora_alpha=33)) != adapted
+        assert hash_weights(wrapped) == made
+    assert hash_weights(lora(deepcopy(base), modules_to_save=["lm_head"], lora_alpha=33)) != adapted
     wrapped.save_pretrained(folder / "adapter")
     again = peft.PeftModel.from_pretrained(deepcopy(base), folder / "adapter", adapter_name="other").eval()
-    assert weights_hash(again) == adapted
+    assert hash_weights(again) == adapted
     plain = lora(deepcopy(base))
-    merged = weights_hash(deepcopy(plain).merge_and_unload())
+    merged = hash_weights(deepcopy(plain).merge_and_unload())
     plain.merge_adapter()
-    assert weights_hash(plain) == merged != made
+    assert hash_weights(plain) == merged != made
 
 
 def adapter_folders_are_named(folder: Path) -> None:
@@ -128,10 +128,10 @@ def adapter_folders_are_named(folder: Path) -> None:
     assert refused.returncode == IncompatibleError.exit_code, refused.stderr
     assert "is an adapter (LoRA or another of PEFT's) of the model " + repr(str(folder / "base")) in refused.stderr
     assert refused.stderr.count("\n") == 1, refused.stderr
-    base = weights_hash(load(str(folder / "base")).model)
+    base = hash_weights(load(str(folder / "base")).model)
     saved(folder / "tuned", weighted())
     both = load(str(folder / "tuned"))
-    assert both.fingerprint.weights_sha256 == weights_hash(both.model) not in (base,)
+    assert both.fingerprint.weights_sha256 == hash_weights(both.model) not in (base,)
 
 
 def virtual_tokens_are_refused(folder: Path) -> None:
@@ -148,12 +148,12 @@ def eight_bits_are_dequantised(folder: Path) -> None:
     eight = read_in_bits(saved(folder / "m", model), load_in_8bit=True, llm_int8_skip_modules=OTHERS)
     held = [attention.o_proj.weight for attention in projections(eight)]
     same = with_weights(model, [one.data.float() * one.SCB[:, None] / 127 for one in held])
-    before = weights_hash(eight)
+    before = hash_weights(eight)
     for policy in (CRITICAL, "defensivekv:window=8"):
         assert kept(eight, policy, folder) == kept(same, policy, folder)
-    assert weights_hash(eight) == before != weights_hash(same)
+    assert hash_weights(eight) == before != hash_weights(same)
     projections(eight)[0].o_proj.state.SCB[0] *= 2
-    assert weights_hash(eight) != before
+    assert hash_weights(eight) != before
     projections(eight)[0].o_proj.state.SCB[0] /= 2
     wrapped, other = lora(eight), lora(same)
     assert kept(wrapped, CRITICAL, folder) == kept(other, CRITICAL, folder)
@@ -168,12 +168,12 @@ def four_bits_are_dequantised(folder: Path) -> None:
         four = read_in_bits(saved(folder / "m", model), **config, llm_int8_skip_modules=OTHERS)
         held = [attention.o_proj.weight for attention in projections(four)]
         same = with_weights(model, [functions.dequantize_4bit(one.data, one.quant_state).float() for one in held])
-        before = weights_hash(four)
+        before = hash_weights(four)
         for _ in range(2):
             assert kept(four, CRITICAL, folder) == kept(same, CRITICAL, folder)
-            assert weights_hash(four) == before
+            assert hash_weights(four) == before
         assert str(four.dtype) == "torch.float32"
-        assert stored_bytes(four.modules()) < stored_bytes(model.modules())
+        assert count_stored_bytes(four.modules()) < count_stored_bytes(model.modules())
 
 
 def four_bits_calibrate_or_say_why(folder: Path) -> None:
@@ -205,12 +205,12 @@ def torchao_checkpoints_load(folder: Path) -> None:
         made = kvsearch.models.architecture.output_weight(module, 8, torch.bfloat16)
         expected = kvsearch.models.architecture.output_weight(projections(same)[0], 8)
         torch.testing.assert_close(made, expected, atol=0, rtol=2**-7)
-        assert sum(tensor.nbytes for name, tensor in named_tensors(model) if "o_proj" in name) < 4 * 64 * 128 * 2
+        assert sum(tensor.nbytes for name, tensor in list_named_tensors(model) if "o_proj" in name) < 4 * 64 * 128 * 2
         assert str(model.dtype) == "torch.bfloat16"
-        hashes.add(weights_hash(model))
+        hashes.add(hash_weights(model))
         saved(folder / kind, model)
         again = load(str(folder / kind), LoadOptions(device="cpu"))
-        assert again.fingerprint.weights_sha256 == weights_hash(model)
+        assert again.fingerprint.weights_sha256 == hash_weights(model)
         done = reads(folder / kind)
         assert done.returncode == 0, done.stderr
     assert len(hashes) == (3 if torch.cuda.is_available() else 2)  # the first two hold the same

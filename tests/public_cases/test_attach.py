@@ -26,12 +26,12 @@ from transformers import (
 from kvsearch import attach
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.likelihood import score
-from kvsearch.models.architecture import rotary_switch
+from kvsearch.models.architecture import find_rotary_switch
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.shared_prefill import compressed, prefill_all, read
+from kvsearch.runtime.shared_prefill import compress_prompts, prefill_all, read
 
 SWITCH = 64  # tokens, beyond which rotary factors are others
 SHAPE = {
@@ -113,7 +113,7 @@ def test_on_one_side_of_the_switch_the_plan_runs_to_the_end(make: Callable[[], A
         said = generated(planned, ids, new)
         assert planned.cache.get_seq_length() == length + len(said) - 1
         assert planned.cache.entries().tolist() == [[[20 + len(said) - 1] * 2]] * 3
-        with running(model):  # the same plan in kvsearch's own loop
+        with run_attention(model):  # the same plan in kvsearch's own loop
             replies = read(model, PlanCache(model, holding(model)), [ids[0]], {2})
             assert replies.reply([new])[0] == [token for token in said if token != 2]
 
@@ -181,7 +181,7 @@ def test_ways_of_generating_beyond_the_switch() -> None:
         assert generated(planned, more, 4, past_key_values=cache) == generated(planned, more, 4, past_key_values=again)
         with pytest.raises(IncompatibleError, match=r"prefill_chunk_size=16: .*planned.read\(ids, chunk=\.\.\.\)"):
             planned.generate(ids, prefill_chunk_size=16, max_new_tokens=2)
-    assert rotary_switch(model) is not None
+    assert find_rotary_switch(model) is not None
     assert not model.model.rotary_emb._forward_pre_hooks  # nothing stays behind
 
 
@@ -228,14 +228,14 @@ def test_loops_of_kvsearch() -> None:
     full = {"full": everything(model)}
     kvzip = holding(model, policy="kvzip")
     short, long = prompts(60)[0], prompts(70)[0]
-    with running(model), torch.no_grad():
+    with run_attention(model), torch.no_grad():
         replies = read(model, PlanCache(model, full["full"]), [short], {2})
         for refused in (
             lambda: replies.ask([short[:5]], [1]),
             lambda: replies.ask([short[:2]], [4]),
             lambda: replies.force([short[:5]], 1),
             lambda: replies.reply([6]),
-            lambda: next(compressed(model, full, [short, long], {2})),
+            lambda: next(compress_prompts(model, full, [short, long], {2})),
             lambda: score(model, full["full"], [short.tolist()], [[long[:6].tolist()]]),
             lambda: prefill_all(model, [PlanCache(model, kvzip)], long[None, :62], torch.ones(1, 62).long()),
         ):

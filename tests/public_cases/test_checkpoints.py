@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsearch
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
-from kvsearch.models.foreign import CheckpointError, blamed, blaming
+from kvsearch.models.foreign import CheckpointError, blame_checkpoint, find_culprit
 from kvsearch.models.loading import load
 from kvsearch.plan.saved import save_plan
 from tests import tiny
@@ -344,7 +344,7 @@ def test_transformers_is_to_blame_for_its_own_code() -> None:
     """Ids that a model has no rows for: torch raises it, transformers' layer has called torch."""
     model = tiny.loaded().model
     said = r"model 'tiny' fails in transformers, modeling_\w+.py line \d+ \(IndexError"
-    with pytest.raises(CheckpointError, match=said), blaming("tiny"):
+    with pytest.raises(CheckpointError, match=said), blame_checkpoint("tiny"):
         kvsearch_frame(lambda: model(torch.tensor([[10**6]])))
 
 
@@ -373,7 +373,7 @@ def test_what_kvsearch_put_into_a_model_is_its_own_fault(raised_in: str, monkeyp
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", attend)
     with pytest.raises(Exception) as caught:
         kvsearch_frame(lambda: model(torch.tensor([[1, 2]])))
-    assert blamed(caught.value) is None
+    assert find_culprit(caught.value) is None
 
 
 def test_a_checked_tokenizer_is_the_tokenizer_otherwise() -> None:

@@ -21,7 +21,7 @@ from kvsearch.calibration.data import load_calibration_data
 from kvsearch.config.recipes import read_recipe
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
-from kvsearch.tasks.given import given_text
+from kvsearch.tasks.given import read_text_argument
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.rows import read_file
@@ -49,7 +49,7 @@ def write(path: Path, content: str | bytes, encoding: str = "utf-8") -> Path:
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
 def test_text_is_the_same_in_every_encoding_that_says_what_it_is(pack: Any, encoding: str, tmp_path: Path) -> None:
     path = write(tmp_path / "notes", pack(TEXT.encode(encoding)))
-    assert given_text(f"@{path}") == TextTask.load(path).text == read_haystack(path) == TEXT
+    assert read_text_argument(f"@{path}") == TextTask.load(path).text == read_haystack(path) == TEXT
     assert load_calibration_data(path, bare=True).contexts[0].text == TEXT.strip()
 
 
@@ -80,7 +80,7 @@ def test_text_is_the_same_in_every_encoding_that_says_what_it_is(pack: Any, enco
 )  # fmt: skip
 def test_what_is_no_text_is_named_in_one_line(data: bytes, words: str, tmp_path: Path) -> None:
     path = write(tmp_path / "notes.txt", data)
-    readers = (lambda: given_text(f"@{path}"), lambda: TextTask.load(path), lambda: JsonlTask.load(path))
+    readers = (lambda: read_text_argument(f"@{path}"), lambda: TextTask.load(path), lambda: JsonlTask.load(path))
     for number, read in enumerate((*readers, lambda: load_calibration_data(path, bare=True))):
         with pytest.raises(UsageError) as caught:
             read()
@@ -96,7 +96,7 @@ def test_what_is_no_text_is_named_in_one_line(data: bytes, words: str, tmp_path:
 )  # fmt: skip
 def test_letters_that_a_format_begins_with_are_text(text: str, tmp_path: Path) -> None:
     path = write(tmp_path / "notes.txt", text)
-    assert given_text(f"@{path}") == TextTask.load(path).text == text
+    assert read_text_argument(f"@{path}") == TextTask.load(path).text == text
     assert load_calibration_data(path, bare=True).contexts[0].text == text
 
 
@@ -115,13 +115,13 @@ def test_tables_without_rows_are_parquet(tmp_path: Path) -> None:
 def test_what_is_unpacked_has_a_limit(tmp_path: Path) -> None:
     path = write(tmp_path / "zeros.gz", gzip.compress(b"0" * (3 << 20)))
     with pytest.raises(UsageError, match="is larger than the 2097152 bytes"):
-        read_text(path, most=2 << 20)
+        read_text(path, max_bytes=2 << 20)
 
 
 def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for read in (lambda: given_text(f"@{pipe}"), lambda: TextTask.load(pipe).text):
+    for read in (lambda: read_text_argument(f"@{pipe}"), lambda: TextTask.load(pipe).text):
         writer = threading.Thread(target=pipe.write_text, args=(TEXT,))
         writer.start()
         assert read() == TEXT
@@ -130,7 +130,11 @@ def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
 
 def test_an_empty_file_is_nothing_to_read(tmp_path: Path) -> None:
     path = write(tmp_path / "empty.txt", "\ufeff \n")
-    for read in (lambda: given_text(f"@{path}"), lambda: TextTask.load(path), lambda: load_calibration_data(path)):
+    for read in (
+        lambda: read_text_argument(f"@{path}"),
+        lambda: TextTask.load(path),
+        lambda: load_calibration_data(path),
+    ):
         with pytest.raises(UsageError, match="is empty"):
             read()
 

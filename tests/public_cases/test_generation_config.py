@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import kvsearch
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.evaluation.runner import tokenizer_hash
-from kvsearch.models.loading import adopt
-from kvsearch.runtime.decode.replies import stop_tokens
-from kvsearch.runtime.program import full_cache
+from kvsearch.evaluation.runner import hash_tokenizer
+from kvsearch.models.loading import from_loaded
+from kvsearch.runtime.decode.replies import find_stop_tokens
+from kvsearch.runtime.program import make_full_program
 from kvsearch.tasks.prompts import PromptFormat
 
 TEXT = (
@@ -151,7 +151,7 @@ def test_a_reply_ends_where_the_chat_template_ends_the_turn(special: bool) -> No
         text = kvsearch.generate(model, tokenizer=tokenizer, **asked)[0].text
     assert text.strip() == "the mayor"
     ids = tokenizer("assistant:", return_tensors="pt").input_ids
-    with kvsearch.attach(model, full_cache(model)) as planned:  # transformers' own, which goes on
+    with kvsearch.attach(model, make_full_program(model)) as planned:  # transformers' own, which goes on
         assert "engineer" in tokenizer.decode(planned.generate(ids, max_new_tokens=30, do_sample=False)[0])
 
 
@@ -194,14 +194,14 @@ def test_the_token_that_ends_a_turn(name: str) -> None:
 def test_stop_tokens_of_every_place() -> None:
     model, tokenizer = chatting()
     end = tokenizer.convert_tokens_to_ids(TURN)
-    loaded = adopt(model, tokenizer)
-    assert stop_tokens(loaded) == stop_tokens(loaded, PromptFormat(tokenizer, template=False)) == {2}
+    loaded = from_loaded(model, tokenizer)
+    assert find_stop_tokens(loaded) == find_stop_tokens(loaded, PromptFormat(tokenizer, template=False)) == {2}
     with pytest.warns(KvsearchWarning, match="replies end there"):
-        assert stop_tokens(loaded, PromptFormat(tokenizer)) == {2, end}
+        assert find_stop_tokens(loaded, PromptFormat(tokenizer)) == {2, end}
     model.generation_config.eos_token_id = [2, 7]
     model.generation_config.stop_strings = [TURN, "and so on"]
     with pytest.warns(KvsearchWarning, match="the stop string 'and so on', no added token"):
-        assert stop_tokens(loaded) == {2, 7, end}
+        assert find_stop_tokens(loaded) == {2, 7, end}
 
 
 def test_truncation_and_padding_in_a_tokenizer_file_cut_and_add_nothing(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_truncation_and_padding_in_a_tokenizer_file_cut_and_add_nothing(tmp_path
     }  # fmt: skip
     file.write_text(json.dumps(content))
     read = AutoTokenizer.from_pretrained(tmp_path)
-    before = tokenizer_hash(read)
+    before = hash_tokenizer(read)
     for text in (TEXT, "a"):
         assert PromptFormat(read).context(text).tolist() == PromptFormat(tokenizer).context(text).tolist()
-    assert tokenizer_hash(read) == before == tokenizer_hash(AutoTokenizer.from_pretrained(tmp_path))
+    assert hash_tokenizer(read) == before == hash_tokenizer(AutoTokenizer.from_pretrained(tmp_path))

@@ -20,7 +20,7 @@ from kvsearch.cli import app, streams
 from kvsearch.cli.console import LOGGER, Console, set_up_log
 from kvsearch.cli.streams import StandardError, StandardOutput, prepare_streams, run_guarded
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import atomic_write, check_target, read_bytes
+from kvsearch.core.files import check_target, read_bytes, write_atomically
 from kvsearch.plan.saved import save_plan
 from tests import tiny
 
@@ -117,7 +117,7 @@ def test_a_job_goes_on_though_nobody_reads_what_is_said(tmp_path: Path) -> None:
         console.warn("doubtful")
         with console.progress("work") as tell:
             tell(1, 2)
-        atomic_write(tmp_path / "result", b"done")
+        write_atomically(tmp_path / "result", b"done")
 
     assert console.run(job) == 0
     assert (tmp_path / "result").read_bytes() == b"done"
@@ -157,7 +157,7 @@ def test_names_that_can_be_none(kind: str, tmp_path: Path) -> None:
     path = tmp_path / {"too long": "a" * 300, "a link to itself": "loop", "with a zero byte": "a\0b"}[kind]
     if kind == "a link to itself":
         path.symlink_to(path)
-    for use in (check_target, read_bytes, lambda name: atomic_write(name, b"")):
+    for use in (check_target, read_bytes, lambda name: write_atomically(name, b"")):
         with pytest.raises(UsageError) as caught:
             use(path)
         assert "\n" not in str(caught.value)

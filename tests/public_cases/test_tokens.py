@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import kvsearch
 from kvsearch.calibration.prompts import encode_prompts, make_task_data
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import counter, encode
+from kvsearch.tasks.encode import encode, make_token_counter
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat, QuestionText
 from kvsearch.tasks.text import TextTask
 from tests.families import build
@@ -122,9 +122,9 @@ def test_chat_templates(kind: str, template: str, context: str, asked: list[str]
 def test_a_calibration_forces_the_tokens_that_an_evaluation_scores(kind: str) -> None:
     made = tokenizer(kind)
     model = build("llama", vocab_size=len(made))
-    loaded = LoadedModel("tiny", model, made, fingerprint(model, "tiny"))
+    loaded = LoadedModel("tiny", model, made, compute_fingerprint(model, "tiny"))
     task = TextTask("t", TEXT * 20, 24)
-    scored = encode(made, task, task.examples(3, 0, counter(made))).prompts
+    scored = encode(made, task, task.examples(3, 0, make_token_counter(made))).prompts
     forced = encode_prompts(loaded, make_task_data(loaded, [task], 3, 0))
     assert len(forced) == len(scored) == 3
     for calibrated, prompt in zip(forced, scored, strict=True):
@@ -239,7 +239,7 @@ def test_windows_of_a_text_have_its_tokens(kind: str, length: int) -> None:
     made = tokenizer(kind)
     text = TEXT * 20
     task = TextTask("t", text, length)
-    examples = task.examples(3, 0, counter(made))
+    examples = task.examples(3, 0, make_token_counter(made))
     for example, prompt in zip(examples, encode(made, task, examples).prompts, strict=True):
         [query] = example.queries
         [question] = prompt.questions

@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsearch
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile
 from kvsearch.tasks.base import Example
-from kvsearch.tasks.encode import counter
+from kvsearch.tasks.encode import make_token_counter
 from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.needles import STORY, read_haystack
+from kvsearch.tasks.ruler.needles import STORY_FILE, read_haystack
 from tests.calibration.test_lukv import assert_rows_average_to_their_ratio
 from tests.cli.conftest import done
 
@@ -55,7 +55,7 @@ def fifth(calibrated: tuple[Path, Profile], tmp_path_factory: pytest.TempPathFac
 
 
 def needles(loaded: LoadedModel, samples: int) -> list[Example]:
-    return RulerTask("niah_single_2", length=LENGTH).examples(samples, 0, counter(loaded.tokenizer))
+    return RulerTask("niah_single_2", length=LENGTH).examples(samples, 0, make_token_counter(loaded.tokenizer))
 
 
 def chat(loaded: LoadedModel, text: str, prefix: str = "") -> Tensor:
@@ -159,7 +159,7 @@ def test_replies_and_scores_of_an_evaluation(
 def test_what_is_lost_on_text(smollm2: LoadedModel, tmp_path: Path) -> None:
     """In nats per token more than the full cache, at a tenth kept: attention sinks are needed, and chance is worst."""
     methods = ("h2o", "streaming", "streaming:sinks=0", "random")
-    story = {"tasks": f"ppl:{resource(STORY)}", "length": 512}
+    story = {"tasks": f"ppl:{find_resource(STORY_FILE)}", "length": 512}
     kvsearch.evaluate(smollm2, **story, samples=4, methods=methods, ratios=("0.9",), output=tmp_path / "run")
     excess = {}
     for method, rows in replies_of(tmp_path / "run").items():

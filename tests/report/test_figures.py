@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.report import draw
-from kvsearch.report.charts import score_figures
+from kvsearch.report.charts import make_score_figures
 from kvsearch.report.evaluation import score_table
-from kvsearch.report.figures import Figure, HeatMap, LineChart, Series, layer_map
-from kvsearch.report.screen import WIDEST
+from kvsearch.report.figures import Figure, HeatMap, LineChart, Series, make_layer_map
+from kvsearch.report.screen import WIDEST_PAGE
 from kvsearch.report.table import Table
 from tests.evaluation.results import rendered
 from tests.report.test_tables import comparison
@@ -53,7 +53,7 @@ def test_the_numbers_of_every_kind_of_figure() -> None:
 
 def test_scores_against_entries() -> None:
     """Two sizes of two methods, three tasks: the mean over tasks."""
-    found = {one.name: one for one in score_figures(comparison())}
+    found = {one.name: one for one in make_score_figures(comparison())}
     assert list(found) == ["scores"]
     body = found["scores"].body
     assert [(one.name, one.style) for one in body.series] == [("full", "level"), ("uniform", "line"), ("lava", "line")]
@@ -126,7 +126,7 @@ def test_every_cell_is_there_at_any_width(columns: int, width: int) -> None:
 
 
 def test_more_heads_than_anybody_reads() -> None:
-    body = layer_map({"": np.full((200, 100), 3)}, range(200), "entries", "{:.0f}", total="sum")
+    body = make_layer_map({"": np.full((200, 100), 3)}, range(200), "entries", "{:.0f}", total="sum")
     text = rendered([Figure("map", "entries", "", body)], 140)
     assert "20,000 cells are too many for a map: --json has them all" in text
     rows = [line.split() for line in text.splitlines()]
@@ -142,5 +142,5 @@ def test_scores_on_the_screen_have_intervals() -> None:
     assert [[cell.best for cell in row] for row in table.groups[2][1]] == [
         [cell.best for cell in row] for row in plain.groups[2][1]
     ]
-    for width in (60, 120, WIDEST):
+    for width in (60, 120, WIDEST_PAGE):
         assert "…" not in rendered([table], width)

@@ -13,15 +13,15 @@ from safetensors.numpy import save
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
-from kvsearch.evaluation.reply_store import FILES, open_run
+from kvsearch.evaluation.reply_store import REPLY_FILES, open_run
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.exporters.base import ExportedFiles
 from kvsearch.jobs.export import write_files
 from kvsearch.plan import save_plan
-from kvsearch.report.integrity import CHANGED, Verification
+from kvsearch.report.integrity import CHECKSUM_MISMATCH, Verification
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
-from kvsearch.runs.run import finish, unfinish, write_json
+from kvsearch.runs.run import finish_run, mark_unfinished, write_json
 from kvsearch.strategies.methods import Size, parse_methods
 from kvsearch.strategies.ready_methods import prepare_methods
 from tests import tiny
@@ -106,7 +106,7 @@ def test_any_damage_to_any_file_is_found(run: Path, name: str, damage: Callable[
 def test_no_run_goes_on_from_a_finished_file_that_was_changed(run: Path) -> None:
     """Its own checksums would hide that."""
     (run / LOSSES).write_text("[]")
-    finish(run, (CONFIG, LEDGER, *FILES))
+    finish_run(run, (CONFIG, LEDGER, *REPLY_FILES))
     config = read_config(run)
     assert config is not None
     (run / LOSSES).write_text("[1]")
@@ -117,7 +117,7 @@ def test_no_run_goes_on_from_a_finished_file_that_was_changed(run: Path) -> None
 
 
 def test_what_is_not_finished_is_not_damaged(run: Path) -> None:
-    unfinish(run)
+    mark_unfinished(run)
     os.truncate(run / LEDGER, (run / LEDGER).stat().st_size - 5)
     (run / ".kvsearch-12.tmp").write_text("{")
     (run / "samples.csv").unlink()
@@ -163,7 +163,7 @@ def test_files_in_the_form_of_another_tool_are_known_by_their_checksums(tmp_path
         ("whole", "checksums of 2 files"), ("whole", "a file"), ("whole", "a file"),
     ]  # fmt: skip
     flipped(tmp_path / "made" / "config.json", 3)
-    assert problem(tmp_path / "made", "config.json") == CHANGED
+    assert problem(tmp_path / "made", "config.json") == CHECKSUM_MISMATCH
     shutil.rmtree(tmp_path / "made")
     (tmp_path / "config.json").write_text('{"schema": "kvsearch.run/0"}')
     assert problem(tmp_path, "config.json").startswith("is no configuration of a run")

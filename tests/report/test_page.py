@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Series
-from kvsearch.report.page import data_link, draw_svg, groups_of, render
+from kvsearch.report.page import draw_svg, group_by_model, make_data_link, render
 from kvsearch.report.table import Cell, Table
 from tests.examples import at_most
 from tests.report.reader import Reader
@@ -67,7 +67,7 @@ def test_a_policy_allows_our_script_and_style_and_nothing_from_anywhere(hostile:
 
 
 def test_a_run_begins_with_what_to_deploy_then_score_against_entries_names_and_the_rest() -> None:
-    page = render(groups_of([open_path(Path(__file__).parents[1] / "robustness/seeds/run.json")])).decode()
+    page = render(group_by_model([open_path(Path(__file__).parents[1] / "robustness/seeds/run.json")])).decode()
     text = Reader(page).text
     order = [
         "Deploy lukv:snapkv at 22% of the cache",
@@ -100,7 +100,7 @@ def test_figures_are_in_the_ink_of_the_page_and_always_the_same(figure: Figure) 
 @at_most(40)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_a_link_holds_a_file_whole_and_is_no_markup(text: str) -> None:
-    link = data_link(text)
+    link = make_data_link(text)
     assert unquote(link.partition(",")[2]) == text
     assert link.isascii() and not set(link) & set('"&<> \n#')
     assert Reader(Markup('<a href="{}"></a>').format(link)).found == [("a", {"href": link})]

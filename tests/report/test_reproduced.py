@@ -11,10 +11,18 @@ import pytest
 from kvsearch.benchmark.cache_costs import CacheCosts
 from kvsearch.papers.tables import Picture, find_table
 from kvsearch.report import charts
-from kvsearch.report.charts import table_figures
+from kvsearch.report.charts import make_table_figures
 from kvsearch.report.figures import HeatMap, LineChart, Series
-from kvsearch.report.paper_table import MeasuredCell, Reproduced, costs, kept_by_solver, needles, reproduced, searches
-from kvsearch.report.table import markdown
+from kvsearch.report.paper_table import (
+    MeasuredCell,
+    ReproducedTable,
+    compare_solvers,
+    list_costs,
+    list_needles,
+    list_searches,
+    make_reproduced_table,
+)
+from kvsearch.report.table import to_markdown
 from kvsearch.results.evaluation import NeedleGrid
 from kvsearch.runs.estimates import Estimate
 
@@ -27,13 +35,13 @@ CELLS = (
 )
 
 
-def made(cells: tuple[MeasuredCell, ...] = CELLS) -> Reproduced:
+def made(cells: tuple[MeasuredCell, ...] = CELLS) -> ReproducedTable:
     said = {"caption": ("asked: vt",), "notes": ("not as in the paper",)}
-    return Reproduced(table="x-table1", title="X, Table 1", cells=cells, model="m", options={}, stages=(), **said)
+    return ReproducedTable(table="x-table1", title="X, Table 1", cells=cells, model="m", options={}, stages=(), **said)
 
 
 def test_the_paper_stands_below_the_rows_that_it_has() -> None:
-    lines = markdown(made().tables()[0]).splitlines()
+    lines = to_markdown(made().tables()[0]).splitlines()
     assert lines[0] == "**X, Table 1**"
     rows = [line for line in lines if line.startswith("|")]
     assert rows == [
@@ -47,7 +55,7 @@ def test_solvers_keep_the_same_of_concave_curves_alone(concave: bool) -> None:
     steps = np.random.default_rng(0).pareto(1.0, (2, 2, 100))
     steps = -np.sort(-steps) if concave else steps
     curves = np.insert(steps.cumsum(-1), 0, 0.0, axis=-1)  # [L, Hkv, 101]
-    shares = {(name, evicted): kept for name, evicted, kept in kept_by_solver(curves)}
+    shares = {(name, evicted): kept for name, evicted, kept in compare_solvers(curves)}
     gaps = [shares["exact", evicted] - shares["greedy", evicted] for evicted in range(5, 100, 5)]
     assert min(gaps) > -1e-9
     assert (max(gaps) < 1e-9) == concave
@@ -85,10 +93,10 @@ def test_a_selection_is_beside_the_papers() -> None:
     )
     finished = replace(table.stages(table.bundled)[1], result=selection, remarks=("d2o is left out: why",))
     content = {"model": "Qwen/Qwen3-8B", "options": {}, "stages": ()}
-    found = reproduced(table, [finished], content, short=False, own_tasks=False)
-    assert all(cell.paper is None for cell in reproduced(table, [finished], {**content, "model": "m"}, short=False,
-                                                         own_tasks=False).cells)  # fmt: skip
-    rows = [line for line in markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]
+    found = make_reproduced_table(table, [finished], content, short=False, own_tasks=False)
+    other = make_reproduced_table(table, [finished], {**content, "model": "m"}, short=False, own_tasks=False)
+    assert all(cell.paper is None for cell in other.cells)
+    rows = [line for line in to_markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]
     assert rows == [
         "| LongBench | 90.00 | 50.00 (cake) | 60.00 (cosine) | 40.00 to 60.00 | +10.00 | baseline |",
         "| LongBench, paper | 49.11 | 47.01 | 47.54 |  | 0.54 |  |",
@@ -99,7 +107,7 @@ def test_a_selection_is_beside_the_papers() -> None:
 
 def pictured(monkeypatch: pytest.MonkeyPatch, picture: Picture, cells: tuple[MeasuredCell, ...]) -> dict[str, object]:
     monkeypatch.setattr(charts, "TABLES", {"x-table1": SimpleNamespace(pictures=(picture,))})
-    return {figure.name: figure.body for figure in table_figures(made(cells))}
+    return {figure.name: figure.body for figure in make_table_figures(made(cells))}
 
 
 def test_a_picture_has_lines_over_the_numbers_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +144,9 @@ def test_costs_are_by_the_length_of_prompts_or_replies() -> None:
     cost = CacheCosts("plans/1/uniform.json", 1, 4096, 8.0, 5, 3_000_000, 2.0, 1.0, 0.5, 2.0, 1.0, 0.1, 0.1)
     result = SimpleNamespace(costs=(cost, replace(cost, cache="StaticCache"), replace(cost, cache="DynamicCache")))
     stage = replace(table.stages(table.bundled)[-1], result=result)
-    found = [(cell.row, cell.column, cell.value, cell.block) for cell in costs(table, [stage])]
+    found = [(cell.row, cell.column, cell.value, cell.block) for cell in list_costs(table, [stage])]
     assert found == [(name, "32 new tokens", 18.0, "inference, s") for name in ("SnapKV", "Full")]
-    memory = next(costs(find_table("evolkv-figure8b"), [stage]))
+    memory = next(list_costs(find_table("evolkv-figure8b"), [stage]))
     assert (memory.column, memory.value, memory.block) == ("4,096 tokens", 3.0, "peak memory, MB")
 
 
@@ -149,9 +157,9 @@ def test_needles_are_maps_and_searches_their_best_so_far() -> None:
     sized = SimpleNamespace(size=32, method=lambda name: method if name == "uniform" else None)
     result = SimpleNamespace(blocks=(sized,), needle={"full": grid, "uniform@32": grid})
     stages = table.stages(table.bundled)
-    found = list(needles(table, [replace(stages[-1], result=result)]))
+    found = list(list_needles(table, [replace(stages[-1], result=result)]))
     assert [cell.block for cell in found] == ["Full, mean 100.0", "SnapKV, mean 100.0"]
     assert {(cell.row, cell.column, cell.value) for cell in found} == {("0% deep", "1,000 tokens", 100.0)}
     told = [(4, SimpleNamespace(values=[-1.0, -3.0])), (8, SimpleNamespace(values=[-2.0, -2.5]))]
     trace = SimpleNamespace(generations=told)
-    assert [cell.value for cell in searches(table, [replace(stages[0], trace=trace)])] == [3.0, 3.0]
+    assert [cell.value for cell in list_searches(table, [replace(stages[0], trace=trace)])] == [3.0, 3.0]

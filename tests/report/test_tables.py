@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import MACRO, blocks_of
+from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.plan import Size
-from kvsearch.report.evaluation import difference_table, score_table, tables, write_tables
-from kvsearch.report.table import Cell, Table, csv, latex, markdown
-from kvsearch.results.evaluation import EvaluationResult, needle_grids
+from kvsearch.report.evaluation import make_difference_table, make_tables, score_table, write_tables
+from kvsearch.report.table import Cell, Table, to_csv, to_latex, to_markdown
+from kvsearch.results.evaluation import EvaluationResult, make_needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.ready_methods import ReadyMethod
@@ -56,7 +56,7 @@ def comparison(
     ready = tuple(map(method, MEANS))
     covered = [Coverage(task, category, 2, 2, 2, 0, 2, {}) for task, category in tasks.items()]
     named = {MACRO: tuple(tasks), **averages}
-    blocks = blocks_of(samples, ready, subject, named)
+    blocks = make_blocks(samples, ready, subject, named)
     asked = [SimpleNamespace(name=task, metric="exact", traced=False) for task in tasks]
     pairs = zip(asked, covered, strict=True)
     encoded: Any = [
@@ -106,14 +106,14 @@ def test_columns() -> None:
     alone = comparison(tasks={"a_1": "qa"})
     for by_task in (True, False):
         assert score_table(alone, by_task=by_task).header == ["method", "a_1"]
-    assert tables(comparison(), on_screen=True)[0].header == score_table(comparison()).header
+    assert make_tables(comparison(), on_screen=True)[0].header == score_table(comparison()).header
     many = comparison(tasks={f"t{n}": "qa" for n in range(13)})
-    assert tables(many, on_screen=True)[0].header == ["method", "macro"]
-    assert len(tables(many)[0].header) == 15
+    assert make_tables(many, on_screen=True)[0].header == ["method", "macro"]
+    assert len(make_tables(many)[0].header) == 15
 
 
 def test_differences_to_the_subject() -> None:
-    table = difference_table(comparison())
+    table = make_difference_table(comparison())
     assert "paired difference to uniform" in table.title
     (full, lava), (_, other) = (rows for _, rows in table.groups)
     assert [cell.text for cell in lava] == [
@@ -122,7 +122,7 @@ def test_differences_to_the_subject() -> None:
     ]  # fmt: skip
     assert (full[0].text, full[3].text) == ("full", "+47.50 [2 contexts: no interval] 2 / 0 / 0")
     assert other[2].text == "-12.50 [4 contexts: no interval] 0 / 2 / 2"
-    to_full = difference_table(comparison("full"))
+    to_full = make_difference_table(comparison("full"))
     assert [[row[0].text for row in rows] for _, rows in to_full.groups] == [["uniform", "lava"]] * 2
 
 
@@ -138,7 +138,7 @@ SMALL = Table(
 
 
 def test_markdown() -> None:
-    assert markdown(SMALL).splitlines() == [
+    assert to_markdown(SMALL).splitlines() == [
         r"**m_1: 50% \| more**",
         "",
         "| method | a_1 |",
@@ -152,7 +152,7 @@ def test_markdown() -> None:
 
 
 def test_latex() -> None:
-    assert latex(SMALL).splitlines() == [
+    assert to_latex(SMALL).splitlines() == [
         r"\begin{table}",
         r"\centering",
         r"\caption{m\_1: 50\% | more. All \& sundry.}",
@@ -185,13 +185,13 @@ def test_csv_has_every_number(tmp_path: Path) -> None:
 
 def test_what_must_be_known_to_read_a_table_stands_above_it() -> None:
     made = Table.plain("scores", ["method", "score"], [["uniform", "1"]], notes=("below",), above=("sinks differ",))
-    for text in (markdown(made), rendered([made])):
+    for text in (to_markdown(made), rendered([made])):
         assert text.index("scores") < text.index("sinks differ") < text.index("uniform") < text.index("below")
-    assert "scores. Sinks differ. Below." in latex(made)
+    assert "scores. Sinks differ. Below." in to_latex(made)
 
 
 def test_csv_has_the_headings_of_groups() -> None:
-    assert csv(SMALL).splitlines() == [
+    assert to_csv(SMALL).splitlines() == [
         "group,method,a_1", ",full,1.00", '"8 a|b",ada-2,"-1.00 [-2.00, +3.00]"',
     ]  # fmt: skip
 
@@ -210,17 +210,17 @@ SAMPLES = [
 
 
 def test_a_grid_per_method() -> None:
-    grids = needle_grids(SAMPLES)
+    grids = make_needle_grids(SAMPLES)
     assert list(grids) == ["full", "plan"]
     assert (grids["plan"].depths, grids["plan"].lengths) == ((0, 100), (1000, 2000))
     assert grids["plan"].scores == ((0.25, 0.5), (0.75, None))
-    assert needle_grids(SAMPLES[-1:]) == {}
+    assert make_needle_grids(SAMPLES[-1:]) == {}
 
 
 @given(st.lists(st.tuples(st.sampled_from((1, 2, 3)), st.sampled_from((0, 40, 100)), st.floats(0, 1)), min_size=1))
 def test_means_are_of_what_was_asked(asked: list[tuple[int, int, float]]) -> None:
     cells = {(length, depth): score for length, depth, score in asked}
-    told = needle_grids([sample("m", *cell, score) for cell, score in cells.items()])["m"].model_dump()
+    told = make_needle_grids([sample("m", *cell, score) for cell, score in cells.items()])["m"].model_dump()
     assert told["mean"] == pytest.approx(math.fsum(cells.values()) / len(cells))
     for row, depth in zip(told["scores"], told["depths"], strict=True):
         for score, length in zip(row, told["lengths"], strict=True):

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Literal, NamedTuple
 
 from kvsearch.core.errors import InternalError, KvsearchError
-from kvsearch.core.printed import brief
+from kvsearch.core.printed import truncate_lines
 from tests.robustness.kinds import Kind
 
 SECONDS = 2.0
@@ -97,7 +97,7 @@ def run(kind: Kind, data: bytes, folder: Path, seconds: float = SECONDS) -> Outc
     except InternalError as error:
         return Outcome("failed", process_time() - started, f"InternalError: {error}")
     except KvsearchError as error:
-        problem = wrong_with(brief(str(error)), path)
+        problem = wrong_with(truncate_lines(str(error)), path)
         spent = process_time() - started
         return Outcome("failed", spent, problem) if problem else Outcome("refused", spent, str(error))
     except (Exception, TooSlow, SystemExit) as error:

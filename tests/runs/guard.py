@@ -13,7 +13,7 @@ from unittest import mock
 from kvsearch.core import files
 from kvsearch.core.errors import InternalError
 from kvsearch.runs.ledger import Ledger
-from kvsearch.runs.lock import locked, require_lock
+from kvsearch.runs.lock import lock_directory, require_lock
 
 WEIGHTS = re.compile(r"\w+-[0-9a-f]{12}\.safetensors")
 
@@ -56,7 +56,7 @@ def _is_of_several(path: Path, own: list[Path]) -> bool:
 @contextmanager
 def locked_elsewhere(directory: Path) -> Iterator[None]:
     """Have the lock of a directory in a context of its own, so that code in this one does not have it."""
-    context, lock = Context(), locked(directory)
+    context, lock = Context(), lock_directory(directory)
     context.run(lock.__enter__)
     try:
         yield

@@ -20,7 +20,7 @@ def unsealed(line: str) -> str:
 
 def sealed(texts: Iterable[str], identity: str = "") -> str:
     """The content of a ledger of these JSON objects, which lose the seals that they have."""
-    lines = (ledger.sealed(unsealed(text), number, identity) for number, text in enumerate(texts, 1))
+    lines = (ledger.with_checksum(unsealed(text), number, identity) for number, text in enumerate(texts, 1))
     return "".join(f"{line.decode()}\n" for line in lines)
 
 
@@ -32,4 +32,4 @@ def reseal(path: Path) -> None:
 def lines_of(opened: ledger.Ledger[Any]) -> list[Any]:
     """All lines of a ledger, read again."""
     data = opened.path.read_bytes()
-    return [line for line, _ in ledger.parsed_lines(data, opened.path, opened.parse, read_identity(opened.path.parent))]
+    return [line for line, _ in ledger.parse_lines(data, opened.path, opened.parse, read_identity(opened.path.parent))]

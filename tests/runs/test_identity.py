@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.runs.identity import CONFIG, RunConfig, difference, read_config
-from kvsearch.runs.ledger import parsed_lines, read_lines
+from kvsearch.runs.identity import CONFIG, RunConfig, find_difference, read_config
+from kvsearch.runs.ledger import parse_lines, read_lines
 from tests.runs.notes import Notes
 from tests.runs.sealing import reseal, sealed
 
@@ -43,8 +43,8 @@ def test_the_first_item_that_differs_is_shown() -> None:
     """Never two values that look the same because they are cut."""
     many = [{"name": name, "params": {"window": 32}} for name in ("snapkv", "tova", "h2o")]
     other = [*many[:2], {"name": "h2o", "params": {"window": 8}}]
-    assert difference({"patterns": many}, {"patterns": other}) == "patterns.2.params.window is 32 there, 8 here"
-    assert difference({"a": [64]}, {"a": [64, 128]}) == "a is [64] there, [64, 128] here"
+    assert find_difference({"patterns": many}, {"patterns": other}) == "patterns.2.params.window is 32 there, 8 here"
+    assert find_difference({"a": [64]}, {"a": [64, 128]}) == "a is [64] there, [64, 128] here"
 
 
 TEXTS = ["one", 'two, "checksum": "x"}', "three\n", "\u2028", ""]
@@ -53,7 +53,7 @@ LINES = LEDGER.splitlines(keepends=True)
 
 
 def read(data: bytes, identity: str = "run") -> list[str]:
-    return [line for line, _ in parsed_lines(data, Path("l"), Notes.parse, identity)]
+    return [line for line, _ in parse_lines(data, Path("l"), Notes.parse, identity)]
 
 
 def test_the_last_fields_of_a_line_are_its_number_and_checksum() -> None:

@@ -19,16 +19,16 @@ from pathlib import Path
 import pytest
 
 from kvsearch.core.errors import InternalError, KvsearchWarning, UsageError
-from kvsearch.runs.lock import LOCK, locked, refuse_locked, require_lock
+from kvsearch.runs.lock import LOCK, lock_directory, refuse_locked, require_lock
 from kvsearch.runs.run import is_unused
 from tests.runs.guard import locked_elsewhere
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from kvsearch.runs.lock import locked
+from kvsearch.runs.lock import lock_directory
 sys.argv = ["kvsearch", "calibrate", "a model", "-o", "run"]
-with locked(Path(sys.orig_argv[-1])):
+with lock_directory(Path(sys.orig_argv[-1])):
     print("locked", flush=True)
     time.sleep(600)
 """
@@ -50,7 +50,7 @@ def test_the_second_process_is_refused_with_the_name_of_the_first(tmp_path: Path
     directory = tmp_path / "run"
     with holder(directory) as process:
         for _ in range(2):
-            with pytest.raises(UsageError) as found, locked(directory):
+            with pytest.raises(UsageError) as found, lock_directory(directory):
                 pass
             with pytest.raises(UsageError) as looked:
                 refuse_locked(directory)
@@ -68,16 +68,16 @@ def test_the_lock_of_a_dead_process_is_no_lock(tmp_path: Path) -> None:
     assert (tmp_path / LOCK).exists()
     assert is_unused(tmp_path)
     refuse_locked(tmp_path)
-    with locked(tmp_path):
+    with lock_directory(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_who_has_it_may_ask_again(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
-    with locked(tmp_path):
+    with lock_directory(tmp_path):
         for same in (tmp_path, tmp_path / "link"):
-            with locked(same):
+            with lock_directory(same):
                 refuse_locked(same)
                 require_lock(same / "deep" / "below")
     with pytest.raises(InternalError, match="is written without its lock"):
@@ -85,10 +85,10 @@ def test_who_has_it_may_ask_again(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), locked(tmp_path / "a" / "b"):
+    with pytest.raises(KeyboardInterrupt), lock_directory(tmp_path / "a" / "b"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    with locked(tmp_path / "a" / "b"):
+    with lock_directory(tmp_path / "a" / "b"):
         (tmp_path / "a" / "mine").touch()
     assert [item.name for item in (tmp_path / "a").iterdir()] == ["mine"]
     refuse_locked(tmp_path / "nowhere")
@@ -102,7 +102,7 @@ def test_only_one_of_many_has_it(tmp_path: Path) -> None:
     def work() -> None:
         for _ in range(200):
             try:
-                with locked(tmp_path):
+                with lock_directory(tmp_path):
                     inside[0] += 1
                     most[0], entered[0] = max(most[0], inside[0]), entered[0] + 1
                     inside[0] -= 1
@@ -124,7 +124,10 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", without)
-    with pytest.warns(KvsearchWarning, match="is on a file system without locks: nothing keeps"), locked(tmp_path):
+    with (
+        pytest.warns(KvsearchWarning, match="is on a file system without locks: nothing keeps"),
+        lock_directory(tmp_path),
+    ):
         assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
         refuse_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -141,9 +144,12 @@ def test_a_holder_that_says_nothing(tmp_path: Path, content: str) -> None:
 def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     refuse_locked(tmp_path / "file")
-    with pytest.raises(UsageError, match="file is a file: give a directory to write to"), locked(tmp_path / "file"):
+    with (
+        pytest.raises(UsageError, match="file is a file: give a directory to write to"),
+        lock_directory(tmp_path / "file"),
+    ):
         pass
     assert (tmp_path / "file").read_text() == "mine"
     refuse_locked(tmp_path / "file" / "run")
-    with pytest.raises(UsageError, match="file is a file: give a directory"), locked(tmp_path / "file" / "run"):
+    with pytest.raises(UsageError, match="file is a file: give a directory"), lock_directory(tmp_path / "file" / "run"):
         pass

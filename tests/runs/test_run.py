@@ -10,8 +10,8 @@ import pytest
 
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.runs.identity import CONFIG, LEDGER, REPORT, SUMS, RunConfig
-from kvsearch.runs.lock import locked
-from kvsearch.runs.run import Run, begin, is_unused, read_sums, run_in
+from kvsearch.runs.lock import lock_directory
+from kvsearch.runs.run import Run, begin_run, is_unused, read_run, read_sums
 from tests.runs.notes import Notes
 
 ONE = RunConfig(job="evaluate", content={"seed": 1}, execution={"batch": 1})
@@ -62,7 +62,7 @@ def test_what_a_killed_run_leaves_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / ".kvsearch-12.tmp").write_text("{")
     (tmp_path / ".kvsearch-lock").write_text("{}")
     assert is_unused(tmp_path)
-    assert run_in(tmp_path, "evolve") is None
+    assert read_run(tmp_path, "evolve") is None
     (tmp_path / LEDGER).write_text("{}\n")
     assert not is_unused(tmp_path)
 
@@ -73,8 +73,8 @@ def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
     for name in ("choice-8", "mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    with locked(tmp_path):
-        begin(tmp_path, ONE, ["report.json", "plan-*.json", "choice-*", "nothing", LEDGER])
+    with lock_directory(tmp_path):
+        begin_run(tmp_path, ONE, ["report.json", "plan-*.json", "choice-*", "nothing", LEDGER])
     assert {item.name for item in tmp_path.iterdir()} == {CONFIG, "mine.txt", "mine"}
 
 
@@ -85,8 +85,8 @@ def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     words = r"cannot write .*report\.json: permission denied, check the permissions"
-    with locked(tmp_path), monkeypatch.context() as patch:
+    with lock_directory(tmp_path), monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refused)
         with pytest.raises(EnvironmentFault, match=words):
-            begin(tmp_path, ONE, ["report.json"])
+            begin_run(tmp_path, ONE, ["report.json"])
     assert not (tmp_path / CONFIG).exists()

@@ -11,7 +11,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.runs.identity import SUMS
-from kvsearch.runs.run import finish, read_sums, unfinish
+from kvsearch.runs.run import finish_run, mark_unfinished, read_sums
 
 
 def made(directory: Path, *names: str) -> Path:
@@ -25,19 +25,19 @@ def made(directory: Path, *names: str) -> Path:
 def test_files_and_folders_that_match(tmp_path: Path) -> None:
     names = ("plan.json", "plan-8.json", "choice/a/ledger.jsonl", "choice/b c.json")
     made(tmp_path, *names, "mine.txt", "choice/.kvsearch-12.tmp", f"choice/{SUMS}", "choice/odd\nname")
-    finish(tmp_path, ("plan*.json", "choice", "nothing.json"))
+    finish_run(tmp_path, ("plan*.json", "choice", "nothing.json"))
     found = read_sums(tmp_path)
     assert sorted(found) == sorted(names)
     assert found["plan.json"] == hashlib.sha256(b"content of plan.json").hexdigest()
     before = (tmp_path / SUMS).read_bytes()
-    finish(tmp_path, ("choice", "plan*.json"))
+    finish_run(tmp_path, ("choice", "plan*.json"))
     assert (tmp_path / SUMS).read_bytes() == before
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
 def test_sha256sum_reads_them(tmp_path: Path) -> None:
     made(tmp_path, "a b.json", "deep/er/x.jsonl")
-    finish(tmp_path, ("*",))
+    finish_run(tmp_path, ("*",))
     check = ["sha256sum", "--check", "--strict", SUMS]
     assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=True).stdout.count(b": OK\n") == 2
     (tmp_path / "a b.json").write_text("other")
@@ -47,19 +47,19 @@ def test_sha256sum_reads_them(tmp_path: Path) -> None:
 def test_two_jobs_in_one_directory(tmp_path: Path) -> None:
     """The lines of one stay as they were while the other works, whatever became of its files."""
     made(tmp_path, "profile.safetensors", "validation.json", "validation/32/ledger.jsonl")
-    finish(tmp_path, ("profile.safetensors",))
-    finish(tmp_path, ("validation.json", "validation"))
+    finish_run(tmp_path, ("profile.safetensors",))
+    finish_run(tmp_path, ("validation.json", "validation"))
     whole = read_sums(tmp_path)
     assert len(whole) == 3
     (tmp_path / "profile.safetensors").write_text("changed")
-    unfinish(tmp_path, ("validation.json", "validation"))
+    mark_unfinished(tmp_path, ("validation.json", "validation"))
     assert read_sums(tmp_path) == {"profile.safetensors": whole["profile.safetensors"]}
-    finish(tmp_path, ("validation.json", "validation"))
+    finish_run(tmp_path, ("validation.json", "validation"))
     assert read_sums(tmp_path) == whole
-    unfinish(tmp_path, ("profile.safetensors",))
-    unfinish(tmp_path, ("valid*",))
+    mark_unfinished(tmp_path, ("profile.safetensors",))
+    mark_unfinished(tmp_path, ("valid*",))
     assert not (tmp_path / SUMS).exists()
-    unfinish(tmp_path)
+    mark_unfinished(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_two_jobs_in_one_directory(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_lines_that_are_none(tmp_path: Path, line: str) -> None:
     (tmp_path / SUMS).write_text(f"{'b' * 64}  config.json\n{line}\n{'b' * 64}  last.json\n")
-    for read in (read_sums, lambda place: finish(place, ("x",)), lambda place: unfinish(place, ("x",))):
+    for read in (read_sums, lambda place: finish_run(place, ("x",)), lambda place: mark_unfinished(place, ("x",))):
         with pytest.raises(UsageError, match="SHA256SUMS, line 2 is damaged: delete the file and repeat the command"):
             read(tmp_path)
-    unfinish(tmp_path)  # a run that begins anew reads none of it
+    mark_unfinished(tmp_path)  # a run that begins anew reads none of it
     assert not (tmp_path / SUMS).exists()

@@ -22,20 +22,20 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import (
     FORGETFUL,
-    FULL,
+    FULL_ATTENTION,
     LEFT_ALONE,
     UNROTATED,
     RotaryTables,
-    attention_modules,
     describe,
-    output_projection,
+    find_attention_modules,
+    find_output_projection,
+    find_unsupported,
     unrotate,
-    unsupported,
 )
 from kvsearch.policies.base import Policy
 from kvsearch.policies.full import FullKV
 from kvsearch.policies.snapkv import SnapKV
-from kvsearch.runtime.attention import Output, dense_attention, running, using
+from kvsearch.runtime.attention import Output, attend_dense, run_attention, use_attention
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.program import PhaseProgram, Program
 from tests.families import REFUSED, build, prompts
@@ -64,7 +64,7 @@ def check_family(name: str) -> FamilyReport:
     planned = "-"
     try:
         model = _uneven(build(name))
-        if name in REFUSED and (problem := unsupported(model)):
+        if name in REFUSED and (problem := find_unsupported(model)):
             return FamilyReport(name, "refused", problem, planned)
         shape = describe(model)
         planned = f"{len(shape.full_layers)} of {shape.layers}"
@@ -104,7 +104,7 @@ def _check_plans(model: Any) -> None:
     ids, mask = prompts(2, PROMPT, PADS)
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": REPLY, "do_sample": False}
     stock = model.generate(ids, **options)
-    with running(model):
+    with run_attention(model):
         full = PlanCache(model, Program.uniform(model, FullKV(), lambda length: length))
         said = model.generate(ids, past_key_values=full, **options)
         cache = PlanCache(model, _ragged(model))
@@ -144,11 +144,13 @@ def _fed(model: Any, ids: Tensor, mask: Tensor, more: Tensor, cache: Any) -> Ten
 def _limits(model: Any, family: str) -> Iterator[str]:
     """Yield what is left out on this model, in words."""
     shape = describe(model)
-    kinds = [LEFT_ALONE[kind] for kind in dict.fromkeys(shape.kinds) if kind != FULL]
+    kinds = [LEFT_ALONE[kind] for kind in dict.fromkeys(shape.kinds) if kind != FULL_ATTENTION]
     if kinds:
         yield f"its layers of {' and '.join(kinds)} are left alone"
-    calls = {index: _Call(module) for index, module in attention_modules(model).items() if index in shape.full_layers}
-    with using(model, WATCHED), _watching(calls):
+    calls = {
+        index: _Call(module) for index, module in find_attention_modules(model).items() if index in shape.full_layers
+    }
+    with use_attention(model, WATCHED), _watching(calls):
         model(prompts(1, PROMPT)[0], use_cache=False)
         same = all(torch.equal(call.output, call.projected) for call in calls.values())
         turned_back = all(_turns_back(call, RotaryTables(model, index)) for index, call in calls.items())
@@ -206,7 +208,7 @@ _calls: dict[nn.Module, _Call] = {}
 def _watched(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Output:
-    output = dense_attention(module, query, key, value, mask, **kwargs)
+    output = attend_dense(module, query, key, value, mask, **kwargs)
     if module in _calls:
         _calls[module].query, _calls[module].output = query, output[0].flatten()
     return output
@@ -215,7 +217,9 @@ def _watched(
 @contextmanager
 def _watching(calls: dict[int, _Call]) -> Iterator[None]:
     hooks = [call.module.register_forward_pre_hook(call.note_arguments, with_kwargs=True) for call in calls.values()]
-    hooks += [output_projection(call.module).register_forward_pre_hook(call.note_projected) for call in calls.values()]
+    hooks += [
+        find_output_projection(call.module).register_forward_pre_hook(call.note_projected) for call in calls.values()
+    ]
     _calls.update({call.module: call for call in calls.values()})
     try:
         yield

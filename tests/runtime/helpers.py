@@ -19,14 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import eager_mask
 
 from kvsearch.models.architecture import describe
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import PhasePlan, Plan, PolicySpec
 from kvsearch.plan.origin import ContextRecord, Provenance
 from kvsearch.plan.schema import LayerPlan
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import NAME, Output, using
-from kvsearch.runtime.attention import using as running
+from kvsearch.runtime.attention import NAME, Output, use_attention
+from kvsearch.runtime.attention import use_attention as running
 from kvsearch.runtime.program import PhaseProgram
 
 TOLERANCE = 2e-5
@@ -84,7 +84,7 @@ def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Pla
     layers = [None if budget is None else LayerPlan(policy=policy, budget=tuple(budget)) for budget in budgets]
     total = sum(sum(budget) for budget in budgets if budget)
     content = {
-        "model": fingerprint(model),
+        "model": compute_fingerprint(model),
         "scaling": "fixed",
         "floor": 1,
         "prefill": PhasePlan(layers=tuple(layers)),
@@ -206,7 +206,7 @@ def masked(model: Any, kept: Mapping[int, Tensor]) -> Iterator[None]:
     """Let `model` see of its prompt only what is `kept` in each layer, once the prompt has passed."""
     hide(kept)
     try:
-        with using(model, REFERENCE):
+        with use_attention(model, REFERENCE):
             yield
     finally:
         _evicted.clear()

@@ -13,7 +13,7 @@ from kvsearch import attach
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import NAME, using
+from kvsearch.runtime.attention import NAME, use_attention
 from kvsearch.runtime.program import PhaseProgram
 from tests.families import build, prompts
 from tests.runtime.helpers import keep_everything
@@ -49,7 +49,7 @@ def test_keys_and_values_are_those_of_a_stock_cache_where_nothing_is_evicted(mod
     for piece in (ids[:, :15], ids[:, 15:16], ids[:, 16:]):
         model.set_attn_implementation("sdpa")
         model(piece, past_key_values=stock)
-        with using(model, NAME):
+        with use_attention(model, NAME):
             model(piece, past_key_values=cache)
         for mine, theirs in zip(cache.layers, stock.layers, strict=True):
             torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-5, rtol=1e-4)
@@ -58,7 +58,7 @@ def test_keys_and_values_are_those_of_a_stock_cache_where_nothing_is_evicted(mod
 
 def test_keys_of_which_some_are_gone_are_no_tensor(model: Any) -> None:
     ids, mask = prompts(2, LENGTH, pads=3)
-    with using(model, NAME):
+    with use_attention(model, NAME):
         for program, words in (
             (eight(model), "8 to 8"),
             (keep_everything(model), "17 to 20"),

@@ -15,10 +15,10 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import FORGETFUL, describe
 from kvsearch.plan import Plan
-from kvsearch.plan.arithmetic import with_carry
+from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.schema import LayerPlan, PhasePlan, PolicySpec
-from kvsearch.policies import Policy, create_policy, policy_names
-from kvsearch.policies.registry import policy_of
+from kvsearch.policies import Policy, create_policy, list_policy_names
+from kvsearch.policies.registry import build_policy
 from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.shared_prefill import prefill_all
@@ -108,20 +108,20 @@ def example(name: str) -> PolicySpec:
 SNAPKV = example("snapkv")
 
 
-@in_turn(name=policy_names(), phases=PHASES)
+@in_turn(name=list_policy_names(), phases=PHASES)
 def test_every_policy_answers_as_without_the_detour(
     name: str, phases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = example(name)
-    if phases != "prefill" and policy_of(spec).no_decode_rule():
+    if phases != "prefill" and build_policy(spec).no_decode_rule():
         pytest.skip("decides nothing while decoding")
-    monkeypatch.setattr(type(policy_of(spec)), "check_model", lambda *_: None)  # random weights are of no model
+    monkeypatch.setattr(type(build_policy(spec)), "check_model", lambda *_: None)  # random weights are of no model
     same_after(tiny(), plan_of(tiny(), spec, phases), tmp_path / "a.kv")
 
 
 @in_turn(phases=["prefill", "both"], allocation=["static", "adakv"])
 def test_log_weights_come_back(phases: str, allocation: str, tmp_path: Path) -> None:
-    plan = with_carry(plan_of(tiny(), SNAPKV, phases, allocation=PolicySpec(name=allocation)), "match")
+    plan = add_carry(plan_of(tiny(), SNAPKV, phases, allocation=PolicySpec(name=allocation)), "match")
     same_after(tiny(), plan, tmp_path / "a.kv")
     about, tensors = read_tensors(tmp_path / "a.kv")
     names = [name for name in tensors if name.endswith("log_weights")]
@@ -304,7 +304,7 @@ def test_another_model_dtype_or_plan_is_refused(tmp_path: Path) -> None:
 
 def test_weights_lie_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = example("query_bank")
-    monkeypatch.setattr(type(policy_of(spec)), "check_model", lambda *_: None)
+    monkeypatch.setattr(type(build_policy(spec)), "check_model", lambda *_: None)
     model, (ids, mask) = tiny(), prompts(1, LENGTH)
     with running(model, NAME):
         read(model, plan_of(model, spec, "prefill"), ids, mask).save(tmp_path / "a.kv")

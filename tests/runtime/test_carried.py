@@ -12,12 +12,12 @@ from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.core.errors import IncompatibleError, NonFiniteError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.plan import PhasePlan, Plan, PolicySpec
-from kvsearch.plan.arithmetic import with_carry
+from kvsearch.plan.arithmetic import add_carry
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram, memory_needs, prompt_bytes
-from kvsearch.runtime.shared_prefill import compressed
+from kvsearch.runtime.program import PhaseProgram, estimate_memory, estimate_prompt_bytes
+from kvsearch.runtime.shared_prefill import compress_prompts
 from tests.combinations import in_turn
 from tests.families import build, prompts
 from tests.runtime.helpers import feed, one_by_one, plan_for, running
@@ -30,7 +30,7 @@ def planned(model: Any, decodes: bool = False, **changes: Any) -> Plan:
     shape = describe(model)
     budgets = [[20, 9] if index in shape.full_layers else None for index in range(shape.layers)]
     plan = plan_for(model, budgets, policy="snapkv", params={"window": 4, "sinks": 2}, **changes)
-    return with_carry(plan.model_copy(update={"decode": plan.prefill} if decodes else {}), "match")
+    return add_carry(plan.model_copy(update={"decode": plan.prefill} if decodes else {}), "match")
 
 
 def answers(model: Any, plan: Plan, pieces: list[tuple[Tensor, Tensor]], prompt: int | None = None) -> Tensor:
@@ -58,7 +58,7 @@ def test_chunks_padding_and_single_tokens_change_nothing(family: str, decodes: b
         cache = PlanCache(model, plan)
         found = feed(model, cache, [alone, (question[0][1 - row : 2 - row], question[1][1 - row : 2 - row])])[1]
     torch.testing.assert_close(found[0], expected[1 - row], **close)
-    plain = answers(model, with_carry(plan, "none"), [(ids, mask), question])
+    plain = answers(model, add_carry(plan, "none"), [(ids, mask), question])
     assert float((plain - expected).abs().max()) > 1e-3  # the test would notice
 
 
@@ -73,14 +73,14 @@ def test_beams_and_batches_of_methods() -> None:
             for beams in (1, 3)
         ]
     assert all(output.shape == (2, LENGTH + 4) for output in said)
-    programs = {name: Program.from_plan(model, with_carry(plan, name)) for name in ("none", "match")}  # type: ignore[arg-type]
+    programs = {name: Program.from_plan(model, add_carry(plan, name)) for name in ("none", "match")}  # type: ignore[arg-type]
     with running(model, NAME):
-        (joint,) = compressed(model, programs, list(ids), set())
+        (joint,) = compress_prompts(model, programs, list(ids), set())
         assert joint.methods == ("none", "match")
         questions = [prompts(1, 5, seed=seed)[0][0] for seed in (1, 2)]
         together = joint.replies.ask(questions * 2, [4] * 4)
         for number, name in enumerate(programs):
-            (alone,) = compressed(model, {name: programs[name]}, list(ids), set())
+            (alone,) = compress_prompts(model, {name: programs[name]}, list(ids), set())
             assert alone.replies.ask(questions, [4] * 2) == together[2 * number : 2 * number + 2]
 
 
@@ -91,11 +91,11 @@ def test_log_weights_are_counted() -> None:
     sizes = {}
     with running(model, NAME):
         for carry in ("none", "match"):
-            program = Program.from_plan(model, with_carry(plan, carry))  # type: ignore[arg-type]
+            program = Program.from_plan(model, add_carry(plan, carry))  # type: ignore[arg-type]
             cache = PlanCache(model, program)
             feed(model, cache, [(ids, mask)])
-            sizes[carry] = cache.nbytes(), prompt_bytes(model, program, [LENGTH])
-            memory_needs(model, program, [LENGTH])
+            sizes[carry] = cache.nbytes(), estimate_prompt_bytes(model, program, [LENGTH])
+            estimate_memory(model, program, [LENGTH])
     more = plan.total * model.dtype.itemsize
     assert [there - here for here, there in zip(sizes["none"], sizes["match"], strict=True)] == [more, more]
 
@@ -106,7 +106,7 @@ def test_a_prompt_that_fits_is_the_full_cache() -> None:
     pieces = [(ids, mask), prompts(1, 3, seed=1)]
     with running(model, NAME):
         found, expected = (
-            feed(model, PlanCache(model, with_carry(planned(model), carry)), pieces)[1] for carry in ("match", "none")
+            feed(model, PlanCache(model, add_carry(planned(model), carry)), pieces)[1] for carry in ("match", "none")
         )
     assert torch.equal(found, expected)
 

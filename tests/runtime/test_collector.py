@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.models.architecture import attention_modules, decoder
+from kvsearch.models.architecture import find_attention_modules, find_decoder
 from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
-from kvsearch.runtime.attention import NAME, flash_attention
+from kvsearch.runtime.attention import NAME, attend_flash
 from kvsearch.runtime.collector import DensePrompt
 from kvsearch.runtime.logits import Logits
 from tests.families import DEVICES, build, prompts
@@ -50,7 +50,7 @@ def plain_queries(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     hidden = model(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True).hidden_states
     queries = []
-    for layer, state in zip(decoder(model).layers, hidden, strict=False):
+    for layer, state in zip(find_decoder(model).layers, hidden, strict=False):
         attention, state = layer.self_attn, layer.input_layernorm(state)
         if hasattr(attention, "qkv_proj"):
             query = attention.qkv_proj(state)[..., : 8 * attention.head_dim]
@@ -102,7 +102,7 @@ def test_statistics_are_those_of_the_models_queries(family: str, device: str) ->
             covariance = centred.transpose(-1, -2) @ centred / chosen.shape[1]
             torch.testing.assert_close(statistics.mean[row].double(), mean, atol=2e-5, rtol=2e-5)
             torch.testing.assert_close(statistics.covariance[row].double(), covariance, atol=2e-4, rtol=2e-4)
-        module: Any = attention_modules(model)[layer]
+        module: Any = find_attention_modules(model)[layer]
         assert observation.scaling == pytest.approx(module.scaling)
         assert observation.next_position.tolist() == [31, 3, 40]
 
@@ -124,15 +124,15 @@ def test_chunks_come_into_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def flash(query: Tensor, *states: Any) -> Tensor:
         served.append(query.shape[2])
-        return flash_attention(query, *states)
+        return attend_flash(query, *states)
 
     model = build("llama", num_hidden_layers=2)
     ids, mask = prompts(2, 30)
     pieces = [(ids[:, first : first + 10], mask[:, :10]) for first in (0, 10, 20)]
     expected = observed(model, pieces)
     monkeypatch.setattr(DensePrompt, "attend", noted)
-    monkeypatch.setattr(collector, "flash_serves", lambda *_: True)
-    monkeypatch.setattr(collector, "flash_attention", flash)
+    monkeypatch.setattr(collector, "can_use_flash", lambda *_: True)
+    monkeypatch.setattr(collector, "attend_flash", flash)
     found = observed(model, pieces)
     assert len(places) == 2
     assert served == [10] * 4
@@ -145,7 +145,7 @@ def turned_by_nothing(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_a_large_mean_does_not_drown_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2's query biases reach hundreds; second moments minus squared means would lose the difference in fp32."""
-    monkeypatch.setattr(collector, "CHUNK", 64)
+    monkeypatch.setattr(collector, "ROWS_PER_CHUNK", 64)
     query = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0)) + 300.0
     gathered = DensePrompt([Needs(query_statistics_from=0)], turned_by_nothing, layer=0)
     for part in query.split(300, 2):

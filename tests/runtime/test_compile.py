@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.store.flat import FlatBlock
 from tests.device import counting
@@ -107,13 +107,13 @@ def compiles_whole(name: str, phases: int, budgets: tuple[int, int]) -> PlanCach
         torch._dynamo.reset()
         cache = PlanCache(model, program)
         step = torch.compile(model.__call__, fullgraph=True, backend="eager") if compiled else model
-        with running(model):
+        with run_attention(model):
             model(ids, attention_mask=mask, past_key_values=cache)
             cache.reserve(8)
             for token in range(4):
                 place = mask.sum(-1, keepdim=True) + token
                 given = {"position_ids": place, "attention_mask": everything, "past_key_values": cache}
-                with cache.ahead(place):
+                with cache.reserve_positions(place):
                     logits = step(ids[:, token : token + 1], **given).logits
         found.append((logits, cache.entries()))
     torch.testing.assert_close(found[0][0], found[1][0])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.ranking import at_each
+from kvsearch.policies.ranking import apply_to_each
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
@@ -67,13 +67,16 @@ def counts_and_protection(layer: Layer, holder: Decoding, policy: Policy, evicte
     """Token by token: the entries held, the most ever held, and what is protected; also the outputs and the end."""
     outputs = []
     budgets, before = torch.tensor(layer.scene.budgets), holder.entries()
-    drops, protected_counts = at_each(policy.drop_at, budgets), at_each(policy.protected_at, budgets).tolist()
+    drops, protected_counts = (
+        apply_to_each(policy.drop_at, budgets),
+        apply_to_each(policy.protected_at, budgets).tolist(),
+    )
     most = before
     for token in range(layer.scene.tokens):
         outputs.append(feed(layer, holder, token, 1))
         seen = layer.valid.sum(-1)[:, None] + token + 1
         prompt = (seen - token - 1).expand_as(before)
-        free = at_each(policy.exempt, budgets.expand_as(before), prompt).bool()
+        free = apply_to_each(policy.keeps_all, budgets.expand_as(before), prompt).bool()
         most = torch.maximum(most, before + 1)
         after = torch.where((before + 1 > budgets) & ~free, budgets + 1 - drops, before + 1)
         assert torch.equal(holder.entries(), after)

@@ -13,7 +13,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.shared_prefill import joined, prefill_all
+from kvsearch.runtime.shared_prefill import join_caches, prefill_all
 from tests.families import REFUSED, SPECIAL, TINY, build, prompts
 from tests.runtime.family_check import FamilyReport, check_family
 from tests.runtime.helpers import (
@@ -81,7 +81,7 @@ def test_one_prompt_serves_many_plans(family: str) -> None:
             caches = [PlanCache(model, program) for program in programs]
             prefill_all(model, caches, ids, mask)
             found = (
-                [*go_on(joined(caches, mask.repeat(2, 1), [30, 30]), 2).split(1)]
+                [*go_on(join_caches(caches, mask.repeat(2, 1), [30, 30]), 2).split(1)]
                 if together
                 else [go_on(cache) for cache in caches]
             )

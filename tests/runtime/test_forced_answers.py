@@ -10,7 +10,7 @@ import torch
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import (
     LONGER,
     TOGETHER,
@@ -37,7 +37,7 @@ def decided(
 
 def said(model: LoadedModel, task: tiny.Listed, protocol: Protocol = QUESTION_AGNOSTIC) -> dict[Asked, str]:
     """What an evaluation finds the model to reply under its full cache, one context at a time."""
-    samples = tiny.run(model, {"full": full_cache(model.model)}, [task], 100, batch=1, protocol=protocol)
+    samples = tiny.run(model, {"full": make_full_program(model.model)}, [task], 100, batch=1, protocol=protocol)
     return {(one.task, one.key, one.question): one.reply for one in samples}
 
 

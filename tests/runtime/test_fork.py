@@ -17,7 +17,7 @@ from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.runtime.shared_prefill import can_join, joined, prefill_all
+from kvsearch.runtime.shared_prefill import can_join, join_caches, prefill_all
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, keep_everything, running
 from tests.runtime.policies import SMALL
@@ -97,7 +97,7 @@ def test_joined_caches_answer_as_each_does(family: str, device: str) -> None:
     assert all(can_join(cache) for cache in caches)
     entries = torch.cat([cache.entries() for cache in caches], 1)
     count = len(made)
-    whole = joined(caches, mask.repeat(count, 1), [40, 31] * count)
+    whole = join_caches(caches, mask.repeat(count, 1), [40, 31] * count)
     assert whole.entries().tolist() == entries.tolist()
     for cache in (whole, *apart):
         cache.activate_past_recording()

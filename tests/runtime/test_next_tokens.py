@@ -12,10 +12,17 @@ from transformers import GenerationConfig
 
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode import next_tokens
-from kvsearch.runtime.decode.next_tokens import PROCESSORS, UNFOLLOWED, WARPERS, Draws, NextTokens, generation_words
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.decode.next_tokens import (
+    PROCESSORS,
+    UNFOLLOWED,
+    WARPERS,
+    Draws,
+    NextTokens,
+    describe_generation_settings,
+)
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.tasks.base import Sampling
 from tests.families import build, prompts
@@ -46,8 +53,8 @@ def generated(model: Any, ids: Tensor, limit: int, **options: Any) -> list[int]:
 
 
 def replies(model: Any, contexts: Sequence[Tensor], questions: Sequence[Tensor], limits: Sequence[int]) -> Any:
-    with running(model):
-        held = read(model, PlanCache(model, full_cache(model)), contexts, stops_of(model))
+    with run_attention(model):
+        held = read(model, PlanCache(model, make_full_program(model)), contexts, stops_of(model))
         return held.ask(questions, limits)
 
 
@@ -82,20 +89,20 @@ def test_replies_are_those_of_generate(name: str) -> None:
     assert replies(model, CONTEXTS, QUESTIONS, NEW) == expected
     for row, reply in enumerate(expected):
         assert replies(model, [CONTEXTS[row]], [QUESTIONS[row]], [NEW[row]]) == [reply]
-    with running(model):  # the same tokens as a prompt that goes on by itself
-        assert read(model, PlanCache(model, full_cache(model)), WHOLE, stops_of(model)).reply(NEW) == expected
+    with run_attention(model):  # the same tokens as a prompt that goes on by itself
+        assert read(model, PlanCache(model, make_full_program(model)), WHOLE, stops_of(model)).reply(NEW) == expected
 
 
 def test_what_a_model_wants_of_sampling_does_not_make_its_replies_drawn() -> None:
     model = model_with(eos_token_id=None, do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
     assert replies(model, CONTEXTS, QUESTIONS, NEW) == PLAIN
-    assert generation_words(model) is None
+    assert describe_generation_settings(model) is None
 
 
 def test_without_processors_nothing_is_asked_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     neutral = {name: value for name, value in PROCESSORS.items() if value is not None}
     model = model_with(eos_token_id=None, max_length=20, do_sample=True, temperature=0.6, top_p=0.9, **neutral)
-    monkeypatch.setattr(next_tokens, "logits_processors", None)
+    monkeypatch.setattr(next_tokens, "make_logits_processors", None)
     logits = torch.randn(4, 9)
     choose = NextTokens(model, WHOLE, NEW)
     assert choose(logits).flatten().tolist() == logits.argmax(-1).tolist()
@@ -153,12 +160,12 @@ def test_rows_that_leave_a_batch_change_nothing_for_those_processed_with_them(na
     contexts = [prompts(1, 30, seed=seed)[0][0] for seed in range(6)]
 
     def said(rows: Sequence[int]) -> list[list[int]]:
-        held = read(model, PlanCache(model, full_cache(model)), [contexts[row] for row in rows], set())
+        held = read(model, PlanCache(model, make_full_program(model)), [contexts[row] for row in rows], set())
         held.finished = lambda reply: len(reply) >= 2 + reply[0] % 13
         held.draws = Draws(Sampling(1.0), [100 + row for row in rows]) if drawn else None
         return held.reply([20] * len(rows))
 
-    with running(model):
+    with run_attention(model):
         together = said(range(6))
         assert len({len(reply) for reply in together}) >= 3
         assert [said([row])[0] for row in range(6)] == together

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvsearch.policies import Policy
 from kvsearch.policies.base import Observation
-from kvsearch.runtime.attention import causal_mask
+from kvsearch.runtime.attention import make_causal_mask
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
-from kvsearch.runtime.logits import Logits, products
+from kvsearch.runtime.logits import Logits, multiply
 from kvsearch.search.bank.passes import VisibleKV, attend_prefix
 from tests.combinations import in_turn
 from tests.policies.contract import DIM
@@ -49,12 +49,12 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", HALF)
 def test_products_do_not_overflow_and_are_not_rounded(dtype: torch.dtype) -> None:
     query, keys = (torch.randn(5, rows, 64).to(dtype) * 100 for rows in (3, 40))
-    found = products(query, keys, 1.0)
+    found = multiply(query, keys, 1.0)
     exact = query.double() @ keys.double().transpose(-1, -2)
     assert found.dtype == torch.float32
     assert float(exact.abs().max()) > torch.finfo(torch.float16).max
     assert error(found, exact) < 1e-6
-    nested = products(query.view(5, 1, 3, 64), keys.view(5, 1, 40, 64), 1.0)
+    nested = multiply(query.view(5, 1, 3, 64), keys.view(5, 1, 40, 64), 1.0)
     assert torch.equal(nested[:, 0], found)
 
 
@@ -68,8 +68,8 @@ def test_products_on_cuda_ask_for_what_torch_2_8_has(monkeypatch: pytest.MonkeyP
     query, keys = (torch.randn(5, rows, 64).half().as_subclass(OnCuda) for rows in (3, 40))
     monkeypatch.setattr(torch, "bmm", lambda one, other, out_dtype: plain(one.to(out_dtype), other.to(out_dtype)))
     expected = query.double() @ keys.double().transpose(-1, -2) * 0.5
-    assert error(products(query, keys, 0.5), expected) < 1e-6
-    assert error(products(query, keys, 0.5, added), expected + added) < 1e-6
+    assert error(multiply(query, keys, 0.5), expected) < 1e-6
+    assert error(multiply(query, keys, 0.5, added), expected + added) < 1e-6
 
 
 @in_turn(name=SMALL, dtype=HALF)
@@ -117,7 +117,7 @@ def test_nothing_evicted_is_sdpa(name: str, dtype: torch.dtype) -> None:
     made, policy = layer(dtype, scene), SMALL[name]
     observation = made.observation(policy)
     states = [tensor.repeat_interleave(heads, 1) for tensor, heads in ((made.query, 1), (made.key, 2), (made.value, 2))]
-    mask = causal_mask(scene.tokens, scene.length + scene.tokens, made.key.device)
+    mask = make_causal_mask(scene.tokens, scene.length + scene.tokens, made.key.device)
     query = states[0][:, :, scene.length :]
     expected = F.scaled_dot_product_attention(query, *states[1:], attn_mask=mask, scale=made.logits.scaling).double()
     exact = F.scaled_dot_product_attention(

@@ -24,7 +24,7 @@ from kvsearch.policies.full import FullKV
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram, normalises_keys, warn_unfit
+from kvsearch.runtime.program import PhaseProgram, has_key_norm, warn_unfit
 from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import keep_everything, plan_for, running
 
@@ -185,7 +185,7 @@ def test_configurations(changes: dict[str, Any], problem: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_that_normalise_their_keys(family: str) -> None:
-    assert normalises_keys(build(family)) == (family in ("qwen3", "gemma3"))
+    assert has_key_norm(build(family)) == (family in ("qwen3", "gemma3"))
 
 
 def test_knorm_on_such_a_model_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:

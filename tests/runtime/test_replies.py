@@ -17,7 +17,7 @@ from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.decode.replies import Finished, Replies
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.strategies.ready_methods import spread_evenly
 from tests import families as all_families
@@ -94,7 +94,7 @@ def test_a_batch_replies_as_its_contexts_do_alone(family: str, program: Callable
 def test_a_full_cache_replies_as_plain_generation_does(family: str) -> None:
     model, questions = build(family), QUESTIONS[family]
     with running(model, NAME):
-        together = replies_of(model, full_cache(model), CONTEXTS).ask(questions, [NEW] * 3)
+        together = replies_of(model, make_full_program(model), CONTEXTS).ask(questions, [NEW] * 3)
     for context, question, reply in zip(CONTEXTS, questions, together, strict=True):
         assert plain(model, torch.cat([context, question]), NEW) == reply
 
@@ -108,7 +108,7 @@ def test_answers_of_any_length_are_predicted_as_in_a_plain_pass(family: str, is_
         questions = [question[:0] for question in questions]
     answers = [row.tolist() for row in rows((4, 1, 6), 30)]
     with running(model, NAME):
-        replies = replies_of(model, full_cache(model), CONTEXTS)
+        replies = replies_of(model, make_full_program(model), CONTEXTS)
         losses = replies.predict(questions, answers)
         assert replies.predict(questions, answers) == losses  # nothing of it stays
         single = [replies.predict(questions, [answer[:1] for answer in answers])] if is_bare else []
@@ -191,7 +191,7 @@ def evicting(name: str, **params: Any) -> Callable[[Any], Program]:
 PROGRAMS = {
     made.__name__: made
     for made in (
-        full_cache, third, both_phases, evicting("h2o"), evicting("snapkv", window=4, kernel=3),
+        make_full_program, third, both_phases, evicting("h2o"), evicting("snapkv", window=4, kernel=3),
         evicting("scissorhands", window=4, history=8, drop=3), evicting("cam"), evicting("keydiff"),
         evicting("streaming"),
     )
@@ -255,7 +255,7 @@ def test_the_row_that_breaks_a_model_is_known_when_others_have_left() -> None:
 
     model.register_forward_hook(spoil)
     with running(model, NAME), pytest.raises(NonFiniteError) as caught:
-        replies_of(model, full_cache(model), MANY).reply(LIMITS)
+        replies_of(model, make_full_program(model), MANY).reply(LIMITS)
     assert caught.value.row == 3
 
 
@@ -309,11 +309,11 @@ def test_the_sequence_that_breaks_a_model_is_known(row: int) -> None:
     asked = [tokens.clamp(max=95) for tokens in ASKED]
     with running(model, NAME):
         with pytest.raises(NonFiniteError) as caught:
-            replies_of(model, full_cache(model), broken)
+            replies_of(model, make_full_program(model), broken)
         assert caught.value.row == row
         asked[row][0] = 96
         with pytest.raises(NonFiniteError) as caught:
-            replies_of(model, full_cache(model), clean).ask(asked, [1, 1, 1])
+            replies_of(model, make_full_program(model), clean).ask(asked, [1, 1, 1])
         assert caught.value.row == row
 
 

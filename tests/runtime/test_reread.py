@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import attention_modules, output_weight
+from kvsearch.models.architecture import find_attention_modules, read_output_weight
 from kvsearch.policies import create_policy
-from kvsearch.policies.base import Needs, Rereading
+from kvsearch.policies.base import Needs, SecondPass
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.observe import LED_BY, reread
+from kvsearch.runtime.observe import LED_BY, read_again
 from kvsearch.runtime.shared_prefill import prefill_all
 from tests.families import build, prompts
 from tests.runtime.helpers import feed, running
@@ -32,9 +32,9 @@ def entries(model: object, ids: Tensor) -> tuple[Tensor, ...]:
 def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> None:
     model, (ids, _) = build("llama"), prompts(1, LENGTH)
     with running(model, NAME):
-        found = reread(model, [Needs(reread=Rereading(CHUNK, plus))], ids)
+        found = read_again(model, [Needs(reread=SecondPass(CHUNK, plus))], ids)
     values: dict[int, Tensor] = {}
-    for index, module in attention_modules(model).items():
+    for index, module in find_attention_modules(model).items():
         module.v_proj.register_forward_hook(lambda _, __, out, index=index: values.__setitem__(index, out[0].detach()))
     wanted = [torch.zeros(2, LENGTH) for _ in found]
     for first in range(0, LENGTH, CHUNK):
@@ -43,7 +43,7 @@ def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> No
         for layer, weights in enumerate(attentions):
             taken = weights[0, :, LENGTH:, :LENGTH]
             if plus:
-                weight = output_weight(attention_modules(model)[layer], len(taken))
+                weight = read_output_weight(find_attention_modules(model)[layer], len(taken))
                 value = (
                     values[layer][:LENGTH].unflatten(-1, (2, -1)).transpose(0, 1).repeat_interleave(len(taken) // 2, 0)
                 )
@@ -52,7 +52,7 @@ def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> No
             best = taken.amax(1).view(2, -1, LENGTH).amax(1)
             wanted[layer] = torch.maximum(wanted[layer], best)
     for layer, scores in found.items():
-        torch.testing.assert_close(scores[Rereading(CHUNK, plus)][0], wanted[layer], atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(scores[SecondPass(CHUNK, plus)][0], wanted[layer], atol=1e-5, rtol=1e-3)
 
 
 def test_no_sequence_depends_on_its_neighbours_and_all_ways_agree() -> None:

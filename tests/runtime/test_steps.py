@@ -21,7 +21,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
 from kvsearch.runtime.attach import PlannedModel
 from kvsearch.runtime.decode import steps
-from kvsearch.runtime.decode.steps import CudaGraphs, graphs_for
+from kvsearch.runtime.decode.steps import CudaGraphs, find_graphs
 from kvsearch.runtime.stock import CACHE
 from tests.families import DEVICES, build, prompts
 from tests.runtime.policies import FIRST, SMALL, for_model
@@ -92,7 +92,7 @@ class TestCaptured:
     @pytest.mark.parametrize("decode", [False, True])
     def test_room_that_runs_out_is_made_anew(self, decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Graphs of what was there before are not used any more."""
-        monkeypatch.setattr(steps, "ROOM", 6)
+        monkeypatch.setattr(steps, "MAX_ROOM", 6)
         expected = say(planned("full", decode=decode))
         with recorded() as recorder:
             run = planned("full", decode=decode)
@@ -346,4 +346,4 @@ def test_a_gpu_replays_every_policy(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_there_are_graphs_on_cuda_alone() -> None:
-    assert graphs_for(torch.device("cpu")) is None
+    assert find_graphs(torch.device("cpu")) is None

@@ -12,11 +12,11 @@ from torch import Tensor
 from kvsearch.core import errors
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.kernels import attention
-from kvsearch.runtime.attention import ragged_attention
+from kvsearch.runtime.attention import attend_ragged
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.store import blocks, flat
-from kvsearch.runtime.store.blocks import bucket
-from kvsearch.runtime.store.cache_file import CacheShape, TensorReader, _of_ragged, _ragged
+from kvsearch.runtime.store.blocks import group_segments
+from kvsearch.runtime.store.cache_file import CacheShape, TensorReader, _dump_ragged, _load_ragged
 from kvsearch.runtime.store.storage import RaggedStore
 from tests.examples import fixed
 from tests.kernels.serving import interpreted
@@ -29,7 +29,7 @@ class TestBucket:
     @fixed()
     @given(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
     def test_segments_of_similar_length_share_a_block(self, lengths: list[int]) -> None:
-        groups = bucket(lengths, CPU)
+        groups = group_segments(lengths, CPU)
         assert sorted(index for members in groups for index in members) == list(range(len(lengths)))
         assert all(members == sorted(members) for members in groups)
         widths = [max(lengths[index] for index in members) for members in groups]
@@ -135,9 +135,9 @@ class Pair:
 
     def reload(self) -> None:
         """Write the store to a file's tensors and read them again."""
-        reader = TensorReader(_of_ragged(self.store), "", torch.device(self.device))
+        reader = TensorReader(_dump_ragged(self.store), "", torch.device(self.device))
         shape = CacheShape(self.batch, self.heads, self.heads, self.length, 0, self.keys.dtype)
-        self.store = _ragged(reader, shape)
+        self.store = _load_ragged(reader, shape)
 
     def check(self, rows: int, softcap: float | None = None) -> None:
         assert torch.equal(self.store.entries(), self.held.sum(-1).cpu())
@@ -151,7 +151,7 @@ class Pair:
         shown = self.held[:, :, None] & causal
         expected = dense_attention(query, self.keys, self.values, shown, softcap, self.log_weights)
         torch.testing.assert_close(
-            ragged_attention(self.store, query, Logits(0.3, softcap)), expected, atol=2e-6, rtol=1e-5
+            attend_ragged(self.store, query, Logits(0.3, softcap)), expected, atol=2e-6, rtol=1e-5
         )
         rows_seen = shown.any(-1)
         assert bool(expected[rows_seen.repeat_interleave(3, 1)].abs().sum(-1).gt(0).all())
@@ -285,7 +285,7 @@ class TestFlat:
         calls, attend = [], attention.attend
         monkeypatch.setattr(attention, "attend", lambda *given: (calls.append(1), attend(*given))[1])
         store.append(torch.randn(2, 4, 1, 4), torch.randn(2, 4, 1, 6))
-        ragged_attention(store, torch.randn(2, 8, 1, 4), Logits(0.3))
+        attend_ragged(store, torch.randn(2, 8, 1, 4), Logits(0.3))
         assert calls == [1]
 
     @fixed(25)
@@ -304,7 +304,7 @@ class TestFlat:
                         pair.append(amount, min(extra, amount - 1))
                     else:
                         pair.crop(min(amount, pair.store.appended))
-        written, expected = (_of_ragged(pair.store) for pair in (flat_pair, dense_pair))
+        written, expected = (_dump_ragged(pair.store) for pair in (flat_pair, dense_pair))
         assert isinstance(flat_pair.store.blocks[0], flat.FlatBlock)
         assert not isinstance(dense_pair.store.blocks[0], flat.FlatBlock)
         assert written.keys() == expected.keys()

@@ -10,7 +10,7 @@ from typing import Any
 from kvsearch.evaluation.compare import Split, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.schema import phases_of
+from kvsearch.plan.schema import parse_phases
 from kvsearch.policies import create_policy
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import SPLIT_USES, Evolved, PreparedSearch, prepare_searches
@@ -50,7 +50,7 @@ def prepare(
 ) -> PreparedSearch:
     """A search that is ready to run."""
     how = settings_of(**changes)
-    base = SearchSetup.of(loaded, POLICY, phases_of(how.phases))
+    base = SearchSetup.of(loaded, POLICY, parse_phases(how.phases))
     asked = splits(contexts).items()
     parts = {name: replace(split, protocol=how.protocol, seed=how.seed) for name, split in asked}
     (prepared,) = prepare_searches(base, {budget: plans or {}}, how, parts)

@@ -13,11 +13,11 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import MACRO, blocks_of
+from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
-from kvsearch.report.search import decision, search_result
+from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
+from kvsearch.report.search import describe_decision, make_search_result
 from kvsearch.runtime import Program
 from kvsearch.search import evolve
 from kvsearch.search.evolve import PreparedSearch, keep_hard_questions, prepare_searches
@@ -27,7 +27,7 @@ from kvsearch.search.trials import Candidate
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.selection import Rule
 from kvsearch.strategies.ready_methods import ReadyMethod
-from kvsearch.tasks.encode import asked_hashes, asked_set
+from kvsearch.tasks.encode import collect_contexts, list_context_hashes
 from tests import tiny
 from tests.evaluation.results import as_if
 from tests.search.evolving import (
@@ -54,7 +54,7 @@ def compared(scores: Mapping[str, Sequence[float]], part: int) -> Evaluation:
         for n, score in enumerate(row)
     ]
     ready = tuple(ReadyMethod(name, Program(None), {}) for name in scores)
-    blocks = blocks_of(samples, ready, "full", {MACRO: ("t",)})
+    blocks = make_blocks(samples, ready, "full", {MACRO: ("t",)})
     names = {name: name for name in scores}
     nobody: Any = SimpleNamespace(model=None)
     found = Evaluation(nobody, ready, "full", [], Split(()), names=names, samples=samples)
@@ -108,7 +108,7 @@ def test_the_luckiest_of_many_candidates_is_not_written(
     np.testing.assert_equal(choice.table, prepared.starts["uniform"])
     assert choice.best in evolved.report.names
     assert choice.race.verdict == "baseline"
-    told = decision(evolved)
+    told = describe_decision(evolved)
     assert told.startswith("the start plan uniform is written (")
     assert f"{choice.best} is nearest, +" in told
 
@@ -120,8 +120,8 @@ def test_a_candidate_that_beats_the_start_plans_is_written(
     simulate(monkeypatch, {"uniform": 0.5, "pyramid": 0.5, "#3": 0.9, "": 0.5}, 0)
     evolved = decide(prepared, outcome_of(prepared, 9))
     assert evolved.choice.name == evolved.choice.best == "#3"
-    assert decision(evolved).startswith("#3 (layers 0-5, generation 2) beats the best start plan, ")
-    (found,) = search_result([evolved], 1, 1).as_json()["found"].values()
+    assert describe_decision(evolved).startswith("#3 (layers 0-5, generation 2) beats the best start plan, ")
+    (found,) = make_search_result([evolved], 1, 1).as_json()["found"].values()
     finalists = found["finalists"]
     assert evolved.choice.race.verdict == "beats"
     assert 0 < finalists["#3"]["chance"] <= 0.05
@@ -142,9 +142,9 @@ def rows_of(part: Sequence[Any]) -> list[Any]:
 
 
 def test_a_result_records_its_splits_and_its_starts(loaded: LoadedModel) -> None:
-    fitted, chosen = ContextSet.of([context_hash("a")]), ContextSet.of([context_hash("b")])
+    fitted, chosen = ContextSet.of([hash_context("a")]), ContextSet.of([hash_context("b")])
     prepared = prepare(loaded, {"mine": start_of(loaded, ContextRecord(fitted=fitted, chosen=chosen))})
-    asked = {name: asked_set(encoded) for name, encoded in prepared.encoded.items()}
+    asked = {name: collect_contexts(encoded) for name, encoded in prepared.encoded.items()}
     assert len(asked["search"].ids) == CONTEXTS
     searched = prepared.record(searched=True)
     assert searched.fitted == fitted.union(asked["search"])
@@ -152,7 +152,7 @@ def test_a_result_records_its_splits_and_its_starts(loaded: LoadedModel) -> None
     assert (searched.reported, searched.complete) == (asked["report"], True)
     kept = decide(prepared, SearchOutcome()).choice.plan.provenance.contexts
     assert kept == prepared.record(searched=False) == searched.model_copy(update={"fitted": fitted})
-    assert prepared.hashes["chosen"] == asked_hashes(prepared.encoded["choice"])
+    assert prepared.hashes["chosen"] == list_context_hashes(prepared.encoded["choice"])
 
 
 def test_a_start_plan_without_a_record_is_not_taken_for_a_clean_one(loaded: LoadedModel) -> None:
@@ -167,13 +167,13 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
     """Of the six contexts of each split, two were used: the other four are asked."""
     whole = splits(contexts=6)
     whole = {name: replace(split, samples=4) for name, split in whole.items()}
-    used = [context_hash(row.context) for split in whole.values() for row in rows_of(split.tasks)[:2]]
+    used = [hash_context(row.context) for split in whole.values() for row in rows_of(split.tasks)[:2]]
     plan = start_of(loaded, ContextRecord.model_validate({use: ContextSet.of(used)}))
     base, how = SearchSetup.of(loaded, POLICY), settings_of()
     (prepared,) = prepare_searches(base, {BUDGET: {"mine": plan}}, how, whole)
     for name, split in whole.items():
-        fresh = [context_hash(row.context) for row in rows_of(split.tasks)[2:]]
-        assert asked_hashes(prepared.encoded[name]) == fresh
+        fresh = [hash_context(row.context) for row in rows_of(split.tasks)[2:]]
+        assert list_context_hashes(prepared.encoded[name]) == fresh
     again = prepare_plans(loaded, {"start": plan}, prepared.splits["choice"]).run()
     assert {sample.key for sample in again.samples} == {row.key for row in rows_of(whole["choice"].tasks)[2:]}
 

@@ -13,9 +13,9 @@ import pytest
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.policies import create_policy
-from kvsearch.report.search import decision, search_result, tables
+from kvsearch.report.search import describe_decision, make_search_result, make_tables
 from kvsearch.runtime import Program
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
@@ -77,7 +77,7 @@ def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], 
     phases = prepared.setup.phases
     assert plan.total == prepared.bounds.total == evolved.choice.table.sum() / len(phases)
     for phase, table in zip(phases, np.split(evolved.choice.table, len(phases)), strict=True):
-        np.testing.assert_equal(budgets_at(plan, phase, 1000), table)
+        np.testing.assert_equal(compute_budgets(plan, phase, 1000), table)
         assert plan.phase(phase).total == prepared.budget * table.size
     assert (plan.decode is None) == prepared.setup.evicts_prompts_only
     Program.from_plan(loaded.model, plan)
@@ -92,7 +92,7 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     beside = [choice.best] if choice.best not in (choice.name, *evolved.search.starts) else []
     names = ["full", "evolved", "uniform", "pyramid", *beside, "streaming"]
     assert list(evolved.report.names) == names
-    result = search_result([evolved], 3, 5)
+    result = make_search_result([evolved], 3, 5)
     data = result.as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     (at_budget,) = data["found"].values()
@@ -100,8 +100,8 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     assert list(at_budget["gains"]) == list(at_budget["recovered"]) == names[2:]
     assert data["questions"] == dict.fromkeys(("search", "choice", "report"), CONTEXTS * QUESTIONS)
     assert at_budget["budgets"] == evolved.choice.table.tolist()
-    assert [len(table.groups[0][1]) for table in tables(result)] == [len(choice.finalists), len(names)]
-    assert evolved.choice.name in decision(evolved)
+    assert [len(table.groups[0][1]) for table in make_tables(result)] == [len(choice.finalists), len(names)]
+    assert evolved.choice.name in describe_decision(evolved)
 
 
 @pytest.mark.slow
@@ -124,14 +124,14 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
     choice = evolved.choice
     assert choice.race.method("#1").score.mean < choice.race.method("uniform").score.mean
     assert (choice.name, choice.table.tolist()) == ("#1", table.tolist())
-    np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
+    np.testing.assert_equal(compute_budgets(choice.plan, "prefill", 1000), table)
     assert choice.best != "#1"
     assert choice.best in evolved.report.names
-    (found,) = search_result([evolved], 3, 5).found.values()
+    (found,) = make_search_result([evolved], 3, 5).found.values()
     assert found.best == choice.best
     assert re.match(
         rf"the paper's result: #1 \(layers 0-1, generation 0, completed\), .* split; {choice.best} scores .* there",
-        decision(evolved),
+        describe_decision(evolved),
     )
     plain = decide(prepared, SearchOutcome([papers, other])).choice
     assert plain.name == plain.race.best != "#1"
@@ -144,7 +144,7 @@ def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -
     assert evolved.outcome.flat
     assert "the metric is zero for all" in evolved.outcome.ended
     assert evolved.choice.name == "uniform"
-    assert decision(evolved).endswith("search by nll; uniform was written")
+    assert describe_decision(evolved).endswith("search by nll; uniform was written")
 
 
 def test_a_start_plan_of_another_model(loaded: LoadedModel) -> None:

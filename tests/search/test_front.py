@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.models.loading import LoadedModel
-from kvsearch.report.search import search_result, tables
+from kvsearch.report.search import make_search_result, make_tables
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, run_searches
 from kvsearch.search.start_plans import SearchSetup
@@ -63,13 +63,13 @@ def test_a_direct_search_does_not_know_the_plan_that_it_is_compared_with(
 
 def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, NullReporter]) -> None:
     points, _, _ = found
-    result = search_result(points, 1, 2)
+    result = make_search_result(points, 1, 2)
     data = result.as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data["found"]) == ["8", "16", "24"]
     assert data["found"]["16"]["budgets"] == points[1].choice.table.tolist()
     assert "expanded" in data["found"]["24"]["gains"]
-    (table,) = tables(result)
+    (table,) = make_tables(result)
     rows = [[cell.text for cell in row] for row in table.groups[0][1]]
     assert [row[0] for row in rows] == ["full", "8", "16", "24"]
     assert rows[1][2] == ""

@@ -19,7 +19,7 @@ from kvsearch.plan import Phase
 from kvsearch.plan.schema import Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.shared_prefill import JointReplies
 from kvsearch.search import evaluators
 from kvsearch.search.bank.samples import BankSample, list_samples
@@ -52,7 +52,7 @@ def logits_of(loaded: LoadedModel, program: Program, sample: BankSample) -> Tens
     """Logits [A, V] for the answer: the prompt, then every token by itself."""
     prompt = sample.prompt[None]
     pieces = [(prompt, torch.ones_like(prompt)), *one_by_one(sample.following[None])]
-    with running(loaded.model):
+    with run_attention(loaded.model):
         rows = feed(loaded.model, PlanCache(loaded.model, program), pieces)
     return torch.cat([row[0, -1:] for row in rows])[-len(sample.answer) :]
 
@@ -117,14 +117,14 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
     base, samples = SearchSetup.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic", *SHAPES)
     candidates = candidates_of(loaded, base, 3)
     expected = PlanEvaluator(base, samples).evaluate(candidates)
-    read = evaluators.compressed
+    read = evaluators.compress_prompts
 
     def cramped(model: Any, programs: Mapping[str, Program], *rest: Any) -> Iterator[JointReplies]:
         if len(programs) > 1:
             raise MemoryError
         return read(model, programs, *rest)
 
-    monkeypatch.setattr(evaluators, "compressed", cramped)
+    monkeypatch.setattr(evaluators, "compress_prompts", cramped)
     np.testing.assert_allclose(PlanEvaluator(base, samples).evaluate(candidates), expected, atol=TOLERANCE)
 
 

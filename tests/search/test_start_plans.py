@@ -8,7 +8,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase, Plan
-from kvsearch.plan.arithmetic import budgets_at, with_carry
+from kvsearch.plan.arithmetic import add_carry, compute_budgets
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.search.start_plans import SearchSetup, make_start_tables
@@ -42,8 +42,8 @@ def test_the_plan_of_a_table(base: SearchSetup) -> None:
     assert plan.total == table.sum()
     assert plan.scaling == "fixed"
     assert plan.floor == 6
-    np.testing.assert_equal(budgets_at(plan, "prefill", 1000), table)
-    np.testing.assert_equal(budgets_at(plan, "prefill", 50), table)
+    np.testing.assert_equal(compute_budgets(plan, "prefill", 1000), table)
+    np.testing.assert_equal(compute_budgets(plan, "prefill", 50), table)
     assert (plan.provenance.method, plan.provenance.seed) == ("evolkv", 3)
     assert plan.provenance.settings == {"budget": 14, "parity": False}
 
@@ -64,8 +64,8 @@ class TestPhases:
         assert base.floors.shape == (8, 2)
         assert not base.evicts_prompts_only
         plan = base.plan(np.concatenate([SHAPED, SHAPED[::-1]]), {}, seed=0)
-        np.testing.assert_equal(budgets_at(plan, "prefill", 1000), SHAPED)
-        np.testing.assert_equal(budgets_at(plan, "decode", 1000), SHAPED[::-1])
+        np.testing.assert_equal(compute_budgets(plan, "prefill", 1000), SHAPED)
+        np.testing.assert_equal(compute_budgets(plan, "decode", 1000), SHAPED[::-1])
         Program.from_plan(model.model, plan)
 
     def test_starts_have_the_size_in_each_phase(self, model: LoadedModel) -> None:
@@ -115,4 +115,4 @@ class TestStarts:
         with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
             make_start_tables(base, 20, {"mine": tiny.plan_for(model, [None, *SHAPED[1:]])})
         with pytest.raises(UsageError, match="start plan mine has entries that carry what leaves"):
-            make_start_tables(base, 20, {"mine": with_carry(tiny.plan_for(model, list(SHAPED)), "match")})
+            make_start_tables(base, 20, {"mine": add_carry(tiny.plan_for(model, list(SHAPED)), "match")})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvsearch.evaluation.samples import Sample
-from kvsearch.report.selections import decision
+from kvsearch.report.selections import describe_decision
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.comparison import find_behind_on_kinds, find_lower_kinds, group_by_kind
 from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount
@@ -50,8 +50,8 @@ def test_the_first_line_says_on_which_kinds_a_plan_scores_less() -> None:
     assert find_lower_kinds(asked.samples, asked.contexts, "a", "b") == ["u"]
     assert find_lower_kinds(asked.samples, asked.contexts, "b", "a") == ["t"]
     result = replace(LIKELY, lower=("t", "u"))
-    assert decision(result).endswith("; it scores less on t and u")
-    assert decision(replace(result, verdict="beats")).endswith("; it scores less on t and u")
+    assert describe_decision(result).endswith("; it scores less on t and u")
+    assert describe_decision(replace(result, verdict="beats")).endswith("; it scores less on t and u")
 
 
 def test_kinds_are_tasks_or_their_categories() -> None:

@@ -12,18 +12,18 @@ import pytest
 from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
-from kvsearch.report.artifacts import Opened
-from kvsearch.report.charts import selection_figures
-from kvsearch.report.page import groups_of, render
+from kvsearch.report.artifacts import LoadedArtifact
+from kvsearch.report.charts import make_selection_figures
+from kvsearch.report.page import group_by_model, render
 from kvsearch.report.selections import (
-    decision,
-    headline,
-    parts_words,
+    describe_decision,
+    describe_parts,
+    describe_results,
+    describe_smallest,
+    make_selection_result,
+    make_tables,
     report_ahead_words,
     score_facts,
-    selection_result,
-    smallest_words,
-    tables,
 )
 from kvsearch.results.selection import SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss
@@ -56,7 +56,7 @@ REPORT = ReportScores(QuestionCount(10, 10, 9, 9), SCORES, {}, None, None, {}, n
 def test_the_lead_of_a_candidate_is_its_difference_in_nats() -> None:
     ahead = replace(LIKELY.methods[0], nats=nats(0.05, -0.07))
     base = MethodResult("b", "baseline", SCORES["b"], 10, nats=nats(0.12, None))
-    words = decision(replace(LIKELY, methods=(ahead, base)))
+    words = describe_decision(replace(LIKELY, methods=(ahead, base)))
     lead = "-0.0700 [-0.0800, -0.0600] nats per token, lower is better (chance 0.033"
     assert words.startswith(f"a is likely better than b, the best of 1 baseline: {lead}")
     assert "points" not in words
@@ -82,7 +82,7 @@ def test_what_each_part_of_a_plan_brings() -> None:
     assert {part: round(added.mean, 9) for part, added in parts.items()} == {
         "rankings": -0.015, "budgets": -0.075, "carry": 0.07,
     }  # fmt: skip
-    assert list(parts_words(Mock(uniform="d", report=replace(REPORT, parts=parts)))) == [
+    assert list(describe_parts(Mock(uniform="d", report=replace(REPORT, parts=parts)))) == [
         "report split, its rankings bring -0.0150 [-0.0250, -0.0050] nats per token saved beside d with even budgets",
         "report split, its budgets bring -0.0750 [-0.0850, -0.0650] nats per token saved beside its rankings with "
         "even budgets",
@@ -101,7 +101,7 @@ def test_a_card_has_losses_or_scores() -> None:
 def test_the_smallest_budget_is_said_in_nats() -> None:
     """A point of 100 is a hundredth of the quarter of a nat that a score reaches over."""
     tried = (TriedBudget(40, "a", 0.04, confirmed=False), TriedBudget(20, "a", 0.012, confirmed=True))
-    words = smallest_words(tried, 200, 2, Difference(0.0, 0.0, 0.01, 0, 0, 0), on_text=True)
+    words = describe_smallest(tried, 200, 2, Difference(0.0, 0.0, 0.01, 0, 0, 0), on_text=True)
     assert "loses at most 0.005 nats per token: +0.0030 on" in words
     assert "(nats per token lost by what was tried: 40: +0.0100, 20: +0.0030)" in words
     assert "point" not in words
@@ -113,7 +113,7 @@ def test_a_selection_on_text_never_speaks_of_percent(model: LoadedModel) -> None
     splits = [Split([TextTask("t", TEXT, 60, part)], samples=10, seed=3, batch=8) for part in ("select", "report")]
     job = prepare_selection(model, profile, Size(budget=12), *splits, explored=(("none",), ("entropy",)))
     found = job.run()
-    result = selection_result(found)
+    result = make_selection_result(found)
     again = SelectionResult.model_validate(json.loads(json.dumps(result.as_json())))
     written, best = result.chosen.written, result.chosen.best
     assert again.report.nats == result.report.nats
@@ -128,19 +128,19 @@ def test_a_selection_on_text_never_speaks_of_percent(model: LoadedModel) -> None
         if method.contexts == result.chosen.asked.contexts and method.name != best:
             expected = method.nats.excess.mean - best_in_race.excess.mean
             assert method.nats.difference.mean == pytest.approx(expected)
-    race, report = tables(again)
+    race, report = make_tables(again)
     assert race.header[3] == report.header[2] == "nats above full"
     rows = {row[0].text: row[2].value for row in report.rows}
     assert rows == {name: loss.excess.mean for name, loss in losses.items()}
     assert list(rows.values())[1:] == sorted(list(rows.values())[1:])
-    texts = (result.decision, result.reported, headline(again), rendered([race, report]))
+    texts = (result.decision, result.reported, describe_results(again), rendered([race, report]))
     assert all("points" not in text and "score" not in text and "% of the gap" not in text for text in texts)
     assert f"{written} {losses[written].excess.mean:.4f}" in result.reported
-    assert "nats per token above the full cache" in headline(again)
-    page = render(groups_of([Opened(Path("selection.json"), "selection", again)])).decode()
+    assert "nats per token above the full cache" in describe_results(again)
+    page = render(group_by_model([LoadedArtifact(Path("selection.json"), "selection", again)])).decode()
     assert "Losses are in nats per token, lower is better" in page
     assert f"<dt>nats above full</dt><dd>{losses[written].excess.mean:.4f}" in page
     assert "Scores are of 100" not in page
-    [figure] = selection_figures(again)
+    [figure] = make_selection_figures(again)
     assert figure.body.y == "excess nats per token, lower is better"
     assert figure.body.series[0].y == (0.0,)

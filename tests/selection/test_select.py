@@ -21,11 +21,11 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore, read_replies
-from kvsearch.evaluation.statistics import contrast, summarize
+from kvsearch.evaluation.statistics import contrast_scores, summarize
 from kvsearch.jobs.reporter import NullReporter, make_stage_store
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.selections import DECODE_ONLY, decision, selection_result, tables
+from kvsearch.report.selections import DECODE_ONLY, describe_decision, make_selection_result, make_tables
 from kvsearch.runs.identity import LEDGER
 from kvsearch.selection import comparison, race
 from kvsearch.selection.comparison import SCREENED_TOKENS, choose_screening_questions
@@ -36,7 +36,7 @@ from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.selection.splits import halve_contexts
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.metrics.likelihood import loss_of
+from kvsearch.tasks.metrics.likelihood import read_loss
 from tests import tiny
 from tests.evaluation.results import rendered
 from tests.evaluation.test_statistics import samples
@@ -63,7 +63,7 @@ def test_means_are_those_of_every_evaluation(seed: int) -> None:
     assert {name: scores.mean(name) for name in scores.sums} == pytest.approx(
         {name: found.mean for name, found in whole.scores.items()}
     )
-    lead = contrast(drawn, {"a": 1.0, "b": -1.0})
+    lead = contrast_scores(drawn, {"a": 1.0, "b": -1.0})
     assert (scores.contributions("a") - scores.contributions("b")).sum() == pytest.approx(lead.mean)
     resampled = scores.resample_means(["a", "b"], seed=0)
     assert (resampled[0] - resampled[1]).mean() == pytest.approx(lead.mean, abs=0.1)
@@ -227,8 +227,8 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
     told = found.plan.provenance.settings
     assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
-    assert json.loads(json.dumps(selection_result(found).as_json(), allow_nan=False))["chosen"]["winner"] is None
-    assert "every strategy is a baseline" in rendered(tables(selection_result(found)))
+    assert json.loads(json.dumps(make_selection_result(found).as_json(), allow_nan=False))["chosen"]["winner"] is None
+    assert "every strategy is a baseline" in rendered(make_tables(make_selection_result(found)))
 
 
 def test_what_is_asked_costs_at_most_what_is_said(model: LoadedModel, profile: Profile) -> None:
@@ -265,7 +265,7 @@ def test_the_hopeless_do_not_reply(
     assert {method.name for method in chosen.methods} == plans.plans.keys() - left_out
     assert (chosen.count("candidate"), chosen.count("baseline")) == (len(plans.candidates), len(plans.baselines))
     dropped = chosen.screening.count("baseline")
-    assert f"the best of {len(plans.baselines)} baselines ({dropped} dropped by loss)" in decision(chosen)
+    assert f"the best of {len(plans.baselines)} baselines ({dropped} dropped by loss)" in describe_decision(chosen)
     kept = {path.parent.name: read_replies(path) for path in tmp_path.rglob(LEDGER)}
     methods = {stage: {reply.method for reply in replies.values()} for stage, replies in kept.items()}
     assert methods["screen"] == {"full", *plans.plans}
@@ -278,7 +278,7 @@ def test_the_hopeless_do_not_reply(
     losses: dict[str, list[float]] = {}
     for stage in ("screen", "screen-2"):
         for reply in kept[stage].values():
-            losses.setdefault(reply.method, []).append(loss_of(reply.reply))
+            losses.setdefault(reply.method, []).append(read_loss(reply.reply))
     weighed = {name: fmean(losses[name]) for name in methods["screen-2"] & plans.baselines.keys()}
     assert set(sorted(weighed, key=weighed.__getitem__)[:2]) == plans.baselines.keys() - left_out
     assert len(losses["full"]) > len(kept["screen"]) / len(methods["screen"])
@@ -314,7 +314,7 @@ def test_a_phase_setting_has_baselines_of_its_own(model: LoadedModel, profile: P
     found = prepare_selection(model, profile, SIZE, *asked, explored=(("none",), ("entropy",)), phases="decode").run()
     assert (found.chosen.phases, found.chosen.count("baseline")) == ("decode", 13)
     assert (found.plan.prefill, found.plan.provenance.settings["phases_tried"]) == (None, ("decode",))
-    assert DECODE_ONLY in selection_result(found).notes
+    assert DECODE_ONLY in make_selection_result(found).notes
 
 
 def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profile) -> None:

@@ -17,8 +17,8 @@ from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PhaseNames, Profile, Size, canonical_json, save_profile
-from kvsearch.report.scores import verdict_lines
-from kvsearch.results.validation import FILE, ValidationResult, harmful
+from kvsearch.report.scores import list_verdict_lines
+from kvsearch.results.validation import VALIDATION_FILE, ValidationResult, find_harmful
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.selection.validate import (
@@ -279,7 +279,7 @@ def test_few_orders_are_all_tried(model: LoadedModel) -> None:
     assert {tuple(each) for each in (forward, *drawn)} == set(permutations(forward))
     (one,) = made.run().signals
     assert (one.exact, one.gains.reach, len(one.random)) == (True, 0.0, 3)
-    text = " ".join(verdict_lines(BudgetVerdicts(budget=16, full=one.forward, signals=(one,))))
+    text = " ".join(list_verdict_lines(BudgetVerdicts(budget=16, full=one.forward, signals=(one,))))
     assert re.search(r"\d of 3 other orders of these budgets score lower", text)
 
 
@@ -393,8 +393,8 @@ def test_merging_keeps_what_was_not_judged_again() -> None:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     bad = [judged(), judged(signal="entropy", kind="budgets", phases="both"), judged("useless", "ppl")]
-    (tmp_path / FILE).parent.mkdir()
-    (tmp_path / FILE).write_bytes(canonical_json(made_up((32, [judged("useful")]), (128, bad)).as_json()))
+    (tmp_path / VALIDATION_FILE).parent.mkdir()
+    (tmp_path / VALIDATION_FILE).write_bytes(canonical_json(made_up((32, [judged("useful")]), (128, bad)).as_json()))
     return tmp_path
 
 
@@ -419,11 +419,11 @@ COSINE = "cosine as a route in prefill was judged harmful at 128 entries per kv 
     ],
 )
 def test_harmful_signals_of_a_strategy(directory: Path, strategy: Strategy, budget: float, told: str | None) -> None:
-    assert harmful(directory, strategy, budget) == told
+    assert find_harmful(directory, strategy, budget) == told
 
 
 def test_harm_is_of_the_profile_that_was_validated(directory: Path) -> None:
     profile = make_signals()
     save_profile(profile, directory / "profile.safetensors")
-    assert harmful(directory, Strategy(), 128) is None
-    assert harmful(directory / "elsewhere", Strategy(), 128) is None
+    assert find_harmful(directory, Strategy(), 128) is None
+    assert find_harmful(directory / "elsewhere", Strategy(), 128) is None

@@ -24,7 +24,7 @@ def test_a_worked_example() -> None:
 @pytest.mark.parametrize("scratch", [1, 8 * 50 * 3, 2**26])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_scratch_memory_gives_the_same(scratch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(predictions, "PREDICTION_SCRATCH_BYTES", scratch)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 7, 50, generator=generator).to(dtype)
     targets = torch.randint(0, 50, (2, 3, 7), generator=generator)

@@ -141,13 +141,13 @@ def test_the_moments_are_computed_once_with_the_pattern(monkeypatch: pytest.Monk
     from kvsearch.policies import cake
 
     calls: list[int] = []
-    inner = cake.window_rows
+    inner = cake.iterate_window_rows
 
     def counted(seen: Observation, window: int) -> Iterator[tuple[slice, Tensor]]:
         calls.append(window)
         return inner(seen, window)
 
-    monkeypatch.setattr(cake, "window_rows", counted)
+    monkeypatch.setattr(cake, "iterate_window_rows", counted)
     seen = observe_padded()
     Pattern(window=3).score(seen)
     measure_dispersion(seen, 3)

@@ -10,7 +10,7 @@ import pytest
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import PHASES, ModelFingerprint, PolicySpec, Size
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.size import LAID_OUT
 from kvsearch.policies import create_policy
@@ -40,7 +40,7 @@ def test_a_ratio_scales_with_the_prompt_and_its_total_is_exact() -> None:
     plan = make_direct_plan(tiny.loaded(), create_policy("streaming"), size, PHASES["prefill"], EVEN)
     assert plan.total == 242  # 0.3 * 101 * 8 = 242.4
     assert {entries for budget in plan.budgets("prefill") if budget for entries in budget} == {30, 31}
-    assert budgets_at(plan, "prefill", 1010).sum() == 2420
+    assert compute_budgets(plan, "prefill", 1010).sum() == 2420
 
 
 def test_a_pyramid_of_a_ratio_stays_within_the_prompt() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Plan, Profile, ProfileMetadata, Size
-from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT
 from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
 from tests.plan.builders import metadata_dict, model_dict
@@ -36,7 +36,7 @@ def curves(*found: tuple[float, ...], mass: tuple[float, ...] | None = None, poi
 def profile(kept: Floats, *policies: dict[str, Any], text: str = "a context", **changes: Any) -> Profile:
     """A profile of several policies, or of one with the array of older ones."""
     layers = kept.shape[1]
-    contexts = ContextRecord(fitted=ContextSet.of([context_hash(text)]))
+    contexts = ContextRecord(fitted=ContextSet.of([hash_context(text)]))
     metadata = metadata_dict(
         model=model_dict(layers=layers, kv_heads=2), layers=list(range(layers)), length=LENGTH, floor=1,
         policy=policies[0], **({"policies": policies} if len(policies) > 1 else {}),

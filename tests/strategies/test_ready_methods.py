@@ -15,7 +15,7 @@ from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.core.canonical import sha256_of
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.evaluation.totals import check_totals
 from kvsearch.models.loading import LoadedModel
@@ -26,7 +26,7 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.methods import Method, make_direct_plan, parse_methods, parse_sizes
-from kvsearch.strategies.names import METHODS, method_names
+from kvsearch.strategies.names import METHODS, list_method_names
 from kvsearch.strategies.ready_methods import describe_different_settings, prepare_methods, read_request
 from tests import tiny
 from tests.examples import at_most
@@ -109,7 +109,7 @@ def test_budgets_below_what_is_protected() -> None:
         one("lava:d2o").check([Size(ratio=0.5)])
 
 
-EVERY = [name for name in method_names() if name != "duo_attention"]
+EVERY = [name for name in list_method_names() if name != "duo_attention"]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None
 class Generous(RandomEviction):
     """Never evicts heads with even budgets."""
 
-    def exempt(self, budget: int, length: int) -> bool:
+    def keeps_all(self, budget: int, length: int) -> bool:
         return budget % 2 == 0
 
 
@@ -294,5 +294,5 @@ def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -
 
 
 def test_no_two_names_stand_for_the_same() -> None:
-    definitions = [sha256_of(one(name).definition(Size(64), "prefill")) for name in METHODS]
+    definitions = [hash_json(one(name).definition(Size(64), "prefill")) for name in METHODS]
     assert len(set(definitions)) == len(METHODS)

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.plan.origin import context_hash
+from kvsearch.plan.origin import hash_context
 from kvsearch.tasks.base import Coverage, Example, Query, Task
 from kvsearch.tasks.encode import (
     NO_ANSWER,
     NO_CONTEXT,
     NO_QUESTION,
-    contexts_of,
+    compute_token_limit,
+    cut_middle,
     encode,
     encode_tasks,
-    middle_cut,
-    most_tokens,
+    name_contexts,
 )
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RulerTask
@@ -49,7 +49,7 @@ def words(ids: torch.Tensor) -> list[str]:
 def test_head_and_tail_stay(length: int, lead: int, more: int) -> None:
     lead = min(lead, length)
     room = lead + more
-    kept = middle_cut(torch.arange(length), lead, room).tolist()
+    kept = cut_middle(torch.arange(length), lead, room).tolist()
     assert len(kept) == min(length, room)
     assert kept == sorted(set(kept))
     if length > room:
@@ -62,12 +62,12 @@ def test_head_and_tail_stay(length: int, lead: int, more: int) -> None:
 
 def test_most_tokens() -> None:
     model = tiny.loaded(max_position_embeddings=300).model
-    assert most_tokens(model) == 300
-    assert most_tokens(model, 200) == 200
-    assert most_tokens(model, 400) == 300  # the model's own limit cannot be raised
+    assert compute_token_limit(model) == 300
+    assert compute_token_limit(model, 200) == 200
+    assert compute_token_limit(model, 400) == 300  # the model's own limit cannot be raised
     model.config.max_position_embeddings = 0  # unknown
-    assert most_tokens(model) is None
-    assert most_tokens(model, 400) == 400
+    assert compute_token_limit(model) is None
+    assert compute_token_limit(model, 400) == 400
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_exclusions_are_counted() -> None:
 def test_keys_of_one_text_have_one_context() -> None:
     other = TEXT + " " + TEXT
     made = encode(tiny.tokenizer(), task(), [example(TEXT, key="a"), example(other, key="b"), example(TEXT, key="c")])
-    assert made.contexts["a"] == made.contexts["c"] == context_hash(TEXT) != made.contexts["b"]
+    assert made.contexts["a"] == made.contexts["c"] == hash_context(TEXT) != made.contexts["b"]
     assert (made.distinct, made.coverage.contexts) == (2, 3)
-    assert contexts_of([made]) == {("t", key): name for key, name in made.contexts.items()}
+    assert name_contexts([made]) == {("t", key): name for key, name in made.contexts.items()}
 
 
 def test_where_all_have_one_text_every_key_is_a_context() -> None:

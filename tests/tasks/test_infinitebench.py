@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.infinitebench import INFINITEBENCH_TASKS, SPECS, InfiniteBenchTask
+from kvsearch.tasks.infinitebench import INFINITEBENCH_SPECS, INFINITEBENCH_TASKS, InfiniteBenchTask
 
 BOOKS = ["Anna", "Ben", "Cleo", "Dora"]
 
@@ -27,16 +27,16 @@ def load(folder: Path, name: str, *rows: dict[str, Any], **options: Any) -> Infi
 
 @pytest.mark.parametrize("name", INFINITEBENCH_TASKS)
 def test_a_prompt_has_context_and_question_once(name: str, tmp_path: Path) -> None:
-    options = {"options": BOOKS} if SPECS[name].options else {}
+    options = {"options": BOOKS} if INFINITEBENCH_SPECS[name].options else {}
     task = load(tmp_path, name, row(answer="7" if name == "math_find" else "Cleo", **options))
     (example,) = task.examples(5, 0)
     (query,) = example.queries
     whole = example.context + task.prompt.replace("{question}", query.question)
-    assert (example.task, example.key, query.max_new_tokens) == (name, "0", SPECS[name].max_new_tokens)
+    assert (example.task, example.key, query.max_new_tokens) == (name, "0", INFINITEBENCH_SPECS[name].max_new_tokens)
     assert example.context.endswith("A long text.")
     assert whole.count("A long text.") == 1
-    assert whole.count("Who?") == ("{input}" in SPECS[name].prompt)
-    assert ("C. Cleo" in query.question) == SPECS[name].options
+    assert whole.count("Who?") == ("{input}" in INFINITEBENCH_SPECS[name].prompt)
+    assert ("C. Cleo" in query.question) == INFINITEBENCH_SPECS[name].options
     if name not in ("longbook_sum_eng", "passkey", "number_string"):
         assert task.score(query.answers[0], query) == 1
 
@@ -63,7 +63,7 @@ def test_answers_come_in_several_forms(tmp_path: Path) -> None:
     ],
 )
 def test_rows_that_cannot_be_used(name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    good = row(options=BOOKS if SPECS[name].options else [])
+    good = row(options=BOOKS if INFINITEBENCH_SPECS[name].options else [])
     with pytest.warns(KvsearchWarning, match=f"1 of 2 rows left out: 1 {problem}"):
         rows = load(tmp_path, name, good, {**good, **row(options=good["options"]), **changes} if name == "passkey"
                     else row(**changes)).rows  # fmt: skip

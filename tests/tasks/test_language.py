@@ -14,12 +14,12 @@ from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.language import (
     Document,
     Names,
-    chains,
-    code_facts,
-    compose,
-    item_facts,
-    votes,
-    whole_items,
+    compose_document,
+    make_chains,
+    make_code_facts,
+    make_item_facts,
+    make_votes,
+    make_whole_items,
 )
 from kvsearch.tasks.synthetic.suite import EVIDENCE_SHARE, FORMS, SyntheticTask
 from scripts.train_bundled import tokenizer
@@ -82,7 +82,7 @@ def test_documents_of_the_suite(task: str, seed: int, length: int) -> None:
 def test_a_mention_at_the_end_never_precedes_a_fact_at_the_end(seed: int, tail: int) -> None:
     """With hardly any filler the facts are the last sentences."""
     rng = random.Random(seed)
-    document = compose(rng, 30, [code_facts(rng, Names(rng), 3)], 1, tail)
+    document = compose_document(rng, 30, [make_code_facts(rng, Names(rng), 3)], 1, tail)
     assert_sound(document, 200)
 
 
@@ -90,8 +90,8 @@ def test_mentions_do_not_give_the_answer_away() -> None:
     rng = random.Random(0)
     names = Names(rng)
     for group in (
-        code_facts(rng, names, 4), item_facts(rng, names, 4), whole_items(rng, names, 4), chains(rng, names, 4),
-        chains(rng, names, 2, links=2),
+        make_code_facts(rng, names, 4), make_item_facts(rng, names, 4), make_whole_items(rng, names, 4),
+        make_chains(rng, names, 4), make_chains(rng, names, 2, links=2),
     ):  # fmt: skip
         for question in group.questions:
             mine = [m for m in group.mentions if words(question.question)[2] in m]
@@ -102,7 +102,7 @@ def test_mentions_do_not_give_the_answer_away() -> None:
 
 def test_votes_have_a_clear_winner() -> None:
     for seed in range(50):
-        group = votes(random.Random(seed), 8)
+        group = make_votes(random.Random(seed), 8)
         tally = Counter(sentence[1] for sentence in group.sentences).most_common()
         assert sum(count for _, count in tally) == 8
         assert len(tally) == 1 or tally[0][1] >= tally[1][1] + 2

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.dataset_task import parse_template
-from kvsearch.tasks.longbench import AVERAGES, LONGBENCH_ENGLISH, LONGBENCH_TASKS, SPECS, LongBenchTask
+from kvsearch.tasks.longbench import AVERAGES, LONGBENCH_ENGLISH, LONGBENCH_SPECS, LONGBENCH_TASKS, LongBenchTask
 from kvsearch.tasks.prompts import PLACE
 
 ASKS_NOTHING = {"gov_report", "multi_news", "vcsum", "passage_count", "lcc"}  # their rows have an empty input
 
 
 def row(name: str = "hotpotqa", number: int = 0, **changes: Any) -> dict[str, Any]:
-    classes = ["Location", "Date"] if SPECS[name.removesuffix("_e")].metric == "classification" else None
+    classes = ["Location", "Date"] if LONGBENCH_SPECS[name.removesuffix("_e")].metric == "classification" else None
     return {
         "input": f"What is {number}?", "context": f"Passage {number}.", "answers": ["Ann", "Anna"], "length": 3999,
         "dataset": name, "language": "en", "all_classes": classes, "_id": f"{number:048x}", **changes,
@@ -51,7 +51,7 @@ def test_the_averages_of_the_papers() -> None:
 
 
 def test_every_prompt_adds_up_and_asks_what_its_rows_hold() -> None:
-    for name, spec in SPECS.items():
+    for name, spec in LONGBENCH_SPECS.items():
         text = spec.prompt
         template = LongBenchTask(name).template
         whole = template.context("CONTEXT") + template.separator + template.question("INPUT")

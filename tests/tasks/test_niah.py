@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, GridCell, NiahTask, spread
+from kvsearch.tasks.niah import ANSWER, DEPTH_PERCENTS, LENGTHS, NEEDLE_TEXT, GridCell, NiahTask, spread_cells
 from kvsearch.tasks.splits import SPLITS
 from tests.examples import at_most
 
@@ -46,15 +46,15 @@ def test_the_shipped_grid() -> None:
     task: Task = NiahTask()
     examples = task.examples(999, 0, count)
     assert [example.key for example in examples[:2]] == ["length=1000 depth=0", "length=1000 depth=11"]
-    assert [GridCell.parse(example.key) for example in examples] == list(NiahTask().cells())
+    assert [GridCell.parse(example.key) for example in examples] == list(NiahTask().list_cells())
     assert len(examples) == len(LENGTHS) * 10
-    assert tuple(round(depth) for depth in np.linspace(0, 100, 10)) == DEPTHS
+    assert tuple(round(depth) for depth in np.linspace(0, 100, 10)) == DEPTH_PERCENTS
     assert list(examples) == list(task.examples(999, 1, count))
     for example in examples:
         length, depth = GridCell.parse(example.key)
         assert 0.93 * length <= count(example.context) <= length
-        assert example.context.count(NEEDLE) == 1
-        before, after = example.context.split(NEEDLE)
+        assert example.context.count(NEEDLE_TEXT) == 1
+        before, after = example.context.split(NEEDLE_TEXT)
         assert abs(len(before) / (len(before) + len(after)) - depth / 100) < 0.05
         assert not before or before.rstrip()[-1] in '.!?"'
         assert not before.rstrip().endswith(("Mr.", "Mrs."))
@@ -69,7 +69,7 @@ def test_contexts_fill_their_length(length: int, depth: int, width: int) -> None
     (example,) = task.examples(1, 0, lambda text: -(-len(text) * 4 // (width * 3)))
     tokens = -(-len(example.context) * 4 // (width * 3))
     assert tokens <= length * 10
-    assert example.context.count(NEEDLE) == 1
+    assert example.context.count(NEEDLE_TEXT) == 1
 
 
 def test_a_needle_that_breaks_a_token_in_two(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_lines_and_chinese_sentences(tmp_path: Path) -> None:
 def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st.DataObject) -> None:
     grid = [GridCell(length, depth) for length in range(1, lengths + 1) for depth in range(depths)]
     samples = data.draw(st.integers(1, len(grid)))
-    some = spread(grid, samples, seed)
+    some = spread_cells(grid, samples, seed)
     assert len(set(some)) == len(some) == samples
-    assert set(spread(grid, samples - 1, seed)) <= set(some) <= set(grid)
+    assert set(spread_cells(grid, samples - 1, seed)) <= set(some) <= set(grid)
     for taken, steps in (([c.length for c in some], range(1, lengths + 1)), ([c.depth for c in some], range(depths))):
         times = [taken.count(step) for step in steps]
         assert max(times) - min(times) <= 1
@@ -115,9 +115,9 @@ def test_a_part_of_the_grid_is_not_taken_without_a_word(recwarn: pytest.Warnings
 
 @pytest.mark.filterwarnings("ignore:niah")
 def test_samples_and_splits() -> None:
-    cells = [NiahTask(split=split).cells() for split in SPLITS]
+    cells = [NiahTask(split=split).list_cells() for split in SPLITS]
     assert [len(some) for some in cells] == [8, 8, 24]
-    assert set().union(*cells) == set(NiahTask().cells())
+    assert set().union(*cells) == set(NiahTask().list_cells())
     some = NiahTask().examples(5, 3, count)
     assert some == NiahTask().examples(5, 3, count)
     assert [e.key for e in some] != [e.key for e in NiahTask().examples(5, 4, count)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText, cut, stop_at
+from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText, cut_at_stop, find_stop
 from kvsearch.tasks.synthetic.vocabulary import BOS
 from scripts.train_bundled import TOKEN_ID, tokenizer
 from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
@@ -150,17 +150,17 @@ def test_one_gap_before_an_answer(
     ],
 )
 def test_cut(text: str, stops: tuple[str, ...], expected: str) -> None:
-    assert cut(text, stops) == expected
+    assert cut_at_stop(text, stops) == expected
 
 
 @given(st.text("a\n ", max_size=8), st.lists(st.sampled_from(["\n", " ", "aa", "\na"]), max_size=3))
 def test_a_reply_is_cut_where_it_ended(text: str, stops: list[str]) -> None:
     """Token by token: a stop that once was found stays where it is, and a cut reply has none left."""
-    ended = [at for size in range(len(text) + 1) if (at := stop_at(text[:size], stops)) is not None]
-    assert (stop_at(text, stops) is not None) == bool(ended)
-    assert stop_at(cut(text, stops), stops) is None
+    ended = [at for size in range(len(text) + 1) if (at := find_stop(text[:size], stops)) is not None]
+    assert (find_stop(text, stops) is not None) == bool(ended)
+    assert find_stop(cut_at_stop(text, stops), stops) is None
     if stops:
-        assert cut(text, stops) == cut(text, stops).lstrip()
+        assert cut_at_stop(text, stops) == cut_at_stop(text, stops).lstrip()
 
 
 def test_a_template_that_drops_the_message() -> None:

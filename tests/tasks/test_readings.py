@@ -11,14 +11,14 @@ import torch
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import make_full_program
 from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import encode, readings, token_hash
+from kvsearch.tasks.encode import encode, hash_tokens, make_readings
 from tests import tiny
 from tests.combinations import every_value
 from tests.evaluation.results import without_bytes
@@ -44,10 +44,10 @@ def build(family: str, chat: bool = False) -> LoadedModel:
 def test_readings() -> None:
     queries = (Query("? vote", ("a",)), Query("? code amber", ("b",), 5, " recall"))
     prompts = encode(tiny.tokenizer(), TASK, [Example("t", "k", "the bell", queries)]).prompts
-    (context,) = readings(prompts, QUESTION_AGNOSTIC)
+    (context,) = make_readings(prompts, QUESTION_AGNOSTIC)
     assert tiny.tokenizer().decode(context.ids) == "<bos> the bell"
     assert [question.number for question in context.questions] == [0, 1]
-    first, second = readings(prompts, QUESTION_AWARE)
+    first, second = make_readings(prompts, QUESTION_AWARE)
     assert tiny.tokenizer().decode(first.ids) == "<bos> the bell ? vote"
     assert tiny.tokenizer().decode(second.ids) == "<bos> the bell ? code amber recall"
     assert [[question.number for question in reading.questions] for reading in (first, second)] == [[0], [1]]
@@ -69,7 +69,7 @@ def whole_prompt(tokenizer: Any, task: tiny.Listed, sample: Sample) -> torch.Ten
 )
 def test_a_full_cache_replies_as_plain_generation_does(family: str, task: tiny.Listed, protocol: Protocol) -> None:
     model = build(family, chat=True)
-    samples = run(model, {"full": full_cache(model.model)}, [task], 4, batch=3, protocol=protocol)
+    samples = run(model, {"full": make_full_program(model.model)}, [task], 4, batch=3, protocol=protocol)
     assert len(samples) == 10
     model.model.generation_config.pad_token_id = 0
     for sample in samples:
@@ -80,7 +80,7 @@ def test_a_full_cache_replies_as_plain_generation_does(family: str, task: tiny.L
         assert sample.reply == model.tokenizer.decode(expected, skip_special_tokens=True)
         assert sample.reply_tokens == len(expected)
         assert sample.prompt_tokens == ids.shape[1]
-        assert sample.prompt_sha256 == token_hash(ids[0])
+        assert sample.prompt_sha256 == hash_tokens(ids[0])
 
 
 def programs(model: LoadedModel) -> dict[str, Program]:
@@ -92,7 +92,7 @@ def programs(model: LoadedModel) -> dict[str, Program]:
         return heads * (length // 3)
 
     return {
-        "full": full_cache(model.model),
+        "full": make_full_program(model.model),
         "prefill": spread_evenly(model.model, snapkv, {"prefill": total}),
         "both": spread_evenly(model.model, create_policy("tova"), {"prefill": total, "decode": total}),
     }
@@ -115,7 +115,7 @@ def test_budgets_are_for_what_is_compressed(protocol: Protocol) -> None:
     samples = run(model, {"plan": Program.from_plan(model.model, plan)}, [PREFIX], 4, protocol=protocol)
     for sample in samples:
         read = sample.context_tokens if protocol == QUESTION_AGNOSTIC else sample.prompt_tokens
-        assert sample.entries == int(budgets_at(plan, "prefill", read).sum())
+        assert sample.entries == int(compute_budgets(plan, "prefill", read).sum())
         asked = sample.prompt_tokens - sample.context_tokens if protocol == QUESTION_AGNOSTIC else 0
         allowed = PREFIX.rows[int(sample.key)].queries[sample.question].max_new_tokens
         fed = min(sample.reply_tokens, allowed - 1)  # what ends a reply is never fed

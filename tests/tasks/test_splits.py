@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.origin import ContextSet, context_hash
+from kvsearch.plan.origin import ContextSet, hash_context
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
+from kvsearch.tasks.encode import TaskPrompts, collect_contexts, encode_tasks, list_context_hashes
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.maths import Gsm8kTask
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.splits import ALL, SHARES, SPLITS, Shares, check_split, draw, part
+from kvsearch.tasks.splits import ALL, SHARES, SPLITS, Shares, check_split, draw_items, select_split
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 
@@ -24,7 +24,7 @@ def parts(items: list[int], shares: Shares = SHARES) -> dict[str, list[int]]:
     found = {}
     for split in SPLITS:
         try:
-            found[split] = part(items, split, lambda item: item, "mine", shares)
+            found[split] = select_split(items, split, lambda item: item, "mine", shares)
         except UsageError as error:
             assert "is empty" in str(error)
             found[split] = []
@@ -36,7 +36,7 @@ def test_shares_of_a_hundred() -> None:
     assert {split: len(items) for split, items in found.items()} == {"train": 20, "select": 20, "report": 60}
     assert found["train"] != list(range(20))  # shuffled before they are cut
     assert all(items == sorted(items) for items in found.values())
-    assert part([3, 1, 2], ALL, lambda item: item, "mine") == [3, 1, 2]
+    assert select_split([3, 1, 2], ALL, lambda item: item, "mine") == [3, 1, 2]
 
 
 @given(
@@ -54,7 +54,7 @@ def test_splits_are_disjoint_cover_and_repeat(items: list[int], shares: Shares) 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers()), min_size=10, max_size=40))
 def test_no_split_divides_a_group(items: list[tuple[int, int]]) -> None:
     items = [*items, *((group, -1) for group in range(10))]
-    found = [part(items, split, lambda item: item[0], "mine") for split in SPLITS]
+    found = [select_split(items, split, lambda item: item[0], "mine") for split in SPLITS]
     groups = [{item[0] for item in some} for some in found]
     assert [len(some) for some in groups] == [2, 2, 6]
     assert set.union(*groups) == set(range(10))
@@ -63,7 +63,7 @@ def test_no_split_divides_a_group(items: list[tuple[int, int]]) -> None:
 
 def test_an_empty_split() -> None:
     with pytest.raises(UsageError, match=r"'train' of mine is empty: .* 0.2 : 0.2 : 0.6 into .*, and it has 1 in all"):
-        part(["one"], "train", lambda item: item, "mine")
+        select_split(["one"], "train", lambda item: item, "mine")
 
 
 def test_a_split_that_is_none() -> None:
@@ -75,7 +75,7 @@ def test_a_split_that_is_none() -> None:
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 5))
 def test_draws_are_nested_and_without_replacement(few: int, more: int, seed: int) -> None:
     items = list(range(25))
-    some, all_of_them = draw(items, min(few, more), seed), draw(items, max(few, more), seed)
+    some, all_of_them = draw_items(items, min(few, more), seed), draw_items(items, max(few, more), seed)
     assert len(some) == min(few, more, 25)
     assert len(set(some)) == len(some)
     assert set(some) <= set(all_of_them)
@@ -103,10 +103,10 @@ def drawn(loaded: LoadedModel, task: Task, samples: int, used: ContextSet | None
 )
 def test_a_task_that_makes_its_examples_makes_others(loaded: LoadedModel, task: Task) -> None:
     """They are those that come next under the same seed: the order of what is fresh does not depend on what is not."""
-    whole = asked_hashes([drawn(loaded, task, 5)])
+    whole = list_context_hashes([drawn(loaded, task, 5)])
     used = ContextSet.of([whole[0], whole[2]])
     found = drawn(loaded, task, 3, used)
-    assert asked_hashes([found]) == [whole[1], whole[3], whole[4]]
+    assert list_context_hashes([found]) == [whole[1], whole[3], whole[4]]
     assert (found.coverage.wanted, found.coverage.found, found.coverage.used) == (3, 3, 2)
 
 
@@ -114,19 +114,19 @@ def test_a_task_that_makes_its_examples_makes_others(loaded: LoadedModel, task: 
 def test_a_task_with_a_number_of_contexts_gives_what_is_left(
     loaded: LoadedModel, own: JsonlTask, data: st.DataObject
 ) -> None:
-    known = [context_hash(row.context) for row in own.rows]
+    known = [hash_context(row.context) for row in own.rows]
     out = data.draw(st.sets(st.sampled_from(known), max_size=ROWS - 1))
     samples, seed = data.draw(st.integers(1, ROWS)), data.draw(st.integers(0, 3))
     found = drawn(loaded, own, samples, ContextSet.of(out), seed)
-    asked = asked_hashes([found])
+    asked = list_context_hashes([found])
     assert len(asked) == len(set(asked)) == min(samples, ROWS - len(out))
     assert not set(asked) & out
     if not out:
-        assert asked == asked_hashes([drawn(loaded, own, samples, seed=seed)])
+        assert asked == list_context_hashes([drawn(loaded, own, samples, seed=seed)])
 
 
 def test_a_task_without_a_fresh_context_is_refused(loaded: LoadedModel, own: JsonlTask) -> None:
-    every = asked_set([drawn(loaded, own, ROWS)])
+    every = collect_contexts([drawn(loaded, own, ROWS)])
     message = r"task own: none of its 12 contexts of split all is fresh, .* chosen on all of them \(12 in all\)"
     with pytest.raises(UsageError, match=message):
         drawn(loaded, own, 4, every)
@@ -139,7 +139,7 @@ def test_problems_after_one_set_of_worked_examples_are_contexts_of_their_own(
     path.write_text("".join(f'{{"question": "{n} bells?", "answer": "so #### {n}"}}\n' for n in range(1, 7)))
     task = Gsm8kTask(source=path)
     first = drawn(loaded, task, 3)
-    used = asked_set([first])
+    used = collect_contexts([first])
     assert len(used.ids) == 3
     second = drawn(loaded, task, 6, used)
     assert {prompt.key for prompt in second.prompts} == set("012345") - {prompt.key for prompt in first.prompts}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import BUNDLED
 from kvsearch.tasks.synthetic.language import Document
-from kvsearch.tasks.synthetic.suite import FORMS, SPLITS, SyntheticTask
+from kvsearch.tasks.synthetic.suite import FORMS, SYNTHETIC_SPLITS, SyntheticTask
 from scripts.bundled_calibration import calibration_file
 from scripts.train_bundled import ASKED, CONTEXTS, TOKENS_PER_STEP, training_document
 
@@ -49,15 +49,19 @@ def assert_disjoint(streams: Iterable[list[bytes]]) -> None:
 
 
 def test_splits_seeds_tasks_lengths_and_the_models_training_share_no_document() -> None:
-    streams = [hashes(*stream, samples=3) for stream in product(FORMS, SPLITS, (512, 520), (TRAINING_SEED, 1, -1))]
+    streams = [
+        hashes(*stream, samples=3) for stream in product(FORMS, SYNTHETIC_SPLITS, (512, 520), (TRAINING_SEED, 1, -1))
+    ]
     assert_disjoint([*streams, trained_on(512, TRAINING_SEED)])
 
 
 def test_the_calibration_file_is_of_the_calibrate_split() -> None:
     contexts = {digest(context["text"]) for context in calibration_file()["contexts"]}
-    streams = {split: {h for task in FORMS for h in hashes(task, split, 1024, 0, samples=2)} for split in SPLITS}
+    streams = {
+        split: {h for task in FORMS for h in hashes(task, split, 1024, 0, samples=2)} for split in SYNTHETIC_SPLITS
+    }
     assert contexts <= streams["calibrate"]
-    assert not any(contexts & streams[split] for split in SPLITS if split != "calibrate")
+    assert not any(contexts & streams[split] for split in SYNTHETIC_SPLITS if split != "calibrate")
 
 
 def replayed(row: dict[str, Any], rng: random.Random) -> tuple[list[Document], list[Document]]:
@@ -75,7 +79,7 @@ def replayed(row: dict[str, Any], rng: random.Random) -> tuple[list[Document], l
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_bundled_models_never_read_a_document_of_the_suites(name: str) -> None:
     """Their whole training is drawn again; the tasks scored in each row of the log tell that it is the same stream."""
-    rows = [json.loads(line) for line in (resource(f"data/{name}") / "training.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (find_resource(f"data/{name}") / "training.jsonl").read_text().splitlines()]
     rng, known = random.Random(TRAINING_SEED), set[bytes]()
     for row in rows:
         if row["stage"] != "recall":
@@ -84,7 +88,7 @@ def test_the_bundled_models_never_read_a_document_of_the_suites(name: str) -> No
             assert asked == set(row) - {"seconds", "step", "loss", "stage"}, f"another stream at step {row['step']}"
             known |= {digest(" ".join(document.words[1:])) for document in (*read, *scored)}
     assert len(known) > 8 * rows[-1]["step"]
-    for stream in product(FORMS, SPLITS, (512, 1024), (0,)):
+    for stream in product(FORMS, SYNTHETIC_SPLITS, (512, 1024), (0,)):
         assert known.isdisjoint(hashes(*stream, samples=50))
 
 

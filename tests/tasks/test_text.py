@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.runner import answer_joints, run_encoded
+from kvsearch.evaluation.runner import reply_to_batch, run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.signals.predictions import token_losses
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.encode import encode_tasks, readings
+from kvsearch.tasks.encode import encode_tasks, make_readings
 from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.text import CONTINUATION, TextTask
 from tests import tiny
@@ -81,7 +81,7 @@ def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
     task = TextTask("t", TEXT, length=60)
     (encoded,) = encode_tasks(loaded, [task], samples=3)
     few = Program.from_plan(loaded.model, tiny.plan_for(loaded, [[12, 12]] * describe(loaded.model).layers))
-    programs: dict[str, Program] = {"few": few, FULL: full_cache(loaded.model)}
+    programs: dict[str, Program] = {"few": few, FULL: make_full_program(loaded.model)}
     samples = run_encoded(loaded, programs, [encoded], QUESTION_AGNOSTIC, batch=2)
     by_method = {name: [sample for sample in samples if sample.method == name] for name in programs}
     assert [sample.score for sample in by_method[FULL]] == [1.0] * 3
@@ -95,9 +95,9 @@ def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
         assert read_losses(full.reply) == pytest.approx((dense, dense), abs=1e-4)
         lost = read_losses(sample.reply)
         assert lost[1] == pytest.approx(dense, abs=1e-4)
-    read = readings(encoded.prompts, QUESTION_AGNOSTIC)
-    with running(loaded.model):
-        assert list(answer_joints(loaded, encoded, read, {"few": few}, finished=["few"])) == []
+    read = make_readings(encoded.prompts, QUESTION_AGNOSTIC)
+    with run_attention(loaded.model):
+        assert list(reply_to_batch(loaded, encoded, read, {"few": few}, finished=["few"])) == []
     alone = run_encoded(loaded, {"few": few}, [encoded], QUESTION_AGNOSTIC, batch=2)
     assert [sample.reply for sample in alone] == [sample.reply for sample in by_method["few"]]
 

@@ -20,7 +20,7 @@ from kvsearch.calibration.options import (
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.core.errors import InternalError, KvsearchWarning
-from kvsearch.evaluation.headroom import headroom
+from kvsearch.evaluation.headroom import measure_headroom
 from kvsearch.evaluation.losses import measure_losses
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
@@ -130,7 +130,7 @@ def test_what_an_evaluation_measures_beside_replies_is_the_same(model: LoadedMod
     given = programs(model), TASKS, 3
     assert measure_losses(both, *given) == measure_losses(model, *given)
     encoded = encode_tasks(model, TASKS, 3)
-    assert timeless(headroom(both, encoded, 0.5)) == timeless(headroom(model, encoded, 0.5))
+    assert timeless(measure_headroom(both, encoded, 0.5)) == timeless(measure_headroom(model, encoded, 0.5))
     assert min(copies.items) >= 1
 
 

@@ -20,14 +20,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvsearch.calibration.polykv.tree import Tree
 from kvsearch.calibration.prompts import CalibrationPrompt
-from kvsearch.models.architecture import output_projection, text_config
+from kvsearch.models.architecture import find_output_projection, find_text_config
 from kvsearch.plan import Phase
 from kvsearch.policies import Policy
 from kvsearch.policies.base import Needs
-from kvsearch.runtime.decode.replies import left_padded
+from kvsearch.runtime.decode.replies import pad_left
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule
-from kvsearch.runtime.replay.replay import FollowedLayer, Replays, at_rows
+from kvsearch.runtime.replay.replay import FollowedLayer, Replays, select_rows
 from kvsearch.signals.attention_rows import average_attention, compare_outputs
 from kvsearch.signals.predictions import token_losses
 
@@ -170,7 +170,7 @@ class PromptBatch:
 
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return token ids [B, T] and their mask, padded on the left with token 0."""
-        return left_padded([prompt.ids[0] for prompt in self.prompts], device)
+        return pad_left([prompt.ids[0] for prompt in self.prompts], device)
 
     def split_passes(self, size: int) -> list[list[TextContinuation]]:
         """Split all continuations into passes of at most `size`, of similar lengths."""
@@ -272,7 +272,7 @@ class LayerSweep:
 
     def _losses(self, hidden: Tensor, after: ContinuationBatch) -> Tensor:
         """Compute losses [groups, M] from inputs of the final norm, [groups, M, K, d_model]."""
-        vocabulary = text_config(self.model).vocab_size
+        vocabulary = find_text_config(self.model).vocab_size
         step = max(1, HEAD_BYTES // (4 * vocabulary * hidden[0, ..., 0].numel()))
         return torch.cat([after.losses(self.tree.logits(part)) for part in torch.split(hidden, step)])
 
@@ -300,11 +300,11 @@ class LayerSweep:
         for phase in self.tried.phases:
             if phase == "prefill":
                 mean = self._prompts[layer.index]
-                means.append(torch.nn.functional.pad(at_rows(mean, after.rows), (0, width - mean.shape[1])))
+                means.append(torch.nn.functional.pad(select_rows(mean, after.rows), (0, width - mean.shape[1])))
             else:
-                valid = torch.cat([at_rows(prompt.valid, after.rows), after.followed.to(prompt.valid.device)], 1)
+                valid = torch.cat([select_rows(prompt.valid, after.rows), after.followed.to(prompt.valid.device)], 1)
                 means.append(average_attention(layer.query, layer.keys, how.scaling, how.softcap, valid, how.sinks))
-        pads = at_rows(prompt.valid.shape[1] - prompt.lengths, after.rows)[:, None]
+        pads = select_rows(prompt.valid.shape[1] - prompt.lengths, after.rows)[:, None]
         position = torch.arange(width, device=pads.device) + pads
         rows = torch.stack(means, 1)
         # padding in front goes behind, where it is 0
@@ -365,5 +365,5 @@ class _Replays:
 
 def project_block_output(layer: FollowedLayer, outputs: Tensor) -> Tensor:
     """Project head outputs [..., Hq, K, Dv] to the update of the residual stream, [..., K, d_model]."""
-    projected: Tensor = output_projection(layer.module)(outputs.transpose(-2, -3).flatten(-2))
+    projected: Tensor = find_output_projection(layer.module)(outputs.transpose(-2, -3).flatten(-2))
     return projected

@@ -32,15 +32,15 @@ from kvsearch.calibration.polykv.layer_sweep import (
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.core.items import Progress, counted
-from kvsearch.models.architecture import Architecture, describe, text_config
+from kvsearch.core.items import Progress, with_progress
+from kvsearch.models.architecture import Architecture, describe, find_text_config
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.memory import default_memory
+from kvsearch.models.memory import find_default_memory
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, TOKENS, Arrays, SignalAxes
 from kvsearch.policies import Policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.signals.attention_rows import mean_entropy
 
@@ -129,7 +129,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
             for results in self.loaded.map(work, items):
                 yield from results
 
-        arrays = _concatenate(list(counted(self.steps.stage(passes, make), len(passes), progress)))
+        arrays = _concatenate(list(with_progress(self.steps.stage(passes, make), len(passes), progress)))
         return self._profile(arrays)
 
     def _profile(self, arrays: dict[str, NDArray[Any]]) -> Profile:
@@ -200,7 +200,7 @@ def _measure_batch(
         IncompatibleError: the model computes NaN.
     """
     batch, passes = item
-    with running(loaded.model):
+    with run_attention(loaded.model):
         sweep = LayerSweep(loaded.model, ablations, batch, options.signals, at_once)
         for samples in passes:
             continuations = batch.continuations(samples, loaded.device)
@@ -229,7 +229,7 @@ def choose_sweep_sizes(
     Layers get half of what is left for more than one of each, at most, and ablations the rest.
     """
     shape = describe(loaded.model)
-    config: Any = text_config(loaded.model)
+    config: Any = find_text_config(loaded.model)
     item = int(loaded.model.dtype.itemsize)
     phases = options.measured_phases
     is_ablated = bool({"cosine", "ppl"} & set(options.signals))
@@ -257,7 +257,7 @@ def choose_sweep_sizes(
     layer = rows * estimate_replay_bytes(shape, item, length, count, ablations)
 
     fixed = cache + observed + baseline + head + group + layer
-    free = default_memory(loaded.device, CPU_BYTES, MEMORY_SHARE) - fixed
+    free = find_default_memory(loaded.device, CPU_BYTES, MEMORY_SHARE) - fixed
     all_layers = len(shape.full_layers) if is_ablated else 1
     layers = max(1, min(all_layers, 1 + free // 2 // layer))
     all_groups = ablations * len(shape.full_layers) if "ppl" in options.signals else 1

@@ -15,7 +15,7 @@ from kvsearch.core.fields import Entries, Scalar, refuse
 from kvsearch.core.naming import check_unique, require_known, suggest
 from kvsearch.plan import PHASES, Phase, PhaseNames, PolicySpec
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
-from kvsearch.policies import Policy, create_policy, policy_class, policy_names
+from kvsearch.policies import Policy, create_policy, find_policy_class, list_policy_names
 
 Signal = Literal["cosine", "ppl", "entropy"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
@@ -133,11 +133,12 @@ def make_candidates(
     named: list[str] = []
     for item in [patterns] if isinstance(patterns, str) else patterns:
         if item in PATTERN_SETS:
-            for name in PAPER_PATTERNS if item == "paper" else [name for name in policy_names() if name != FULL_CACHE]:
+            built_in = [name for name in list_policy_names() if name != FULL_CACHE]
+            for name in PAPER_PATTERNS if item == "paper" else built_in:
                 wanted.setdefault(name, PolicySpec(name=name))
             continue
         spec = PolicySpec(name=item) if isinstance(item, str) else item
-        require_known("pattern", spec.name, [*PATTERN_SETS, *policy_names()])
+        require_known("pattern", spec.name, [*PATTERN_SETS, *list_policy_names()])
         named.append(spec.name)
         wanted[spec.name] = spec
     check_unique("the pattern", named)
@@ -165,7 +166,7 @@ def _params(specs: Mapping[str, PolicySpec], settings: Mapping[str, Scalar]) -> 
     known: dict[str, list[str]] = {}
     for name in specs:
         try:
-            known[name] = [field.name for field in dataclasses.fields(policy_class(name))]
+            known[name] = [field.name for field in dataclasses.fields(find_policy_class(name))]
         except KvsearchError:
             known[name] = []  # a broken package: its error shows when the policy is made
     params = {name: dict(spec.params) for name, spec in specs.items()}
@@ -188,7 +189,7 @@ def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> Non
     name = policy.name
     if name == FULL_CACHE:
         raise UsageError(f"policy {name}: it agrees with itself, so no signal can judge it: leave it out")
-    if policy.exempt(WHOLE_PROMPT, WHOLE_PROMPT):
+    if policy.keeps_all(WHOLE_PROMPT, WHOLE_PROMPT):
         raise UsageError(f"policy {name}: some of its heads are never evicted, so budgets do not say what it keeps")
     if policy.least > smallest:
         raise UsageError(

@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.items import grouped
-from kvsearch.models.architecture import decoder, describe, text_config
+from kvsearch.core.items import group_by_key
+from kvsearch.models.architecture import describe, find_decoder, find_text_config
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
-from kvsearch.runtime.attention import Output, additive_mask, causal_mask
+from kvsearch.runtime.attention import Output, make_additive_mask, make_causal_mask
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.observe import DensePass, ObservedLayer, States
-from kvsearch.runtime.replay.replay import FollowedLayer, Noted, at_rows
-from kvsearch.runtime.stock import stateful_layers, stock_layers
+from kvsearch.runtime.replay.replay import FollowedLayer, Noted, select_rows
+from kvsearch.runtime.stock import find_stateful_layers, make_stock_layers
 
 SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
 TOLERANCE = 1e-2  # of our logits against the model's own, as a share of their size; rounding in bf16 is below it
@@ -69,18 +69,18 @@ class TreeLayer(ObservedLayer[Noted]):
         """Attend with groups of the rows of tokens to the contexts and to themselves, [groups * M, Hq, K, Dv]."""
         count = tokens[0].shape[2]
         length = self.keys.shape[2]
-        seen = causal_mask(count, length + count, tokens[0].device)[None, None] if self.seen is None else self.seen
+        seen = make_causal_mask(count, length + count, tokens[0].device)[None, None] if self.seen is None else self.seen
         if self.rows is None:
             return attend_shared((self.keys, self.values), tokens, seen, logits)
         outputs = []
         places = []
         for prompts, followers in sort_by_followers(self.rows.tolist()):
-            past = at_rows(self.keys, prompts), at_rows(self.values, prompts)
+            past = select_rows(self.keys, prompts), select_rows(self.values, prompts)
             query, key, value = (
                 tensor.view(-1, len(self.rows), *tensor.shape[1:])[:, followers.to(tensor.device)].flatten(0, 2)
                 for tensor in tokens
             )
-            visible = seen if len(seen) == 1 else at_rows(seen, followers[0])
+            visible = seen if len(seen) == 1 else select_rows(seen, followers[0])
             output = attend_shared(past, (query, key, value), visible, logits)
             outputs.append(output.view(-1, followers.numel(), *output.shape[1:]))
             places.append(followers.flatten())
@@ -93,8 +93,8 @@ def sort_by_followers(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
 
     Returns, for every number n, the prompts that are followed by so many rows, [P], and these rows, [n, P].
     """
-    followers = grouped(range(len(rows)), lambda place: rows[place])
-    alike = grouped(followers, lambda prompt: len(followers[prompt]))
+    followers = group_by_key(range(len(rows)), lambda place: rows[place])
+    alike = group_by_key(followers, lambda prompt: len(followers[prompt]))
     return [
         (torch.tensor(prompts), torch.tensor([followers[prompt] for prompt in prompts]).T) for prompts in alike.values()
     ]
@@ -121,7 +121,7 @@ def attend_shared(
     outputs = []
     masks = _apart(visible, min(step, groups), query_heads // heads, length)
     if logits.plain:
-        masks = additive_mask(masks, query.dtype)
+        masks = make_additive_mask(masks, query.dtype)
     for first in range(0, groups, step):
         part = queries[first : first + step].permute(1, 2, 0, 3, 4, 5)  # [B, Hkv, groups, G, K, D]
         keys, values = (
@@ -182,7 +182,7 @@ class Tree(DensePass[Observation]):
     def __init__(
         self, model: Any, needs: Mapping[int, Sequence[Needs]], prompts: Tensor, mask: Tensor | None = None
     ) -> None:
-        if stateful := stateful_layers(stock_layers(model)):
+        if stateful := find_stateful_layers(make_stock_layers(model)):
             raise IncompatibleError(
                 f"layers {', '.join(map(str, stateful))} of {type(model).__name__} carry a running state from token to "
                 "token, so one sweep cannot ablate many layers: use --signals cosine,entropy"
@@ -193,12 +193,12 @@ class Tree(DensePass[Observation]):
     @cached_property
     def modules(self) -> Any:
         """The decoder's layers."""
-        return decoder(self.model).layers
+        return find_decoder(self.model).layers
 
     @cached_property
     def top(self) -> nn.Module:
         """The decoder's final norm; IncompatibleError if it is unknown."""
-        norm: nn.Module | None = getattr(decoder(self.model), "norm", None)
+        norm: nn.Module | None = getattr(find_decoder(self.model), "norm", None)
         if norm is None:
             raise IncompatibleError(
                 f"{type(self.model).__name__} has its final norm in a place that is not known here: use --signals "
@@ -266,7 +266,7 @@ class Tree(DensePass[Observation]):
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute next-token logits [..., V] fp32 from inputs of the final norm [..., d_model]."""
         made: Tensor = self.model.get_output_embeddings()(self.top(hidden)).float()
-        cap = getattr(text_config(self.model), "final_logit_softcapping", None)
+        cap = getattr(find_text_config(self.model), "final_logit_softcapping", None)
         return made if cap is None else cap * torch.tanh(made / cap)
 
     def _check_head(self, expected: Tensor) -> None:

@@ -24,9 +24,9 @@ from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
 from kvsearch.models.architecture import require_plain_rotary
 from kvsearch.plan.profile_arrays import Arrays
-from kvsearch.plan.saved import WEIGHTS, know
+from kvsearch.plan.saved import WEIGHTS, register_weights
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
-from kvsearch.policies.query_bank import EVEN, METHOD, QUERIES
+from kvsearch.policies.query_bank import EVEN_ARRAY, QUERIES_ARRAY, QUERY_BANK_METHOD
 
 KMEANS_ROUNDS = 10  # of k-means
 
@@ -44,13 +44,14 @@ class StoredQueries(NamedTuple):
             calibration, self.arrays, {"chosen_by": self.how}, self.even, torch.zeros_like(self.even)
         )
         return create_policy(
-            METHOD, {**profile.metadata.policy.params, WEIGHTS: know(profile.to_bytes(), Path(METHOD))}
+            QUERY_BANK_METHOD,
+            {**profile.metadata.policy.params, WEIGHTS: register_weights(profile.to_bytes(), Path(QUERY_BANK_METHOD))},
         )
 
     @property
     def arrays(self) -> dict[str, Floats]:
         """Arrays for a profile."""
-        return {QUERIES: self.queries.numpy(), EVEN: self.even.float().numpy()}
+        return {QUERIES_ARRAY: self.queries.numpy(), EVEN_ARRAY: self.even.float().numpy()}
 
 
 class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
@@ -62,7 +63,7 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     fits_importance: ClassVar[bool] = False
 
     def prepare(self) -> list[CalibrationPrompt]:
-        require_plain_rotary(self.loaded.model, f"policy {METHOD}")
+        require_plain_rotary(self.loaded.model, f"policy {QUERY_BANK_METHOD}")
         return super().prepare()
 
     def draw(self, contexts: FitContexts) -> Noting:
@@ -75,7 +76,9 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
         return sample_queries
 
     def fit(self, samples: Sequence[Arrays], contexts: FitContexts) -> FitCandidates:
-        queries = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in samples], 3))  # [L, Hkv, G, M, D]
+        queries = torch.from_numpy(
+            np.concatenate([arrays[QUERIES_ARRAY] for arrays in samples], 3)
+        )  # [L, Hkv, G, M, D]
         none = torch.zeros(queries.shape[:2], dtype=torch.bool)
         apart = choose_farthest(queries, self.options.bank)
         self.tried = [
@@ -100,7 +103,7 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
 
 def sample_queries(context_pass: ContextPass) -> dict[str, Tensor]:
     """Return the drawn queries of a context."""
-    return {QUERIES: context_pass.queries}
+    return {QUERIES_ARRAY: context_pass.queries}
 
 
 def note_order(observation: Observation, context: int, free: slice, policies: Sequence[Policy]) -> Tensor:  # noqa: ARG001

@@ -20,16 +20,16 @@ from kvsearch.calibration.importance import ImportancePass, RankedContext
 from kvsearch.calibration.options import RIVAL_POLICIES, Compare, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import IncompatibleError, UsageError, present
+from kvsearch.core.errors import IncompatibleError, UsageError, assert_present
 from kvsearch.core.sign_flips import compute_chances
-from kvsearch.models.architecture import RotaryTables, same_rotary_until
+from kvsearch.models.architecture import RotaryTables, find_rotary_limit
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.policies.fitted import GOLDEN, even_places
+from kvsearch.policies.fitted import GOLDEN_RATIO, spread_places
 from kvsearch.policies.probe import SINKS
-from kvsearch.runtime.collector import plain_queries
+from kvsearch.runtime.collector import unrotate_queries
 from kvsearch.runtime.observe import is_finite
 from kvsearch.runtime.replay.replay import LayerContinuation
 from kvsearch.signals.predictions import compute_total_variation
@@ -67,7 +67,7 @@ class QuestionBuilder:
             )
         self.targets = ("reconstruction",) if silent == len(prompts) else targets
         self.repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT_TEXT)
-        limits = {prompt.length: same_rotary_until(loaded.model, prompt.length) for prompt in prompts}
+        limits = {prompt.length: find_rotary_limit(loaded.model, prompt.length) for prompt in prompts}
         longest = max(limits, key=lambda length: length - limits[length])  # the one with the least room
         limit = limits[longest]
         room = limit - longest - self.repeat.shape[1] if limit else CHUNK
@@ -114,7 +114,7 @@ class JudgedRows(NamedTuple):
         They start at another place for every question `number`, as all questions begin with the same words.
         """
         count = min(tokens, MOST_ROWS)
-        places = ((torch.arange(count) + number * GOLDEN % 1) * tokens / count).long()
+        places = ((torch.arange(count) + number * GOLDEN_RATIO % 1) * tokens / count).long()
         return cls(places, [layer.at_places(places) for layer in importance_pass.continuations()])
 
 
@@ -190,18 +190,18 @@ class ContextPass:
     @property
     def spread(self) -> Tensor:
         """Scores whose best entries lie evenly, [L, Hkv, T]."""
-        places = even_places(torch.arange(self.prompt.length, device=self.importance_pass.model.device)[self.free])
+        places = spread_places(torch.arange(self.prompt.length, device=self.importance_pass.model.device)[self.free])
         return places.expand(len(self.importance_pass.noted), self.importance_pass.observed[0].keys.shape[1], -1)
 
     @property
     def largest(self) -> Tensor:
         """Largest importance over all questions, [L, Hkv, T] on the CPU."""
-        return present(self._reading.largest, "the importance of entries was not asked for")
+        return assert_present(self._reading.largest, "the importance of entries was not asked for")
 
     @property
     def queries(self) -> Tensor:
         """Un-rotated queries of the drawn tokens, [L, Hkv, G, n, D] on the CPU."""
-        return present(self._reading.queries, "queries were not asked for")
+        return assert_present(self._reading.queries, "queries were not asked for")
 
     @cached_property
     def _reading(self) -> QuestionReading:
@@ -242,7 +242,7 @@ class ContextPass:
         for layer in self.importance_pass.continuations():
             at = places.to(layer.query.device)
             rotary = RotaryTables(self.importance_pass.model, layer.index)
-            plain = plain_queries(layer.query[:, :, at], self.prompt.length + at[None], rotary)[0]
+            plain = unrotate_queries(layer.query[:, :, at], self.prompt.length + at[None], rotary)[0]
             layers.append(plain.view(layer.prompt[0].shape[1], -1, *plain.shape[1:]).cpu())
         return torch.stack(layers)
 

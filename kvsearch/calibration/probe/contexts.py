@@ -35,17 +35,17 @@ from kvsearch.calibration.probe.context_pass import (
 from kvsearch.calibration.prompts import CalibrationPrompt, add_own_replies, check_lengths, encode_prompts
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
-from kvsearch.core.items import Progress, counted
+from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.memory import FP32, default_memory
+from kvsearch.models.memory import FP32, find_default_memory
 from kvsearch.models.speed import Work
 from kvsearch.plan import PolicySpec, Profile
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
 from kvsearch.policies.probe import SINKS
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.tasks.splits import group_by_text
@@ -101,7 +101,7 @@ class FitContexts:
         self.prompts = prompts
         self.fit, self.choose, self.report = split_contexts(prompts, options.seed)
         passes = len(self.fit) + CHOICE_READINGS * len(self.choose) + REPORT_READINGS * len(self.report)
-        self.ticks = counted(iter(range(passes)), passes, progress)
+        self.ticks = with_progress(iter(range(passes)), passes, progress)
         next(self.ticks, None)  # the next one tells that the first is done
 
     def make_reader(self, prompts: Sequence[CalibrationPrompt], noting: Noting) -> Measured:
@@ -175,7 +175,7 @@ def _measure_context(
     held: dict[int, ContextPass] | None,
 ) -> Arrays:
     """Apply `measure` to a context, which is read unless it is in `held`, by its number."""
-    with torch.no_grad(), running(loaded.model):
+    with torch.no_grad(), run_attention(loaded.model):
         number = item[0].context
         context_pass = read(loaded, item) if held is None or number not in held else held[number]
         if held is not None:
@@ -252,7 +252,7 @@ class RankingCalibration(Calibration[AnyRanking]):
         entry = self.loaded.model.dtype.itemsize * 2 * shape.kv_heads * shape.head_dim
         entry += FP32 * (shape.query_heads + HELD_SCORES * shape.kv_heads)
         held = len(shape.full_layers) * entry * sum(prompt.length for prompt in prompts)
-        return self.loaded.workers is None and held <= default_memory(self.loaded.device)
+        return self.loaded.workers is None and held <= find_default_memory(self.loaded.device)
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         return estimate_rankings([self], prompts)

@@ -33,7 +33,7 @@ from kvsearch.calibration.steps import StepCache
 from kvsearch.core.arrays import Floats
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work, timed
+from kvsearch.models.speed import Work, time_action
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation
 from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, columns_of, features_of, needs_of
@@ -121,7 +121,7 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
         def fit_some() -> None:
             fit_network(drawn[..., 1:], drawn[..., 0], WIDTH, TIMED_STEPS, BATCH, DECAY, self.options.seed)
 
-        seconds = median(timed(fit_some)) * STEPS / TIMED_STEPS
+        seconds = median(time_action(fit_some)) * STEPS / TIMED_STEPS
         return Work(seconds=seconds * len(shape.full_layers))
 
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Bools, Ints
-from kvsearch.core.errors import present
+from kvsearch.core.errors import assert_present
 from kvsearch.kernels.dispatch import needs_gradients, serves
 from kvsearch.kernels.step import Slots, step
-from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, slots_of
-from kvsearch.runtime.attention import slot_attention
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, list_slots
+from kvsearch.runtime.attention import attend_slots
 from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Segmented, index_of
-from kvsearch.runtime.store.slots import SlotBlock, SlotSource, StepPlan, capacities, pack, selected
+from kvsearch.runtime.store.blocks import GROWTH_SHARE, MIN_SPARE, Segmented, make_index
+from kvsearch.runtime.store.slots import SlotBlock, SlotSource, StepPlan, compute_capacities, pack, select_segments
 
 
 class Decoding(Segmented):
@@ -42,7 +42,7 @@ class Decoding(Segmented):
     def _hold(self, blocks: list[SlotBlock]) -> None:
         self.blocks = blocks
         self.averages: AttentionAverages | None = None
-        super().__init__([index_of(block.names, block.slot.device) for block in blocks])
+        super().__init__([make_index(block.names, block.slot.device) for block in blocks])
 
     @classmethod
     def joined(cls, parts: Sequence[Decoding]) -> Decoding:
@@ -125,7 +125,7 @@ class Decoding(Segmented):
             if block.step_plan is None or block.step_plan.leaving.most <= 1:
                 continue
             # where room is reserved, budgets stay within reach: tensors move once at most
-            wanted = block.limits.host + 1 if self.room else capacities(block.used, block.limits.host)
+            wanted = block.limits.host + 1 if self.room else compute_capacities(block.used, block.limits.host)
             if int(wanted.max()) < block.capacity:
                 self._repack()
                 return
@@ -133,8 +133,8 @@ class Decoding(Segmented):
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens ahead of time, and let all steps look at all slots; 0: as before."""
         self.room = tokens
-        wanted = (capacities(block.used, block.limits.host, tokens) for block in self.blocks)
-        if tokens and any((most > block.capacity).any() for most, block in zip(wanted, self.blocks, strict=True)):
+        wanted = (compute_capacities(block.used, block.limits.host, tokens) for block in self.blocks)
+        if tokens and any((needed > block.capacity).any() for needed, block in zip(wanted, self.blocks, strict=True)):
             self._repack()
         for block in self.blocks:
             block.biased = False
@@ -146,7 +146,7 @@ class Decoding(Segmented):
         """
         if self.rule.noting:
             return None
-        plans = (_planned_step(block) for block in self.blocks)
+        plans = (_plan_step(block) for block in self.blocks)
         return self.rule.due, *((*plan[:3], *plan.leaving[1:], plan.holes) for plan in plans)
 
     def _sources(self) -> list[SlotSource]:
@@ -154,7 +154,7 @@ class Decoding(Segmented):
         sources = []
         for block in self.blocks:
             cached = block.first(block.width)
-            slots = slots_of(cached.held, cached.positions, int(block.used.max()))
+            slots = list_slots(cached.held, cached.positions, int(block.used.max()))
             sources.append(SlotSource(block.names, cached, slots, block.used, block.seen))
         return sources
 
@@ -194,11 +194,11 @@ class Decoding(Segmented):
         rows: list[Tensor | None] = []
         evicting: list[SlotBlock] = []  # blocks whose step is not done in one go
         for index, (block, own, keys, values) in enumerate(zip(self.blocks, *parts, strict=True)):
-            step_plan = _planned_step(block)
+            step_plan = _plan_step(block)
             arriving = None if active is None else active[block.rows]
             fused = None
             if visible is None:
-                fused = fused_step(
+                fused = make_fused_step(
                     block, step_plan, self.rule, (own, keys[:, 0], values[:, 0]), logits, arriving, self.averages
                 )
             if fused is not None:
@@ -212,13 +212,13 @@ class Decoding(Segmented):
             if visible is not None:
                 cached = block.showing(step_plan, visible)
                 full = False
-                bias = cached_bias(cached, self._bias_dtype(cached.keys))
-            output, row = slot_attention(own, cached, bias, logits, policy.row is not None, into, full)
+                bias = cache_bias(cached, self._bias_dtype(cached.keys))
+            output, row = attend_slots(own, cached, bias, logits, policy.row is not None, into, full)
             outputs.append(output)
             rows.append(row)
             evicting.append(block)
         if self.averages is not None and evicting:  # all blocks of the layer
-            rows[:] = self.averages.layer_rows([b.first(_planned_step(b).width).positions for b in evicting])
+            rows[:] = self.averages.layer_rows([b.first(_plan_step(b).width).positions for b in evicting])
         if learning:
             self.separate()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not learning):
@@ -228,7 +228,7 @@ class Decoding(Segmented):
 
     def _evict(self, block: SlotBlock, row: Tensor | None, active: Tensor | None, logits: Logits) -> None:
         arriving = None if active is None else active[block.rows]
-        step_plan = _planned_step(block)
+        step_plan = _plan_step(block)
         cached = block.first(step_plan.width)
         before = None if arriving is None else cached.state.changed(torch.clone, torch.clone)
         full = step_plan.full or (self.averages is not None and self.averages.empty > 0)
@@ -267,7 +267,7 @@ class Decoding(Segmented):
     def select_rows(self, rows: Sequence[int]) -> Decoding:
         """Return sequences `rows` of the batch, in that order and as often as named."""
         pairs = zip(self.blocks, self.rows_of(rows), strict=True)
-        blocks = [selected(block, chosen, self.heads) for block, chosen in pairs if len(chosen)]
+        blocks = [select_segments(block, chosen, self.heads) for block, chosen in pairs if len(chosen)]
         peak = self.peak.reshape(-1, self.heads)[list(rows)].flatten()
         return Decoding(blocks, self.rule.select_rows(rows), self.columns, peak)
 
@@ -280,7 +280,7 @@ class Decoding(Segmented):
         return super().nbytes() + self.rule.nbytes()
 
 
-def cached_bias(cached: Cached, dtype: torch.dtype) -> Tensor:
+def cache_bias(cached: Cached, dtype: torch.dtype) -> Tensor:
     """Return what to add to logits, [S, C]: -inf where there is no entry.
 
     Padding may see no entry at all: it sees every slot then, so that what becomes of it is finite.
@@ -290,11 +290,11 @@ def cached_bias(cached: Cached, dtype: torch.dtype) -> Tensor:
     return torch.zeros(held.shape, dtype=dtype, device=held.device).masked_fill_(~shown, float("-inf"))
 
 
-def _planned_step(block: SlotBlock) -> StepPlan:
-    return present(block.step_plan, "a step was run that was not foreseen")
+def _plan_step(block: SlotBlock) -> StepPlan:
+    return assert_present(block.step_plan, "a step was run that was not foreseen")
 
 
-def fused_step(
+def make_fused_step(
     block: SlotBlock,
     step_plan: StepPlan,
     rule: StepRule,
@@ -346,7 +346,7 @@ class AttentionAverages:
     def __init__(
         self, rows: Sequence[Tensor], slots: Sequence[int], batch: int, columns: int, empty: float = 0.0
     ) -> None:
-        self.columns = columns + max(MIN_SPARE, int(columns * GROWTH))
+        self.columns = columns + max(MIN_SPARE, int(columns * GROWTH_SHARE))
         self.empty = empty
         width = self.columns + 1  # in front, a column for slots without an entry
         self.sums = torch.empty(2, batch * width, device=rows[0].device)  # of attention, and how many hold the entry

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, warn_once
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.core.parsing import describe_fault
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.tasks.base import Sampling
@@ -43,7 +43,7 @@ _ASIDE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def generation_settings(model: Any, *, drawn: bool = False) -> dict[str, Any]:
+def read_generation_settings(model: Any, *, drawn: bool = False) -> dict[str, Any]:
     """Return the options of a model's generation config that change which token comes next, often none.
 
     `drawn`: of replies that are drawn, else of greedy ones.
@@ -54,17 +54,17 @@ def generation_settings(model: Any, *, drawn: bool = False) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None and value != options[name]}
 
 
-def generation_record(model: Any, *, drawn: bool = False) -> dict[str, Any]:
-    """Return `generation_settings` as JSON."""
-    if not (settings := generation_settings(model, drawn=drawn)):
+def record_generation_settings(model: Any, *, drawn: bool = False) -> dict[str, Any]:
+    """Return `read_generation_settings` as JSON."""
+    if not (settings := read_generation_settings(model, drawn=drawn)):
         return {}
     plain = json.loads(model.generation_config.to_json_string(use_diff=False))
     return {name: plain[name] for name in settings}
 
 
-def generation_words(model: Any, *, drawn: bool = False) -> str | None:
-    """Say in words what replies follow of the generation config; None: nothing, they are by the logits alone."""
-    settings = generation_settings(model, drawn=drawn)
+def describe_generation_settings(model: Any, *, drawn: bool = False) -> str | None:
+    """Describe which settings of the generation config apply to replies; None if replies use the logits alone."""
+    settings = read_generation_settings(model, drawn=drawn)
     if not settings:
         return None
     listed = (f"{name} {value}" if isinstance(value, int | float) else name for name, value in settings.items())
@@ -145,12 +145,12 @@ class NextTokens:
         self._draws = draws
         self._alike: list[_Alike] = []
         _warn_of_unfollowed(model)
-        if draws is None and not generation_settings(model):
+        if draws is None and not read_generation_settings(model):
             return
         sampling = None if draws is None else draws.sampling
-        for rows in grouped(range(len(prompts)), lambda row: (len(prompts[row]), limits[row])).values():
+        for rows in group_by_key(range(len(prompts)), lambda row: (len(prompts[row]), limits[row])).values():
             ids = torch.stack([prompts[row] for row in rows]).to(model.device)
-            processors = logits_processors(model, ids, limits[rows[0]], sampling)
+            processors = make_logits_processors(model, ids, limits[rows[0]], sampling)
             if processors:
                 lines = torch.arange(len(rows), device=ids.device)
                 self._alike.append(_Alike(lines, torch.tensor(rows, device=ids.device), ids, processors))
@@ -172,14 +172,14 @@ class NextTokens:
 
     def _processed(self, logits: Tensor) -> Tensor:
         scores = logits.to(torch.float32, copy=True)  # as `generate` does: processors may change what they are given
-        with _following_config():
+        with _make_config():
             for alike in self._alike:
                 processed = alike.process(alike.ids, alike.put(scores))[alike.lines]
                 scores[alike.rows.to(scores.device)] = processed.to(scores.device)
         return scores
 
 
-def logits_processors(model: Any, ids: Tensor, limit: int, sampling: Sampling | None = None) -> Any:
+def make_logits_processors(model: Any, ids: Tensor, limit: int, sampling: Sampling | None = None) -> Any:
     """Return the logits processors with which `model.generate` would continue prompts `ids` [B, T], often none.
 
     A reply is greedy, or drawn by a `sampling`: then by what else the generation config says of drawing, too. They are
@@ -199,7 +199,7 @@ def logits_processors(model: Any, ids: Tensor, limit: int, sampling: Sampling | 
     if sampling is not None:
         temperature = max(sampling.temperature, 1e-6)  # by less float32 cannot divide, and it would change nothing
         drawing = {"do_sample": True, "temperature": temperature, "top_p": sampling.top_p}
-    with _following_config():
+    with _make_config():
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -213,7 +213,7 @@ def logits_processors(model: Any, ids: Tensor, limit: int, sampling: Sampling | 
 
 
 @contextmanager
-def _following_config() -> Iterator[None]:
+def _make_config() -> Iterator[None]:
     """Say of what fails here that it comes of the generation config."""
     try:
         yield

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import NonFiniteError, UsageError, present, warn_once
+from kvsearch.core.errors import NonFiniteError, UsageError, assert_present, warn_once
 from kvsearch.models.architecture import describe, require_same_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
-from kvsearch.runtime.decode.steps import DecodeSteps, stepping
+from kvsearch.runtime.decode.steps import DecodeSteps, use_steps
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
-from kvsearch.tasks.prompts import PromptFormat, added_tokens
+from kvsearch.tasks.prompts import PromptFormat, list_added_tokens
 
 LEFT = 0.5  # share of the rows of a batch that still reply, at which the others leave it
 NO_LOGITS = "the model emits NaN or infinite logits: check its dtype and weights"
@@ -125,17 +125,17 @@ class Replies:
         last logits predict the first token. Questions and answers are forgotten again; errors as for `ask`.
         """
         rows = [torch.tensor(answer) for answer in answers]
-        asked = [torch.cat([question, row[:-1]]) for question, row in zip(questions, rows, strict=True)]
-        lengths = np.array([len(tokens) for tokens in asked])
+        inputs = [torch.cat([question, row[:-1]]) for question, row in zip(questions, rows, strict=True)]
+        lengths = np.array([len(tokens) for tokens in inputs])
         longest = max(map(len, rows))
         is_windowed = has_windows(self.model)
         if is_windowed:  # padding comes last there, where nothing sees it
-            asked = [nn.functional.pad(one, (0, longest - len(row))) for one, row in zip(asked, rows, strict=True)]
+            inputs = [nn.functional.pad(ids, (0, longest - len(row))) for ids, row in zip(inputs, rows, strict=True)]
         held = self._peak()
         last = None if any(map(len, questions)) else self._prompt_logits()
         ahead = 0 if last is None else 1  # tokens of an answer that the prompt's own logits predict
         width = longest - ahead
-        forced = self.force(asked, width) if width else self._prompt_logits()[:, :0]
+        forced = self.force(inputs, width) if width else self._prompt_logits()[:, :0]
         self.cache.check_scores()
         held.step(lengths)
         self.most = held.most.tolist()
@@ -161,7 +161,7 @@ class Replies:
 
     def _prompt_logits(self) -> Tensor:
         """Return the logits [B, 1, V] of the end of each row's prompt."""
-        logits = present(self.logits, "a cache whose last logits are not known was to go on by itself")
+        logits = assert_present(self.logits, "a cache whose last logits are not known was to go on by itself")
         return logits.repeat(len(self.mask) // len(logits), 1, 1)
 
     @property
@@ -188,7 +188,7 @@ class Replies:
             raise UsageError(
                 "questions of different lengths cannot share a batch on a model with sliding windows or running states"
             )
-        ids, mask = left_padded(tokens, self.model.device)
+        ids, mask = pad_left(tokens, self.model.device)
         return ids, torch.cat([self.mask, mask], 1), self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
 
     def _generate(
@@ -205,11 +205,11 @@ class Replies:
         Rows whose replies have ended leave, in a cache of copies of the others, once so many have that it pays.
         """
         choose = NextTokens(self.model, prompts, max_new_tokens, self.draws)
-        ids = choose(last_logits(logits))
+        ids = choose(select_last_logits(logits))
         replies = [GrowingReply(limit, self.stop, self.finished) for limit in max_new_tokens]
         rows = list(range(len(replies)))  # of the batch that is left
         cache = self.cache
-        with stepping(self.model, cache, max(max_new_tokens), kept=self._steps) as model, _naming_rows(rows):
+        with use_steps(self.model, cache, max(max_new_tokens), kept=self._steps) as model, _name_rows_on_error(rows):
             while True:
                 for place, (row, token) in enumerate(zip(rows, ids[:, 0].tolist(), strict=True)):
                     if not replies[row].ended:
@@ -228,7 +228,7 @@ class Replies:
                     rows[:] = [rows[place] for place in left]
                 seen = torch.cat([seen, torch.ones_like(ids)], 1)
                 positions = positions + 1
-                ids = choose(last_logits(self._forward(model, ids, seen, positions, cache=cache)))
+                ids = choose(select_last_logits(self._forward(model, ids, seen, positions, cache=cache)))
                 held.step(np.ones(len(rows), dtype=np.int64))
 
     def _peak(self) -> PeakEntries:
@@ -249,7 +249,7 @@ class Replies:
 
 
 @contextmanager
-def _naming_rows(rows: Sequence[int]) -> Iterator[None]:
+def _name_rows_on_error(rows: Sequence[int]) -> Iterator[None]:
     """Name the row of the whole batch that a NonFiniteError is of: `rows` are those that are left of it."""
     try:
         yield
@@ -259,7 +259,7 @@ def _naming_rows(rows: Sequence[int]) -> Iterator[None]:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise NonFiniteError if some of the last of logits [B, n, V] are no numbers."""
+    """Raise NonFiniteError if the last token's logits [B, n, V] hold NaN."""
     last = logits[:, -1]
     if bool(last.sum(-1, dtype=torch.float32).isfinite().all()):  # NaN and infinity stay in a sum
         return
@@ -268,7 +268,7 @@ def check_logits(logits: Tensor) -> None:
         raise NonFiniteError(NO_LOGITS, int((~finite).nonzero()[0]))
 
 
-def last_logits(logits: Tensor) -> Tensor:
+def select_last_logits(logits: Tensor) -> Tensor:
     """Return the last [B, V] of logits [B, n, V]; errors as for `check_logits`."""
     check_logits(logits)
     return logits[:, -1]
@@ -280,7 +280,7 @@ def has_windows(model: Any) -> bool:
     return len(shape.full_layers) < shape.layers
 
 
-def left_padded(rows: Sequence[Tensor], device: Any, pad: int = 0) -> tuple[Tensor, Tensor]:
+def pad_left(rows: Sequence[Tensor], device: Any, pad: int = 0) -> tuple[Tensor, Tensor]:
     """Stack rows of token ids, padded on the left: ids and attention mask, both [B, longest]; nothing sees `pad`."""
     width = max(len(row) for row in rows)
     ids = torch.full((len(rows), width), pad)
@@ -291,7 +291,7 @@ def left_padded(rows: Sequence[Tensor], device: Any, pad: int = 0) -> tuple[Tens
     return ids.to(device), mask.to(device)
 
 
-def stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[int]:
+def find_stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[int]:
     """Return the end-of-sequence tokens of the model's generation configuration and of the tokenizer.
 
     Stop strings of the configuration that are added tokens are ends, too; a warning names others, which are none.
@@ -304,7 +304,7 @@ def stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[in
     strings = getattr(config, "stop_strings", None) or ()
     for text in [strings] if isinstance(strings, str) else strings:
         match loaded.tokenizer(text, add_special_tokens=False)["input_ids"]:
-            case [token] if token in added_tokens(loaded.tokenizer):
+            case [token] if token in list_added_tokens(loaded.tokenizer):
                 stop.add(token)
             case _:  # other tokens may have the string in them
                 warn_once(f"the generation config has the stop string {text!r}, no added token: replies go on there")

@@ -20,13 +20,13 @@ from kvsearch.core.arrays import Bools, Ints
 from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs, QueryStatistics, Running
-from kvsearch.policies.checks import DeferredCheck, calling, check_form, not_finite, start_state
-from kvsearch.policies.decoding import State, Step, best, entries_at, lowest, protected_slots, slots_of
+from kvsearch.policies.checks import DeferredCheck, check_form, make_finite_check, name_package_on_error, start_state
+from kvsearch.policies.decoding import State, Step, find_lowest, gather_entries, list_slots, mark_best, mark_protected
 from kvsearch.policies.fitted import Fitted
-from kvsearch.policies.ranking import at_each, scores_taking
+from kvsearch.policies.ranking import apply_to_each, raise_taken
 from kvsearch.policies.registry import is_ours
-from kvsearch.runtime.collector import Moments, Rotary, plain_queries
-from kvsearch.runtime.logits import HeadRows, Logits, head_rows
+from kvsearch.runtime.collector import Moments, Rotary, unrotate_queries
+from kvsearch.runtime.logits import HeadRows, Logits, list_head_rows
 
 STATISTICS_ROWS = 256  # query rows behind the statistics of a policy that is scored anew while decoding
 UNBOUNDED = 2**62  # the budget of a head that is never evicted
@@ -40,7 +40,7 @@ def decode_needs(policy: Policy) -> Needs:
         UsageError: the policy needs something that cannot be kept up while decoding.
     """
     needs = policy.needs()
-    if policy.online:
+    if policy.has_decode_rule:
         return needs
     if (problem := policy.no_decode_rule()) is not None:
         raise UsageError(problem)
@@ -48,7 +48,7 @@ def decode_needs(policy: Policy) -> Needs:
     return Needs(query_rows=rows, projection=needs.projection)
 
 
-def same_in_layers(policy: Policy) -> bool:
+def is_same_in_layers(policy: Policy) -> bool:
     """Tell whether the decode rule of `policy` depends on nothing of a layer but its queries, keys and values.
 
     Of a policy of another package nothing is known.
@@ -58,7 +58,7 @@ def same_in_layers(policy: Policy) -> bool:
     return is_ours(type(policy)) and not isinstance(policy, Fitted) and not own
 
 
-class Leaving(NamedTuple):
+class Evictions(NamedTuple):
     """How many entries leave some segments after a step: known on the host before the step runs."""
 
     stay: Ints  # [S] entries that each segment holds then
@@ -86,9 +86,9 @@ class Limits:
     def table(policy: Policy, host: Ints) -> Tensor:
         """Return what is on the device of the limits of segments with these budgets, [6, S] int64, on the CPU."""
         budgets = torch.from_numpy(host)
-        sinks, recent = at_each(policy.protected_at, budgets).unbind(-1)
-        stays = (budgets + 1 - at_each(policy.drop_at, budgets)).clamp(min=1)
-        quotas = torch.minimum(at_each(policy.quota, budgets), budgets)
+        sinks, recent = apply_to_each(policy.protected_at, budgets).unbind(-1)
+        stays = (budgets + 1 - apply_to_each(policy.drop_at, budgets)).clamp(min=1)
+        quotas = torch.minimum(apply_to_each(policy.first_stage_budget, budgets), budgets)
         return torch.stack([budgets, sinks, recent, stays, quotas, recent + 1])
 
     def select(self, rows: Ints, index: Tensor, heads: HeadRows) -> Limits:
@@ -96,13 +96,13 @@ class Limits:
         on_device = (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
         return Limits(self.host[rows], self.stay[rows], self.guarded, heads, *(tensor[index] for tensor in on_device))
 
-    def leaving(self, used: Ints, real: Bools | None) -> Leaving:
+    def leaving(self, used: Ints, real: Bools | None) -> Evictions:
         """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
         over = used > self.host if real is None else (used > self.host) & real
         stay = np.where(over, self.stay, used)
         gone = used - stay
-        most = int(gone.max())
-        return Leaving(stay, most, most == 1 and bool((gone == 1).all()), int(stay.max()) if most > 1 else 0)
+        widest = int(gone.max())
+        return Evictions(stay, widest, widest == 1 and bool((gone == 1).all()), int(stay.max()) if widest > 1 else 0)
 
     def outside(self, step: Step, edge: Tensor | None) -> Tensor | None:
         """Mark the slots [S, C] without an entry and those protected; None: there are none.
@@ -168,7 +168,7 @@ class StepRule:
         """Make the rule that holds after a prompt, at `budgets` [B, Hkv] int64."""
         queries = None
         wanted = decode_needs(policy).query_rows
-        if not policy.online and observation.queries is not None:
+        if not policy.has_decode_rule and observation.queries is not None:
             rows = observation.queries[:, :, -wanted:] if wanted else observation.queries[:, :, :0]
             # zeros in front of a shorter prompt
             queries = torch.nn.functional.pad(rows, (0, 0, wanted - rows.shape[2], 0)).clone()
@@ -185,7 +185,7 @@ class StepRule:
 
     def start(self, observation: Observation) -> State:
         """Make the running state per entry and head at the end of the prompt, [B, Hkv, T, ...] and [B, Hkv, ...]."""
-        if self.policy.online:
+        if self.policy.has_decode_rule:
             return start_state(self.policy, observation)
         shape = observation.keys.shape[:3]
         return State({PRIORITY: torch.full(shape, float("inf"), device=observation.keys.device)})
@@ -198,12 +198,12 @@ class StepRule:
         `over` [B] says which sequences have a head over its budget; those not `real` [B] (None: all are) had padding.
         """
         arrived = np.ones_like(over) if real is None else real
-        if self.policy.online:
+        if self.policy.has_decode_rule:
             self.scored = self.scored.clip(min=0) + arrived  # the prompt's entries have their scores
-            asked = bool((arrived & (self.scored >= self.together)).any())
-            self.due = "all" if asked and self.together > 1 else ""
-            self.scored = np.where(arrived & asked, 0, self.scored)
-            self._count(asked)
+            is_rescoring = bool((arrived & (self.scored >= self.together)).any())
+            self.due = "all" if is_rescoring and self.together > 1 else ""
+            self.scored = np.where(arrived & is_rescoring, 0, self.scored)
+            self._count(is_rescoring)
             return
         self.scored = self.scored + (arrived & (self.scored >= 0))
         due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
@@ -222,7 +222,7 @@ class StepRule:
         Those not `active` [B] bool (None: all are) had padding in this step.
         """
         self.hidden = hidden
-        if self.policy.online:
+        if self.policy.has_decode_rule:
             return  # what is asked for of its own token does not depend on what came before
         last = positions[:, -1].expand_as(self.next_position)
         if active is None:
@@ -232,13 +232,13 @@ class StepRule:
         if self.ring is not None:
             self.ring.add(query, active)
 
-    def _count(self, asked: bool) -> None:
-        self.noting = asked and self.decisions == 0
-        self.decisions += asked
+    def _count(self, is_rescoring: bool) -> None:
+        self.noting = is_rescoring and self.decisions == 0
+        self.decisions += is_rescoring
 
     def limits(self, names: Ints, device: torch.device) -> Limits:
         """Return the budgets and protection of the segments `names`; one copy to the device, unless they are there."""
-        heads = head_rows(names % self.heads, self.heads, device)
+        heads = list_head_rows(names % self.heads, self.heads, device)
         host = self.budgets[names]
         table = Limits.table(self.policy, host)
         there = self.there if len(names) == len(self.budgets) else None
@@ -250,7 +250,7 @@ class StepRule:
         step: Step,
         rows: Tensor,
         limits: Limits,
-        plan: Leaving,
+        plan: Evictions,
         active: Tensor | None,
         logits: Logits,
         out: Tensor | None = None,
@@ -263,7 +263,7 @@ class StepRule:
         leaves. Updates the running state, and merges what leaves where the policy does. Where one entry leaves every
         segment its slot is written to `out` [S], if given. For `edge` see `Limits.outside`.
         """
-        if self.policy.online:
+        if self.policy.has_decode_rule:
             step = self._asked(step, rows, limits.heads, logits)
         priorities = self._priorities(step, rows, limits, logits)
         if not plan.most:
@@ -273,18 +273,18 @@ class StepRule:
         if plan.most == 1:
             outside = limits.outside(step, edge)
             signed = self.policy.signed
-            slots = lowest(priorities, positions, outside, signed, out if plan.each_one else None)
+            slots = find_lowest(priorities, positions, outside, signed, out if plan.each_one else None)
             leaving = slots[:, None]
             if not plan.each_one:  # the same on the device, which is not waited for
                 stays = cached.held.sum(-1) <= limits.budgets
                 leaving = leaving.masked_fill((stays if active is None else stays | ~active)[:, None], -1)
         else:
-            protected = protected_slots(positions, step.seen, limits.sinks, limits.recent)
+            protected = mark_protected(positions, step.seen, limits.sinks, limits.recent)
             held = cached.held.sum(-1)
             over = held > limits.budgets if active is None else (held > limits.budgets) & active
             stay = torch.where(over, limits.stays, held)
-            keep = best(priorities, protected, positions, stay, plan.longest)
-            leaving = slots_of(cached.held & ~keep, positions, plan.most)
+            keep = mark_best(priorities, protected, positions, stay, plan.longest)
+            leaving = list_slots(cached.held & ~keep, positions, plan.most)
             cached = replace(cached, most_staying=plan.longest)
         if self.policy.merges:
             self.policy.merge(cached, leaving)
@@ -295,7 +295,9 @@ class StepRule:
         """What kernels can do in place of `decide` for the step that was foreseen; see `Policy.running`."""
         if self.noting or self.due:
             return None
-        return self._running if self.policy.online else "stored"  # of before, and +inf for what has arrived since
+        return (
+            self._running if self.policy.has_decode_rule else "stored"
+        )  # of before, and +inf for what has arrived since
 
     @property
     def ranks_by_row(self) -> bool:
@@ -304,20 +306,20 @@ class StepRule:
 
     def arriving(self, step: Step, rows: Tensor, heads: HeadRows, logits: Logits) -> Tensor | None:
         """Return the priority of the step's own token, [S] fp32; None where it is made later, or not on arrival."""
-        if self._running != "stored" or not self.policy.online or self.together > 1:
+        if self._running != "stored" or not self.policy.has_decode_rule or self.together > 1:
             return None
         return self.policy.arriving(self._asked(step, rows, heads, logits))[:, 0]
 
     # --- priorities -----------------------------------------------------------------------------------------------
 
     def _priorities(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
-        if self.policy.online:
-            with calling(self.policy, "step"):
+        if self.policy.has_decode_rule:
+            with name_package_on_error(self.policy, "step"):
                 scores = self.policy.step(step)
             checked = check_form(self.policy, "step", scores, step.cached.positions.shape, step.cached.positions)
             if self.noting:
                 wrong = checked.isnan() & step.cached.held
-                self.checks.append(not_finite(self.policy, self.layer, wrong).in_segments(rows))
+                self.checks.append(make_finite_check(self.policy, self.layer, wrong).in_segments(rows))
             return checked
         priority = step.cached.state.entries[PRIORITY]
         priority.scatter_(1, step.newest[:, None], float("inf"))  # until it is scored nothing can make it leave
@@ -333,9 +335,9 @@ class StepRule:
         cached = step.cached
         order = torch.argsort(cached.positions, dim=-1, stable=True)
         observation = self._seen(step, rows, limits.heads, order, logits)
-        scores = scores_taking(self.policy, observation, limits.quotas[:, None])[:, 0]
+        scores = raise_taken(self.policy, observation, limits.quotas[:, None])[:, 0]
         self.checks += [check.in_segments(rows) for check in observation.checks or ()]
-        protected = protected_slots(observation.index, step.seen, limits.sinks, limits.recent)
+        protected = mark_protected(observation.index, step.seen, limits.sinks, limits.recent)
         scores = scores.masked_fill(protected, float("inf"))
         return torch.empty_like(scores).scatter_(-1, order, scores)
 
@@ -362,7 +364,7 @@ class StepRule:
         projection = self.needs.hidden
         if projection is not None and hidden is not None:
             seen = replace(seen, hidden={projection: hidden[:, None, None]})
-        return seen if heads is not None else _by_sequence(seen, self.heads, logits)
+        return seen if heads is not None else _group_by_sequence(seen, self.heads, logits)
 
     def _seen(self, step: Step, rows: Tensor, heads: HeadRows, order: Tensor, logits: Logits) -> Observation:
         """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""
@@ -375,15 +377,15 @@ class StepRule:
             queries = held.view(batch, self.heads, -1, count, dim)[rows, cached.heads]  # [S, G, w, D]
         sinks = logits.sinks_of(cached.heads)
         return Observation(
-            keys=entries_at(cached.keys, order)[:, None],
-            values=entries_at(cached.values, order)[:, None],
+            keys=gather_entries(cached.keys, order)[:, None],
+            values=gather_entries(cached.values, order)[:, None],
             valid=index >= 0,
             scaling=logits.scaling,
             queries=queries,
             softcap=logits.softcap,
             statistics=self._statistics(held, rows, cached.heads, step.seen),
             rotary=self.rotary,
-            next_position=None if self.policy.online else self.next_position[rows],
+            next_position=None if self.policy.has_decode_rule else self.next_position[rows],
             projection=None if logits.projection is None else logits.projection.of_heads(cached.heads, heads),
             token_index=index,
             token_count=step.seen,
@@ -398,13 +400,13 @@ class StepRule:
     ) -> dict[int, QueryStatistics]:
         """Compute statistics of the query rows for segments: sequences, kv heads and tokens so far, [S] each."""
         start = self.policy.needs().query_statistics_from
-        if start is None or self.policy.online:
+        if start is None or self.policy.has_decode_rule:
             return {}
         if queries is None or self.rotary is None:
             raise InternalError("query statistics without the rows behind them, or what turned these")
         batch, query_heads, rows, dim = queries.shape
         back = torch.arange(rows, device=row.device) - rows
-        plain = plain_queries(queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
+        plain = unrotate_queries(queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
         tokens = torch.zeros_like(self.next_position).index_put_((row,), seen.to(self.next_position.dtype))
         statistics = Moments.of(plain, tokens[:, None] + back >= start).statistics()
         shape = (batch, self.heads, query_heads // self.heads)
@@ -416,18 +418,18 @@ class StepRule:
         """Return steps between two scorings, [B]: half of what one leaves open in the tightest head, at most."""
 
         def supply(budget: int) -> int:
-            fixed = max(sum(self.policy.protected_at(budget)), min(self.policy.quota(budget), budget))
+            fixed = max(sum(self.policy.protected_at(budget)), min(self.policy.first_stage_budget(budget), budget))
             return max(1, (budget + 1 - fixed) // 2)
 
-        tightest = at_each(supply, torch.from_numpy(self.budgets)).numpy().reshape(-1, self.heads).min(-1)
+        tightest = apply_to_each(supply, torch.from_numpy(self.budgets)).numpy().reshape(-1, self.heads).min(-1)
         interval: Ints = np.minimum(tightest, self.policy.refresh_interval)
         return interval
 
     def _together(self) -> int:
         """Return how many tokens get their scores on arrival at once: none may leave before, they are protected."""
-        if self._running != "stored" or not self.policy.online or self.needs.hidden is not None:
+        if self._running != "stored" or not self.policy.has_decode_rule or self.needs.hidden is not None:
             return 1
-        recent = at_each(self.policy.protected_at, torch.from_numpy(np.unique(self.budgets)))[..., 1]
+        recent = apply_to_each(self.policy.protected_at, torch.from_numpy(np.unique(self.budgets)))[..., 1]
         return 1 + int(recent.min())
 
     # --- rows of the batch ----------------------------------------------------------------------------------------
@@ -448,7 +450,7 @@ class StepRule:
 
     @classmethod
     def joined(cls, rules: Sequence[StepRule]) -> StepRule:
-        """Join rules of one policy, not asked anything yet, as that of one batch; `same_in_layers` if of several."""
+        """Join rules of one policy, not asked anything yet, as that of one batch; `is_same_in_layers` if of several."""
         joint = copy(rules[0])
         joint.bound(np.concatenate([rule.budgets for rule in rules]))
         joint.scored = np.concatenate([rule.scored for rule in rules])
@@ -464,7 +466,7 @@ class StepRule:
         return 0 if self.ring is None else self.ring.states.untyped_storage().nbytes()
 
 
-def _by_sequence(seen: Observation, heads: int, logits: Logits) -> Observation:
+def _group_by_sequence(seen: Observation, heads: int, logits: Logits) -> Observation:
     """Return tokens of all heads of sequences, a row for each head [B * Hkv, 1, K, ...], as [B, Hkv, K, ...]."""
 
     def whole(tensor: Tensor) -> Tensor:
@@ -512,5 +514,5 @@ class Ring:
         return self.states.gather(2, order[:, None, :, None].expand_as(self.states))
 
     def select(self, rows: Tensor) -> Ring:
-        """Return the ring of some of the sequences, as a copy."""
+        """Return the ring of the selected sequences, as a copy."""
         return Ring(self.rows()[rows])

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from kvsearch.core.errors import warn_once
 from kvsearch.runtime.cache import PlanCache
-from kvsearch.runtime.stock import CACHE, CACHES, cache_of
-from kvsearch.runtime.store.blocks import ROOM
+from kvsearch.runtime.stock import CACHE, CACHES, find_cache
+from kvsearch.runtime.store.blocks import MAX_ROOM
 
 MOST_GRAPHS = 32  # of one cache
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 MOST_COMPILED = 64  # steps of models in a process, and of lengths for which room was made
-FEWEST = 16  # tokens for which capturing pays
+MIN_CAPTURED_TOKENS = 16  # tokens for which capturing pays
 WITHOUT = "decode steps run without CUDA graphs (attach(..., graphs=False) is silent about it)"
 UNCOMPILED = "decode steps are not compiled"
 INPUTS = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", *CACHES)
-PLAIN = (type(None), bool, int, float, str)  # other arguments: they are part of what a step is
+PLAIN_TYPES = (type(None), bool, int, float, str)  # other arguments: they are part of what a step is
 
 
 class CudaGraphs:
@@ -48,7 +48,7 @@ class CudaGraphs:
         """Do a step on the stream that steps are captured on: libraries get ready there for what comes."""
         now = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream), warned_of_waits() as waits:
+        with torch.cuda.stream(self.stream), warn_of_waits() as waits:
             output = step()
         now.wait_stream(self.stream)
         self.waited = bool(waits)
@@ -80,7 +80,7 @@ class CudaGraphs:
 
 
 @contextmanager
-def warned_of_waits() -> Iterator[list[warnings.WarningMessage]]:
+def warn_of_waits() -> Iterator[list[warnings.WarningMessage]]:
     """Give a list for what torch says of operations that wait for the device; other warnings are passed on."""
     before = torch.cuda.get_sync_debug_mode()
     waits: list[warnings.WarningMessage] = []
@@ -134,13 +134,13 @@ class RepeatedStep:
         self.refused = True
 
 
-def repeating(model: Any, step: Callable[[], Any], tokens: int) -> RepeatedStep | None:
+def repeat_steps(model: Any, step: Callable[[], Any], tokens: int) -> RepeatedStep | None:
     """Return what captures a step of a model for so many tokens; None where nothing does or it does not pay."""
-    graphs = graphs_for(model.device) if tokens >= FEWEST and not is_spread(model) else None
+    graphs = find_graphs(model.device) if tokens >= MIN_CAPTURED_TOKENS and not is_spread(model) else None
     return None if graphs is None else RepeatedStep(graphs, step)
 
 
-def graphs_for(device: torch.device) -> CudaGraphs | None:
+def find_graphs(device: torch.device) -> CudaGraphs | None:
     """Return what captures steps on a device; None: nothing does."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
@@ -188,7 +188,7 @@ class DecodeSteps:
         self.graphs = graphs
         self.compiled = compiled
         self.without = WITHOUT if compiled is None else UNCOMPILED
-        self.room = min(ROOM, ROOM if tokens is None else max(tokens, 1))
+        self.room = min(MAX_ROOM, MAX_ROOM if tokens is None else max(tokens, 1))
         self.stopped = False
         self._entered = False  # a step was done since these calls began
         self._known: dict[Hashable, RepeatedStep] = {}
@@ -201,7 +201,7 @@ class DecodeSteps:
         output = None
         if not self.stopped and self._serves(given):
             self._enter(given["input_ids"], given.get("position_ids"))
-            with self.cache.ahead(self._inputs[1]):
+            with self.cache.reserve_positions(self._inputs[1]):
                 output = self._done({name: value for name, value in given.items() if name not in INPUTS})
         if self.stopped:
             self.close()
@@ -226,7 +226,7 @@ class DecodeSteps:
         positions = given.get("position_ids")
         planned = self.cache.planned.values()
         holders = [layer.holder for layer in planned]
-        if cache_of(given) is not self.cache or ids is None or None in holders:
+        if find_cache(given) is not self.cache or ids is None or None in holders:
             return False  # of another model that drafts, or the prompt
         changed = self._entered and (ids.shape[1] != 1 or holders != self._holders)
         if changed or any(layer.drafts for layer in planned):
@@ -235,9 +235,9 @@ class DecodeSteps:
             return False
         if (positions is not None and positions.dim() != 2) or torch.is_grad_enabled() or self.model.training:
             return False
-        asked = [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]
-        if asked:
-            return self._stop(f"what {' and '.join(asked)} asks for would be overwritten by the next step")
+        unserved = [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]
+        if unserved:
+            return self._stop(f"what {' and '.join(unserved)} asks for would be overwritten by the next step")
         mask = given.get("attention_mask")
         # `generate` adds to a mask what comes, and hides no more
         if (
@@ -246,7 +246,7 @@ class DecodeSteps:
             and not (mask.dim() == 2 and self.cache.read_mask.shows_all(mask.bool()))
         ):
             return self._stop("the attention_mask hides tokens that were read before")
-        strange = [key for key, value in given.items() if key not in INPUTS and not isinstance(value, PLAIN)]
+        strange = [key for key, value in given.items() if key not in INPUTS and not isinstance(value, PLAIN_TYPES)]
         return self._stop(f"they are given {', '.join(sorted(strange))}") if strange else True
 
     def _stop(self, reason: str) -> bool:
@@ -299,7 +299,7 @@ class DecodeSteps:
         return call(input_ids=ids, position_ids=positions, attention_mask=mask, **{CACHE: self.cache}, **others)
 
 
-def not_captured(model: Any, cache: PlanCache) -> str | None:
+def find_capture_problem(model: Any, cache: PlanCache) -> str | None:
     """Say why no decode step of a model and a cache can be captured; None: it can be tried."""
     if any(layer.exact for layer in cache.planned.values()):
         return "`exact` attention is that of transformers, which copies all keys for every token"
@@ -314,19 +314,19 @@ def is_spread(model: Any) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _stepping_class(kind: Any) -> type[Any]:
+def _make_stepping_class(kind: Any) -> type[Any]:
     """Return a subclass of a model's class whose calls may be decode steps that were captured."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = None if args else self._kvsearch_steps.serve(kwargs)
-        return kind.__call__(self, *args, **kwargs) if found is None else found
+        output = None if args else self._kvsearch_steps.serve(kwargs)
+        return kind.__call__(self, *args, **kwargs) if output is None else output
 
     members = {"__slots__": ("_kvsearch_steps",), "__call__": call, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), members)
 
 
 @contextmanager
-def stepping(
+def use_steps(
     model: Any,
     cache: PlanCache,
     tokens: int | None = None,
@@ -339,10 +339,10 @@ def stepping(
     The model itself stays as it is. Where neither is possible the reason is said once. Steps are `kept` in a list for
     the next time with the same model and cache.
     """
-    pays = tokens is None or tokens >= FEWEST
-    graphs = graphs_for(model.device) if captured and pays else None
+    pays = tokens is None or tokens >= MIN_CAPTURED_TOKENS
+    graphs = find_graphs(model.device) if captured and pays else None
     wanted = pays and (graphs is not None or compiled is not None)
-    reason = not_captured(model, cache) if wanted else None
+    reason = find_capture_problem(model, cache) if wanted else None
     if reason is not None:
         warn_once(f"{WITHOUT if compiled is None else UNCOMPILED}: {reason}")
     if not wanted or reason is not None:
@@ -350,7 +350,7 @@ def stepping(
         return
     steps = kept.pop() if kept else DecodeSteps(model, cache, graphs, tokens, compiled)
     kind: Any = type(model)
-    view = object.__new__(_stepping_class(kind))
+    view = object.__new__(_make_stepping_class(kind))
     object.__setattr__(view, "__dict__", model.__dict__)
     object.__setattr__(view, "_kvsearch_steps", steps)
     try:

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
-from kvsearch.core.items import Progress, counted
-from kvsearch.models.architecture import beyond_switch
+from kvsearch.core.items import Progress, with_progress
+from kvsearch.models.architecture import is_beyond_switch
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
 from kvsearch.plan.schema import Protocol
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Finished, Replies, has_windows, stop_tokens
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import Finished, Replies, find_stop_tokens, has_windows
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import batches, compressed, replies_after
+from kvsearch.runtime.program import make_full_program
+from kvsearch.runtime.shared_prefill import compress_prompts, make_batches, reply_after_prefill
 from kvsearch.tasks.base import Answers, Query
-from kvsearch.tasks.encode import Reading, TaskPrompts, readings
+from kvsearch.tasks.encode import Reading, TaskPrompts, make_readings
 from kvsearch.tasks.metrics import is_forced, is_right, score
-from kvsearch.tasks.prompts import cut, stop_at
+from kvsearch.tasks.prompts import cut_at_stop, find_stop
 
 TOGETHER = 8  # sequences that are decoded in one batch
 LONGER = 32  # tokens that an own reply may have more than the right one
@@ -58,7 +58,7 @@ class ForcedQuestions:
         """Return what prompts have in common that reply in one batch."""
         lengths = tuple(map(len, self.questions))
         questions = lengths if has_windows(model) else lengths[0] > 0
-        return self.ended, self.stop, questions, beyond_switch(model, len(self.prompt))
+        return self.ended, self.stop, questions, is_beyond_switch(model, len(self.prompt))
 
 
 def reply_end(task: TaskPrompts) -> Finished | None:
@@ -82,10 +82,10 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
     decode = task.format.decode
     stops = task.task.stops
     said = list(reply)
-    end = stop_at(decode(reply), stops)
+    end = find_stop(decode(reply), stops)
     while end is not None and said and len(decode(said)) > end:
         said.pop()
-    if said and is_right(score(task.task, key, number, query, cut(decode(said), stops))):
+    if said and is_right(score(task.task, key, number, query, cut_at_stop(decode(said), stops))):
         return said
     return []
 
@@ -120,7 +120,7 @@ def forced_answers(
         IncompatibleError: the model emits NaN or infinity under its full cache; a prompt is too long for it.
         UsageError: the metric cannot judge a reply.
     """
-    asked = [(task, reading) for task in tasks for reading in readings(task.prompts, protocol)]
+    asked = [(task, reading) for task in tasks for reading in make_readings(task.prompts, protocol)]
     found = {
         (task.task.name, reading.prompt.key, question.number): ForcedAnswer(question.right, own=False)
         for task, reading in asked
@@ -129,7 +129,7 @@ def forced_answers(
     if answers == "given":
         return found
     ends = {task.task.name: reply_end(task) for task in tasks}
-    stops = {task.task.name: frozenset(stop_tokens(loaded, task.format)) for task in tasks}
+    stops = {task.task.name: frozenset(find_stop_tokens(loaded, task.format)) for task in tasks}
     questions = [_asking(task, one, stops[task.task.name], ends[task.task.name]) for task, one in asked]
     [made] = parted_replies(loaded, [questions], progress)
     for (task, reading), replies in zip(asked, made, strict=True):
@@ -154,7 +154,7 @@ def parted_replies(
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
     whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
-    together = [list(batches(part, TOGETHER, lambda one: one[1].kind(loaded.model))) for part in whole]
+    together = [list(make_batches(part, TOGETHER, lambda one: one[1].kind(loaded.model))) for part in whole]
     # what ends replies is common to many and has a tokenizer: workers get it once
     ends = list(dict.fromkeys(one.ended for part in parts for one in part))
     items = [
@@ -162,7 +162,7 @@ def parted_replies(
         for part in together
         for batch in part
     ]
-    replies = counted(loaded.map(partial(_replies, ends=ends, apart=apart), items), len(items), progress)
+    replies = with_progress(loaded.map(partial(_replies, ends=ends, apart=apart), items), len(items), progress)
     for part in together:
         found = {number: said for batch in part for (number, _), said in zip(batch, next(replies), strict=True)}
         yield [found[number] for number in range(len(found))]
@@ -178,11 +178,11 @@ def _replies(
     """
     part, end = item
     copies = _copies(part, apart)
-    programs = {str(copy): full_cache(loaded.model) for copy in range(copies)}
+    programs = {str(copy): make_full_program(loaded.model) for copy in range(copies)}
     prompts = [one.prompt for one in part]
     found = dict[tuple[int, int], list[int]]()
-    with running(loaded.model), _named(part):
-        for joint in compressed(loaded.model, programs, prompts, set(part[0].stop), ends[end], CPU_BYTES):
+    with run_attention(loaded.model), _named(part):
+        for joint in compress_prompts(loaded.model, programs, prompts, set(part[0].stop), ends[end], CPU_BYTES):
             found |= _ask_all(joint.replies, part, [int(copy) for copy in joint.methods], copies)
     return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
 
@@ -199,13 +199,13 @@ def replies_of_passes(
     """
     apart = has_windows(model)
     found = dict[int, list[list[int]]]()
-    for batch in batches(range(len(asked)), TOGETHER, lambda number: asked[number].kind(model)):
+    for batch in make_batches(range(len(asked)), TOGETHER, lambda number: asked[number].kind(model)):
         part = [asked[number] for number in batch]
         copies = _copies(part, apart)
         prompts = [one.prompt for one in part]
         with _named(part):
             some = [passes[number] for number in batch]
-            replies = replies_after(some, prompts, copies, set(part[0].stop), part[0].ended)
+            replies = reply_after_prefill(some, prompts, copies, set(part[0].stop), part[0].ended)
             said = _ask_all(replies, part, range(copies), copies)
         for row, number in enumerate(batch):
             found[number] = [said[row, question] for question in range(len(asked[number].questions))]

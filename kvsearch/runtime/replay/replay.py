@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchError
-from kvsearch.core.items import grouped
-from kvsearch.models.architecture import output_weight
+from kvsearch.core.items import group_by_key
+from kvsearch.models.architecture import read_output_weight
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.decoding import Cached, State, widened
-from kvsearch.runtime.decode.rule import StepRule, same_in_layers
+from kvsearch.policies.decoding import Cached, State, widen_marks
+from kvsearch.runtime.decode.rule import StepRule, is_same_in_layers
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.replay.replay_state import ReplayState, Stretch, spread
-from kvsearch.runtime.store.blocks import right_aligned
+from kvsearch.runtime.replay.replay_state import ReplayState, Stretch, spread_entries
+from kvsearch.runtime.store.blocks import align_right
 from kvsearch.signals.attention_rows import (
     attention_change,
     eviction_errors,
@@ -47,7 +47,7 @@ class Replay:
     def shown(self) -> Tensor:
         """What each token attended to: the prompt's entries, then the tokens', [M, Hkv, K, T + K] bool."""
         batch, _, count, _ = self.outputs.shape
-        parts = [spread(held, columns, self.width) for held, columns in self.stretches]
+        parts = [spread_entries(held, columns, self.width) for held, columns in self.stretches]
         return torch.cat(parts, 1).view(batch, -1, count, self.width)
 
 
@@ -60,7 +60,7 @@ class Replays:
 
     def __init__(self, layers: Sequence[FollowedLayer]) -> None:
         self.layers = layers
-        alike = grouped(range(len(layers)), lambda place: layers[place].kind)
+        alike = group_by_key(range(len(layers)), lambda place: layers[place].kind)
         self.stacks = [(places, _Stack([layers[place] for place in places])) for places in alike.values()]
 
     def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
@@ -85,7 +85,7 @@ class _Stack:
     def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
         if len(self.layers) == 1:
             return self._together(prefill, decode)
-        if decode is None or same_in_layers(decode.policy):
+        if decode is None or is_same_in_layers(decode.policy):
             try:
                 return self._together(prefill, decode)
             except KvsearchError:  # what is wrong is told of the layer that it is wrong in
@@ -215,11 +215,11 @@ class LayerContinuation(Generic[Noted]):
     @cached_property
     def output_weight(self) -> Tensor:
         """W_O per query head, [Hq, Dv, d_model] fp32."""
-        return output_weight(self.module, self.query.shape[1], self.query.dtype)
+        return read_output_weight(self.module, self.query.shape[1], self.query.dtype)
 
     def of_rows(self, prompts: Tensor) -> Tensor:
         """Return something of the prompts [B, ...] for every row of tokens, [M, ...]."""
-        return at_rows(prompts, self.rows)
+        return select_rows(prompts, self.rows)
 
     def replay(self: LayerContinuation[Observation], prefill: PhaseRule | None, decode: PhaseRule | None) -> Replay:
         """Return what the tokens attend to in this layer under these rules, its input as under the full cache."""
@@ -250,7 +250,7 @@ class LayerContinuation(Generic[Noted]):
 FollowedLayer = LayerContinuation[Observation]  # of prompts that were noted as they are
 
 
-def at_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
+def select_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
     """Return the prompts [B, ...] of these `rows` [M], on the host, [M, ...]; None: all as they are."""
     return prompts if rows is None else prompts[rows.to(prompts.device)]
 
@@ -264,18 +264,18 @@ def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Calla
     count = layers[0].tokens[0].shape[2]
     _, heads, length = left[0].keep.shape
     used: Ints = np.concatenate(
-        [one.counts if layer.rows is None else one.counts[layer.rows.numpy()] for layer, one in pairs]
+        [kept.counts if layer.rows is None else kept.counts[layer.rows.numpy()] for layer, kept in pairs]
     ).flatten()
-    most = int(used.max())
-    few = 2 * (most + count) < length + count
-    parts = [_Prompts(layer, one, most if few else None) for layer, one in pairs]
+    longest = int(used.max())
+    few = 2 * (longest + count) < length + count
+    parts = [_Prompts(layer, kept, longest if few else None) for layer, kept in pairs]
     rules = [
-        one.rule if layer.rows is None else one.rule.select_rows(layer.rows.tolist())
-        for layer, one in pairs
-        if one.rule is not None
+        kept.rule if layer.rows is None else kept.rule.select_rows(layer.rows.tolist())
+        for layer, kept in pairs
+        if kept.rule is not None
     ]
     rule = StepRule.joined(rules) if rules else None
-    if few or any(one.observation is not layer.noted for layer, one in pairs):
+    if few or any(kept.observation is not layer.noted for layer, kept in pairs):
         keys, values = (torch.cat(states) for states in zip(*(part.states() for part in parts), strict=True))
     else:
         keys, values = whole()
@@ -313,15 +313,15 @@ class _Prompts:
     With `most`, the most entries that a segment has left, there are as many slots for them; else one for every column.
     """
 
-    def __init__(self, layer: FollowedLayer, left: Kept, most: int | None) -> None:
+    def __init__(self, layer: FollowedLayer, left: Kept, max_entries: int | None) -> None:
         self.layer = layer
         self.left = left
         self.count = layer.tokens[0].shape[2]
         self.batch, self.heads, self.length = left.keep.shape
         self.chosen: tuple[Tensor, Tensor] | None = None  # columns [B, Hkv, most], and whether they are kept
-        if most is not None:
-            columns, filled = right_aligned(left.keep.flatten(0, 1), most)
-            shape = (self.batch, self.heads, most)
+        if max_entries is not None:
+            columns, filled = align_right(left.keep.flatten(0, 1), max_entries)
+            shape = (self.batch, self.heads, max_entries)
             self.chosen = columns.view(shape), filled.view(shape)
 
     def states(self) -> States:
@@ -354,6 +354,6 @@ class _Prompts:
     def _with(self, prompt: Tensor, own: Tensor) -> Tensor:
         """Return something of every slot, [S, C, ...], of columns of the prompt [B, Hkv, T, ...] and of the tokens."""
         if self.chosen is not None:
-            index = widened(self.chosen[0], prompt).expand(-1, -1, -1, *prompt.shape[3:])
+            index = widen_marks(self.chosen[0], prompt).expand(-1, -1, -1, *prompt.shape[3:])
             prompt = prompt.gather(2, index)
         return torch.cat([self.layer.of_rows(prompt), own], 2).flatten(0, 1)

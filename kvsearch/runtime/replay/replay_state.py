@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.policies.checks import require_finite
-from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, by_position, entries_at, widened
-from kvsearch.policies.scoring import chunk_bytes
-from kvsearch.runtime.attention import causal_mask
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, Step, gather_entries, sort_by_position, widen_marks
+from kvsearch.policies.scoring import choose_chunk_bytes
+from kvsearch.runtime.attention import make_causal_mask
 from kvsearch.runtime.decode.decoding import AttentionAverages
 from kvsearch.runtime.decode.rule import Limits, StepRule
 from kvsearch.runtime.logits import Logits
 
-TABLES = 3  # of attention logits that there are at a time: logits, masked ones, weights
+LOGIT_TABLES = 3  # of attention logits that there are at a time: logits, masked ones, weights
 
 
 # k tokens during which the same slots were there: what each of them attended to, [S, k, C] bool, and the column of each
@@ -91,7 +91,7 @@ class ReplayState:
     def _unruled(self) -> Tensor:
         """Return what the tokens see where nothing leaves after the prompt, [S, K, C] bool."""
         held = self.cached.held[:, : self.own]
-        own = causal_mask(self.count, self.count, held.device).expand(len(held), -1, -1)
+        own = make_causal_mask(self.count, self.count, held.device).expand(len(held), -1, -1)
         arrived = torch.arange(self.count, device=held.device)
         self.cached.positions[:, self.own :] = self.seen[:, None] + arrived
         return torch.cat([held[:, None].expand(-1, self.count, -1), own], -1)
@@ -109,7 +109,7 @@ class ReplayState:
         cached = self.cached
         query = self.by_segment[:, :, first : first + held.shape[1]]
         outputs = cached.values.new_empty(*query.shape[:3], cached.values.shape[-1])
-        step = max(1, chunk_bytes(held.device) // (4 * TABLES * query.shape[1] * held[0].numel()))
+        step = max(1, choose_chunk_bytes(held.device) // (4 * LOGIT_TABLES * query.shape[1] * held[0].numel()))
         for start in range(0, len(held), step):
             part = slice(start, start + step)
             bias = None if cached.log_weights is None else cached.log_weights[part, None].float()
@@ -149,10 +149,10 @@ class ReplayState:
             return
         self._close()
         coming = torch.arange(width - ahead, width, device=self.rows.device).expand(len(self.rows), -1)
-        slots = torch.cat([by_position(cached.positions, cached.held)[:, :used], coming], 1)
+        slots = torch.cat([sort_by_position(cached.positions, cached.held)[:, :used], coming], 1)
         self.columns = slots if self.columns is None else self.columns.gather(1, slots)
         self.own = used - token - 1
-        self.cached = cached.at_slots(lambda tensor: entries_at(tensor, slots))
+        self.cached = cached.at_slots(lambda tensor: gather_entries(tensor, slots))
 
 
 def _clear(cached: Cached) -> None:
@@ -161,10 +161,10 @@ def _clear(cached: Cached) -> None:
     for name, tensor in cached.state.entries.items():
         if name == LOG_WEIGHTS:
             continue
-        tensor.masked_fill_(widened(empty, tensor), 0)
+        tensor.masked_fill_(widen_marks(empty, tensor), 0)
 
 
-def spread(slots: Tensor, columns: Tensor | None, width: int) -> Tensor:
+def spread_entries(slots: Tensor, columns: Tensor | None, width: int) -> Tensor:
     """Spread marks of slots [S, k, C] bool by column, [S, k, width], False where a column has no slot."""
     if columns is None:
         return slots

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import InternalError
-from kvsearch.core.items import grouped
+from kvsearch.core.items import group_by_key
 from kvsearch.kernels.attention import Entries
 
 WASTE = 1 / 64  # on a CPU, padding allowed inside blocks, as a share of the entries of the layer
 # On other devices every block is some 5 to 20 kernels per step, of about 4 microseconds to launch: time to read 2^17
 # entries at 2 TB/s. So blocks are joined while that costs no more of each, and all in all no more memory than this:
-SHARE = 1 / 4
+PADDING_SHARE = 1 / 4
 SMALL = 2**14  # of the entries of the layer, or this many where that is more (4 MiB in bf16, D = 64)
 LAUNCHES = 2**17
-GROWTH = 1 / 8
+GROWTH_SHARE = 1 / 8
 MIN_SPARE = 32
-ROOM = 512  # tokens that room is made for ahead of time, at most
+MAX_ROOM = 512  # tokens that room is made for ahead of time, at most
 
 
 Where = Tensor | tuple[Tensor, Tensor]  # indexes tensors that are shaped as the positions of a block
@@ -90,7 +90,7 @@ class Block:
         """Add q columns: keys [S, q, D], values [S, q, Dv], positions [S or 1, q] int32, -1 for padding if `padded`."""
         count = keys.shape[1]
         if self.end + count > self.keys.shape[1]:
-            self._grow(self.end + count + max(MIN_SPARE, int(self.end * GROWTH)))
+            self._grow(self.end + count + max(MIN_SPARE, int(self.end * GROWTH_SHARE)))
         if self.place is not None:
             self._bias = self.place = None
         columns = slice(self.end, self.end + count)
@@ -141,7 +141,7 @@ class Block:
         self._bias = self.place = None  # a forgotten column may have been padding
 
     def _grow(self, capacity: int) -> None:
-        for name, old in entry_tensors(self).items():
+        for name, old in list_entry_tensors(self).items():
             new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
             new[:, : self.end] = old[:, : self.end]
             setattr(self, name, new)
@@ -171,7 +171,7 @@ class Block:
     def select(self, chosen: Ints) -> Block:
         """Return a block that holds row r of this one as segment s, for all (r, s) of `chosen` [S', 2], s ascending."""
         rows, segments = torch.from_numpy(chosen).to(self.keys.device).unbind(1)
-        chosen_entries = {name: held[rows] for name, held in entry_tensors(self).items()}
+        chosen_entries = {name: held[rows] for name, held in list_entry_tensors(self).items()}
         return replace(self, segments=segments, **chosen_entries, _bias=None, place=None)
 
     def spread(self, limits: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ class Block:
         return limits[:, None]
 
     def showing(self, visible: Tensor, heads: int) -> Block:
-        """Return the same entries, those of tokens that are not `visible` [B, T] as if they were padding."""
-        positions = shown_positions(self.positions, self.segments[:, None] // heads, visible)
+        """Return the same entries, with tokens that are not `visible` [B, T] treated as padding."""
+        positions = hide_positions(self.positions, self.segments[:, None] // heads, visible)
         return replace(self, positions=positions, padded=True, _bias=None, place=None)
 
     def kept(self, keep: Tensor, counts: Ints) -> Iterator[tuple[Block, Where, Ints]]:
@@ -188,14 +188,14 @@ class Block:
 
         Yields blocks, where in this one their entries were, and which of its rows they hold.
         """
-        for members in bucket(counts.tolist(), keep.device):
+        for members in group_segments(counts.tolist(), keep.device):
             rows = np.array(members)
             width = int(counts[rows].max())
             index = torch.from_numpy(rows).to(keep.device)
-            columns, filled = right_aligned(keep[index], width)
+            columns, filled = align_right(keep[index], width)
             where = (index[:, None], columns)
             padded = bool((counts[rows] < width).any())
-            held = {name: states[where] for name, states in entry_tensors(self).items()}
+            held = {name: states[where] for name, states in list_entry_tensors(self).items()}
             if padded:
                 held["positions"].masked_fill_(~filled, -1)
             yield Block(self.segments[index], end=width, padded=padded, **held), where, rows
@@ -210,7 +210,7 @@ class Block:
 
     def tensors(self) -> list[Tensor]:
         """Return all that takes memory."""
-        return [*entry_tensors(self).values(), *([] if self._bias is None else [self._bias])]
+        return [*list_entry_tensors(self).values(), *([] if self._bias is None else [self._bias])]
 
     def narrowed(self, rows: Ints, width: int) -> Block:
         """Return some rows in `width` columns, which must hold all of their entries."""
@@ -222,7 +222,9 @@ class Block:
             front = chosen.new_full((len(rows), missing, *chosen.shape[2:]), empty)
             return torch.cat([front, chosen], 1) if missing else chosen
 
-        held = {name: cut(states, -1 if name == "positions" else 0) for name, states in entry_tensors(self).items()}
+        held = {
+            name: cut(states, -1 if name == "positions" else 0) for name, states in list_entry_tensors(self).items()
+        }
         return Block(self.segments[index], end=width, padded=True, **held)
 
     @classmethod
@@ -230,17 +232,17 @@ class Block:
         """Stack the segments of blocks of one width, in ascending order."""
         segments = torch.cat([block.segments for block in blocks])
         order = torch.argsort(segments)
-        held = {name: torch.cat(parts)[order] for name, parts in aligned_tensors(blocks).items()}
+        held = {name: torch.cat(parts)[order] for name, parts in align_tensors(blocks).items()}
         return cls(segments[order], end=blocks[0].end, padded=padded, **held)
 
 
-def entry_tensors(block: Any) -> dict[str, Any]:
+def list_entry_tensors(block: Any) -> dict[str, Any]:
     """Return what a block holds of entries, by the names of its fields; log weights where it has some."""
     held = {name: getattr(block, name) for name in ("keys", "values", "positions", "log_weights")}
     return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
-def aligned_tensors(blocks: Sequence[Any]) -> dict[str, list[Any]]:
+def align_tensors(blocks: Sequence[Any]) -> dict[str, list[Any]]:
     """Return what each of some blocks holds of entries, by the names of fields: log weights if one has some."""
     names = ["keys", "values", "positions"]
     parts = {name: [getattr(block, name) for block in blocks] for name in names}
@@ -305,12 +307,12 @@ class Segmented:
         return sum(tensor.untyped_storage().nbytes() for block in self.blocks for tensor in block.tensors())
 
 
-def shown_positions(positions: Tensor, sequences: Tensor, visible: Tensor) -> Tensor:
+def hide_positions(positions: Tensor, sequences: Tensor, visible: Tensor) -> Tensor:
     """Return `positions` of entries of these `sequences`, -1 for those that are not `visible` [B, T] bool."""
     return positions.masked_fill(~visible[sequences, positions.clamp(min=0)], -1)
 
 
-def dense_blocks(
+def copy_dense_blocks(
     keys: Tensor,
     values: Tensor,
     keep: Tensor,
@@ -324,10 +326,10 @@ def dense_blocks(
     """
     heads = keys.shape[1]
     flat_keep = keep.flatten(0, 1)
-    for members in bucket(lengths, keys.device):
-        segments = index_of(np.array(members), keys.device)
+    for members in group_segments(lengths, keys.device):
+        segments = make_index(np.array(members), keys.device)
         width = int(max(lengths[i] for i in members))
-        columns, filled = right_aligned(flat_keep[segments], width)
+        columns, filled = align_right(flat_keep[segments], width)
         # sequence and head apart: flattening a transposed layer would copy all of it
         row = (segments // heads)[:, None]
         head = (segments % heads)[:, None]
@@ -340,21 +342,21 @@ def dense_blocks(
         yield Block(segments, *entries, width, padded, weights), columns
 
 
-def bucket(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
+def group_segments(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
     """Group segments so that every group can be padded to its longest, in few groups where these are what costs.
 
     Starts from one group per distinct length and merges neighbours, cheapest first, while the allowance lasts: on a CPU
-    `WASTE` of all entries, elsewhere `SHARE` of them or `SMALL`, and no more than `LAUNCHES` for any merger.
+    `WASTE` of all entries, elsewhere `PADDING_SHARE` of them or `SMALL`, and no more than `LAUNCHES` for any merger.
     """
-    by_length = grouped(range(len(lengths)), lambda index: lengths[index])
+    by_length = group_by_key(range(len(lengths)), lambda index: lengths[index])
     groups = [(length, by_length[length]) for length in sorted(by_length)]
     host = device.type == "cpu"
-    allowance = int(sum(lengths) * WASTE) if host else max(SMALL, int(sum(lengths) * SHARE))
-    most = allowance if host else LAUNCHES
+    allowance = int(sum(lengths) * WASTE) if host else max(SMALL, int(sum(lengths) * PADDING_SHARE))
+    max_groups = allowance if host else LAUNCHES
     while len(groups) > 1:
         costs = [(b[0] - a[0]) * len(a[1]) for a, b in pairwise(groups)]
         cheapest = min(range(len(costs)), key=costs.__getitem__)
-        if costs[cheapest] > min(most, allowance):
+        if costs[cheapest] > min(max_groups, allowance):
             break
         allowance -= costs[cheapest]
         length, members = groups[cheapest + 1]
@@ -362,14 +364,14 @@ def bucket(lengths: Sequence[int], device: torch.device) -> list[list[int]]:
     return [members for _, members in groups]
 
 
-def index_of(numbers: Ints, device: torch.device) -> Tensor:
+def make_index(numbers: Ints, device: torch.device) -> Tensor:
     """Return whole numbers as a tensor, made on the device where they count up from 0, which needs no copy."""
     if (numbers == np.arange(len(numbers))).all():
         return torch.arange(len(numbers), device=device)
     return torch.from_numpy(numbers).to(device)
 
 
-def right_aligned(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def align_right(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the kept columns of each row, ascending and right-aligned in `width` columns, and where they are."""
     count = keep.sum(-1, keepdim=True)
     slot = torch.where(keep, keep.cumsum(-1) - 1 + width - count, width)

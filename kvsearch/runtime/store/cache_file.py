@@ -19,25 +19,25 @@ from pydantic import Field
 from torch import Tensor
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.core.canonical import canonical_json, sha256_of
+from kvsearch.core.canonical import canonical_json, hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Count, Record, Text, is_none
 from kvsearch.core.files import check_target
-from kvsearch.core.parsing import parse_json, require_header, validated
-from kvsearch.core.resources import version
+from kvsearch.core.parsing import parse_json, require_header, validate_content
+from kvsearch.core.resources import read_version
 from kvsearch.kernels.dispatch import serves
-from kvsearch.models.architecture import decoder, describe
-from kvsearch.models.fingerprint import fingerprint
+from kvsearch.models.architecture import describe, find_decoder
+from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import Plan
-from kvsearch.plan.saved import find_weights, put_weights
+from kvsearch.plan.saved import find_weights, write_weights
 from kvsearch.policies import Policy
-from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, State, widened
+from kvsearch.policies.decoding import LOG_WEIGHTS, Cached, State, widen_marks
 from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule, decode_needs
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.read_mask import ReadMask
-from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, ROOM, Block
+from kvsearch.runtime.store.blocks import GROWTH_SHARE, MAX_ROOM, MIN_SPARE, Block
 from kvsearch.runtime.store.flat import FlatBlock
 from kvsearch.runtime.store.slots import SlotBlock
 from kvsearch.runtime.store.storage import RaggedStore
@@ -47,7 +47,7 @@ Tensors = dict[str, Tensor]
 
 CACHE_FORMAT = "kvsearch.cache"
 CACHE_VERSION = 1
-READ = ("tokens", "mask")
+READ_TENSORS = ("tokens", "mask")
 
 
 class CacheHeader(Record):
@@ -70,13 +70,13 @@ class CacheHeader(Record):
 
     def require(self, path: str | Path, model: Any, plan: Plan | None) -> None:
         """Raise an IncompatibleError unless a file with this header is of `plan` (None: of any) and fits `model`."""
-        if plan is not None and (own := sha256_of(self.plan)) != (other := sha256_of(plan)):
+        if plan is not None and (own := hash_json(self.plan)) != (other := hash_json(plan)):
             raise IncompatibleError(
                 f"{path} was compressed under another plan ({own[:12]}, not {other[:12]}): compress the context under "
                 "this one, or leave the plan out"
             )
-        self.plan.model.require(fingerprint(model), str(path))
-        if self.dtype != (runs := _dtype_name(model.dtype)):
+        self.plan.model.require(compute_fingerprint(model), str(path))
+        if self.dtype != (runs := _name_dtype(model.dtype)):
             raise IncompatibleError(
                 f"{path} holds {self.dtype} and the model runs in {runs}: load it with --dtype {self.dtype}, or "
                 "compress the context again"
@@ -98,23 +98,23 @@ def write_cache(
         UsageError: there is nothing to write yet, `read` is not what was read, or no such file can be written.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
-    tensors = {name: tensor for name, tensor in zip(READ, read, strict=True) if tensor is not None}
+    tensors = {name: tensor for name, tensor in zip(READ_TENSORS, read, strict=True) if tensor is not None}
     batch = 0
     length = 0
     dtype = torch.float32
     for index, layer in enumerate(layers):
         if isinstance(layer, EvictingLayer):
             holder = layer.evicted
-            held = _of_ragged(holder) if isinstance(holder, RaggedStore) else _of_decoding(holder)
+            held = _dump_ragged(holder) if isinstance(holder, RaggedStore) else _dump_decoding(holder)
             batch = holder.batch
             length = layer.seen
             dtype = layer.dtype
         else:
-            held = _of_stock(layer)
+            held = _dump_stock(layer)
         tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
     if "mask" not in tensors and (real := read_mask.columns(length)) is not None:
         tensors["mask"] = real
-    for name in READ:
+    for name in READ_TENSORS:
         if name in tensors and tuple(tensors[name].shape) != (batch, length):
             given = list(tensors[name].shape)
             raise UsageError(f"{name} is {given} and the cache has read {[batch, length]}: give what it read")
@@ -122,16 +122,16 @@ def write_cache(
         raise UsageError("mask does not say which tokens were padding when the cache read them: leave it out")
     header = CacheHeader(
         plan=plan,
-        dtype=_dtype_name(dtype),
+        dtype=_name_dtype(dtype),
         sequences=batch,
         length=length,
         rest=rest or None,
-        kvsearch=version("kvsearch"),
-        torch=version("torch"),
-        transformers=version("transformers"),
+        kvsearch=read_version("kvsearch"),
+        torch=read_version("torch"),
+        transformers=read_version("transformers"),
     )
     check_target(path)
-    put_weights(plan.policies, path)
+    write_weights(plan.policies, path)
     return write_tensors(path, tensors, canonical_json(header).decode(), overwrite)
 
 
@@ -143,42 +143,42 @@ def read_cache(path: str | Path) -> tuple[CacheHeader, Tensors]:
         EnvironmentFault: it cannot be read.
     """
     about, tensors = read_tensors(path)
-    header = _header(about, path)
+    header = _read_header(about, path)
     find_weights(header.plan.policies, path)
     return header, tensors
 
 
 def read_header(path: str | Path) -> CacheHeader:
     """Read what a cache file says of itself, which costs little; errors as `read_cache`, as far as that shows."""
-    return _header(read_about(path), path)
+    return _read_header(read_about(path), path)
 
 
-def _header(about: str, path: str | Path) -> CacheHeader:
+def _read_header(about: str, path: str | Path) -> CacheHeader:
     data = require_header(parse_json(about.encode(), f"the metadata of {path}"), CACHE_FORMAT, CACHE_VERSION, str(path))
-    header = validated(CacheHeader.model_validate, data, str(path))
+    header = validate_content(CacheHeader.model_validate, data, str(path))
     check_plan(header.plan, f"the plan in {path}")
     return header
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _of_ragged(store: RaggedStore) -> Tensors:
+def _dump_ragged(store: RaggedStore) -> Tensors:
     tensors = {"tokens": store.tokens, "longest": store.longest, "appended": torch.tensor(store.appended)}
     tensors["even"] = torch.tensor(store.even)
-    for number, block in enumerate(block for one in store.blocks for block in one.grouped()):
+    for number, block in enumerate(block for joint in store.blocks for block in joint.grouped()):
         positions = block.positions[:, : block.end]
         entries = {"keys": block.keys[:, : block.end], "values": block.values[:, : block.end]}
         if block.log_weights is not None:
             entries["log_weights"] = block.log_weights[:, : block.end]
-        part = {name: _blank(states, positions) for name, states in entries.items()}
+        part = {name: _make_blank(states, positions) for name, states in entries.items()}
         part |= {"segments": block.segments, "positions": positions, "padded": torch.tensor(block.padded)}
-        tensors |= _under(f"blocks.{number}", part)
+        tensors |= _add_prefix(f"blocks.{number}", part)
     return tensors
 
 
-def _of_decoding(decoding: Decoding) -> Tensors:
+def _dump_decoding(decoding: Decoding) -> Tensors:
     rule = decoding.rule
     tensors = {"budgets": torch.from_numpy(rule.budgets), "scored": torch.from_numpy(rule.scored)}
     tensors |= {"next_position": rule.next_position, "peak": torch.from_numpy(decoding.peak)}
@@ -188,14 +188,14 @@ def _of_decoding(decoding: Decoding) -> Tensors:
         cached = block.first(block.width)
         part = {"segments": torch.from_numpy(block.names), "seen": block.seen, "slot": block.slot}
         part |= {"positions": cached.positions, "capacity": torch.tensor(block.cached.positions.shape[1])}
-        part |= {name: _blank(getattr(cached, name), cached.positions) for name in ("keys", "values")}
+        part |= {name: _make_blank(getattr(cached, name), cached.positions) for name in ("keys", "values")}
         for kind in ("entries", "heads"):
-            part |= _under(f"state.{kind}", getattr(cached.state, kind))
-        tensors |= _under(f"blocks.{number}", part)
+            part |= _add_prefix(f"state.{kind}", getattr(cached.state, kind))
+        tensors |= _add_prefix(f"blocks.{number}", part)
     return tensors
 
 
-def _of_stock(layer: Any) -> Tensors:
+def _dump_stock(layer: Any) -> Tensors:
     """Return the attributes of a layer of transformers' own; a dtype is an empty tensor of it."""
     tensors: Tensors = {}
     for name, value in vars(layer).items():
@@ -246,7 +246,7 @@ class TensorReader:
         return TensorReader(self.tensors, f"{self.prefix}{prefix}.", self.device)
 
     def blocks(self) -> list[TensorReader]:
-        """Return the readers of the blocks of a layer, of which there is at least one."""
+        """Return the readers of a layer's blocks, at least one."""
         count = len({name.split(".")[1] for name in self.names() if name.startswith("blocks.")})
         return [self.under(f"blocks.{number}") for number in range(max(count, 1))]
 
@@ -271,12 +271,12 @@ def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: 
     shape = describe(model)
     fewest = 0 if "mask" in tensors else header.length
     of = CacheShape(header.sequences, shape.kv_heads, shape.query_heads, header.length, fewest, model.dtype)
-    rest = {name: tensor for name, tensor in tensors.items() if name not in READ}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in READ_TENSORS}
     try:
-        for name in READ:
+        for name in READ_TENSORS:
             if name in tensors and tuple(tensors[name].shape) != (header.sequences, header.length):
                 raise ValueError(f"{name} is not {[header.sequences, header.length]}")
-        modules: Any = decoder(model).layers
+        modules: Any = find_decoder(model).layers
         for index, layer in enumerate(layers):
             device: torch.device = next(modules[index].parameters()).device  # where the layer computes
             reader = TensorReader(rest, f"layers.{index}.", model.device if device.type == "meta" else device)
@@ -293,12 +293,12 @@ def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: 
 def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) -> None:
     """Let an empty planned layer hold what was written of one."""
     if layer.decode is None:
-        store = _ragged(reader, of)
+        store = _load_ragged(reader, of)
         keys = store.blocks[0].keys
         weights = [block.log_weights for block in store.blocks]
         layer.holder = store
     else:
-        decoding = _decoding(reader, layer.decode.policy, layer.rotary, layer.index, of)
+        decoding = _load_decoding(reader, layer.decode.policy, layer.rotary, layer.index, of)
         keys = decoding.blocks[0].cached.keys
         weights = [block.cached.log_weights for block in decoding.blocks]
         layer.holder = decoding
@@ -310,7 +310,7 @@ def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) ->
     layer.seen = of.seen
 
 
-def _ragged(reader: TensorReader, of: CacheShape) -> RaggedStore:
+def _load_ragged(reader: TensorReader, of: CacheShape) -> RaggedStore:
     tokens = reader.take("tokens", torch.int32, of.batch, within=(of.fewest, of.seen))
     longest = reader.take("longest", torch.int32, of.batch)  # before some were taken back: may be more than `seen`
     even = bool(reader.take("even", torch.bool))
@@ -323,7 +323,7 @@ def _ragged(reader: TensorReader, of: CacheShape) -> RaggedStore:
         padded = bool(part.take("padded", torch.bool))
         weights = None
         if LOG_WEIGHTS in part.names():
-            weights = _finite(part.take(LOG_WEIGHTS, of.dtype, *positions.shape), part.prefix)
+            weights = _require_finite(part.take(LOG_WEIGHTS, of.dtype, *positions.shape), part.prefix)
         blocks.append(Block(segments, keys, values, positions, positions.shape[1], padded, weights))
     _require_all((block.segments for block in blocks), of.batch * of.heads)
     if appended > min(block.end for block in blocks):
@@ -333,7 +333,7 @@ def _ragged(reader: TensorReader, of: CacheShape) -> RaggedStore:
     return RaggedStore(held, of.heads, tokens, even, appended, longest)
 
 
-def _decoding(reader: TensorReader, policy: Policy, rotary: Rotary, layer: int, of: CacheShape) -> Decoding:
+def _load_decoding(reader: TensorReader, policy: Policy, rotary: Rotary, layer: int, of: CacheShape) -> Decoding:
     segments = of.batch * of.heads
     budgets, peak = (reader.take(name, torch.int64, segments).cpu().numpy() for name in ("budgets", "peak"))
     scored = reader.take("scored", torch.int64, of.batch).cpu().numpy()
@@ -342,18 +342,18 @@ def _decoding(reader: TensorReader, policy: Policy, rotary: Rotary, layer: int, 
     if "queries" in reader.names():
         queries = reader.take("queries", None, of.batch, of.query_heads, decode_needs(policy).query_rows, None)
     rule = StepRule(policy, budgets, rotary, layer, of.heads, queries, position, scored)
-    blocks = [_slots(part, rule, of) for part in reader.blocks()]
+    blocks = [_load_slots(part, rule, of) for part in reader.blocks()]
     _require_all((torch.from_numpy(block.names) for block in blocks), segments)
     return Decoding(blocks, rule, of.seen, peak)
 
 
-def _slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock:
+def _load_slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock:
     names = part.take("segments", torch.int64, None, within=(0, len(rule.budgets) - 1))
     positions = part.take("positions", torch.int64, len(names), None, within=(-1, of.seen - 1))
     size = positions.shape
     width = size[1]
-    most = width + max(MIN_SPARE, ROOM, int(width * GROWTH)) + 1
-    capacity = int(part.take("capacity", torch.int64, within=(width, most)))
+    max_width = width + max(MIN_SPARE, MAX_ROOM, int(width * GROWTH_SHARE)) + 1
+    capacity = int(part.take("capacity", torch.int64, within=(width, max_width)))
 
     def roomy(tensor: Tensor, empty: int = 0) -> Tensor:
         filled = tensor.new_full((size[0], capacity, *tensor.shape[2:]), empty)
@@ -363,7 +363,7 @@ def _slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock:
     keys, values = (roomy(part.take(name, of.dtype, *size, None)) for name in ("keys", "values"))
     entries = {name: roomy(tensor) for name, tensor in _state(part.under("state.entries"), size).items()}
     if LOG_WEIGHTS in entries:
-        _finite(entries[LOG_WEIGHTS], part.prefix)
+        _require_finite(entries[LOG_WEIGHTS], part.prefix)
     state = State(entries, _state(part.under("state.heads"), size[:1]))
     cached = Cached(keys, values, roomy(positions, -1), state, rule.layer, names % rule.heads)
     slot = part.take("slot", torch.int64, len(names), within=(0, capacity - 1))
@@ -382,7 +382,7 @@ def _state(reader: TensorReader, size: Sequence[int]) -> Tensors:
     return state
 
 
-def _finite(log_weights: Tensor, place: str) -> Tensor:
+def _require_finite(log_weights: Tensor, place: str) -> Tensor:
     if not bool(log_weights.isfinite().all()):
         raise ValueError(f"{place}{LOG_WEIGHTS} has a log weight that is not finite")
     return log_weights
@@ -419,9 +419,9 @@ def _require_all(names: Iterable[Tensor], count: int) -> None:
         raise ValueError(f"its blocks do not hold {count} heads, each once")
 
 
-def _blank(states: Tensor, positions: Tensor) -> Tensor:
-    return states.masked_fill(widened(positions < 0, states), 0)
+def _make_blank(states: Tensor, positions: Tensor) -> Tensor:
+    return states.masked_fill(widen_marks(positions < 0, states), 0)
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+def _add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.kernels.attention import Entries
-from kvsearch.policies.decoding import widened
+from kvsearch.policies.decoding import widen_marks
 from kvsearch.runtime.store.blocks import (
-    GROWTH,
+    GROWTH_SHARE,
     MIN_SPARE,
     Block,
     Where,
-    aligned_tensors,
-    bucket,
-    entry_tensors,
-    index_of,
-    shown_positions,
+    align_tensors,
+    group_segments,
+    hide_positions,
+    list_entry_tensors,
+    make_index,
 )
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ class FlatBlock:
         `counts` [B * Hkv] are how many entries of each segment are kept; for the rest see `RaggedStore.pack`.
         """
         heads, length = keys.shape[1:3]
-        places = true_places(keep.flatten(), int(counts.sum()))
+        places = find_true_places(keep.flatten(), int(counts.sum()))
         column = places % length
         segment = places // length
         row = segment // heads
@@ -92,7 +92,7 @@ class FlatBlock:
     def joined(cls, parts: Sequence[FlatBlock]) -> FlatBlock:
         """Put the segments of some blocks, to which nothing is appended, behind one another."""
         parts = [part.moved(0) if part.spare else part for part in parts]
-        held = {name: torch.cat(tensors) for name, tensors in aligned_tensors(parts).items()}
+        held = {name: torch.cat(tensors) for name, tensors in align_tensors(parts).items()}
         counts = np.concatenate([part.counts for part in parts])
         return cls.compact(held, counts, torch.cat([part.ends[1] for part in parts]))
 
@@ -108,7 +108,7 @@ class FlatBlock:
         names = torch.cat([block.segments for block in blocks]).cpu().numpy()
         entries = {
             name: torch.cat([tensor[:, : held.shape[1]][held] for tensor, held in zip(tensors, places, strict=True)])
-            for name, tensors in aligned_tensors(blocks).items()
+            for name, tensors in align_tensors(blocks).items()
         }
         whole = cls.compact(entries, lengths.cpu().numpy(), lengths).moved(0, np.argsort(names))
         whole = replace(whole, counts=whole.counts - appended, spare=appended, appended=appended)
@@ -121,7 +121,7 @@ class FlatBlock:
         count = keys.shape[1]
         if self.appended + count > self.spare:
             used = int(self.counts.mean()) + self.appended
-            self._grow(self.appended + count + max(MIN_SPARE, int(used * GROWTH)))
+            self._grow(self.appended + count + max(MIN_SPARE, int(used * GROWTH_SHARE)))
         self.fixed = False
         self.put(keys, values, positions)
         self.appended += count
@@ -165,8 +165,8 @@ class FlatBlock:
 
     def _grow(self, spare: int) -> None:
         starts, ends, source = self._layout(spare, self.counts)
-        for name in entry_tensors(self):  # one by one: only one of them is there twice for a moment
-            setattr(self, name, _taken(getattr(self, name), source))
+        for name in list_entry_tensors(self):  # one by one: only one of them is there twice for a moment
+            setattr(self, name, _take_rows(getattr(self, name), source))
         self.starts = starts
         self.ends = ends
         self.spare = spare
@@ -177,7 +177,7 @@ class FlatBlock:
         """Copy segments `rows` [S'] (None: all) to a block of their own, with other spare room behind each."""
         counts = self.counts if rows is None else self.counts[rows]
         starts, ends, source = self._layout(spare, counts, rows)
-        held: dict[str, Any] = {name: _taken(states, source) for name, states in entry_tensors(self).items()}
+        held: dict[str, Any] = {name: _take_rows(states, source) for name, states in list_entry_tensors(self).items()}
         return replace(
             self,
             segments=torch.arange(len(counts), device=starts.device),
@@ -198,7 +198,7 @@ class FlatBlock:
         starts = self.starts
         used = self.ends[1]
         if rows is not None:
-            index = index_of(rows, starts.device)
+            index = make_index(rows, starts.device)
             starts = starts[index]
             used = used[index]
         # Sizes are known to the device alone, but their sum to the host: with it, repeating waits for nothing.
@@ -213,14 +213,14 @@ class FlatBlock:
         return self.moved(self.spare, chosen[:, 0])
 
     def kept(self, keep: Tensor, counts: Ints) -> Iterator[tuple[FlatBlock, Where, Ints]]:
-        where = true_places(keep, int(counts.sum()))
+        where = find_true_places(keep, int(counts.sum()))
         lengths = torch.from_numpy(counts).to(where.device)
-        held = {name: states[where] for name, states in entry_tensors(self).items()}
+        held = {name: states[where] for name, states in list_entry_tensors(self).items()}
         block = FlatBlock.compact(held, counts, lengths)
         yield block, where, np.arange(len(counts))
 
     def showing(self, visible: Tensor, heads: int) -> FlatBlock:
-        positions = shown_positions(self.positions, self.spread(self.segments // heads), visible)
+        positions = hide_positions(self.positions, self.spread(self.segments // heads), visible)
         return replace(self, positions=positions, padded=True)
 
     def spread(self, limits: Tensor) -> Tensor:
@@ -243,19 +243,19 @@ class FlatBlock:
 
     def grouped(self) -> list[Block]:
         """Return copies in blocks as a CPU would have them, so that files are the same wherever they are written."""
-        members = (np.array(group) for group in bucket(self.counts.tolist(), CPU))
+        members = (np.array(group) for group in group_segments(self.counts.tolist(), CPU))
         return [self._aligned(rows, int(self.counts[rows].max()) + self.appended) for rows in members]
 
     def _aligned(self, rows: Ints, width: int) -> Block:
-        index = index_of(rows, self.keys.device)
+        index = make_index(rows, self.keys.device)
         ends, used = self.ends[:, index]
         column = torch.arange(-width, 0, device=index.device)
         held = column >= -used[:, None]
         where = (ends[:, None] + column).clamp_(min=0)
-        entries = {name: states[where] for name, states in entry_tensors(self).items()}
+        entries = {name: states[where] for name, states in list_entry_tensors(self).items()}
         padded = bool((self.counts[rows] + self.appended < width).any())
         for name, states in entries.items() if padded else ():
-            states.masked_fill_(widened(~held, states), -1 if name == "positions" else 0)
+            states.masked_fill_(widen_marks(~held, states), -1 if name == "positions" else 0)
         return Block(self.segments[index], end=width, padded=padded or self.padded, **entries)
 
     def whole(self, seen: int) -> tuple[Tensor, Tensor] | None:
@@ -273,19 +273,19 @@ class FlatBlock:
         return self.positions[first : first + int(self.counts[row]) + self.appended]
 
     def tensors(self) -> list[Tensor]:
-        return [self.segments, *entry_tensors(self).values(), self.starts, self.ends]
+        return [self.segments, *list_entry_tensors(self).values(), self.starts, self.ends]
 
 
 AnyBlock = Block | FlatBlock
 
 
-def regrouped(held: Sequence[AnyBlock]) -> list[AnyBlock]:
+def regroup(held: Sequence[AnyBlock]) -> list[AnyBlock]:
     """Put the same segments into as few blocks as is economical, if that is fewer: attention is one call for each."""
     if len(held) == 1:
         return list(held)
     blocks = [block for source in held for block in source.grouped()]
     counts = np.concatenate([block.held().numpy() for block in blocks])
-    groups = bucket(counts.tolist(), blocks[0].keys.device)
+    groups = group_segments(counts.tolist(), blocks[0].keys.device)
     if len(groups) >= len(blocks):
         return list(blocks)
     home = np.concatenate([np.full(len(block.segments), number) for number, block in enumerate(blocks)])
@@ -299,11 +299,11 @@ def regrouped(held: Sequence[AnyBlock]) -> list[AnyBlock]:
     return joint
 
 
-def true_places(flags: Tensor, count: int) -> Tensor:
+def find_true_places(flags: Tensor, count: int) -> Tensor:
     """Return where flags [M] are True, ascending, [count] int64: the host knows how many are, so it does not wait."""
     return torch.searchsorted(flags.cumsum(0), torch.arange(1, count + 1, device=flags.device))
 
 
-def _taken(states: Tensor, source: Tensor) -> Tensor:
+def _take_rows(states: Tensor, source: Tensor) -> Tensor:
     """Return rows `source` of states, zeros where there is none to take."""
     return states.index_select(0, source) if len(states) else states.new_zeros(len(source), *states.shape[1:])

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Bools, Ints
 from kvsearch.policies import Observation
-from kvsearch.policies.decoding import Cached, State, slots_of, widened
-from kvsearch.runtime.decode.rule import Leaving, Limits, StepRule
-from kvsearch.runtime.logits import head_rows
-from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, bucket, index_of, shown_positions
+from kvsearch.policies.decoding import Cached, State, list_slots, widen_marks
+from kvsearch.runtime.decode.rule import Evictions, Limits, StepRule
+from kvsearch.runtime.logits import list_head_rows
+from kvsearch.runtime.store.blocks import GROWTH_SHARE, MIN_SPARE, group_segments, hide_positions, make_index
 
 
 class StepPlan(NamedTuple):
@@ -31,7 +31,7 @@ class StepPlan(NamedTuple):
     width: int  # slots that are looked at
     full: bool  # all of them hold an entry
     bias: Literal["", "keep", "fill", "make"]  # what becomes of the bias: not used, right as it is, one slot, all of it
-    leaving: Leaving
+    leaving: Evictions
     holes: bool  # whether slots may be free left of one that is not, after the step
 
 
@@ -143,9 +143,9 @@ class SlotBlock:
         return self.cached.at_slots(lambda tensor: tensor[:, :width])
 
     def showing(self, step_plan: StepPlan, visible: Tensor) -> Cached:
-        """Return the slots that are looked at, those of tokens not `visible` [B, T] bool as if they had no entry."""
+        """Return the attended slots, with tokens that are not `visible` [B, T] bool treated as empty."""
         cached = self.first(step_plan.width)
-        return replace(cached, positions=shown_positions(cached.positions, self.rows[:, None], visible))
+        return replace(cached, positions=hide_positions(cached.positions, self.rows[:, None], visible))
 
     def free(self, leaving: Tensor | None, step_plan: StepPlan, active: Tensor | None) -> None:
         """Make room for the next token where entries left, `leaving` [S, E] (-1: none); else the next slot is taken.
@@ -161,7 +161,7 @@ class SlotBlock:
             return
         if leaving is not None:
             for tensor, empty in ((positions, -1), *((tensor, 0) for tensor in states)):
-                _blank(tensor, leaving, empty)
+                _blank_slots(tensor, leaving, empty)
         if step_plan.holes:
             torch.argmin(positions, -1, out=self.slot)  # an empty slot has position -1: the first one
         else:
@@ -170,22 +170,22 @@ class SlotBlock:
 
 def _clear(tensor: Tensor, slots: Tensor, empty: int) -> None:
     """Set the slots [S, 1] of a tensor [S, C, ...] to `empty`, in place."""
-    tensor.scatter_(1, _beside(slots, tensor), empty)
+    tensor.scatter_(1, _expand_slots(slots, tensor), empty)
 
 
-def _blank(tensor: Tensor, leaving: Tensor, empty: int) -> None:
+def _blank_slots(tensor: Tensor, leaving: Tensor, empty: int) -> None:
     """Set the slots `leaving` [S, E] (-1: none) of a tensor [S, C, ...] to `empty`, in place."""
     if leaving.shape[1] == 1:
-        gone = _beside(leaving >= 0, tensor)
-        where = _beside(leaving.clamp(min=0), tensor)
+        gone = _expand_slots(leaving >= 0, tensor)
+        where = _expand_slots(leaving.clamp(min=0), tensor)
         tensor.scatter_(1, where, tensor.gather(1, where).masked_fill(gone, empty))
         return
     gone = leaving.new_zeros(len(leaving), tensor.shape[1] + 1, dtype=torch.bool)
     gone = gone.scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the column in front
-    tensor.masked_fill_(widened(gone, tensor), empty)
+    tensor.masked_fill_(widen_marks(gone, tensor), empty)
 
 
-def _beside(slots: Tensor, tensor: Tensor) -> Tensor:
+def _expand_slots(slots: Tensor, tensor: Tensor) -> Tensor:
     """Expand [S, E] to the dimensions of a tensor [S, C, ...] behind the second."""
     rest = tensor.shape[2:]
     return slots.view(*slots.shape, *[1] * len(rest)).expand(*slots.shape, *rest)
@@ -202,7 +202,7 @@ class SlotSource:
     seen: Tensor  # [S]
 
 
-def segments_of(observation: Observation, state: State) -> Cached:
+def split_segments(observation: Observation, state: State) -> Cached:
     """Take a prompt apart into segments, by sequence and kv head; state is [B, Hkv, T, ...] and [B, Hkv, ...]."""
     batch, heads = observation.keys.shape[:2]
     return Cached(
@@ -215,19 +215,19 @@ def segments_of(observation: Observation, state: State) -> Cached:
     )
 
 
-def source_of(observation: Observation, keep: Tensor, counts: Ints, state: State) -> SlotSource:
-    """Take the entries `keep` [B, Hkv, T] bool of a prompt, `counts` [B, Hkv], with its state as for `segments_of`."""
+def take_entries(observation: Observation, keep: Tensor, counts: Ints, state: State) -> SlotSource:
+    """Take the entries `keep` [B, Hkv, T] bool of a prompt, `counts` [B, Hkv]; its state as for `split_segments`."""
     batch, heads, length = keep.shape
     flat = keep.flatten(0, 1)
     used = counts.flatten()
-    order = slots_of(flat, torch.arange(length, device=keep.device).expand_as(flat), int(used.max()))
+    order = list_slots(flat, torch.arange(length, device=keep.device).expand_as(flat), int(used.max()))
     seen = observation.seen.repeat_interleave(heads)
-    return SlotSource(np.arange(batch * heads), segments_of(observation, state), order, used, seen)
+    return SlotSource(np.arange(batch * heads), split_segments(observation, state), order, used, seen)
 
 
-def capacities(used: Ints, budgets: Ints, room: int = 0) -> Ints:
+def compute_capacities(used: Ints, budgets: Ints, room: int = 0) -> Ints:
     """Return slots for segments that hold `used` entries and may hold `budgets`, with room for some tokens, [S]."""
-    spare = np.maximum(max(MIN_SPARE, room), (used * GROWTH).astype(np.int64))
+    spare = np.maximum(max(MIN_SPARE, room), (used * GROWTH_SHARE).astype(np.int64))
     slots: Ints = np.maximum(np.minimum(budgets + 1, used + spare), used + 1)
     return slots
 
@@ -236,39 +236,39 @@ def pack(sources: Sequence[SlotSource], rule: StepRule, room: int = 0) -> list[S
     """Copy the entries of sources into blocks with room for more tokens, as few as is economical."""
     names = np.concatenate([source.names for source in sources])
     used = np.concatenate([source.used for source in sources])
-    capacity = capacities(used, rule.budgets[names], room)
+    capacity = compute_capacities(used, rule.budgets[names], room)
     blocks = []
-    for group in bucket(capacity.tolist(), sources[0].order.device):
+    for group in group_segments(capacity.tolist(), sources[0].order.device):
         members = np.array(sorted(group, key=lambda index: names[index]))
-        blocks.append(_block(sources, names[members], int(capacity[members].max()), rule))
+        blocks.append(_gather_block(sources, names[members], int(capacity[members].max()), rule))
     return blocks
 
 
-def _block(sources: Sequence[SlotSource], names: Ints, capacity: int, rule: StepRule) -> SlotBlock:
+def _gather_block(sources: Sequence[SlotSource], names: Ints, capacity: int, rule: StepRule) -> SlotBlock:
     """Gather the block of the segments `names` from the sources that hold them."""
     parts = [(source, np.flatnonzero(np.isin(source.names, names))) for source in sources]
     parts = [(source, rows) for source, rows in parts if len(rows)]
     order = np.concatenate([source.names[rows] for source, rows in parts])
     back = np.argsort(order)
-    pieces = [_gathered(source, rows, capacity) for source, rows in parts]
-    cached = _joined([piece for piece, _ in pieces], back)
+    pieces = [_gather(source, rows, capacity) for source, rows in parts]
+    cached = _join([piece for piece, _ in pieces], back)
     device = cached.keys.device
     used = np.concatenate([source.used[rows] for source, rows in parts])[back]
     return SlotBlock(
         names=names,
-        rows=index_of(names, device) // rule.heads,
+        rows=make_index(names, device) // rule.heads,
         cached=cached,
         limits=rule.limits(names, device),
         used=used,
-        seen=torch.cat([seen for _, seen in pieces])[index_of(back, device)],
+        seen=torch.cat([seen for _, seen in pieces])[make_index(back, device)],
         slot=cached.held.sum(-1),
         width=int(used.max()),
     )
 
 
-def _gathered(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Tensor]:
+def _gather(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Tensor]:
     device = source.order.device
-    index = index_of(rows, device)
+    index = make_index(rows, device)
     order = source.order[index, :capacity]
     order = torch.nn.functional.pad(order, (0, capacity - order.shape[1]), value=-1)
     empty = order < 0
@@ -276,7 +276,7 @@ def _gathered(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Te
 
     def entry(tensor: Tensor) -> Tensor:
         taken = tensor[where]
-        return taken.masked_fill(widened(empty, taken), 0)
+        return taken.masked_fill(widen_marks(empty, taken), 0)
 
     cached = source.cached
     return replace(
@@ -289,7 +289,7 @@ def _gathered(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Te
     ), source.seen[index]
 
 
-def _joined(parts: list[Cached], back: Ints) -> Cached:
+def _join(parts: list[Cached], back: Ints) -> Cached:
     if len(parts) == 1 and (back == np.arange(len(back))).all():
         return parts[0]
     whole = replace(
@@ -303,7 +303,7 @@ def _joined(parts: list[Cached], back: Ints) -> Cached:
     return whole.segments(torch.from_numpy(back).to(whole.keys.device))
 
 
-def selected(block: SlotBlock, chosen: Ints, heads: int) -> SlotBlock:
+def select_segments(block: SlotBlock, chosen: Ints, heads: int) -> SlotBlock:
     """Return a block that holds row r of this one as segment s of a store, for all (r, s) of `chosen` [S', 2]."""
     rows, names = chosen.T
     index = torch.from_numpy(rows).to(block.slot.device)
@@ -312,7 +312,7 @@ def selected(block: SlotBlock, chosen: Ints, heads: int) -> SlotBlock:
         names=names,
         rows=torch.from_numpy(names // heads).to(index.device),
         cached=block.cached.segments(index),
-        limits=block.limits.select(rows, index, head_rows(names % heads, heads, index.device)),
+        limits=block.limits.select(rows, index, list_head_rows(names % heads, heads, index.device)),
         used=block.used[rows],
         seen=block.seen[index],
         slot=block.slot[index],

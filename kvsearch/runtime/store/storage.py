@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Ints
 from kvsearch.kernels.dispatch import serves
-from kvsearch.runtime.store.blocks import Block, Segmented, dense_blocks
-from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regrouped
+from kvsearch.runtime.store.blocks import Block, Segmented, copy_dense_blocks
+from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regroup
 
 
 class RaggedStore(Segmented):
@@ -63,7 +63,7 @@ class RaggedStore(Segmented):
         if serves(keys, values):
             blocks = [FlatBlock.pack(keys, values, keep, index, counts.flatten(), log_weights)[0]]
         else:
-            made = dense_blocks(keys, values, keep, index, counts.flatten().tolist(), log_weights)
+            made = copy_dense_blocks(keys, values, keep, index, counts.flatten().tolist(), log_weights)
             blocks = [block for block, _ in made]
         return cls(blocks, keys.shape[1], index[:, -1].int() + 1, even=len(set(lengths)) == 1)
 
@@ -85,7 +85,7 @@ class RaggedStore(Segmented):
                 own = [block for ragged in store.blocks for block in ragged.grouped()]
                 parts += [replace(block, segments=block.segments + first * heads) for block in own]
                 first += store.batch
-            blocks = regrouped(parts)
+            blocks = regroup(parts)
         tokens = torch.cat([store.tokens for store in stores])
         return cls(blocks, heads, tokens, even)
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, InternalError
-from kvsearch.core.items import Progress, counted, grouped
+from kvsearch.core.items import Progress, group_by_key, with_progress
 from kvsearch.core.resources import Closing
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.memory import default_memory
+from kvsearch.models.memory import find_default_memory
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import stop_tokens
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import require_room
 from kvsearch.search.bank.memory import (
     BlockWork,
@@ -92,7 +92,7 @@ class CandidateBank(Closing):
         sizes = PassMemory(loaded.model, tuple(self._windows.values()), self._choices)
         self._forcing = [sizes.estimate_forcing(sample, cap) for sample in self.samples]
         self._replying = [sizes.estimate_reply(sample, cap) for sample in self.samples]
-        self._memory = default_memory(loaded.device) if max_memory is None else max_memory
+        self._memory = find_default_memory(loaded.device) if max_memory is None else max_memory
         # prompts may take so much for good that enough is left for a pass
         largest_sample = check_fits([*self._forcing, *self._replying], self._memory)
         (policy, *_), *_ = self._policies.values()
@@ -104,7 +104,7 @@ class CandidateBank(Closing):
         self._given: Floats = np.zeros(len(self.samples))  # -log p of first tokens of answers that prompts predict
         self._last: dict[str, Tensor] = {}  # logits [V] after prompts that replies follow at once
         try:
-            with running(loaded.model):
+            with run_attention(loaded.model):
                 self._read(progress)
         except BaseException:
             self.close()
@@ -112,8 +112,8 @@ class CandidateBank(Closing):
 
     def _read(self, progress: Progress | None) -> None:
         """Prefill every distinct prompt once, and store the `cap` highest-ranked entries of every head."""
-        users = grouped(range(len(self.samples)), lambda index: self.samples[index].prompt_sha256)
-        for name, indices in counted(users.items(), len(users), progress):
+        users = group_by_key(range(len(self.samples)), lambda index: self.samples[index].prompt_sha256)
+        for name, indices in with_progress(users.items(), len(users), progress):
             sample = self.samples[indices[0]]
             layers, logits = prefill(self.loaded.model, self._policies, sample.prompt, self.cap)
             self.tokens_spent += len(sample.prompt)
@@ -195,7 +195,7 @@ class CandidateBank(Closing):
             if all(name in self._last for name in names):
                 first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
             reader = BankPass(self.loaded.model, samples, states, self._windows, table[part])
-            stops = [stop_tokens(self.loaded, sample.task.format) for sample in samples]
+            stops = [find_stop_tokens(self.loaded, sample.task.format) for sample in samples]
             for candidate, row in enumerate(reader.generate_replies(first, stops), part.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
@@ -246,6 +246,6 @@ class CandidateBank(Closing):
         def load(indices: list[int]) -> LayerStates:
             return self.load_states(indices, widths)
 
-        with running(self.loaded.model):
+        with run_attention(self.loaded.model):
             for samples, size in split_into_blocks(needs, len(table), self._memory - self._store.nbytes):
                 self._splitting.run(samples, size, len(table), load, act)

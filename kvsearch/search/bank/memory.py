@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from kvsearch.core.errors import UsageError
-from kvsearch.models.architecture import describe, text_config
-from kvsearch.models.memory import free_memory, is_out_of_memory
+from kvsearch.models.architecture import describe, find_text_config
+from kvsearch.models.memory import is_out_of_memory, release_memory
 from kvsearch.search.bank.samples import BankSample
 
 PASS_TOKENS = 8192  # tokens of a pass; more of them gain nothing
@@ -37,7 +37,7 @@ class PassMemory:
     def __init__(self, model: Any, windows: Sequence[int], choices: int = 1) -> None:
         self.choices = choices
         shape = describe(model)
-        config = text_config(model)
+        config = find_text_config(model)
         item = int(model.dtype.itemsize)
         self.shape = shape
         self.windows = windows
@@ -132,7 +132,7 @@ class SplittingRunner:
         error = self._try_block(samples, size, candidates, load, act)
         if error is None:
             return
-        free_memory()
+        release_memory()
         middle = len(samples) // 2
         if not middle:
             raise error
@@ -158,5 +158,5 @@ class SplittingRunner:
                 if loaded is None or size == 1:
                     return error.with_traceback(None)
                 size = self.most = size // 2
-            free_memory()  # once the error is gone
+            release_memory()  # once the error is gone
         return None

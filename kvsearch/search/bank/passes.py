@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsearch.core.arrays import Ints
-from kvsearch.runtime.attention import Output, causal_mask, tag
+from kvsearch.runtime.attention import Output, make_causal_mask, tag
 from kvsearch.runtime.decode.next_tokens import NextTokens
-from kvsearch.runtime.decode.replies import GrowingReply, left_padded
-from kvsearch.runtime.decode.steps import repeating
+from kvsearch.runtime.decode.replies import GrowingReply, pad_left
+from kvsearch.runtime.decode.steps import repeat_steps
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.stock import CACHE
 from kvsearch.search.bank.samples import BankSample
@@ -76,7 +76,7 @@ class SuffixTokens:
         self.positions = torch.cat([self.positions, positions], 1)
         rows = valid.shape[1]
         count = self.valid.shape[1]
-        causal = causal_mask(rows, count, self.valid.device)
+        causal = make_causal_mask(rows, count, self.valid.device)
         if bool(self.valid.all()):
             self.seen = None if rows == 1 else causal[None, None, None]
         else:
@@ -259,7 +259,7 @@ def stack_states(states: Sequence[Tensor], right: bool) -> Tensor:
 def stack_answers(samples: Sequence[BankSample], device: Any) -> Tensor:
     """Stack the answer tokens that logits predict, [S, R], right-aligned and padded with -1."""
     predicted = [sample.answer[len(sample.answer) - sample.predicting :] for sample in samples]
-    return left_padded(predicted, device, -1)[0]
+    return pad_left(predicted, device, -1)[0]
 
 
 class BankReply(GrowingReply):
@@ -330,7 +330,7 @@ class BankPass:
         keep = max(sample.predicting for sample in self.samples)
         if keep == 0:
             return None
-        ids, mask = left_padded([sample.following for sample in self.samples], self.model.device)
+        ids, mask = pad_left([sample.following for sample in self.samples], self.model.device)
         return self.read(ids, mask.bool(), keep)
 
     def _make_step(self, ids: Tensor, every: Tensor, tokens: int) -> Callable[[], Tensor]:
@@ -342,7 +342,7 @@ class BankPass:
         def step() -> Tensor:
             return self.read(ids, every, 1)[:, :, 0]
 
-        repeated = repeating(self.model, step, tokens)
+        repeated = repeat_steps(self.model, step, tokens)
         if repeated is None:
             return step
 
@@ -366,7 +366,7 @@ class BankPass:
         """
         samples = self.samples
         if first is None:
-            ids, mask = left_padded([sample.question_ids for sample in samples], self.model.device)
+            ids, mask = pad_left([sample.question_ids for sample in samples], self.model.device)
             logits = self.read(ids, mask.bool(), 1)[:, :, 0]
         else:
             logits = first.expand(self.count, *first.shape)

@@ -18,14 +18,14 @@ from transformers.cache_utils import Cache
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.parsing import describe_fault
-from kvsearch.models.architecture import FULL, RotaryTables, describe
+from kvsearch.models.architecture import FULL_ATTENTION, RotaryTables, describe
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.checks import DeferredCheck, require_finite
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.runtime.collector import watch
+from kvsearch.runtime.collector import watch_hidden_states
 from kvsearch.runtime.observe import PromptLayer
-from kvsearch.runtime.stock import CACHE, stock_layers
+from kvsearch.runtime.stock import CACHE, make_stock_layers
 
 Tensors = Mapping[str, Tensor]
 Choices = tuple[Policy, ...]  # that a layer may have
@@ -50,8 +50,8 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
         return kept_states
 
     checks: list[DeferredCheck] = []
-    watch(model, (policy.needs() for some in policies.values() for policy in some))
-    layers = stock_layers(model)
+    watch_hidden_states(model, (policy.needs() for some in policies.values() for policy in some))
+    layers = make_stock_layers(model)
     for index, some in policies.items():
         layers[index] = PromptLayer(index, [policy.needs() for policy in some], RotaryTables(model, index), best)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
 
 def find_windows(model: Any) -> dict[int, int]:
     """Return the sliding windows of a model, in tokens, by layer."""
-    return {index: layer.sliding_window for index, layer in enumerate(stock_layers(model)) if layer.is_sliding}
+    return {index: layer.sliding_window for index, layer in enumerate(make_stock_layers(model)) if layer.is_sliding}
 
 
 def resolve_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[Policy]]) -> dict[int, Choices]:
@@ -76,7 +76,7 @@ def resolve_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
     """
     shape = describe(model)
     layers = shape.full_layers
-    if odd := sorted(set(shape.kinds) - {FULL, "sliding_attention"}):
+    if odd := sorted(set(shape.kinds) - {FULL_ATTENTION, "sliding_attention"}):
         raise IncompatibleError(
             f"{type(model).__name__} has layers of kind {', '.join(odd)}, for which prompts cannot be stored and "
             "shared by candidates: a search needs a model of full and sliding-window attention"
@@ -95,7 +95,7 @@ def resolve_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
                     f"layer {layer}: policy {policy.name} merges what it evicts into what it keeps, so every budget "
                     "has other keys and values and nothing can be shared: search with another policy"
                 )
-            if any(policy.exempt(2**power, 2**31) for power in range(31)):
+            if any(policy.keeps_all(2**power, 2**31) for power in range(31)):
                 raise UsageError(
                     f"layer {layer}: policy {policy.name} never evicts some heads, whatever their budget, so there is "
                     "nothing to search: use another policy"

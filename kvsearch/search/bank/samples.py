@@ -15,9 +15,9 @@ from kvsearch.models.architecture import check_length, require_same_rotary
 from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
-from kvsearch.tasks.encode import Question, Reading, TaskPrompts, readings, token_hash
+from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, make_readings
 from kvsearch.tasks.metrics import score
-from kvsearch.tasks.prompts import cut
+from kvsearch.tasks.prompts import cut_at_stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +65,12 @@ class BankSample:
     @cached_property
     def prompt_sha256(self) -> str:
         """SHA-256 of `prompt`; equal for questions that share their compressed context."""
-        return token_hash(self.prompt)
+        return hash_tokens(self.prompt)
 
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of all tokens before the reply, equal under every protocol."""
-        return token_hash(self.reading.prompt.with_question(self.question))
+        return hash_tokens(self.reading.prompt.with_question(self.question))
 
     @property
     def finished(self) -> Finished | None:
@@ -79,7 +79,7 @@ class BankSample:
 
     def score(self, reply: list[int]) -> float:
         """Return the task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""
-        text = cut(self.task.format.decode(reply), self.task.task.stops)
+        text = cut_at_stop(self.task.format.decode(reply), self.task.task.stops)
         return score(self.task.task, self.reading.prompt.key, self.question.number, self.question.query, text)
 
 
@@ -114,6 +114,6 @@ def list_samples(
             question.right if answers is None else answers[task.task.name, reading.prompt.key, question.number].ids,
         )
         for task in tasks
-        for reading in readings(task.prompts, protocol)
+        for reading in make_readings(task.prompts, protocol)
         for question in reading.questions
     ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.metrics import infinitebench, likelihood, longbench, maths, strings
-from kvsearch.tasks.metrics.packages import optional
+from kvsearch.tasks.metrics.packages import import_optional
 
 if TYPE_CHECKING:
     from kvsearch.tasks.base import Query, Task
@@ -35,7 +35,7 @@ _OF_ANSWERS = (
 _OF_QUESTION = (longbench.classification, infinitebench.choice, infinitebench.choice_of_function)
 
 
-def _scoring(metric: Callable[[str, Any], float]) -> Metric:
+def _make_metric(metric: Callable[[str, Any], float]) -> Metric:
     def score(reply: str, query: Query) -> float:
         if not query.answers:
             raise UsageError(f"the question {query.question!r} has no answers to score a reply against")
@@ -44,7 +44,7 @@ def _scoring(metric: Callable[[str, Any], float]) -> Metric:
     return score
 
 
-METRICS: dict[str, Metric] = {metric.__name__: _scoring(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
+METRICS: dict[str, Metric] = {metric.__name__: _make_metric(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
 OF_ALL_ANSWERS = ("string_match_all",)  # to the others any one answer is right
 # blanks around answers are part of them, of code and of what is predicted
 OF_BLANKS = ("edit_similarity", "likelihood")
@@ -62,11 +62,11 @@ def find_metric(name: str) -> Metric:
     """Find a metric by its name; UsageError if there is none, EnvironmentFault if a package it needs is missing."""
     require_known("metric", name, list(METRICS))
     for module in NEEDS.get(name, ()):
-        optional(module)
+        import_optional(module)
     return METRICS[name]
 
 
-ROUNDING = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]
+SCORE_TOLERANCE = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]
 
 
 def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
@@ -85,7 +85,7 @@ def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
         raise  # not about this question
     except Exception as error:  # a metric of the user's own may raise anything
         raise UsageError(f"{place}: its metric fails with {type(error).__name__}: {error}") from error
-    if not -ROUNDING <= value <= 1 + ROUNDING:
+    if not -SCORE_TOLERANCE <= value <= 1 + SCORE_TOLERANCE:
         raise UsageError(f"{place}: its metric gives {value:g}, scores are from 0 to 1")
     return value
 
@@ -97,4 +97,4 @@ def is_forced(task: Task) -> bool:
 
 def is_right(value: float) -> bool:
     """Tell whether a reply of that score counts as right: it has the full score."""
-    return value >= 1 - ROUNDING
+    return value >= 1 - SCORE_TOLERANCE

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvsearch.core.errors import UsageError
-from kvsearch.tasks.metrics.longbench import CHINESE_PUNCTUATION, FULL_WIDTH, f1
-from kvsearch.tasks.metrics.packages import rouge_scorer
+from kvsearch.tasks.metrics.longbench import CHINESE_PUNCTUATION, FULL_WIDTH, compute_f1
+from kvsearch.tasks.metrics.packages import make_rouge_scorer
 
 if TYPE_CHECKING:
     from kvsearch.tasks.base import Query
@@ -31,8 +31,8 @@ _NO_MARKS = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION + FUL
 
 def first_integer(reply: str, answers: Sequence[str]) -> float:
     """Return 1 if the first run of digits in the reply is an answer, as written. Tables: passkey, number_string."""
-    found = re.search(r"[0-9]+", reply)
-    return float(found is not None and found[0] in answers)
+    match = re.search(r"[0-9]+", reply)
+    return float(match is not None and match[0] in answers)
 
 
 def contains_word(reply: str, answers: Sequence[str]) -> float:
@@ -50,8 +50,8 @@ def first_number(reply: str, answers: Sequence[str]) -> float:
     Tables: math_find. UsageError if an answer is no number. (The official scorer fails on a decimal where a whole
     number is wanted; here it is a wrong reply.)
     """
-    found = _NUMBER.search(reply)
-    return float(found is not None and any(float(found[0]) == _as_number(answer) for answer in answers))
+    match = _NUMBER.search(reply)
+    return float(match is not None and any(float(match[0]) == _as_number(answer) for answer in answers))
 
 
 def choice(reply: str, query: Query) -> float:
@@ -61,18 +61,18 @@ def choice(reply: str, query: Query) -> float:
     follows a cue such as "answer is:", the first word that is a letter, in this order. Tables: longbook_choice_eng.
     UsageError unless the answers are of two to four options.
     """
-    labels = _labels(query)
+    labels = _list_right_replies(query)
     text = reply.strip()
     if not text:
         return 0.0
-    if _found(_LAST_OF_FOUR, text) in labels:
+    if _find_letter(_LAST_OF_FOUR, text) in labels:
         return 1.0
     if text[0] in LETTERS:
         return float(text[0] in labels)
     if text in labels:
         return 1.0
     text = _single_spaced(text.translate(_CHOICE_MARKS))
-    after = _after_cue(text, _CHOICE_CUES)
+    after = _take_after_cue(text, _CHOICE_CUES)
     if after is not None:
         return float(after.startswith(labels))
     return float(next((word for word in text.split() if word in LETTERS), None) in labels)
@@ -84,14 +84,14 @@ def choice_of_function(reply: str, query: Query) -> float:
     The last letter from A to J that stands alone decides if it is right; else the reply, without quotes and the word
     option, has to begin with letter or name, or to have them after a cue.
     """
-    labels = _labels(query)
-    if _found(_LAST_OF_TEN, reply.strip()) in labels:
+    labels = _list_right_replies(query)
+    if _find_letter(_LAST_OF_TEN, reply.strip()) in labels:
         return 1.0
     text = re.sub("[Oo]ption", " ", reply.strip().translate(_CODE_MARKS))
     text = _single_spaced(text)
     if text.startswith(labels):
         return 1.0
-    after = _after_cue(text, _CODE_CUES)
+    after = _take_after_cue(text, _CODE_CUES)
     return float(after is not None and after.startswith(labels))
 
 
@@ -101,7 +101,7 @@ def character_f1_zh(reply: str, answers: Sequence[str]) -> float:
     Tables: longbook_qa_chn. LongBench counts the words of jieba instead.
     """
     characters = _characters(reply)
-    return max(f1(characters, _characters(answer)) for answer in answers)
+    return max(compute_f1(characters, _characters(answer)) for answer in answers)
 
 
 def rouge_l_sum(reply: str, answers: Sequence[str]) -> float:
@@ -109,11 +109,11 @@ def rouge_l_sum(reply: str, answers: Sequence[str]) -> float:
 
     Tables: longbook_sum_eng. EnvironmentFault without the package.
     """
-    scorer = rouge_scorer("rougeLsum", stems=False)
+    scorer = make_rouge_scorer("rougeLsum", stems=False)
     return max(float(scorer.score(answer, reply)["rougeLsum"].fmeasure) for answer in answers)
 
 
-def _labels(query: Query) -> tuple[str, ...]:
+def _list_right_replies(query: Query) -> tuple[str, ...]:
     """Return what is right to reply: the answers' texts and their letters."""
     options = query.options
     if not 2 <= len(options) <= len(LETTERS) or not set(query.answers) <= set(options):
@@ -121,16 +121,16 @@ def _labels(query: Query) -> tuple[str, ...]:
     return (*query.answers, *(LETTERS[options.index(answer)] for answer in query.answers))
 
 
-def _found(letter: re.Pattern[str], text: str) -> str | None:
-    found = letter.search(text)  # the last one of the first line that has any
-    return found and found[0]
+def _find_letter(letter: re.Pattern[str], text: str) -> str | None:
+    match = letter.search(text)  # the last one of the first line that has any
+    return match and match[0]
 
 
-def _after_cue(text: str, cues: Sequence[str]) -> str | None:
+def _take_after_cue(text: str, cues: Sequence[str]) -> str | None:
     """Return what follows the first of `cues` that is there, and one more character; None without a cue."""
     for cue in cues:
-        _, found, after = text.partition(cue)
-        if found:
+        _, separator, after = text.partition(cue)
+        if separator:
             return after[1:]
     return None
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvsearch.core.errors import UsageError
-from kvsearch.tasks.metrics.packages import optional
+from kvsearch.tasks.metrics.packages import import_optional
 
 if TYPE_CHECKING:
     from kvsearch.tasks.base import Query
@@ -31,7 +31,7 @@ _CHOSEN = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The co
 _COMMENT = ("`", "#", "//")
 
 
-def first_line(reply: str) -> str:
+def take_first_line(reply: str) -> str:
     """Cut what LongBench scores from a reply to trec, triviaqa, samsum and lsht: its first line after leading newlines.
 
     Only newlines are stripped, as in the official `eval.py`: a first line of blanks is kept. (kvpress strips all white
@@ -47,8 +47,8 @@ def qa_f1(reply: str, answers: Sequence[str]) -> float:
     a, an and the. Other punctuation stays part of its word. 0 if either has no words left.
     Tables: narrativeqa, qasper, multifieldqa_en, hotpotqa, 2wikimqa, musique, triviaqa.
     """
-    words = _english(reply)
-    return max(f1(words, _english(answer)) for answer in answers)
+    words = _split_english(reply)
+    return max(compute_f1(words, _split_english(answer)) for answer in answers)
 
 
 def qa_f1_zh(reply: str, answers: Sequence[str]) -> float:
@@ -57,8 +57,8 @@ def qa_f1_zh(reply: str, answers: Sequence[str]) -> float:
     Words are lowered after they were cut, and lose punctuation (ASCII and Chinese) and white space; empty ones are
     dropped. Tables: multifieldqa_zh. EnvironmentFault without jieba.
     """
-    words = _chinese(reply)
-    return max(f1(words, _chinese(answer)) for answer in answers)
+    words = _split_chinese(reply)
+    return max(compute_f1(words, _split_chinese(answer)) for answer in answers)
 
 
 def rouge_l(reply: str, answers: Sequence[str]) -> float:
@@ -70,7 +70,7 @@ def rouge_l(reply: str, answers: Sequence[str]) -> float:
     stops, and where a pair of sentences has so many words (about a thousand together) that its recursion is too deep.
     Tables: gov_report, qmsum, multi_news, samsum. EnvironmentFault without the package.
     """
-    return max(_rouge(reply, answer) for answer in answers)
+    return max(_score_rouge(reply, answer) for answer in answers)
 
 
 def rouge_l_zh(reply: str, answers: Sequence[str]) -> float:
@@ -78,11 +78,11 @@ def rouge_l_zh(reply: str, answers: Sequence[str]) -> float:
 
     Chinese full stops end no sentence. Tables: dureader, vcsum. EnvironmentFault without the packages.
     """
-    spaced = _spaced(reply)
-    return max(_rouge(spaced, _spaced(answer)) for answer in answers)
+    spaced = _join_with_spaces(reply)
+    return max(_score_rouge(spaced, _join_with_spaces(answer)) for answer in answers)
 
 
-def f1(words: Sequence[str], wanted: Sequence[str]) -> float:
+def compute_f1(words: Sequence[str], wanted: Sequence[str]) -> float:
     """Return F1 of two bags of words, 0 where they have none in common."""
     common = (Counter(words) & Counter(wanted)).total()
     if not common:
@@ -99,11 +99,11 @@ def classification(reply: str, query: Query) -> float:
     organization"). The official loop removes those from the list it iterates over, and so skips the class after each
     removed one: of two such classes in a row, the second stays and lowers the score. That is reproduced here, because
     all published numbers have it; without the defect the score is never lower.
-    Tables: trec and lsht, on `first_line`. UsageError if there are no options.
+    Tables: trec and lsht, on `take_first_line`. UsageError if there are no options.
     """
     if not query.options:
         raise UsageError("the metric classification needs all classes of the task as options of the question")
-    return max(_share_of_classes(reply, answer, query.options) for answer in query.answers)
+    return max(_score_classes(reply, answer, query.options) for answer in query.answers)
 
 
 def retrieval(reply: str, answers: Sequence[str]) -> float:
@@ -111,17 +111,17 @@ def retrieval(reply: str, answers: Sequence[str]) -> float:
 
     Tables: passage_retrieval_en. UsageError if an answer names no paragraph.
     """
-    return max(_share_of_numbers(reply, _paragraph(answer, "Paragraph ")) for answer in answers)
+    return max(_score_numbers(reply, _read_paragraph_number(answer, "Paragraph ")) for answer in answers)
 
 
 def retrieval_zh(reply: str, answers: Sequence[str]) -> float:
     """Score as `retrieval`, with answers such as "段落12". Tables: passage_retrieval_zh."""
-    return max(_share_of_numbers(reply, _paragraph(answer, "段落")) for answer in answers)
+    return max(_score_numbers(reply, _read_paragraph_number(answer, "段落")) for answer in answers)
 
 
 def count(reply: str, answers: Sequence[str]) -> float:
     """Share of the integers in the reply that are the answer, as written ("07" is not "7"). Tables: passage_count."""
-    return max(_share_of_numbers(reply, answer) for answer in answers)
+    return max(_score_numbers(reply, answer) for answer in answers)
 
 
 def edit_similarity(reply: str, answers: Sequence[str]) -> float:
@@ -136,7 +136,7 @@ def edit_similarity(reply: str, answers: Sequence[str]) -> float:
     """
     lines = reply.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in _COMMENT)), "")
-    best: float = max(optional("rapidfuzz.fuzz").ratio(line, answer) for answer in answers)
+    best: float = max(import_optional("rapidfuzz.fuzz").ratio(line, answer) for answer in answers)
     return round(best) / 100
 
 
@@ -151,43 +151,43 @@ def longbench_v2(reply: str, answers: Sequence[str]) -> float:
     return float(chosen is not None and chosen[1] in answers)
 
 
-def _share_of_classes(reply: str, answer: str, classes: Sequence[str]) -> float:
-    found = [name for name in classes if name in reply]
+def _score_classes(reply: str, answer: str, classes: Sequence[str]) -> float:
+    classes_named = [name for name in classes if name in reply]
     place = 0
-    while place < len(found):
-        if found[place] != answer and found[place] in answer:
-            del found[place]
+    while place < len(classes_named):
+        if classes_named[place] != answer and classes_named[place] in answer:
+            del classes_named[place]
         place += 1  # also after a removal: what moved up into its place is skipped
-    return 1 / len(found) if answer in found else 0.0
+    return 1 / len(classes_named) if answer in classes_named else 0.0
 
 
-def _share_of_numbers(reply: str, wanted: str) -> float:
+def _score_numbers(reply: str, wanted: str) -> float:
     numbers = _NUMBER.findall(reply)
     return numbers.count(wanted) / len(numbers) if numbers else 0.0
 
 
-def _paragraph(answer: str, before: str) -> str:
-    found = re.search(rf"{before}(\d+)", answer)
-    if not found:
+def _read_paragraph_number(answer: str, before: str) -> str:
+    match = re.search(rf"{before}(\d+)", answer)
+    if not match:
         raise UsageError(f"the answer {answer!r} names no paragraph: it must contain {before + '12'!r} or the like")
-    return found[1]
+    return match[1]
 
 
-def _english(text: str) -> list[str]:
+def _split_english(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NO_ASCII)).split()
 
 
-def _chinese(text: str) -> list[str]:
-    words = ("".join(word.lower().translate(_NO_PUNCTUATION).split()) for word in optional("jieba").cut(text))
+def _split_chinese(text: str) -> list[str]:
+    words = ("".join(word.lower().translate(_NO_PUNCTUATION).split()) for word in import_optional("jieba").cut(text))
     return [word for word in words if word]
 
 
-def _spaced(text: str) -> str:
-    return " ".join(optional("jieba").cut(text))
+def _join_with_spaces(text: str) -> str:
+    return " ".join(import_optional("jieba").cut(text))
 
 
-def _rouge(reply: str, answer: str) -> float:
-    score = optional("rouge").Rouge(metrics=["rouge-l"], stats=["f"]).get_scores
+def _score_rouge(reply: str, answer: str) -> float:
+    score = import_optional("rouge").Rouge(metrics=["rouge-l"], stats=["f"]).get_scores
 
     def scored() -> float:
         limit = sys.getrecursionlimit()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from kvsearch.core.errors import given
+from kvsearch.core.errors import require
 
 # a minus is a sign where it follows no operand; digits in a word (m2), an exponent or a version are no number
 _NUMBER = (
@@ -48,9 +48,9 @@ def gsm8k(reply: str, answers: Sequence[str]) -> float:
     number are understood; fractions and scientific notation are not. Answers are numbers or whole solutions.
     No paper's table uses it. UsageError if an answer has no number.
     """
-    golds = [given(_final(answer), f"the answer {answer!r} has no number") for answer in answers]
-    found = _final(reply)
-    return float(found is not None and found in golds)
+    golds = [require(_final(answer), f"the answer {answer!r} has no number") for answer in answers]
+    number = _final(reply)
+    return float(number is not None and number in golds)
 
 
 def gsm8k_official(reply: str, answers: Sequence[str]) -> float:
@@ -64,8 +64,8 @@ def gsm8k_official(reply: str, answers: Sequence[str]) -> float:
     """
     golds = [_official_gold(answer) for answer in answers]
     runs = re.findall(r"\d+", reply)
-    found = _literal(runs[-1]) if runs else None
-    return float(found is not None and found in golds)
+    number = _literal(runs[-1]) if runs else None
+    return float(number is not None and number in golds)
 
 
 def math_boxed(reply: str, answers: Sequence[str]) -> float:
@@ -76,7 +76,7 @@ def math_boxed(reply: str, answers: Sequence[str]) -> float:
     Beyond it, \text{...} is its text, 3.0 is 3, 1,000 is 1000, and the sign of a fraction stands before it. Nothing is
     computed: 0.25 is not \frac{1}{4}.
     """
-    said = boxed(reply)
+    said = extract_boxed(reply)
     return float(said is not None and _plain(said) in map(_plain, answers))
 
 
@@ -85,12 +85,12 @@ def integer_boxed(reply: str, answers: Sequence[str]) -> float:
 
     Source: AIME's answers, which are integers from 0 to 999. UsageError if an answer is none.
     """
-    golds = [given(_integer(answer), f"the answer {answer!r} is no integer") for answer in answers]
-    return float(_integer(boxed(reply) or "") in golds)
+    golds = [require(_integer(answer), f"the answer {answer!r} is no integer") for answer in answers]
+    return float(_integer(extract_boxed(reply) or "") in golds)
 
 
-def boxed(reply: str) -> str | None:
-    r"""Return what stands in the last \boxed{...} whose braces balance; None where there is none."""
+def extract_boxed(reply: str) -> str | None:
+    r"""Return the content of the last \boxed{...} whose braces balance; None if no box is found."""
     boxes = {box.end() for box in _BOX.finditer(reply)}
     opened: list[int] = []
     closed: dict[int, int] = {}
@@ -124,11 +124,11 @@ def _final(text: str) -> Decimal | None:
 
 
 def _official_gold(answer: str) -> float:
-    found = _OFFICIAL_GOLD.search(answer)
+    match = _OFFICIAL_GOLD.search(answer)
     plain = _OFFICIAL_PLAIN.fullmatch(answer)
-    text = found[1] if found else plain[0] if plain else ""
+    text = match[1] if match else plain[0] if plain else ""
     value = _literal(text.replace(",", ""))
-    return given(value, f"the answer {answer!r} is no number, nor a solution that ends in one after '#### '")
+    return require(value, f"the answer {answer!r} is no number, nor a solution that ends in one after '#### '")
 
 
 def _literal(text: str) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault
 
-PACKAGES = {
+METRIC_PACKAGES = {
     "jieba": "jieba",
     "rapidfuzz.fuzz": "rapidfuzz",
     "rouge": "rouge==1.0.1",
@@ -18,21 +18,21 @@ PACKAGES = {
 
 
 @cache
-def rouge_scorer(name: str, stems: bool) -> Any:
-    """Return what scores "rouge1" or "rougeLsum" as the package `rouge-score` does, on stems or whole words."""
-    return optional("rouge_score.rouge_scorer").RougeScorer([name], use_stemmer=stems)
+def make_rouge_scorer(name: str, stems: bool) -> Any:
+    """Make a scorer of "rouge1" or "rougeLsum" with the package `rouge-score`, on stems or whole words."""
+    return import_optional("rouge_score.rouge_scorer").RougeScorer([name], use_stemmer=stems)
 
 
 @cache
-def optional(module: str) -> Any:
-    """Return a module of `PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
+def import_optional(module: str) -> Any:
+    """Return a module of `METRIC_PACKAGES`; EnvironmentFault that names the pip command if it cannot be imported."""
     try:
-        found = import_module(module)
+        package = import_module(module)
     except ImportError as error:
         raise EnvironmentFault(
-            f"this metric needs {PACKAGES[module]}, which cannot be imported ({error}): "
-            f"run `pip install {PACKAGES[module]}`"
+            f"this metric needs {METRIC_PACKAGES[module]}, which cannot be imported ({error}): "
+            f"run `pip install {METRIC_PACKAGES[module]}`"
         ) from error
     if module == "jieba":
-        found.setLogLevel(logging.WARNING)  # it reports the loading of its dictionary on stderr
-    return found
+        package.setLogLevel(logging.WARNING)  # it reports the loading of its dictionary on stderr
+    return package

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from kvsearch.core.errors import UsageError
-from kvsearch.tasks.metrics.packages import rouge_scorer
+from kvsearch.tasks.metrics.packages import make_rouge_scorer
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -26,7 +26,7 @@ def contains(reply: str, answers: Sequence[str]) -> float:
     `string_match_part` without RULER's treatment of control characters. For one's own examples; no paper's table uses
     it.
     """
-    return float(any(_contained(reply, answers)))
+    return float(any(_list_contained(reply, answers)))
 
 
 def string_match_all(reply: str, answers: Sequence[str]) -> float:
@@ -37,8 +37,8 @@ def string_match_all(reply: str, answers: Sequence[str]) -> float:
     Tables: all RULER tasks but qa_1 and qa_2. These are 11, and all that KVCache-Factory, LAVa and EvolKV report;
     LU-KV reports 13.
     """
-    found = _contained(_cleaned(reply), answers)
-    return sum(found) / len(found)
+    contained = _list_contained(_clean(reply), answers)
+    return sum(contained) / len(contained)
 
 
 def string_match_part(reply: str, answers: Sequence[str]) -> float:
@@ -46,7 +46,7 @@ def string_match_part(reply: str, answers: Sequence[str]) -> float:
 
     Tables: qa_1 and qa_2 of RULER (LU-KV).
     """
-    return float(any(_contained(_cleaned(reply), answers)))
+    return float(any(_list_contained(_clean(reply), answers)))
 
 
 def niah_recall(reply: str, answers: Sequence[str]) -> float:
@@ -79,13 +79,13 @@ def niah_rouge1(reply: str, answers: Sequence[str]) -> float:
     thing to do in San Francisco is ...") for the answer. It is not what figures show: see `niah_recall`.
     EnvironmentFault without the package.
     """
-    scorer = rouge_scorer("rouge1", stems=True)
+    scorer = make_rouge_scorer("rouge1", stems=True)
     return max(float(scorer.score(answer, reply)["rouge1"].fmeasure) for answer in answers)
 
 
-def _contained(text: str, answers: Sequence[str]) -> list[bool]:
+def _list_contained(text: str, answers: Sequence[str]) -> list[bool]:
     return [answer.lower() in text.lower() for answer in answers]
 
 
-def _cleaned(reply: str) -> str:
+def _clean(reply: str) -> str:
     return _CONTROL.sub("\n", reply.strip()).strip()

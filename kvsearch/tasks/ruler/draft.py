@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvsearch.tasks.base import Query
 
-DEPTHS = 40  # how many evenly spaced places needles have, 0 and 1 included
-FULL = 0.98  # a context that fills this share of its room is not searched further
+DEPTH_STEPS = 40  # how many evenly spaced places needles have, 0 and 1 included
+FILL_FRACTION = 0.98  # a context that fills this share of its room is not searched further
 _INTERPOLATIONS = 8
 _FIRST_STEP = 16
 
@@ -21,15 +21,15 @@ class Stream:
     name: str
     index: int
 
-    def rng(self, purpose: str = "facts") -> random.Random:
-        """Return a generator of its own for every purpose, the same at every call."""
+    def make_rng(self, purpose: str = "facts") -> random.Random:
+        """Return the random generator of a purpose, seeded the same at every call."""
         return random.Random(f"{self.name}/{self.index}/{purpose}")
 
-    def depths(self, needles: int) -> list[float]:
+    def draw_depths(self, needles: int) -> list[float]:
         """Return different depths in [0, 1], one per needle; examples in a row use each before one comes again."""
-        cycle, place = divmod(self.index, DEPTHS // needles)
-        order = random.Random(f"{self.name}/depths/{cycle}").sample(range(DEPTHS), DEPTHS)
-        return [depth / (DEPTHS - 1) for depth in order[place * needles : (place + 1) * needles]]
+        cycle, place = divmod(self.index, DEPTH_STEPS // needles)
+        order = random.Random(f"{self.name}/depths/{cycle}").sample(range(DEPTH_STEPS), DEPTH_STEPS)
+        return [depth / (DEPTH_STEPS - 1) for depth in order[place * needles : (place + 1) * needles]]
 
 
 @dataclass(frozen=True)
@@ -45,44 +45,44 @@ class Draft:
     most: int | None = None
 
 
-def largest(size: Callable[[int], int], room: int, least: int, most: int | None = None) -> int:
-    """Find the largest number of units, or one near it, whose `size` in tokens is at most `room`; never under `least`.
+def find_largest_fit(size: Callable[[int], int], room: int, minimum: int, maximum: int | None = None) -> int:
+    """Find about the largest number of units whose `size` in tokens is at most `room`; never below `minimum`.
 
     Interpolates between measured sizes, because to measure a long text takes long, and bisects if that does not help.
     """
-    ceiling = 2 * room if most is None else min(most, 2 * room)  # a unit has half a token at the very least
-    low = least
-    high = max(least, ceiling) + 1
-    base = reached = size(least)
-    units = min(least + _FIRST_STEP, high - 1)
+    ceiling = 2 * room if maximum is None else min(maximum, 2 * room)  # a unit has half a token at the very least
+    low = minimum
+    high = max(minimum, ceiling) + 1
+    base = reached = size(minimum)
+    units = min(minimum + _FIRST_STEP, high - 1)
     probes = 0
-    while low + 1 < high and reached < FULL * room:
+    while low + 1 < high and reached < FILL_FRACTION * room:
         tokens = size(units)
-        rate = max((tokens - base) / (units - least), 1e-3)
+        rate = max((tokens - base) / (units - minimum), 1e-3)
         if tokens <= room:
             low = units
             reached = tokens
         else:
             high = units
         probes += 1
-        step = int((room * (1 + FULL) / 2 - reached) / rate) if probes < _INTERPOLATIONS else (high - low) // 2
+        step = int((room * (1 + FILL_FRACTION) / 2 - reached) / rate) if probes < _INTERPOLATIONS else (high - low) // 2
         units = min(max(low + step, low + 1), high - 1)
     return low
 
 
 def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> list[str]:
     """Return the sentences with every needle at its depth: 0 is before the first sentence, 1 after the last."""
-    told = list(sentences)
+    result = list(sentences)
     for depth, needle in sorted(needles, reverse=True):
-        told.insert(int(len(sentences) * depth), needle)
-    return told
+        result.insert(int(len(sentences) * depth), needle)
+    return result
 
 
-def worked_example(context: str, query: Query) -> str:
-    """Return a prompt with its reply, to be put before the prompt that is asked."""
+def format_worked_example(context: str, query: Query) -> str:
+    """Format a prompt with its reply, as the worked example before the prompt itself."""
     return f"{context}\n{query.question} {query.prefix} {query.written}\n\n"
 
 
-def listed(items: Sequence[str]) -> str:
-    """Name one item or several in words."""
+def join_names(items: Sequence[str]) -> str:
+    """Join names to a list in English: "a, b and c"."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from random import Random
 
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.ruler.draft import Draft, Stream, listed, worked_example
-from kvsearch.tasks.ruler.words import Fresh, coded, vocabulary
+from kvsearch.tasks.ruler.draft import Draft, Stream, format_worked_example, join_names
+from kvsearch.tasks.ruler.words import Fresh, draw_coded_word, make_vocabulary
 
 COMMON = 10
 _LIST_INTRO = (
@@ -38,25 +38,27 @@ def draft_common_words(length: int, stream: Stream) -> Draft:
     """
     # how often words come: common and rare ones, common ones in the worked example, and how many rare words it has
     common_times, rare_times, shown_times, shown_rare = (30, 3, 10, 30) if length >= 4096 else (6, 1, 3, 10)
-    rng = stream.rng()
+    rng = stream.make_rng()
     # a numbered word has two tokens or more, and a few words are dropped
-    pool = vocabulary(int(0.55 * length / rare_times))
+    pool = make_vocabulary(int(0.55 * length / rare_times))
     words = [word for word in rng.sample(pool, len(pool)) if word not in (_LIST_INTRO + _LIST_QUESTION).lower()]
-    common, words = _distinct(words)
-    shown, words = _distinct(words)
+    common, words = _select_distinct(words)
+    shown, words = _select_distinct(words)
     rare = words[shown_rare:]
-    solved = _listed([*shown * shown_times, *words[:shown_rare] * rare_times], rng)
-    example = worked_example(solved, _ask_common(shown))
+    solved = _format_shuffled([*shown * shown_times, *words[:shown_rare] * rare_times], rng)
+    example = format_worked_example(solved, _ask_common(shown))
 
     def context(units: int) -> str:
-        return example + _listed([*common * common_times, *rare[:units] * rare_times], stream.rng("order"))
+        return example + _format_shuffled(
+            [*common * common_times, *rare[:units] * rare_times], stream.make_rng("order")
+        )
 
     return Draft(context, (_ask_common(common),), least=COMMON, most=len(rare))
 
 
 def _ask_common(words: Sequence[str]) -> Query:
     """Return the question for the most frequent words."""
-    return Query(_LIST_QUESTION, tuple(words), prefix=_LIST_PREFIX, written=_numbered(words))
+    return Query(_LIST_QUESTION, tuple(words), prefix=_LIST_PREFIX, written=_number_words(words))
 
 
 # so many coded words that ranks 4 and 5, the last that counts and the first that does not, differ by one whole word
@@ -70,30 +72,30 @@ def draft_coded_words(stream: Stream) -> Draft:
     """
 
     def context(units: int) -> str:
-        counts = word_counts(units)
-        words = (DOTS, *_code(stream, len(counts) - 1))
+        counts = compute_word_counts(units)
+        words = (DOTS, *_draw_coded_words(stream, len(counts) - 1))
         text = [word for word, times in zip(words, counts, strict=True) for _ in range(times)]
-        stream.rng("order").shuffle(text)
+        stream.make_rng("order").shuffle(text)
         return f"{_CODE_INTRO}\n{' '.join(text)}"
 
-    answers = tuple(_code(stream, TOP))
-    query = Query(_CODE_QUESTION, answers, prefix=_CODE_PREFIX, written=listed(answers))
+    answers = tuple(_draw_coded_words(stream, TOP))
+    query = Query(_CODE_QUESTION, answers, prefix=_CODE_PREFIX, written=join_names(answers))
     return Draft(context, (query,), least=LEAST_CODED)
 
 
-def word_counts(n: int) -> list[int]:
-    """Return how often the words of ranks 1, 2, 3, ... come, as far as they do."""
+def compute_word_counts(n: int) -> list[int]:
+    """Compute how often the words of ranks 1, 2, 3, ... occur, down to one occurrence."""
     return [int(n / (ZETA * rank**2)) for rank in range(1, math.isqrt(int(n / ZETA)) + 1)]
 
 
-def _code(stream: Stream, words: int) -> list[str]:
+def _draw_coded_words(stream: Stream, words: int) -> list[str]:
     """Return the first coded words of an example."""
-    fresh = Fresh(stream.rng(), _CODE_INTRO + _CODE_QUESTION)
-    return [fresh.draw(coded) for _ in range(words)]
+    fresh = Fresh(stream.make_rng(), _CODE_INTRO + _CODE_QUESTION)
+    return [fresh.draw(draw_coded_word) for _ in range(words)]
 
 
-def _distinct(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the first ten words of which none is part of another, and all words of which none of the ten is a part."""
+def _select_distinct(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the first ten words that are not part of each other, and all words that contain none of the ten."""
     chosen: list[str] = []
     for word in words:
         if not any(word in other or other in word for other in chosen):
@@ -103,9 +105,9 @@ def _distinct(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return chosen, [word for word in words if not any(other in word for other in chosen)]
 
 
-def _listed(words: list[str], rng: Random) -> str:
-    return f"{_LIST_INTRO}\n{_numbered(rng.sample(words, len(words)))}"
+def _format_shuffled(words: list[str], rng: Random) -> str:
+    return f"{_LIST_INTRO}\n{_number_words(rng.sample(words, len(words)))}"
 
 
-def _numbered(words: Sequence[str]) -> str:
+def _number_words(words: Sequence[str]) -> str:
     return " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))

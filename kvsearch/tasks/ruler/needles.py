@@ -11,14 +11,14 @@ from typing import Final
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.dataset_task import read_shipped
-from kvsearch.tasks.ruler.draft import Draft, Stream, insert, listed
-from kvsearch.tasks.ruler.words import Fresh, Maker, most_words, number, uuid4, word
+from kvsearch.tasks.ruler.draft import Draft, Stream, insert, join_names
+from kvsearch.tasks.ruler.words import Fresh, Maker, count_words, draw_number, draw_uuid, draw_word
 
-STORY = "data/calibration/novel.txt"
-NOISE = (
+STORY_FILE = "data/calibration/novel.txt"
+NOISE_SENTENCES = (
     "The kettle is warm.",
     "The cat is asleep.",
     "The lamp is low.",
@@ -32,17 +32,17 @@ _LONGEST_SENTENCE = 60  # words, for texts without punctuation
 
 def read_haystack(path: Path | None) -> str:
     """Read the user's text file, or the shipped story; UsageError if it is no text, or empty."""
-    file = resource(STORY) if path is None else path
+    file = find_resource(STORY_FILE) if path is None else path
     text = read_text(file, f"the haystack {file}")
     if not text.strip():
         raise UsageError(f"the haystack {file} is empty: name a text file with a story or essays")
     return text
 
 
-def noise_sentences(units: int) -> list[str]:
+def make_noise(units: int) -> list[str]:
     """Return lines of five short sentences, over and over: `units` sentences, the last line may be short."""
-    lines, rest = divmod(units, len(NOISE))
-    return [" ".join(NOISE)] * lines + ([" ".join(NOISE[:rest])] if rest else [])
+    lines, rest = divmod(units, len(NOISE_SENTENCES))
+    return [" ".join(NOISE_SENTENCES)] * lines + ([" ".join(NOISE_SENTENCES[:rest])] if rest else [])
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Essay:
     def load(cls, path: Path | None) -> Essay:
         """Read the user's text file, or the shipped story; UsageError if it is no text or has no words."""
         words = tuple(read_haystack(path).split())
-        return cls(words, tuple(_sentence_ends(words)), " ".join(words))
+        return cls(words, tuple(_find_sentence_ends(words)), " ".join(words))
 
     def sentences(self, units: int) -> list[str]:
         """Return the sentences of the first `units` words, of which the last one may be cut after a word."""
@@ -71,7 +71,7 @@ class Essay:
         return [" ".join(self.words[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
 
 
-def _sentence_ends(words: tuple[str, ...]) -> list[int]:
+def _find_sentence_ends(words: tuple[str, ...]) -> list[int]:
     ends = [0]
     for place, text in enumerate(words, 1):
         finished = _SENTENCE_END.search(text) and not _ABBREVIATION.match(text)
@@ -80,7 +80,7 @@ def _sentence_ends(words: tuple[str, ...]) -> list[int]:
     return ends[1:]
 
 
-_MAKERS: Final[dict[str, Maker]] = {"word": word, "number": number, "uuid": uuid4}
+_MAKERS: Final[dict[str, Maker]] = {"word": draw_word, "number": draw_number, "uuid": draw_uuid}
 _INTROS: Final = (
     "Somewhere the text below tells a secret {kind}. Remember it: a question about it follows the text.",
     "The text below tells secret {kind}s in several places. Remember them: a question about them follows the text.",
@@ -110,8 +110,8 @@ NIAH: Final = {name: NeedleSpec(**settings) for name, settings in read_shipped("
 def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draft:
     """Return an example of one niah task; without an `essay` the haystack is noise, or made of needles."""
     among_needles = spec.haystack == "needles"
-    haystack = "" if among_needles else essay.text if essay else "\n".join(NOISE)
-    fresh = Fresh(stream.rng(), haystack)
+    haystack = "" if among_needles else essay.text if essay else "\n".join(NOISE_SENTENCES)
+    fresh = Fresh(stream.make_rng(), haystack)
     make_key = _MAKERS[spec.key]
     make_value = _MAKERS[spec.value]
 
@@ -120,7 +120,7 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
 
     keys = [fresh.draw(make_key) for _ in range(spec.keys)]
     facts = [(key, fresh.draw(make_value)) for key in keys for _ in range(spec.values)]
-    told = list(zip(stream.depths(len(facts)), [needle(*fact) for fact in facts], strict=True))
+    needles = list(zip(stream.draw_depths(len(facts)), [needle(*fact) for fact in facts], strict=True))
     told_keys = keys[: spec.queries]
     intro = _INTROS[spec.queries * spec.values > 1].format(kind=spec.value)
     if spec.turns:
@@ -130,26 +130,26 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
 
     def context(units: int) -> str:
         if among_needles:
-            others = Fresh(stream.rng("haystack"), taken=fresh.taken)
+            others = Fresh(stream.make_rng("haystack"), taken=fresh.taken)
             sentences = [needle(others.draw(make_key), others.draw(make_value)) for _ in range(units)]
         else:
-            sentences = essay.sentences(units) if essay else noise_sentences(units)
+            sentences = essay.sentences(units) if essay else make_noise(units)
         separator = " " if essay else "\n"
-        return f"{intro}\n{separator.join(insert(sentences, told))}"
+        return f"{intro}\n{separator.join(insert(sentences, needles))}"
 
-    return Draft(context, queries, most=most_words() if among_needles and spec.key == "word" else None)
+    return Draft(context, queries, most=count_words() if among_needles and spec.key == "word" else None)
 
 
 def _ask(spec: NeedleSpec, facts: Sequence[tuple[str, str]], keys: Sequence[str], category: str = "") -> Query:
     """Return the question for the values of keys."""
     answers = tuple(value for key, value in facts if key in keys)
     many = len(answers) > 1
-    asked = f"{spec.value}{'s' if many else ''} of {listed(keys)}"
+    subject = f"{spec.value}{'s' if many else ''} of {join_names(keys)}"
     verb = "are" if many else "is"
     return Query(
-        f"What {verb} the secret {asked} that the text above tells?",
+        f"What {verb} the secret {subject} that the text above tells?",
         answers,
-        prefix=f"The secret {asked} that the text above tells {verb}",
+        prefix=f"The secret {subject} that the text above tells {verb}",
         category=category,
-        written=listed(answers) if many else "",
+        written=join_names(answers) if many else "",
     )

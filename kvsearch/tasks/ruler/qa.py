@@ -9,11 +9,11 @@ from typing import Annotated, Final
 from pydantic import BaseModel, TypeAdapter
 
 from kvsearch.core.limits import MOST_DATA
-from kvsearch.core.parsing import read_json, validated
+from kvsearch.core.parsing import read_json, validate_content
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.fields import Filled, Name, NotEmpty
 from kvsearch.tasks.ruler.draft import Draft, Stream
-from kvsearch.tasks.splits import part
+from kvsearch.tasks.splits import select_split
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_squad(path: Path) -> QaDocuments:
     Raises:
         UsageError: there is no such file, or it is not of this format; the message lists what is wrong.
     """
-    file = validated(_Squad.model_validate, read_json(path, MOST_DATA), str(path))
+    file = validate_content(_Squad.model_validate, read_json(path, MOST_DATA), str(path))
     documents: dict[str, int] = {}
     questions = []
     for article in file.data:
@@ -72,9 +72,9 @@ def read_squad(path: Path) -> QaDocuments:
         for number, paragraph in zip(numbers, article.paragraphs, strict=True):
             near = tuple(dict.fromkeys(other for other in numbers if other != number))
             questions += [
-                QaQuestion(asked.question, tuple(dict.fromkeys(a.text for a in asked.answers)), (number,), near)
-                for asked in paragraph.qas
-                if asked.answers and not asked.is_impossible
+                QaQuestion(question.question, tuple(dict.fromkeys(a.text for a in question.answers)), (number,), near)
+                for question in paragraph.qas
+                if question.answers and not question.is_impossible
             ]
     return QaDocuments(tuple(documents), tuple(questions))
 
@@ -87,10 +87,10 @@ def read_hotpot(path: Path) -> QaDocuments:
     """
     documents: dict[str, int] = {}
     questions = []
-    for asked in validated(_HOTPOT.validate_python, read_json(path, MOST_DATA), str(path)):
-        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in asked.context]
-        own = tuple(dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts))
-        questions.append(QaQuestion(asked.question, (asked.answer,), own))
+    for item in validate_content(_HOTPOT.validate_python, read_json(path, MOST_DATA), str(path)):
+        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in item.context]
+        documents_of_item = tuple(dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts))
+        questions.append(QaQuestion(item.question, (item.answer,), documents_of_item))
     return QaDocuments(tuple(documents), tuple(questions))
 
 
@@ -106,24 +106,26 @@ class QaDocuments:
     documents: tuple[str, ...]
     questions: tuple[QaQuestion, ...]
 
-    def of_split(self, split: str, source: str) -> QaDocuments:
-        """Return the questions of one split, which shares no document that is asked about with another one."""
-        return replace(self, questions=tuple(part(self.questions, split, lambda asked: asked.own, source)))
+    def select_split(self, split: str, source: str) -> QaDocuments:
+        """Return the questions of one split; no two splits have questions about the same document."""
+        return replace(
+            self, questions=tuple(select_split(self.questions, split, lambda question: question.own, source))
+        )
 
     def draft(self, stream: Stream) -> Draft:
         """Return the question's own documents, then those of the same article, then any others, all in random order."""
-        order = Stream(stream.name, 0).rng("questions").sample(range(len(self.questions)), len(self.questions))
+        order = Stream(stream.name, 0).make_rng("questions").sample(range(len(self.questions)), len(self.questions))
         question = self.questions[order[stream.index]]
 
         def context(units: int) -> str:
-            rng = stream.rng("documents")
+            rng = stream.make_rng("documents")
             first = [*question.own, *rng.sample(question.near, len(question.near))][:units]
             # so many that enough are left without those that come first
             others = rng.sample(range(len(self.documents)), min(len(self.documents), units))
             chosen = [self.documents[number] for number in list(dict.fromkeys((*first, *others)))[:units]]
-            stream.rng("order").shuffle(chosen)
-            told = (f"Document {place}:\n{text}" for place, text in enumerate(chosen, 1))
-            return "\n\n".join((_INTRO, *told))
+            stream.make_rng("order").shuffle(chosen)
+            sections = (f"Document {place}:\n{text}" for place, text in enumerate(chosen, 1))
+            return "\n\n".join((_INTRO, *sections))
 
         query = Query(_QUESTION + question.text, question.answers, prefix=_PREFIX)
         return Draft(context, (query,), least=len(question.own), most=len(self.documents))

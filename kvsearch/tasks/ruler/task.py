@@ -11,11 +11,11 @@ from typing import ClassVar, Final
 from pydantic import BaseModel, Field
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import forwarded, require_known
+from kvsearch.core.naming import delegate, require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.ruler.draft import Draft, Stream, largest
+from kvsearch.tasks.ruler.draft import Draft, Stream, find_largest_fit
 from kvsearch.tasks.ruler.frequency import draft_coded_words, draft_common_words
 from kvsearch.tasks.ruler.needles import NIAH, Essay, draft_needles
 from kvsearch.tasks.ruler.qa import read_hotpot, read_squad
@@ -24,8 +24,8 @@ from kvsearch.tasks.splits import check_split
 
 FILLED = 0.95  # the least share of its length that an example has
 RULER_SPECS: Final = read_specs("ruler")
-TURNS: Final = "niah_turns"  # multiquery in turns: SCBench's setting, none of RULER's own tasks
-RULER_TASKS: Final = tuple(name for name in RULER_SPECS if name != TURNS)
+NIAH_TURNS: Final = "niah_turns"  # multiquery in turns: SCBench's setting, none of RULER's own tasks
+RULER_TASKS: Final = tuple(name for name in RULER_SPECS if name != NIAH_TURNS)
 QA_FORMATS: Final = {
     "qa_1": ("SQuAD's", "data > paragraphs > context, qas", read_squad),
     "qa_2": ("HotpotQA's", "a list of question, answer, context", read_hotpot),
@@ -34,7 +34,7 @@ QA_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class RulerTask(Task):
-    """One task of RULER, or its `TURNS`, at a whole prompt of at most `length` tokens, those to generate included.
+    """One task of RULER, or its `NIAH_TURNS`, at a whole prompt of at most `length` tokens, those to generate included.
 
     `haystack` is a text file for the tasks that hide needles in an essay (without: the story shipped with kvsearch).
     `qa_file` is what qa_1 (SQuAD's format) and qa_2 (HotpotQA's) ask about. The other tasks make other examples for
@@ -65,8 +65,8 @@ class RulerTask(Task):
     def spec(self) -> DatasetSpec:
         return RULER_SPECS[self.name]
 
-    category = forwarded("spec.category")
-    metric = forwarded("spec.metric")
+    category = delegate("spec.category")
+    metric = delegate("spec.metric")
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return the first `samples` examples of a seed; qa has no more than its file has questions for the split.
@@ -74,8 +74,10 @@ class RulerTask(Task):
         Raises:
             UsageError: `length` is too short, a qa file too small, or a file cannot be used.
         """
-        drafts = self._drafts(samples, seed, count)
-        needed = max((count(draft.context(draft.least)) + self._rest(draft, count) for draft in drafts), default=0)
+        drafts = self._make_drafts(samples, seed, count)
+        needed = max(
+            (count(draft.context(draft.least)) + self._count_rest(draft, count) for draft in drafts), default=0
+        )
         if needed > self.length:
             raise UsageError(
                 f"{self.name}: {self.length} tokens are too few, with this tokenizer a prompt takes {needed} or more: "
@@ -84,11 +86,11 @@ class RulerTask(Task):
         examples = []
         for index, draft in enumerate(drafts):
             queries = tuple(replace(query, max_new_tokens=self.spec.max_new_tokens) for query in draft.queries)
-            context = self._context(draft, count)
+            context = self._fill_context(draft, count)
             examples.append(Example(self.name, f"{seed}-{index}", context, queries, turns=len(queries) > 1))
         return examples
 
-    def _drafts(self, samples: int, seed: int, count: TokenCount) -> list[Draft]:
+    def _make_drafts(self, samples: int, seed: int, count: TokenCount) -> list[Draft]:
         draft: Callable[[Stream], Draft]
         if self.name in NIAH:
             spec = NIAH[self.name]
@@ -101,25 +103,27 @@ class RulerTask(Task):
             draft = draft_coded_words
         else:
             assert self.qa_file is not None  # see `__post_init__`
-            file = QA_FORMATS[self.name][2](self.qa_file).of_split(self.split, f"{self.name} of {self.qa_file}")
+            file = QA_FORMATS[self.name][2](self.qa_file).select_split(self.split, f"{self.name} of {self.qa_file}")
             samples = min(samples, len(file.questions))
             draft = file.draft
         stream = partial(Stream, f"{self.split}/{self.name}/{self.length}/{seed}")
         return [draft(stream(index)) for index in range(samples)]
 
-    def _context(self, draft: Draft, count: TokenCount) -> str:
+    def _fill_context(self, draft: Draft, count: TokenCount) -> str:
         """Return the context of a draft, filled up to the length."""
-        rest = self._rest(draft, count)
-        units = largest(lambda some: count(draft.context(some)), self.length - rest, draft.least, draft.most)
+        rest = self._count_rest(draft, count)
+        units = find_largest_fit(
+            lambda units_tried: count(draft.context(units_tried)), self.length - rest, draft.least, draft.most
+        )
         context = draft.context(units)
         if units == draft.most and (filled := count(context) + rest) < FILLED * self.length:
             raise UsageError(f"{self.name} has material for {filled} of {self.length} tokens: ask for a smaller length")
         return context
 
-    def _rest(self, draft: Draft, count: TokenCount) -> int:
+    def _count_rest(self, draft: Draft, count: TokenCount) -> int:
         """Count the tokens of questions, of the beginnings of replies and of what is to be generated."""
-        asked = (self.prompt.replace(PLACE, query.question) + query.prefix for query in draft.queries)
-        return sum(count(text) + self.spec.max_new_tokens for text in asked)
+        endings = (self.prompt.replace(PLACE, query.question) + query.prefix for query in draft.queries)
+        return sum(count(text) + self.spec.max_new_tokens for text in endings)
 
 
 class DrawnRow(BaseModel):
@@ -145,8 +149,8 @@ class DrawnRulerTask(DatasetTask[DrawnRow]):
         """Return the rows of this task."""
         return [row for row in super().read() if row.task == self.name]
 
-    def fault(self, row: DrawnRow) -> str | None:
-        return self.missing(row.context, row.question, row.answer)
+    def row_problem(self, row: DrawnRow) -> str | None:
+        return self.find_missing(row.context, row.question, row.answer)
 
     def example(self, position: int, row: DrawnRow) -> Example:
         query = Query(row.question, tuple(row.answer), row.max_new_tokens, row.answer_prefix)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 
 Maker = Callable[[random.Random], str]
 
@@ -28,51 +28,51 @@ class Fresh:
         return drawn
 
 
-def word(rng: random.Random) -> str:
+def draw_word(rng: random.Random) -> str:
     """Return an adjective and a noun, as in quiet-harbor; no such word is part of another one."""
-    return f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}"
+    return f"{rng.choice(read_words('adjectives'))}-{rng.choice(read_words('nouns'))}"
 
 
-def number(rng: random.Random) -> str:
+def draw_number(rng: random.Random) -> str:
     """Return seven digits."""
     return str(rng.randint(10**6, 10**7 - 1))
 
 
-def uuid4(rng: random.Random) -> str:
+def draw_uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def amount(rng: random.Random) -> str:
+def draw_amount(rng: random.Random) -> str:
     """Return five digits, the value of a variable."""
     return str(rng.randint(10**4, 10**5 - 1))
 
 
-def variable(letters: int) -> Maker:
+def make_variable_maker(letters: int) -> Maker:
     """Return a maker of so many capital letters."""
     return lambda rng: "".join(rng.choices(string.ascii_uppercase, k=letters))
 
 
-def coded(rng: random.Random) -> str:
+def draw_coded_word(rng: random.Random) -> str:
     """Return six small letters that mean nothing."""
     return "".join(rng.choices(string.ascii_lowercase, k=6))
 
 
 @cache
-def words(kind: str) -> tuple[str, ...]:
+def read_words(kind: str) -> tuple[str, ...]:
     """Return the nouns, adjectives or verbs shipped with kvsearch, in alphabetical order."""
-    return tuple(resource(f"data/ruler/{kind}.txt").read_text(encoding="ascii").split())
+    return tuple(find_resource(f"data/ruler/{kind}.txt").read_text(encoding="ascii").split())
 
 
 @cache
-def vocabulary(least: int) -> tuple[str, ...]:
-    """Return at least `least` different words: all that are shipped, then pairs of nouns as in lanternriver."""
-    found = dict.fromkeys((*words("nouns"), *words("adjectives"), *words("verbs")))
+def make_vocabulary(minimum: int) -> tuple[str, ...]:
+    """Return at least `minimum` different words: all that are shipped, then pairs of nouns as in lanternriver."""
+    vocabulary = dict.fromkeys((*read_words("nouns"), *read_words("adjectives"), *read_words("verbs")))
     rng = random.Random("pairs of nouns")
-    while len(found) < least:
-        found[rng.choice(words("nouns")) + rng.choice(words("nouns"))] = None
-    return tuple(found)
+    while len(vocabulary) < minimum:
+        vocabulary[rng.choice(read_words("nouns")) + rng.choice(read_words("nouns"))] = None
+    return tuple(vocabulary)
 
 
-def most_words() -> int:
-    """Return how many keys of `word` can be drawn before it takes long to find another one."""
-    return len(words("adjectives")) * len(words("nouns")) // 2
+def count_words() -> int:
+    """Return how many different keys `draw_word` can draw before another one takes long to find."""
+    return len(read_words("adjectives")) * len(read_words("nouns")) // 2

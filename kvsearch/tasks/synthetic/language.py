@@ -32,7 +32,7 @@ _NOUN_ADJECTIVES = {noun: _grammar.sample(v.ADJECTIVES, 4) for noun in v.NOUNS}
 _VERB_PLACES = {verb: _grammar.sample(v.PLACES, 3) for verb in v.VERBS}
 
 
-def filler(rng: random.Random, topic: Sequence[str]) -> Sentence:
+def make_filler(rng: random.Random, topic: Sequence[str]) -> Sentence:
     """Return one nine-word sentence; nouns fix the likely adjectives and verbs, verbs the likely places."""
     noun = rng.choice(topic) if rng.random() < 0.7 else rng.choice(v.NOUNS)
     verb = rng.choice(_NOUN_VERBS[noun])
@@ -58,12 +58,12 @@ Haystack = Callable[[random.Random], Tell]  # a kind of text around the evidence
 def prose(rng: random.Random) -> Tell:
     """Return sentences about a few nouns, evidence anywhere between them."""
     topic = rng.sample(v.NOUNS, TOPIC_NOUNS)
-    return lambda count, groups: interleave(rng, [[filler(rng, topic) for _ in range(count)], *groups])
+    return lambda count, groups: interleave(rng, [[make_filler(rng, topic) for _ in range(count)], *groups])
 
 
 def repetition(rng: random.Random) -> Tell:
     """Return one sentence again and again, evidence anywhere between."""
-    sentence = filler(rng, v.NOUNS)
+    sentence = make_filler(rng, v.NOUNS)
     return lambda count, groups: interleave(rng, [[sentence] * count, *groups])
 
 
@@ -82,7 +82,7 @@ def paragraphs(rng: random.Random) -> Tell:
     return tell
 
 
-def ask(words: Sentence, answer: Sentence) -> Query:
+def make_query(words: Sentence, answer: Sentence) -> Query:
     """Return a question with its one right answer; a reply has as many words."""
     return Query(" ".join(words), (" ".join(answer),), len(answer))
 
@@ -99,7 +99,7 @@ class Evidence:
     def tokens(self) -> int:
         return sum(len(sentence) for sentence in self.sentences)
 
-    def unasked(self) -> Evidence:
+    def as_distractor(self) -> Evidence:
         """Return the same evidence as a distractor."""
         return replace(self, questions=())
 
@@ -124,30 +124,32 @@ class Names:
             self._left[kind] = self.rng.sample(list(pool), len(pool))
         return self._left[kind].pop()
 
-    def left(self, kind: str, pool: Sequence[str]) -> int:
+    def count_left(self, kind: str, pool: Sequence[str]) -> int:
         """Return how many names of this kind are still free."""
         return len(self._left.get(kind, pool))
 
 
-def code_facts(rng: random.Random, names: Names, count: int) -> Evidence:
+def make_code_facts(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` facts `code KEY VALUE VALUE .`; one question a fact."""
     facts = [(names.draw("key", v.KEYS), rng.choice(v.VALUES), rng.choice(v.VALUES)) for _ in range(count)]
     return Evidence(
         tuple(("code", key, a, b, ".") for key, a, b in facts),
-        tuple(ask(("?", "code", key), (a, b, ".")) for key, a, b in facts),
+        tuple(make_query(("?", "code", key), (a, b, ".")) for key, a, b in facts),
         tuple(("recall", "code", key, a, ".") for key, a, _ in facts),
     )
 
 
-def code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
+def make_code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` code facts, asked two at a time in one question (multi-query)."""
-    single = code_facts(rng, names, count)
+    single = make_code_facts(rng, names, count)
     pairs = zip(single.sentences, single.sentences[1:] + single.sentences[:1], strict=True)
-    questions = [ask(("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs]
+    questions = [
+        make_query(("?", "both", first[1], second[1], "="), (*first[:4], *second[:4], ".")) for first, second in pairs
+    ]
     return Evidence(single.sentences, tuple(questions), single.mentions)
 
 
-def item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
+def make_item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` items, each with three values told in three places; the question wants all three (multi-value)."""
     sentences: list[Sentence] = []
     questions = []
@@ -157,15 +159,15 @@ def item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
         values = [rng.choice(v.VALUES) for _ in v.ORDINALS]
         parts = [(key, ordinal, value) for ordinal, value in zip(v.ORDINALS, values, strict=True)]
         answer = (*(word for part in parts for word in part), ".")[1:]
-        questions.append(ask(("?", "item", key), answer))
+        questions.append(make_query(("?", "item", key), answer))
         mentions.append(("recall", "item", *parts[0], "."))
         sentences += [("item", *part, ".") for part in rng.sample(parts, len(parts))]
     return Evidence(tuple(rng.sample(sentences, len(sentences))), tuple(questions), tuple(mentions))
 
 
-def whole_items(rng: random.Random, names: Names, count: int) -> Evidence:
+def make_whole_items(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` items, each with its three values told one after another: facts with long values."""
-    items = [item_facts(rng, names, 1) for _ in range(count)]
+    items = [make_item_facts(rng, names, 1) for _ in range(count)]
     return Evidence(
         tuple(
             tuple(word for part in sorted(item.sentences, key=lambda part: v.ORDINALS.index(part[2])) for word in part)
@@ -176,25 +178,25 @@ def whole_items(rng: random.Random, names: Names, count: int) -> Evidence:
     )
 
 
-def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evidence:
+def make_chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evidence:
     """Make `count` chains `set a = VALUE . set b = a . set c = b .`; the question walks the chain back to the value."""
-    told: list[list[Sentence]] = []
+    sentences: list[list[Sentence]] = []
     questions = []
     mentions = []
     for _ in range(count):
         variables = [names.draw("variable", v.VARIABLES) for _ in range(links)]
         value = rng.choice(v.VALUES)
-        told.append(
+        sentences.append(
             [("set", left, "=", right, ".") for left, right in zip(variables, [value, *variables], strict=False)]
         )
         back = variables[-2::-1]
         answer = tuple(word for name in back for word in (name, "set", name, "="))
-        questions.append(ask(("?", "set", variables[-1], "="), (*answer, value, ".")))
+        questions.append(make_query(("?", "set", variables[-1], "="), (*answer, value, ".")))
         mentions.append(("recall", "set", variables[-1], "=", variables[-2], "."))
-    return Evidence(tuple(interleave(rng, told)), tuple(questions), tuple(mentions))
+    return Evidence(tuple(interleave(rng, sentences)), tuple(questions), tuple(mentions))
 
 
-def votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
+def make_votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
     """Cast `count` votes with one clear winner: at least two votes ahead (frequency)."""
     names = rng.sample(v.CANDIDATES, candidates)
     while True:
@@ -203,10 +205,10 @@ def votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
         if tally[0] >= tally[1] + 2:
             break
     winner = max(names, key=cast.count)
-    return Evidence(tuple(("vote", name, ".") for name in cast), (ask(("?", "vote"), (winner, ".")),))
+    return Evidence(tuple(("vote", name, ".") for name in cast), (make_query(("?", "vote"), (winner, ".")),))
 
 
-def compose(
+def compose_document(
     rng: random.Random,
     length: int,
     needles: Sequence[Evidence],
@@ -224,17 +226,20 @@ def compose(
     middle = rng.sample(pool, min(mentions, len(pool)))
     tail = rng.sample(pool, min(tail_mentions, len(pool)))
     room = length - 1 - evidence - sum(map(len, middle)) - sum(map(len, tail))
-    told = tell(max(0, room) // FILLER_WORDS, [group.sentences for group in needles])
+    sentences = tell(max(0, room) // FILLER_WORDS, [group.sentences for group in needles])
     for mention in middle:
-        told.insert(rng.randint(_after_fact(told, mention), len(told)), mention)
+        sentences.insert(rng.randint(_find_place_after_fact(sentences, mention), len(sentences)), mention)
     for mention in tail:
-        told.insert(max(_after_fact(told, mention), len(told) - rng.randint(0, min(2, len(told)))), mention)
+        sentences.insert(
+            max(_find_place_after_fact(sentences, mention), len(sentences) - rng.randint(0, min(2, len(sentences)))),
+            mention,
+        )
     questions = [question for group in needles for question in group.questions]
     rng.shuffle(questions)
-    words = (v.BOS, *(word for sentence in told for word in sentence))
+    words = (v.BOS, *(word for sentence in sentences for word in sentence))
     return Document(words, tuple(questions))
 
 
-def _after_fact(told: Sequence[Sentence], mention: Sentence) -> int:
+def _find_place_after_fact(sentences: Sequence[Sentence], mention: Sentence) -> int:
     """Return the first place at which `mention` does not give its fact away."""
-    return next(i for i, sentence in enumerate(told) if sentence[:3] == mention[1:4]) + 1
+    return next(i for i, sentence in enumerate(sentences) if sentence[:3] == mention[1:4]) + 1

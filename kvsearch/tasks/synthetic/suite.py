@@ -46,22 +46,22 @@ from kvsearch.tasks.synthetic.language import (
     Evidence,
     Haystack,
     Names,
-    ask,
-    chains,
-    code_facts,
-    code_pairs,
-    compose,
-    item_facts,
+    compose_document,
+    make_chains,
+    make_code_facts,
+    make_code_pairs,
+    make_item_facts,
+    make_query,
+    make_votes,
+    make_whole_items,
     paragraphs,
     prose,
     repetition,
-    votes,
-    whole_items,
 )  # fmt: skip
 from kvsearch.tasks.synthetic.vocabulary import CANDIDATES, KEYS, VARIABLES
 
 SHORTEST = 512
-SPLITS = ("train", "calibrate", "select", "report")
+SYNTHETIC_SPLITS = ("train", "calibrate", "select", "report")
 MENTIONS = 2
 TAIL_MENTIONS = 1
 Builder = Callable[[random.Random, Names, int], list[Evidence]]
@@ -89,37 +89,37 @@ class Form:
     turns: bool = False  # whether a question follows the reply to the one before it
 
 
-def codes_in(room: int, names: Names) -> int:
+def count_fitting_codes(room: int, names: Names) -> int:
     """Return how many code facts fit into `room` words, as far as there are keys left."""
-    return max(0, min(room // CODE_WORDS, names.left("key", KEYS)))
+    return max(0, min(room // CODE_WORDS, names.count_left("key", KEYS)))
 
 
 def _single_3(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    fact = whole_items(rng, names, 1)
-    return [fact, code_facts(rng, names, min(1, codes_in(room - fact.tokens, names))).unasked()]
+    fact = make_whole_items(rng, names, 1)
+    return [fact, make_code_facts(rng, names, min(1, count_fitting_codes(room - fact.tokens, names))).as_distractor()]
 
 
 def _multikey_2(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    room -= (told := _many_chains(rng, names, room)).tokens
-    keys = names.left("key", KEYS)
+    room -= (distractors := _many_chains(rng, names, room)).tokens
+    keys = names.count_left("key", KEYS)
     # an item fills the room of three codes for one key: as many of them as make the keys last
     items = -(-(room - CODE_WORDS * keys) // (ITEM_WORDS - CODE_WORDS))
-    others = whole_items(rng, names, max(0, min(items, keys - QUESTIONS_PER_CONTEXT)))
-    codes = code_facts(rng, names, codes_in(room - others.tokens, names))
-    return [codes, others.unasked(), told]
+    others = make_whole_items(rng, names, max(0, min(items, keys - QUESTIONS_PER_CONTEXT)))
+    codes = make_code_facts(rng, names, count_fitting_codes(room - others.tokens, names))
+    return [codes, others.as_distractor(), distractors]
 
 
 def _multikey_3(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    room -= (told := _many_chains(rng, names, room)).tokens
-    items = whole_items(rng, names, LONG_FACTS)
-    codes = code_facts(rng, names, codes_in(room - items.tokens, names))
-    return [items, codes.unasked(), told]
+    room -= (distractors := _many_chains(rng, names, room)).tokens
+    items = make_whole_items(rng, names, LONG_FACTS)
+    codes = make_code_facts(rng, names, count_fitting_codes(room - items.tokens, names))
+    return [items, codes.as_distractor(), distractors]
 
 
 def _many_chains(rng: random.Random, names: Names, room: int) -> Evidence:
     """Return chains of all variables, as distractors."""
-    count = min(room // (LINKS * LINK_WORDS), names.left("variable", VARIABLES) // LINKS)
-    return chains(rng, names, count, LINKS).unasked()
+    count = min(room // (LINKS * LINK_WORDS), names.count_left("variable", VARIABLES) // LINKS)
+    return make_chains(rng, names, count, LINKS).as_distractor()
 
 
 def _common(rng: random.Random, names: Names, room: int) -> list[Evidence]:  # noqa: ARG001
@@ -127,54 +127,58 @@ def _common(rng: random.Random, names: Names, room: int) -> list[Evidence]:  # n
     winner, *others = rng.sample(CANDIDATES, min(2 * count // 3 + 1, len(CANDIDATES)))
     cast = [*others, *[winner] * (count - len(others))]
     rng.shuffle(cast)
-    question = ask(("?", "vote"), (winner, "."))
+    question = make_query(("?", "vote"), (winner, "."))
     return [Evidence(tuple(("vote", name, ".") for name in cast), (question,))]
 
 
 def _qa_1(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    others = chains(rng, names, 1, links=2)
-    return [code_facts(rng, names, codes_in(room - others.tokens, names)), others.unasked()]
+    others = make_chains(rng, names, 1, links=2)
+    return [make_code_facts(rng, names, count_fitting_codes(room - others.tokens, names)), others.as_distractor()]
 
 
 def _qa_2(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    told = chains(rng, names, TWO_HOP_CHAINS, links=2)
+    evidence = make_chains(rng, names, TWO_HOP_CHAINS, links=2)
     # the model learnt chains of three links and reads on where a shorter one ends: the answer ends with the value
     questions = tuple(
         replace(question, answers=(question.answers[0].removesuffix(" ."),), max_new_tokens=question.max_new_tokens - 1)
-        for question in told.questions
+        for question in evidence.questions
     )
-    others = code_facts(rng, names, codes_in(room - told.tokens, names))
-    return [replace(told, questions=questions), others.unasked()]
+    others = make_code_facts(rng, names, count_fitting_codes(room - evidence.tokens, names))
+    return [replace(evidence, questions=questions), others.as_distractor()]
 
 
 def _single(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    fact = code_facts(rng, names, 1)
-    others = item_facts(rng, names, 1) if room >= fact.tokens + 15 else Evidence()
-    return [fact, others.unasked()]
+    fact = make_code_facts(rng, names, 1)
+    others = make_item_facts(rng, names, 1) if room >= fact.tokens + 15 else Evidence()
+    return [fact, others.as_distractor()]
 
 
 def _vote(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    cast = votes(rng, 8)
-    return [cast, code_facts(rng, names, codes_in(room - cast.tokens, names)).unasked()]
+    cast = make_votes(rng, 8)
+    return [cast, make_code_facts(rng, names, count_fitting_codes(room - cast.tokens, names)).as_distractor()]
 
 
 FORMS: dict[str, Form] = {
     "single": Form(_single),
-    "multikey": Form(lambda rng, names, room: [code_facts(rng, names, codes_in(room, names))]),
-    "multiquery": Form(lambda rng, names, room: [code_pairs(rng, names, codes_in(room, names))]),
-    "multivalue": Form(lambda rng, names, room: [item_facts(rng, names, min(room // 15, names.left("key", KEYS)))]),
+    "multikey": Form(lambda rng, names, room: [make_code_facts(rng, names, count_fitting_codes(room, names))]),
+    "multiquery": Form(lambda rng, names, room: [make_code_pairs(rng, names, count_fitting_codes(room, names))]),
+    "multivalue": Form(
+        lambda rng, names, room: [make_item_facts(rng, names, min(room // 15, names.count_left("key", KEYS)))]
+    ),
     "chain": Form(
-        lambda rng, names, room: [chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))]
+        lambda rng, names, room: [
+            make_chains(rng, names, min(room // 15, names.count_left("variable", VARIABLES) // 3))
+        ]
     ),
     "vote": Form(_vote),
-    "single_1": Form(lambda rng, names, _: [code_facts(rng, names, 1)], repetition),
+    "single_1": Form(lambda rng, names, _: [make_code_facts(rng, names, 1)], repetition),
     "single_3": Form(_single_3),
     "multikey_2": Form(_multikey_2, share=FACT_SHARE),
     "multikey_3": Form(_multikey_3, share=FACT_SHARE),
     "common": Form(_common),
     "qa_1": Form(_qa_1, paragraphs),
     "qa_2": Form(_qa_2, paragraphs),
-    "turns": Form(lambda rng, names, room: [code_facts(rng, names, codes_in(room, names))], turns=True),
+    "turns": Form(lambda rng, names, room: [make_code_facts(rng, names, count_fitting_codes(room, names))], turns=True),
 }
 SUITES: dict[str, tuple[str, ...]] = {
     "core": ("single", "multikey", "multiquery", "multivalue", "chain", "vote"),
@@ -209,7 +213,7 @@ class SyntheticTask(Task):
             raise UsageError(
                 f"synthetic contexts need at least {SHORTEST} tokens for sparse evidence, got {self.length}"
             )
-        require_known("split", self.split, SPLITS)
+        require_known("split", self.split, SYNTHETIC_SPLITS)
 
     @property
     def category(self) -> str:
@@ -228,7 +232,7 @@ class SyntheticTask(Task):
             turns = FORMS[self.name].turns
             queries = document.questions[:QUESTIONS_PER_CONTEXT]
             if turns:
-                queries = tuple(replace(asked, category=f"turn {number}") for number, asked in enumerate(queries, 1))
+                queries = tuple(replace(query, category=f"turn {number}") for number, query in enumerate(queries, 1))
             examples.append(Example(self.name, f"{seed}-{index}", " ".join(document.words[1:]), queries, turns))
         return examples
 
@@ -236,4 +240,4 @@ class SyntheticTask(Task):
         """Return one document of this task; its questions are all of this task."""
         form = FORMS[self.name]
         needles = form.build(rng, Names(rng), int(self.length * form.share))
-        return compose(rng, self.length, needles, MENTIONS, TAIL_MENTIONS, form.haystack)
+        return compose_document(rng, self.length, needles, MENTIONS, TAIL_MENTIONS, form.haystack)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.polykv.layer_sweep import Ablation, AblationResults, Ablations, ContinuationBatch
-from kvsearch.models.architecture import attention_modules
+from kvsearch.models.architecture import find_attention_modules
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.stock import CACHE
@@ -30,7 +30,7 @@ def measure_naively(
 
     Prompts `ids` [M, T] with their `mask` are read anew for every ablation.
     """
-    attention = attention_modules(model)
+    attention = find_attention_modules(model)
     whole_mask = torch.cat([mask, torch.ones_like(after.tokens)], 1)
     positions = (whole_mask.cumsum(-1) - 1).clamp(min=0)
     length = mask.shape[1]

@@ -23,7 +23,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Policy, create_policy
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.logits import Logits
 from tests.calibration.polykv.naive import measure_naively
 from tests.families import EACH_FAMILY, build
@@ -84,7 +84,7 @@ def both(
     """What the sweep and the naive procedure measure of all continuations."""
     samples = samples_of(prompts)
     after = prompts.continuations(samples, CPU)
-    with running(model):
+    with run_attention(model):
         swept = LayerSweep(model, what, prompts, EVERYTHING, at_once).measure(after)
         naive = measure_naively(model, what, *prompts.repeat_prompts(samples).padded(CPU), after)
     return swept, naive, after
@@ -127,7 +127,7 @@ def test_a_sweep_in_chunks_measures_the_same(at_once: SweepSizes) -> None:
 def sweep(
     model: Any, what: Ablations, prompts: PromptBatch, samples: Sequence[TextContinuation], at_once: SweepSizes = ALL
 ) -> AblationResults:
-    with running(model):
+    with run_attention(model):
         return LayerSweep(model, what, prompts, EVERYTHING, at_once).measure(prompts.continuations(samples, CPU))
 
 
@@ -164,7 +164,10 @@ def test_logits_that_are_made_in_another_way_are_refused() -> None:
 
     model.forward = scaled
     assert model.lm_head.forward == head
-    with running(model), pytest.raises(IncompatibleError, match="makes its logits in a way that is not known here"):
+    with (
+        run_attention(model),
+        pytest.raises(IncompatibleError, match="makes its logits in a way that is not known here"),
+    ):
         LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, EVERYTHING, ALL).measure(first_of(prompts))
 
 

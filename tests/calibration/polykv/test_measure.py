@@ -24,7 +24,7 @@ from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import encode_prompts
 from kvsearch.calibration.steps import STEPS_FOLDER
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.models.architecture import Architecture, decoder, describe
+from kvsearch.models.architecture import Architecture, describe, find_decoder
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.signals.table import SignalTable
@@ -209,7 +209,7 @@ def test_a_calibration_runs_as_many_tokens_as_were_counted(family: str, signals:
         hidden = arguments[0] if arguments else keywords["hidden_states"]
         seen += hidden.shape[0] * hidden.shape[1]
 
-    layers: Any = decoder(model.model).layers
+    layers: Any = find_decoder(model.model).layers
     for layer in layers:
         layer.register_forward_pre_hook(count, with_kwargs=True)
     calibrate_polykv(model, data, options, policies)

@@ -13,7 +13,7 @@ from kvsearch.calibration.polykv import options as module
 from kvsearch.calibration.polykv.options import PAPER_PATTERNS, make_candidates
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.plan import PolicySpec
-from kvsearch.policies import Needs, Observation, Policy, create_policy, policy_names
+from kvsearch.policies import Needs, Observation, Policy, create_policy, list_policy_names
 from kvsearch.policies.registry import FITTED
 from kvsearch.runtime.decode.rule import decode_needs
 
@@ -42,7 +42,7 @@ def test_the_nine_of_the_paper_are_the_default() -> None:
 def test_all_are_those_that_can_be_judged() -> None:
     policies, remarks = tried("all")
     left_out = sorted(["duo_attention", "kvzip", *FITTED])
-    assert names_of(policies) == [name for name in policy_names() if name not in ("full", *left_out)]
+    assert names_of(policies) == [name for name in list_policy_names() if name not in ("full", *left_out)]
     assert [remark.partition(" is left out: ")[0] for remark in remarks] == left_out
     assert remarks[0].endswith("some of its heads are never evicted, so budgets do not say what it keeps")
     assert "probe is left out: policy probe has no default for weights: give a value" in remarks
@@ -135,9 +135,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     def class_of(name: str) -> type[Policy]:
         return type(create(name, {}))
 
-    monkeypatch.setattr(module, "policy_names", lambda: ["broken", "full", "summing", "tova"])
+    monkeypatch.setattr(module, "list_policy_names", lambda: ["broken", "full", "summing", "tova"])
     monkeypatch.setattr(module, "create_policy", create)
-    monkeypatch.setattr(module, "policy_class", class_of)
+    monkeypatch.setattr(module, "find_policy_class", class_of)
 
 
 @pytest.mark.usefixtures("registered")

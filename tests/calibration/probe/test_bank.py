@@ -18,13 +18,13 @@ from kvsearch.calibration.probe.contexts import fit_rankings
 from kvsearch.calibration.prompts import encode_prompts
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import attention_modules
+from kvsearch.models.architecture import find_attention_modules
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
-from kvsearch.report.ranking import ranking_remarks
-from kvsearch.runtime.attention import running
+from kvsearch.report.ranking import list_ranking_remarks
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibrations import calibrate_query_bank
@@ -42,7 +42,7 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     recall = profile.arrays["recall"]
     assert recall.shape == (1 + len(RIVAL_POLICIES), 3, layers, heads)
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
-    told = [str(part) for part in ranking_remarks(profile)]
+    told = [str(part) for part in list_ranking_remarks(profile)]
     assert told[0] == "fitted on 1 context, chosen on 1, reported on 1"
     assert profile.metadata.provenance.settings["chosen_by"] in ("farthest", "k-means")
     assert calibrate_query_bank(model, DATA, SMALL).to_bytes() == profile.to_bytes()
@@ -58,10 +58,10 @@ def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> No
     (prompt, *_) = encode_prompts(model, DATA)
     builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
-    with torch.no_grad(), running(model.model):
+    with torch.no_grad(), run_attention(model.model):
         drawn = {prompt.context: draw_asked_places(prompt, builder, 999, torch.Generator())}
         found = ContextPass(model, prompt, prompt, SMALL, builder, Noting(queries=drawn)).queries[0]
-    module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
+    module, heads = find_attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():
         states = layer.input_layernorm(model.model.model.embed_tokens(ids))

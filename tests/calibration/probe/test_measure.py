@@ -29,11 +29,11 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import GOLDEN, is_last, parse_policy
+from kvsearch.policies.fitted import GOLDEN_RATIO, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
-from kvsearch.report.ranking import TextLosses, find_losses, ranking_remarks
+from kvsearch.report.ranking import TextLosses, find_losses, list_ranking_remarks
 from kvsearch.runtime import Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.methods import parse_methods
 from tests import tiny
@@ -78,7 +78,7 @@ def test_contexts_that_fit_in_memory_are_read_once_and_say_the_same(
     calibrate_probe(model, data, SMALL)
     assert sorted(read) == list(range(6))
     read.clear()
-    monkeypatch.setattr("kvsearch.calibration.probe.contexts.default_memory", lambda _: 0)
+    monkeypatch.setattr("kvsearch.calibration.probe.contexts.find_default_memory", lambda _: 0)
     again = calibrate_probe(model, data, SMALL)
     assert sorted(map(read.count, range(6))) == [1, 1, 1, 1, 2, 3]
     for name, array in profile.arrays.items():
@@ -109,7 +109,7 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     fit, *others = profile.arrays["text_loss"][0, :, 1]
     is_doubtful = all(other < fit for other in others)
     assert len(profile.arrays["middle_loss"]) == (1 + len(RIVAL_POLICIES) if is_doubtful else len(judged))
-    assert next(ranking_remarks(profile)) == "fitted on 4 contexts, chosen on 1, reported on 1"
+    assert next(list_ranking_remarks(profile)) == "fitted on 4 contexts, chosen on 1, reported on 1"
 
 
 def test_all_are_compared_where_that_is_asked_for(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
@@ -143,7 +143,7 @@ def test_headlines_hold_at_every_size_beyond_chance(
     made = with_losses(profile, texts, fit, other)
     losses = find_losses(made)
     assert losses is not None and losses.is_better is is_better
-    headlines = [line for line in ranking_remarks(made) if "ranks better than" in line]
+    headlines = [line for line in list_ranking_remarks(made) if "ranks better than" in line]
     assert len(headlines) == (is_better is not None)
     assert all(losses.words in line and f"over {texts} texts" in line for line in headlines)
     for size in range(len(JUDGED_SHARES)):
@@ -156,7 +156,7 @@ def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
     last = with_losses(profile, texts=1, fit=2)
     losses = find_losses(last)
     assert losses is not None and is_last(last.arrays)
-    assert "every other ranking is better" in list(ranking_remarks(last))[-1]
+    assert "every other ranking is better" in list(list_ranking_remarks(last))[-1]
     save_profile(last, tmp_path / "profile.safetensors")
     with pytest.raises(UsageError, match="every built-in ranking is better than this fit: fit on more"):
         parse_policy(f"probe={tmp_path}")
@@ -177,14 +177,16 @@ def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedMod
     few = replace(data, contexts=data.contexts[:4])
     found = calibrate_probe(model, few, SMALL.model_copy(update={"form": "network"}))
     assert found.arrays["hidden"].shape[-1] == 0
-    assert "2 contexts to fit on are few: regressions with strong shrinkage alone" in list(ranking_remarks(found))[1]
+    assert (
+        "2 contexts to fit on are few: regressions with strong shrinkage alone" in list(list_ranking_remarks(found))[1]
+    )
 
 
 def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: CalibrationData) -> None:
     """Nothing is lost where all stays; a head's error is how far W_O of its softmax over what is left moves."""
     prompts = encode_prompts(model, data)[:1]
     builder = QuestionBuilder(model, prompts, data.prompt, ("answers",))
-    with torch.no_grad(), running(model.model):
+    with torch.no_grad(), run_attention(model.model):
         one = ContextPass(model, prompts[0], prompts[0], SMALL, builder)
         every = torch.ones(4, 2, one.prompt.length, dtype=torch.bool)
         some = every.clone()
@@ -217,12 +219,12 @@ def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel,
     assert found.metadata.provenance.settings["targets"] == ("reconstruction",)
     assert found.metadata.provenance.contexts.fitted.ids
     assert np.isfinite(found.arrays["text_loss"]).all()
-    told = [line for line in ranking_remarks(found) if "no questions" in line]
+    told = [line for line in list_ranking_remarks(found) if "no questions" in line]
     assert told == ["the contexts have no questions, and are asked for themselves alone (reconstruction)"]
     mixed = replace(data, contexts=(*bare.contexts[:1], *data.contexts[1:3]))
     found = calibrate_probe(model, mixed, SMALL)
     assert found.metadata.provenance.settings["targets"] == ("answers", "reconstruction")
-    assert "1 of the 3 contexts have no questions" in "".join(ranking_remarks(found))
+    assert "1 of the 3 contexts have no questions" in "".join(list_ranking_remarks(found))
     with pytest.raises(UsageError, match="1 of 3 contexts have no questions, and only --targets reconstruction"):
         calibrate_probe(model, mixed, SMALL.model_copy(update={"targets": ("answers",)}))
 
@@ -245,10 +247,10 @@ def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: Calibratio
     found = calibrate_probe(loaded, some, SMALL.model_copy(update={"features": ("value_norm",)}))
     assert found.metadata.provenance.settings["unseen_heads"] == ("1.1",)
     assert found.metadata.provenance.settings["features"] == ("value_norm", "spread")
-    told = [line for line in ranking_remarks(found) if line.startswith("nothing that was asked")]
+    told = [line for line in list_ranking_remarks(found) if line.startswith("nothing that was asked")]
     assert told == ["nothing that was asked looks at the context in 1 kv head (1.1 by layer): even ranking there"]
     arrays = Coefficients(*(torch.from_numpy(found.arrays[name].copy()) for name in Coefficients._fields))
-    x = torch.stack([torch.randn(50), (torch.arange(50) * GOLDEN).frac()], 1)
+    x = torch.stack([torch.randn(50), (torch.arange(50) * GOLDEN_RATIO).frac()], 1)
     score = Weights(("value_norm", "spread"), (0, 1, 2, 3), arrays).log_importance(x.expand(1, 2, 50, 2), 1)[0].exp()
     assert score[1].argsort().tolist() == x[:, 1].argsort().tolist()
     assert float(score[1].max()) < float(score[0].min())

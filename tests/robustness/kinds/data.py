@@ -11,7 +11,7 @@ from typing import Any
 from kvsearch.calibration.data import load_calibration_data
 from kvsearch.core.errors import KvsearchError
 from kvsearch.tasks.dataset_task import parse_template
-from kvsearch.tasks.encode import counter, encode
+from kvsearch.tasks.encode import encode, make_token_counter
 from kvsearch.tasks.infinitebench import InfiniteBenchTask
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LongBenchTask
@@ -34,7 +34,7 @@ def _tokenizer() -> Any:
 
 def _ask(task: Any) -> None:
     """Do with the examples of a task what an evaluation does before a model reads them, and score replies."""
-    examples = task.examples(3, 0, counter(_tokenizer()))
+    examples = task.examples(3, 0, make_token_counter(_tokenizer()))
     for example in examples:
         for query in example.queries:
             for reply in ("", "seven", query.right_reply or "", "\ud800", "1.5 10"):

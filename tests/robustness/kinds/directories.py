@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.runs.identity import SUMS
-from kvsearch.runs.lock import LOCK, _refusal, locked, refuse_locked
-from kvsearch.runs.run import finish, read_sums, unfinish
+from kvsearch.runs.lock import LOCK, _locked_error, lock_directory, refuse_locked
+from kvsearch.runs.run import finish_run, mark_unfinished, read_sums
 from tests.robustness.forms import Json, Text
 from tests.robustness.kinds.kind import Kind, taken, verify
 from tests.robustness.kinds.runs import of_run
@@ -23,11 +23,11 @@ from tests.robustness.valid import plans, runs
 
 def _lock(path: Path) -> None:
     with path.open("rb") as file:
-        refusal = str(_refusal(path.parent, file))
+        refusal = str(_locked_error(path.parent, file))
     assert "\n" not in refusal
     assert len(refusal) < 1_000
     refuse_locked(path.parent)
-    with locked(path.parent):
+    with lock_directory(path.parent):
         assert path.exists()
 
 
@@ -35,9 +35,9 @@ def _sums(path: Path) -> None:
     read_sums(path.parent)
     verify(path.parent)
     with taken("the checksums that were written"):
-        finish(path.parent, ["plan.json"])
+        finish_run(path.parent, ["plan.json"])
         assert "plan.json" in read_sums(path.parent)
-        unfinish(path.parent)
+        mark_unfinished(path.parent)
 
 
 def kinds() -> Iterator[Kind]:

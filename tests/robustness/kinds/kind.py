@@ -17,7 +17,7 @@ from kvsearch.plan import saved as weights
 from kvsearch.policies import fitted, kvzap, probe, query_bank
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.integrity import Verification
-from kvsearch.report.page import groups_of, render
+from kvsearch.report.page import group_by_model, render
 from tests.robustness.forms import Form
 
 Bases = Callable[[], Sequence[bytes]]
@@ -43,7 +43,7 @@ class Kind:
     def forget(self) -> None:
         """Forget the weights that this process has read: one file does not help another."""
         weights._known.clear()
-        fitted.profile_of.cache_clear()
+        fitted.load_fitted_profile.cache_clear()
         for read in (probe._weights, query_bank._bank, kvzap._layers):
             read.__wrapped__.cache_clear()
 
@@ -83,6 +83,6 @@ def verify(path: Path) -> None:
 
 def _page(path: Path) -> None:
     """Do what `kvsearch report` does but for writing the page."""
-    groups = groups_of([open_path(path)])
+    groups = group_by_model([open_path(path)])
     with taken("the page"):
         render(groups)

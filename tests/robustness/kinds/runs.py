@@ -16,9 +16,9 @@ from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.run import RunOptions
 from kvsearch.plan import canonical_json
 from kvsearch.results.search import read_trace
-from kvsearch.results.validation import harmful, load_validation
+from kvsearch.results.validation import find_harmful, load_validation
 from kvsearch.runs.identity import CONFIG, RunConfig, read_config
-from kvsearch.runs.lock import locked
+from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import read_contexts, write_contexts
 from kvsearch.search.trials import TrialLog
 from kvsearch.strategies.from_signals import Strategy
@@ -69,7 +69,7 @@ def _config(job: str, path: Path) -> None:
 def _contexts(path: Path) -> None:
     show(path)
     found = read_contexts(path.parent)
-    with taken("what was written"), locked(path.parent):
+    with taken("what was written"), lock_directory(path.parent):
         write_contexts(path.parent, {use: getattr(found, use) for use in ("fitted", "chosen", "reported")})
         again = read_contexts(path.parent)
     for use in ("fitted", "chosen", "reported"):
@@ -115,7 +115,7 @@ def _step_samples(path: Path) -> None:
 def _validation(path: Path) -> None:
     found = load_validation(path)
     show(path)
-    harmful(path.parent.parent, Strategy(), 64)
+    find_harmful(path.parent.parent, Strategy(), 64)
     with taken("what was written"):
         path.write_bytes(canonical_json(found.as_json()))
         same(load_validation(path), found, "written and read again")

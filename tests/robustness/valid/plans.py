@@ -9,8 +9,8 @@ from typing import Any
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.plan import Plan
-from kvsearch.plan.arithmetic import with_carry
-from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.arithmetic import add_carry
+from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME
@@ -23,12 +23,12 @@ from tests.runtime.helpers import plan_for, running
 @lru_cache
 def plans() -> list[Plan]:
     """Plans with one phase and with both, of fixed and proportional budgets, static and dynamic."""
-    few = ContextSet.of([context_hash(f"context {number}") for number in range(3)])
-    many = ContextSet.of([context_hash(f"context {number}") for number in range(300)])
+    few = ContextSet.of([hash_context(f"context {number}") for number in range(3)])
+    many = ContextSet.of([hash_context(f"context {number}") for number in range(300)])
     known = ContextRecord(fitted=few, reported=few).model_dump(mode="json")
     partly = ContextRecord(fitted=few, chosen=few.union(many), complete=False).model_dump(mode="json")
     return [
-        with_carry(_plan("snapkv", [[10, 6], None, [4, 12]], {"window": 4, "pooling": "max"}), "match"),
+        add_carry(_plan("snapkv", [[10, 6], None, [4, 12]], {"window": 4, "pooling": "max"}), "match"),
         _plan("knorm", [[40, 12], [20, 30]], provenance={**PROVENANCE, "contexts": known}),
         _plan("pyramidkv", [[12, 10]] * 4, {"window": 3}, length=None, scaling="fixed"),
         _plan("snapkv", [[12, 10]] * 2, {"window": 4}, allocation={"name": "adakv", "params": {"floor_share": 0.2}}),
@@ -71,7 +71,7 @@ def written() -> bytes:
     given = plan_for(model(), [[9, 12], [10, 11]])
     policy = {"name": "snapkv", "params": {"window": 4}}
     phase = {"layers": [{"policy": policy, "budget": budget} for budget in ([9, 12], [10, 11])]}
-    plan = with_carry(Plan.model_validate({**given.model_dump(), "prefill": phase, "decode": phase}), "match")
+    plan = add_carry(Plan.model_validate({**given.model_dump(), "prefill": phase, "decode": phase}), "match")
     ids, mask = prompts(2, 24, pads=5)
     with TemporaryDirectory() as folder, running(model(), NAME):
         made = PlanCache(model(), plan)

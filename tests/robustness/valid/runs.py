@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvsearch.calibration.steps import StepCache
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Sample
 from kvsearch.runs.identity import RunConfig
@@ -23,7 +23,7 @@ IDENTITY = "ab"  # of samples
 
 def recipes(job: str) -> list[bytes]:
     """The recipes that are shipped for a job."""
-    return [path.read_bytes() for path in sorted(resource(f"recipes/{job}").glob("*.yaml"))]
+    return [path.read_bytes() for path in sorted(find_resource(f"recipes/{job}").glob("*.yaml"))]
 
 
 @contextmanager

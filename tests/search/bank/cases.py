@@ -14,7 +14,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.shared_prefill import prefill_all
 from kvsearch.search.bank.bank import CandidateBank
@@ -80,7 +80,7 @@ def runtime_logits(
 ) -> list[Tensor]:
     """Logits [A, V] of every candidate for the answer: prompt, then all that follows, through a PlanCache."""
     model, prompt, following = loaded.model, sample.prompt[None], sample.following[None]
-    with running(model):
+    with run_attention(model):
         caches = [PlanCache(model, program_of(loaded, candidate, policy)) for candidate in candidates]
         mask = torch.ones_like(prompt)
         last = prefill_all(model, caches, prompt, mask)[0]

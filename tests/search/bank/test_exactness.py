@@ -13,9 +13,9 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan.schema import Protocol
 from kvsearch.policies import create_policy
-from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import stop_tokens
-from kvsearch.runtime.shared_prefill import compressed
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.decode.replies import find_stop_tokens
+from kvsearch.runtime.shared_prefill import compress_prompts
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import list_samples
 from kvsearch.search.spaces import encode_choices
@@ -121,10 +121,10 @@ def evaluator_replies(model: LoadedModel, task: TaskPrompts, protocol: Protocol,
     """Token ids by candidate and sample as the evaluator generates them, one sample at a time."""
     programs = {str(number): program_of(model, candidate) for number, candidate in enumerate(candidates)}
     found: list[list[list[int]]] = [[] for _ in candidates]
-    with running(model.model):
+    with run_attention(model.model):
         for sample in list_samples([task], protocol):
-            stop, finished = stop_tokens(model), sample.finished
-            for joint in compressed(model.model, programs, [sample.prompt], stop, finished):
+            stop, finished = find_stop_tokens(model), sample.finished
+            for joint in compress_prompts(model.model, programs, [sample.prompt], stop, finished):
                 limits = [sample.limit] * len(joint.methods)
                 asked = [sample.question_ids] * len(joint.methods)
                 replies = joint.replies.ask(asked, limits) if len(sample.question_ids) else joint.replies.reply(limits)

@@ -15,7 +15,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import running
+from kvsearch.runtime.attention import run_attention
 from kvsearch.search.bank.prepared import find_windows, prefill, resolve_policies
 from tests import tiny
 from tests.families import FAMILIES, build, prompts
@@ -28,7 +28,7 @@ def test_a_prefix_holds_what_the_runtime_keeps(family: str) -> None:
     model = tiny.loaded(family)
     ids = prompts(1, 40)[0]
     candidate = random_candidates(model, 1, 40)[0]
-    with running(model.model), torch.no_grad():
+    with run_attention(model.model), torch.no_grad():
         kept_layers, logits = prefill(model.model, resolve_policies(model.model, SNAPKV), ids[0], 40)
         planned, full = PlanCache(model.model, program_of(model, candidate)), DynamicCache(config=model.model.config)
         model.model(ids, past_key_values=planned)
@@ -54,7 +54,7 @@ def test_no_more_than_the_cap_is_kept() -> None:
     model = tiny.loaded("gemma3")
     policies = resolve_policies(model.model, SNAPKV)
     ids = prompts(1, 40)[0][0]
-    with running(model.model):
+    with run_attention(model.model):
         whole, capped = (prefill(model.model, policies, ids, cap)[0] for cap in (40, 12))
     for layer, (states, all_states) in enumerate(zip(capped, whole, strict=True)):
         count = 12 if layer in policies else 15
@@ -72,7 +72,7 @@ class SomeHeads(Policy):
     def score(self, observation: Observation) -> Tensor:
         return observation.keys[..., 0].float()
 
-    def exempt(self, budget: int, length: int) -> bool:
+    def keeps_all(self, budget: int, length: int) -> bool:
         return budget >= 1000
 
 

@@ -17,7 +17,7 @@ from kvsearch.search.bank import prepared as bank_store
 from kvsearch.search.bank.prepared import SampleStore
 from kvsearch.search.bank.samples import BankSample, list_samples
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import encode_tasks, token_hash
+from kvsearch.tasks.encode import encode_tasks, hash_tokens
 from tests import tiny
 from tests.families import DEVICES
 from tests.search.bank.cases import PROTOCOLS
@@ -69,7 +69,7 @@ def test_hashes_say_what_samples_share(model: LoadedModel) -> None:
     queries = Query("? code", ("mark",)), Query("? item", ("mark",))
     agnostic, aware = (of_queries(model, protocol, *queries) for protocol in PROTOCOLS)
     one, two = agnostic
-    assert one.prompt_sha256 == two.prompt_sha256 == token_hash(one.prompt)
+    assert one.prompt_sha256 == two.prompt_sha256 == hash_tokens(one.prompt)
     assert one.sha256 != two.sha256
     assert [sample.sha256 for sample in aware] == [sample.sha256 for sample in agnostic]
     assert aware[0].prompt_sha256 == aware[0].sha256 != aware[1].prompt_sha256

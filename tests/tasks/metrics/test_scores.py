@@ -21,7 +21,7 @@ from rouge import Rouge
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.metrics import METRICS, NEEDS, find_metric, packages
-from kvsearch.tasks.metrics.longbench import first_line
+from kvsearch.tasks.metrics.longbench import take_first_line
 
 CASES: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 CLOSE = 1e-7  # the package of ROUGE-L adds 1e-8 to a denominator
@@ -58,7 +58,7 @@ def test_every_metric_has_cases() -> None:
 )  # fmt: skip
 def test_first_line(reply: str, line: str) -> None:
     """Only newlines are stripped."""
-    assert first_line(reply) == line
+    assert take_first_line(reply) == line
 
 
 @given(reply=st.text("ab \n\tAB"), answers=st.lists(st.text("ab", min_size=1), min_size=1, max_size=4).map(tuple))
@@ -216,9 +216,9 @@ def test_unknown_names() -> None:
 
 @pytest.mark.parametrize(("name", "module"), [(name, module) for name, modules in NEEDS.items() for module in modules])
 def test_missing_packages(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    packages.optional.cache_clear()
+    packages.import_optional.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
-    wanted = packages.PACKAGES[module]
+    wanted = packages.METRIC_PACKAGES[module]
     with pytest.raises(EnvironmentFault) as caught:
         find_metric(name)
     message = str(caught.value)
@@ -228,6 +228,6 @@ def test_missing_packages(name: str, module: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_optional_module_is_needed_and_there() -> None:
-    assert {module for modules in NEEDS.values() for module in modules} == set(packages.PACKAGES)
-    for module in packages.PACKAGES:
-        assert packages.optional(module) is import_module(module)
+    assert {module for modules in NEEDS.values() for module in modules} == set(packages.METRIC_PACKAGES)
+    for module in packages.METRIC_PACKAGES:
+        assert packages.import_optional(module) is import_module(module)

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
@@ -30,8 +30,8 @@ def bpe_tokenizer() -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=3000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    lists = [resource(f"data/ruler/{kind}.txt").read_text() for kind in ("nouns", "adjectives", "verbs")]
-    tokenizer.train_from_iterator([resource(STORY).read_text(), *lists], trainer)
+    lists = [find_resource(f"data/ruler/{kind}.txt").read_text() for kind in ("nouns", "adjectives", "verbs")]
+    tokenizer.train_from_iterator([find_resource(STORY).read_text(), *lists], trainer)
     return tokenizer
 
 
@@ -44,7 +44,7 @@ def bpe() -> TokenCount:
 def bundled() -> TokenCount:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(resource("data/bundled/tokenizer.json")))
+    tokenizer = Tokenizer.from_file(str(find_resource("data/bundled/tokenizer.json")))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 

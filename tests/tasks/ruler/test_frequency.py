@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.frequency import LEAST_CODED, word_counts
+from kvsearch.tasks.ruler.frequency import LEAST_CODED, compute_word_counts
 from tests.combinations import every_value
 from tests.tasks.ruler.helpers import bpe, whole, words
 
@@ -76,12 +76,12 @@ def test_long_lists_have_enough_words() -> None:
     ],
 )
 def test_counts_of_coded_words(n: int, counts: list[int]) -> None:
-    assert word_counts(n) == counts
+    assert compute_word_counts(n) == counts
 
 
 @given(st.integers(0, 10**6))
 def test_the_third_and_the_fourth_word_differ(n: int) -> None:
-    counts = word_counts(n)
+    counts = compute_word_counts(n)
     assert all(times >= 1 for times in counts)
     assert counts == sorted(counts, reverse=True)
     if n >= LEAST_CODED:

@@ -11,7 +11,7 @@ import pytest
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.catalog import describe_tasks
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.needles import NIAH, NOISE
+from kvsearch.tasks.ruler.needles import NIAH, NOISE_SENTENCES
 from tests.combinations import every_value
 from tests.tasks.ruler.helpers import whole, words
 
@@ -104,8 +104,8 @@ def test_the_rest_is_the_story(name: str, tmp_path: Path) -> None:
 def test_the_rest_is_noise() -> None:
     (example,) = RulerTask("niah_single_1", 2048).examples(1, 0, words)
     lines = [line for line in body(example).split("\n") if not NEEDLE.fullmatch(line)]
-    assert set(lines[:-1]) == {" ".join(NOISE)}
-    assert " ".join(NOISE).startswith(lines[-1])
+    assert set(lines[:-1]) == {" ".join(NOISE_SENTENCES)}
+    assert " ".join(NOISE_SENTENCES).startswith(lines[-1])
 
 
 @pytest.mark.parametrize("name", ["niah_multikey_2", "niah_multikey_3"])

@@ -13,12 +13,12 @@ from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
-from kvsearch.tasks.ruler.task import TURNS
+from kvsearch.tasks.ruler.task import NIAH_TURNS
 from tests.combinations import every_value
 from tests.tasks.ruler.helpers import GENERATED, count_of, hotpot, squad, used, whole, words
 
 TOO_SHORT = {("cwe", 512, "bpe")}
-generated = pytest.mark.parametrize("name", [*GENERATED, TURNS])
+generated = pytest.mark.parametrize("name", [*GENERATED, NIAH_TURNS])
 TOKENIZERS = ["words", "bpe", "bundled"]
 DRAWN = {"task": "vt", "context": "A text.", "question": "\nWhich?", "answer_prefix": " It is", "answer": ["7", "8"],
          "max_new_tokens": 9}  # fmt: skip
@@ -34,7 +34,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"qa_1": squad(folder), "qa_2": hotpot(folder)}
 
 
-@every_value(name=[*GENERATED, TURNS], tokenizer=TOKENIZERS, length=[512, 2048, 8192])
+@every_value(name=[*GENERATED, NIAH_TURNS], tokenizer=TOKENIZERS, length=[512, 2048, 8192])
 def test_lengths(name: str, length: int, tokenizer: str) -> None:
     """At most `length`, at least 95 percent of it; uuid needles are so long that a short text may lack one more."""
     count = count_of(tokenizer)

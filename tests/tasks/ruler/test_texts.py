@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import find_resource
 from kvsearch.tasks.ruler import words as made_up
-from kvsearch.tasks.ruler.draft import FULL, Stream, largest
+from kvsearch.tasks.ruler.draft import FILL_FRACTION, Stream, find_largest_fit
 from kvsearch.tasks.ruler.needles import Essay
-from kvsearch.tasks.ruler.words import Fresh, Maker, vocabulary, words
+from kvsearch.tasks.ruler.words import Fresh, Maker, make_vocabulary, read_words
 from tests.tasks.ruler.helpers import STORY
 
 
@@ -32,30 +32,30 @@ def test_it_fits_and_fills(sizes: list[int], base: int, room: int, least: int) -
     def size(units: int) -> int:
         return base + sum(sizes[:units])
 
-    units = largest(size, room, least, most)
+    units = find_largest_fit(size, room, least, most)
     assert least <= units <= most
     if size(least) > room:
         assert units == least
     else:
         assert size(units) <= room
-        assert size(units) >= FULL * room or units == most or size(units + 1) > room
+        assert size(units) >= FILL_FRACTION * room or units == most or size(units + 1) > room
 
 
 @pytest.mark.parametrize("needles", [1, 4, 5])
 def test_every_depth_comes_once_in_forty_needles(needles: int) -> None:
     for cycle in range(2):
         some = range(cycle * 40 // needles, (cycle + 1) * 40 // needles)
-        depths = [depth for index in some for depth in Stream("s", index).depths(needles)]
+        depths = [depth for index in some for depth in Stream("s", index).draw_depths(needles)]
         assert sorted(depths) == [place / 39 for place in range(40)]
 
 
 def test_streams_cycles_and_purposes_draw_differently() -> None:
     starts = (("s", 0), ("s", 40), ("t", 0))
-    dealt = [[Stream(name, start + index).depths(1) for index in range(40)] for name, start in starts]
+    dealt = [[Stream(name, start + index).draw_depths(1) for index in range(40)] for name, start in starts]
     assert dealt[0] not in dealt[1:]
-    drawn = {Stream(name, index).rng(use).random() for name in "st" for index in (0, 1) for use in "ab"}
+    drawn = {Stream(name, index).make_rng(use).random() for name in "st" for index in (0, 1) for use in "ab"}
     assert len(drawn) == 8
-    assert Stream("s", 0).rng("a").random() in drawn
+    assert Stream("s", 0).make_rng("a").random() in drawn
 
 
 def essay(folder: Path, text: str) -> Essay:
@@ -77,14 +77,14 @@ def test_sentences(tmp_path: Path) -> None:
 @given(st.integers(0, 20_000))
 def test_the_story_is_read_from_its_beginning_and_again(units: int) -> None:
     made = Essay.load(None)
-    story = resource(STORY).read_text(encoding="utf-8").split()
+    story = find_resource(STORY).read_text(encoding="utf-8").split()
     told = " ".join(made.sentences(units)).split()
     assert told == list(islice(chain.from_iterable(repeat(story)), units))
 
 
 def test_no_key_is_part_of_another_key() -> None:
     """old-oar would be part of gold-oar, and so would be bright-star of bright-starling."""
-    nouns, adjectives = words("nouns"), words("adjectives")
+    nouns, adjectives = read_words("nouns"), read_words("adjectives")
     assert not [(a, b) for a in nouns for b in nouns if a != b and b.startswith(a)]
     assert not [(a, b) for a in adjectives for b in adjectives if a != b and b.endswith(a)]
 
@@ -92,13 +92,13 @@ def test_no_key_is_part_of_another_key() -> None:
 @pytest.mark.parametrize(
     ("make", "form"),
     [
-        (made_up.word, "[a-z]+-[a-z]+"),
-        (made_up.number, "[1-9][0-9]{6}"),
-        (made_up.uuid4, "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"),
-        (made_up.amount, "[1-9][0-9]{4}"),
-        (made_up.variable(5), "[A-Z]{5}"),
-        (made_up.variable(3), "[A-Z]{3}"),
-        (made_up.coded, "[a-z]{6}"),
+        (made_up.draw_word, "[a-z]+-[a-z]+"),
+        (made_up.draw_number, "[1-9][0-9]{6}"),
+        (made_up.draw_uuid, "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"),
+        (made_up.draw_amount, "[1-9][0-9]{4}"),
+        (made_up.make_variable_maker(5), "[A-Z]{5}"),
+        (made_up.make_variable_maker(3), "[A-Z]{3}"),
+        (made_up.draw_coded_word, "[a-z]{6}"),
     ],
 )
 def test_what_names_look_like(make: Maker, form: str) -> None:
@@ -116,8 +116,8 @@ def test_nothing_is_drawn_twice_or_from_the_text() -> None:
 
 
 def test_the_vocabulary_grows() -> None:
-    small, large = vocabulary(10), vocabulary(5000)
-    assert len(small) == len({*words("nouns"), *words("adjectives"), *words("verbs")}) > 2000
+    small, large = make_vocabulary(10), make_vocabulary(5000)
+    assert len(small) == len({*read_words("nouns"), *read_words("adjectives"), *read_words("verbs")}) > 2000
     assert large[: len(small)] == small
     assert len(large) == len(set(large)) == 5000
-    assert vocabulary(6000)[:5000] == large
+    assert make_vocabulary(6000)[:5000] == large

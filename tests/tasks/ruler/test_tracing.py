@@ -8,7 +8,7 @@ import pytest
 
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.needles import NOISE
+from kvsearch.tasks.ruler.needles import NOISE_SENTENCES
 from kvsearch.tasks.ruler.tracing import LONGEST_EXAMPLE
 from tests.combinations import every_value
 from tests.tasks.ruler.helpers import bpe, whole, words
@@ -69,7 +69,7 @@ def test_names_occur_in_their_assignments_only(length: int) -> None:
         assert [whole(example).count(name) for name in links] == [2] * 4
         assert whole(example).count(last) == 1
         noise = " ".join(line for line in halves(example)[1].split("\n")[1:] if not line.startswith("LET"))
-        assert set(noise.split(". ")) <= {sentence.rstrip(".") for sentence in NOISE} | set(NOISE)
+        assert set(noise.split(". ")) <= {sentence.rstrip(".") for sentence in NOISE_SENTENCES} | set(NOISE_SENTENCES)
 
 
 @every_value(sizes=[(512, 128), (1024, 256), (8192, LONGEST_EXAMPLE)], count=[words, bpe()])
@@ -77,7 +77,7 @@ def test_the_length_of_the_example(sizes: tuple[int, int], count: TokenCount) ->
     length, longest = sizes
     for example in made(length, count, 3):
         solved = halves(example)[0]
-        bare = "\n".join(line for line in solved.split("\n") if not line.startswith(NOISE[0]))
+        bare = "\n".join(line for line in solved.split("\n") if not line.startswith(NOISE_SENTENCES[0]))
         assert 0.9 * longest <= count(solved) <= longest or (solved == bare and longest == 128)
 
 
