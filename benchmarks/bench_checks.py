@@ -26,12 +26,12 @@ import kvsearch.runtime.sharing
 import kvsearch.search.bank.prepared
 
 CHECKS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "checksum of a ledger line": ((kvsearch.runs.ledger, "sealed"), (kvsearch.runs.ledger, "_check_seal")),
-    "checksums of finished files": ((kvsearch.runs.run, "finish"),),
+    "checksum of a ledger line": ((kvsearch.runs.ledger, "with_checksum"), (kvsearch.runs.ledger, "_check_seal")),
+    "checksums of finished files": ((kvsearch.runs.run, "finish_run"),),
     "form and values of scores": (
         (kvsearch.policies.ranking, "check_scores"),
-        (kvsearch.runtime.sharing, "lengths_after"),
-        (kvsearch.runtime.eviction, "lengths_after"),
+        (kvsearch.runtime.sharing, "read_checked_lengths"),
+        (kvsearch.runtime.eviction, "read_checked_lengths"),
         (kvsearch.search.bank.prepared, "require_finite"),
     ),
 }

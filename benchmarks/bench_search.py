@@ -120,7 +120,7 @@ def compare(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Pr
     print(f"\n{protocol}: papers' procedure {slow:.3f} s per candidate (mean of {args.naive}, "
           f"{SEARCH} extrapolated: {SEARCH * slow:,.0f} s); bank: prefill {prefill:.2f} s once")  # fmt: skip
     for objective in ("nll", "metric"):
-        judge = bank.scores if objective == "metric" else bank.losses
+        judge = bank.score_replies if objective == "metric" else bank.measure_losses
         fast = seconds_each(partial(judge, candidates[: args.population]), args.population)
         whole = prefill + SEARCH * fast
         print(f"  {objective:6s} {1000 * fast:8.2f} ms per candidate: {slow / fast:6.1f}x; with the prefill, "

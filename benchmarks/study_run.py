@@ -72,7 +72,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
             directory = args.output / f"{model}-{seed}"
             options = RunOptions.of(args.recipe, model=model, output=directory, seed=seed)
             config = read_config(directory) if directory.exists() else None
-            if config is None or config.options != options.recorded() or not (directory / RUN_FILE).exists():
+            if config is None or config.options != options.to_recipe() or not (directory / RUN_FILE).exists():
                 if args.finished:
                     continue
                 kvsearch.run(options)

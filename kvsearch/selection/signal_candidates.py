@@ -135,8 +135,10 @@ class _SignalPlans(PlanFactory):
             yield self._name_plan(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
 
     def methods(self) -> Iterator[NamedPlan]:
-        """Make plans of the methods of papers with their own allocators."""
+        """Make plans of the methods of papers with their own allocators, but of those that read prompts again."""
         for method, recipe in METHODS.items():
+            if create_policy(recipe.policy).needs().reread is not None:
+                continue  # strategies of patterns take one pass over a prompt, and it would be compared at several
             name = f"{method}, own budgets" if method in self.table.patterns else method
             yield name, partial(self._method_plan, recipe), {"baseline": name, "policy": recipe.policy}
 

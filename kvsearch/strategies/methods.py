@@ -196,11 +196,9 @@ def make_direct_plan(
     anew for every prompt.
 
     Raises:
-        UsageError: as `check_request` raises it, or the policy cannot decide while decoding.
+        UsageError: as `check_request` raises it.
     """
     check_request(policy, size, allocation)
-    if "decode" in phases and (problem := policy.no_decode_rule()) is not None:
-        raise UsageError(problem)
     size = size.laid_out()
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)

@@ -115,8 +115,10 @@ def test_from_a_search_to_an_evaluation(place: Path, kind: type[RunOptions | Evo
 
 def test_without_tasks_their_length_is_carried_along(place: Path) -> None:
     options = RunOptions.of(model="bundled", budget=40, output=place, length="512")
-    report = SimpleNamespace(ahead={}, scores={}, nats={})
-    choice = SimpleNamespace(decision="it is written", reported="it scores", report=report, plan="plan.json")
+    report = SimpleNamespace(ahead={}, scores={}, nats={}, parts={})
+    choice = SimpleNamespace(
+        decision="it is written", reported="it scores", report=report, plan="plan.json", uniform="snapkv"
+    )
     result: Any = SimpleNamespace(sizes={"40": choice})
     _, words = offered(remarks_on_run(options, result))
     assert words == ["evaluate", "bundled", "--plan", str(place / "plan.json"), "--length", "512"]

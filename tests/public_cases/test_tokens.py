@@ -74,7 +74,7 @@ def test_pieces_joined_are_the_whole_text(kind: str, context: str, asked: list[t
             joined = [*ids[0].tolist(), *own[0].tolist()]
             if len(ids[0]) > form.lead:
                 assert joined == tokens(kind, prompt)
-            gap = form._gap(question, prefix, answer)
+            gap = form._find_gap(question, prefix, answer)
             whole = tokens(kind, prompt + gap + answer)
             if whole[: len(joined)] == joined:  # else a token reaches from the prompt into the answer
                 assert [*joined, *right[0].tolist()] == whole
@@ -101,7 +101,7 @@ def test_long_contexts_are_not_encoded_anew_for_every_question(
     form = PromptFormat(tokenizer(kind))
     ids, [(own, right)] = form.encode(context, [QuestionText(question, answer=answer)])
     joined = [token for part in (ids, own, right) for token in part[0].tolist()]
-    gap = form._gap(question, "", answer)
+    gap = form._find_gap(question, "", answer)
     assert joined == tokens(kind, f"{context}\n\nQuestion: {question}\nAnswer:{gap}{answer}")
 
 
