@@ -80,7 +80,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _clear(self) -> None:
         self.seen = 0
-        self.reserve_positions: Tensor | None = None  # rotary positions [B or 1, 1] of a token that was foreseen
+        self.foreseen_positions: Tensor | None = None  # rotary positions [B or 1, 1] of a token that was foreseen
         self.asked = False  # whether something asked for lengths while it came
         self.rereads: Mapping[SecondPass, Tensor] = {}  # what the prompt's entries got when it was read again
         self._holder: RaggedStore | Decoding | None = None
@@ -164,7 +164,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.reserve_positions is None:
+        if self.foreseen_positions is None:
             require_attention("PlanCache", self.implementation())
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
@@ -189,11 +189,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the true length of the sequence, evicted entries included: positions and masks depend on it."""
-        self.asked |= self.reserve_positions is not None
+        self.asked |= self.foreseen_positions is not None
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        self.asked |= self.reserve_positions is not None
+        self.asked |= self.foreseen_positions is not None
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
@@ -290,11 +290,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         self._require_same_rotary(1)
         self.evicted.prepare_step()
-        self.reserve_positions = positions
+        self.foreseen_positions = positions
 
     def finish_step(self) -> None:
         """End the token that was foreseen."""
-        self.reserve_positions = None
+        self.foreseen_positions = None
         self.asked = False
         self.seen += 1
         self.evicted.finish_step()
@@ -319,8 +319,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend and evict: densely for the prompt, over the ragged store for every later token."""
-        if self.reserve_positions is not None:
-            return self._step(self.reserve_positions, module, query, key, value, **kwargs)
+        if self.foreseen_positions is not None:
+            return self._step(self.foreseen_positions, module, query, key, value, **kwargs)
         if self.holder is not None:
             return self._continue(module, query, key, value, mask, **kwargs)
         length = self.seen if self.prompt_length is None else self.prompt_length
