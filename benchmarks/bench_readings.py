@@ -95,7 +95,7 @@ def main() -> None:
     loaded = load(args.model, LoadOptions(dtype="bfloat16"))
     readings = Readings(loaded)
     readings.seconds()
-    wanted = tuple(args.select.split(","))
+    wanted = tuple(args.only.split(","))
     with tempfile.TemporaryDirectory() as directory:
         for name, work, parts, what in commands(loaded, Path(directory)):
             if name.startswith(wanted):

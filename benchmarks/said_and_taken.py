@@ -82,7 +82,7 @@ def main() -> None:
             place = (options.output or Path(made)) / Path(model).name
             place.mkdir(parents=True, exist_ok=True)
             commands = COMMANDS if model.startswith("bundled") else REAL
-            for name in options.select.split(";") if options.select else commands:
+            for name in options.only.split(";") if options.only else commands:
                 words = commands[name].format(model=model).split()
                 words += [] if options.dtype == "auto" else ["--dtype", options.dtype]
                 said = json.loads(call([*words, "--dry-run", "--json"], place, options.cpu)[1])["estimate"]["seconds"]

@@ -76,9 +76,9 @@ def main(doc: str | None, minutes: float, steps: Mapping[str, Step]) -> None:
     every = {"versions": Step(versions, 60), **steps}
     script = Path(sys.argv[0]).stem
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.select is not None:
-        found = every[args.select].action(settings(args.device, args.small))
-        write(args.out / f"{script}-{args.select}.json", found)
+    if args.only is not None:
+        found = every[args.only].action(settings(args.device, args.small))
+        write(args.out / f"{script}-{args.only}.json", found)
         return
     patience = SLOWER if args.small else 1
     end = time.monotonic() + patience * 60 * minutes

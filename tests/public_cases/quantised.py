@@ -202,8 +202,8 @@ def torchao_checkpoints_load(folder: Path) -> None:
         weights = [attention.o_proj.weight.dequantize() for attention in projections(model)]
         same = with_weights(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16), weights)
         module = projections(model)[0]
-        made = kvsearch.models.architecture.output_weight(module, 8, torch.bfloat16)
-        expected = kvsearch.models.architecture.output_weight(projections(same)[0], 8)
+        made = kvsearch.models.architecture.read_output_weight(module, 8, torch.bfloat16)
+        expected = kvsearch.models.architecture.read_output_weight(projections(same)[0], 8)
         torch.testing.assert_close(made, expected, atol=0, rtol=2**-7)
         assert sum(tensor.nbytes for name, tensor in list_named_tensors(model) if "o_proj" in name) < 4 * 64 * 128 * 2
         assert str(model.dtype) == "torch.bfloat16"
