@@ -132,7 +132,9 @@ def test_entries_are_ranked_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     snapkv = create_policy("snapkv", {"window": 4})
     calibration = LukvCalibration(loaded, tiny.calibration_data(110), [snapkv], LukvOptions(answers="given"))
     assert list(measure_importance(loaded, calibration.prepare(), snapkv, LukvOptions(answers="given")))
-    context_pass: Any = SimpleNamespace(importance_pass=SimpleNamespace(model=loaded.model), largest=torch.rand(1, 2, 40))
+    context_pass: Any = SimpleNamespace(
+        importance_pass=SimpleNamespace(model=loaded.model), largest=torch.rand(1, 2, 40)
+    )
     measure_recalls([torch.rand(1, 2, 40)], context_pass)
     assert places == [device(1)] * 2
 
