@@ -38,11 +38,11 @@ class Folder(PlanExporter):
         usage = ("python {path}/generate.py --help", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
         return ExportedFiles(written, usage, total=plan.total)
 
-    def plan_files(self, plan: Plan) -> dict[str, bytes]:
-        """Return the plan and its weights; UsageError if these are not here."""
-        places = list_weights(plan.policies, FOLDER_PLAN)
-        weights = {place.name: read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
-        return {FOLDER_PLAN: canonical_json(plan), **weights}
+    def plan_files(self, plan: Plan, path: str = FOLDER_PLAN) -> dict[str, bytes]:
+        """Return the plan, at a path in the folder, and its weights beside it; UsageError if these are not here."""
+        places = list_weights(plan.policies, path)
+        weights = {place.as_posix(): read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        return {path: canonical_json(plan), **weights}
 
 
 class CustomGenerate(Folder):
@@ -80,18 +80,14 @@ class ModelFolder(Folder):
         size = find_size(plan)
         path = f"{BESIDE}/plan-{size}.json" if listed else f"{BESIDE}/{FOLDER_PLAN}"
         path = f"{BESIDE}/{Path(listed[size]['file']).name}" if size in listed else path
-        places = list_weights(plan.policies, path)
-        weights = {f"{BESIDE}/{place.name}": read_known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
-        content = canonical_json(plan)
-        listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
+        plan_files = self.plan_files(plan, path)
+        listed[size] = {"file": path, "sha256": sha256(plan_files[path]).hexdigest()}
         config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
         written = {
-            path: content,
-            **weights,
+            **plan_files,
             CARD_FILE: render_model_card(plan, path, inputs),
             MODEL_CONFIG_FILE: config.encode(),
         }
+        updated = tuple(name for name in written if name != path)
         usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
-        return ExportedFiles(
-            written, usage, total=plan.total, updated=(*weights, CARD_FILE, MODEL_CONFIG_FILE), model=inputs.unsaved
-        )
+        return ExportedFiles(written, usage, total=plan.total, updated=updated, model=inputs.unsaved)

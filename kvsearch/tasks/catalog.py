@@ -29,8 +29,7 @@ from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
 from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_SPECS, DrawnRow, DrawnRulerTask
 from kvsearch.tasks.splits import ALL, SPLITS
-from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
-from kvsearch.tasks.synthetic.suite import SYNTHETIC_SPLITS as SYNTHETIC_SPLITS
+from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SYNTHETIC_SPLITS, SyntheticTask
 from kvsearch.tasks.text import TextTask
 
 SYNTHETIC = "synthetic"
