@@ -11,11 +11,14 @@ MARK = "<!-- the list is made by tests/papers/test_docs.py -->"
 
 
 def listed() -> str:
-    lines = ["| table | in the paper | what it shows | the paper's numbers |", "|---|---|---|---|"]
-    for table in TABLES.values():
-        known = len(numbers(table.name))
-        lines.append(f"| `{table.name}` | {table.source}, {table.where} | {table.shows} | {known or '-'} |")
-    return "\n".join(lines) + "\n"
+    lines = []
+    for paper in dict.fromkeys(table.source for table in TABLES.values()):
+        lines += [f"\n### {paper}\n", "| table | in the paper | shows | printed numbers |", "|---|---|---|---|"]
+        for table in TABLES.values():
+            if table.source == paper:
+                known = len(numbers(table.name))
+                lines.append(f"| `{table.name}` | {table.where} | {table.shows} | {known or '-'} |")
+    return "\n".join(lines).lstrip() + "\n"
 
 
 def test_the_list_is_that_of_the_data() -> None:
