@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsearch.papers.tables import TABLES, numbers
+from kvsearch.papers.tables import TABLES
 
 DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
 MARK = "<!-- the list is made by tests/papers/test_docs.py -->"
 
 
 def listed() -> str:
-    lines = []
+    lines = ["| paper | tables |", "|---|---|"]
     for paper in dict.fromkeys(table.source for table in TABLES.values()):
-        lines += [f"\n### {paper}\n", "| table | in the paper | shows | printed numbers |", "|---|---|---|---|"]
-        for table in TABLES.values():
-            if table.source == paper:
-                known = len(numbers(table.name))
-                lines.append(f"| `{table.name}` | {table.where} | {table.shows} | {known or '-'} |")
-    return "\n".join(lines).lstrip() + "\n"
+        names = [f"`{table.name}` ({table.where})" for table in TABLES.values() if table.source == paper]
+        lines.append(f"| {paper} | {', '.join(names)} |")
+    return "\n".join(lines) + "\n"
 
 
 def test_the_list_is_that_of_the_data() -> None:
