@@ -112,12 +112,6 @@ class JobOptions(Record):
         places = [getattr(self, name) for name, (_, option) in self.list_options().items() if option.locked]
         return tuple(place for place in places if place is not None)
 
-    def check_model(self) -> None:
-        """Raise an error if the named model of the job cannot be loaded."""
-
-    def close(self) -> None:
-        """Close resources that the options have opened for the job."""
-
     @field_validator("*")
     @classmethod
     def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:

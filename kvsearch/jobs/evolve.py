@@ -14,15 +14,17 @@ from kvsearch.core.naming import check_unique
 from kvsearch.jobs.groups import (
     BUDGET,
     BUDGETS,
+    MODEL,
     PROTOCOL,
     BudgetList,
-    ModelArgument,
+    ModelOptions,
     RunDirOptions,
     SelectionOptions,
     TaskOptions,
     WorkerOptions,
     suggest_plan_commands,
 )
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
@@ -52,7 +54,7 @@ SPLITS = {"search": "train", "choice": "select", "report": "report"}
 FILES = (BEST, REPORT, PLAN, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 
 
-class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, SelectionOptions, EvolveSettings):
+class EvolveOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, SelectionOptions, EvolveSettings):
     """Options of `evolve`: policies, sizes, questions, limits and workers."""
 
     job: ClassVar[str] = "evolve"
@@ -60,6 +62,7 @@ class EvolveOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Se
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
     panel: ClassVar[str] = SEARCH_PANEL
 
+    model: str = option(..., MODEL)
     budget: Entries | None = option(None, BUDGET)
     budgets: BudgetList = option(None, BUDGETS)
     start: Annotated[tuple[Path, ...], Repeated] = option(
@@ -116,9 +119,9 @@ def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
     yield from suggest_plan_commands(files[0], options.model, options)
 
 
-def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: EvolveOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast `evolve`; errors as `evolve` before the search."""
-    searches = _prepare(options, reporter)
+    searches = _prepare(options, reporter, models)
     from kvsearch.jobs.searching import describe_searches
 
     first = searches[0]
@@ -133,7 +136,7 @@ def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
 
 
 @job(EvolveOptions)
-def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
+def evolve(options: EvolveOptions, reporter: Reporter, models: ModelLoader) -> SearchResult:
     """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
     Searched on split train, chosen on split select, reported on split report, on contexts that no start plan was fitted
@@ -151,7 +154,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
     directory = options.output
     config = options.config
     force = options.force
-    searches = _prepare(options, reporter)
+    searches = _prepare(options, reporter, models)
     from kvsearch.jobs.searching import open_search, search_progress
     from kvsearch.search.evolve import keep_hard_questions, run_searches
 
@@ -181,7 +184,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         return result
 
 
-def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch, ...]:
+def _prepare(options: EvolveOptions, reporter: Reporter, models: ModelLoader) -> tuple[PreparedSearch, ...]:
     """Check all options before the model is loaded, load it, and prepare a search for each budget."""
     budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
     if not budgets:
@@ -206,7 +209,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
                 f"start plan {name} does not say what it was fitted and chosen on, or not all of it: it may have seen "
                 "questions of this search"
             )
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     if options.space == "joint":
         setup = SearchSetup.with_choices(loaded, policies)
     else:
