@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, merge_params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import refuse
-from kvsearch.core.naming import suggest
+from kvsearch.core.naming import join_choices, suggest
+from kvsearch.plan.methods import CALIBRATION_METHODS
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies.probe import FEATURES, SINKS, SPREAD
 from kvsearch.tasks.base import Answers
@@ -92,9 +93,7 @@ class CalibrationOptions(Seeded):
     bare: ClassVar[bool] = False
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
 
-    method: str = option(
-        "lukv", "Calibration method: lukv, lava, cake, adakv, polykv, probe, query_bank or query_statistics.", SIZE
-    )
+    method: str = option("lukv", f"Calibration method: {join_choices(CALIBRATION_METHODS.built_in)}.", SIZE)
     policy: str = option(
         "snapkv",
         "Eviction policy the budgets are for, or probe=DIR, query_bank=DIR or kvzap=DIR, a fitted one; polykv: of "
@@ -168,6 +167,10 @@ class CalibrationOptions(Seeded):
     def policies(self) -> list[Policy]:
         """Return all measured policies, `make_policy` among them; UsageError as it raises them."""
         return [self.make_policy()]
+
+    def remarks(self) -> list[str]:
+        """Return what to know before the measurement; UsageError as `policies`."""
+        return []
 
     def texts(self, data: CalibrationData) -> dict[str, Any]:
         """Return the record of the texts for the provenance of a profile."""

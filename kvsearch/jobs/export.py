@@ -17,20 +17,16 @@ from kvsearch.jobs.groups import BUDGET, ModelOptions
 from kvsearch.jobs.plan import PlanOptions, SizeOptions, resolve_size
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
+from kvsearch.methods.base import CalibrationMethod
 from kvsearch.models.gguf import GGUF_SUFFIX
 from kvsearch.models.loading import MODEL_CONFIG_FILE as MODEL_CONFIG
 from kvsearch.models.real import REAL_MODELS
-from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
+from kvsearch.plan import ModelFingerprint, Plan, load_plan, load_profile
+from kvsearch.plan.methods import find_writer
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE
-from kvsearch.results.validation import find_harmful
 from kvsearch.runs.identity import CONFIG
 from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import finish_run, mark_unfinished
-from kvsearch.signals.table import SignalTable
-from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
-from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
-from kvsearch.strategies.names import UNIFORM
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import ExportedFiles, ExportInputs
@@ -187,65 +183,26 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
     def make_plan(self, reporter: Reporter) -> Plan:
         """Make the plan of the profile by its table or signals; refuse or warn of harmful ones."""
         profile = load_profile(find_profile_file(self.profile))
-        if profile.metadata.signals is not None:
-            size = resolve_size(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
-            strategy = self.make_strategy(profile)
-            plan = make_strategy_plan(profile, strategy, size)
-            self._refuse_harmful(find_harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
-            return plan
-        several = profile.metadata.policies is not None
-        of_polykv = {
-            option.format_flag(name): getattr(self, name)
-            for name, (_, option) in self.list_options().items()
-            if option.panel == PANEL and not (several and name == "policy")
-        }
-        unused = [flag for flag, value in of_polykv.items() if value is not None and value is not False]  # 0 is given
-        if unused:
+        method: CalibrationMethod = find_writer(profile.metadata.method)
+        size = resolve_size(self.budget, self.ratio, self.length, method.default_budgets(profile))
+        known = method.plan_settings(profile)
+        options = {name: option for name, (_, option) in self.list_options().items() if option.panel == PANEL}
+        settings = {name: value for name in options if (value := getattr(self, name)) is not None}  # 0 is given
+        if unread := [options[name].format_flag(name) for name in settings if name not in known]:
             raise UsageError(
-                f"{', '.join(unused)}: only for profiles of method polykv, this one is of method "
+                f"{', '.join(unread)}: only for profiles of method {PANEL.lower()}, this one is of method "
                 f"{profile.metadata.method}"
             )
-        if several:
-            return self._make_joint_plan(profile, reporter)
-        from kvsearch.selection.table_check import describe_harmful_table
-
-        plan = plan_from_profile(profile, self.size)
-        pool = self.size.pool(profile.metadata)
-        self._refuse_harmful(describe_harmful_table(profile, 1 - pool.mean / pool.length), reporter)
-        return plan
-
-    def _refuse_harmful(self, warning: str | None, reporter: Reporter) -> None:
-        """Raise UsageError for harmful signals or tables, unless they are allowed."""
-        if warning is not None and not self.allow_harmful:
-            raise UsageError(f"{warning}; give --allow-harmful to write it anyway")
-        if warning is not None:
-            reporter.warn(warning)
-
-    def _make_joint_plan(self, profile: Profile, reporter: Reporter) -> Plan:
-        """Choose a policy for every layer, and budgets."""
-        curves = read_policy_curves(profile)
-        if self.policy is not None:
-            curves = curves.select([self.policy])
-        elif names := curves.fitted_here:
-            reporter.warn(f"{', '.join(names)}: fitted on contexts that the budgets are measured on, so it looks "
-                      "better than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
-        joint = make_joint_plan(curves, self.size)
-        reporter.say(joint.words)
-        return joint.plan
-
-    def make_strategy(self, profile: Profile) -> Strategy:
-        """Make the requested strategy, by default from the measured signals."""
-        table = SignalTable(profile)
-        route = self.route or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
-        if self.least is not None and self.budget_signal in (None, UNIFORM):
-            raise UsageError("--least is for budgets by a signal: name a --budget-signal")
-        return Strategy(
-            route=None if route == "none" else route,
-            budgets=self.budget_signal or UNIFORM,
-            phases=self.phases or table.axes.phases[0],
-            policy=self.policy,
-            least=self.least,
-        )
+        made = method.to_plan(profile, size, settings, self.folder)
+        for line in made.warnings:
+            reporter.warn(line)
+        for line in made.notes:
+            reporter.say(line)
+        if made.harm is not None and not self.allow_harmful:
+            raise UsageError(f"{made.harm}; give --allow-harmful to write it anyway")
+        if made.harm is not None:
+            reporter.warn(made.harm)
+        return made.plan
 
 
 @job(ExportOptions)

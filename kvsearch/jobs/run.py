@@ -50,6 +50,7 @@ from kvsearch.jobs.reporter import (
 )
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
+from kvsearch.plan.methods import create_method
 from kvsearch.plan.origin import ContextSet, join_records
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
@@ -99,7 +100,7 @@ MEASURE_TOKENS = 24_000  # that budgets are measured on, and refined on others
 BUDGET_PER_PROTECTED = 6  # of a budget that may be protected: one in so many
 MIN_FITTED_CONTEXTS = 24  # contexts, however long they are
 MIN_MEASURED_CONTEXTS = 16
-RANKING_OPTIONS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
+RANKING_OPTIONS = {name: kind for name, kind in OPTIONS.items() if create_method(name).fits_policy}
 FIT_STAGE = "fit rankings"
 MEASURE_STAGE = "measure budgets"
 SEARCH_STAGE = "search"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvsearch.policies.registry import OWN_PACKAGE, load_catalog
+from kvsearch.core.plugins import OWN_PACKAGE
+from kvsearch.policies.registry import load_catalog
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 MARK, END = "<!-- the list is made by tests/docs/test_policies.py -->", "<!-- end of the list -->"

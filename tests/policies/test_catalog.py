@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 from torch import Tensor
 
+from kvsearch.core import plugins
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.policies import Observation, Policy, create_policy, find_policy_class, registry
 from kvsearch.policies.registry import describe_policy, load_catalog
@@ -43,7 +44,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
     def register(**points: str) -> None:
         found = EntryPoints([EntryPoint(name, value, registry.GROUP) for name, value in points.items()])
-        monkeypatch.setattr(registry, "entry_points", lambda group: found)
+        monkeypatch.setattr(plugins, "entry_points", lambda group: found)
 
     register()
     return register

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.calibration.base import Calibration
 from kvsearch.calibration.lukv import estimate_replies
-from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import MIN_DRAWN_PER_CONTEXT, RIVAL_POLICIES, RankingOptions
 from kvsearch.calibration.probe.context_pass import (
     JUDGED_SHARES,
@@ -256,6 +256,17 @@ class RankingCalibration(Calibration[AnyRanking]):
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         return estimate_rankings([self], prompts)
+
+    @classmethod
+    def estimate_together(cls, calibrations: Sequence[Any], prompts: Sequence[CalibrationPrompt]) -> Work:
+        return estimate_rankings(calibrations, prompts)
+
+    @classmethod
+    def measure_together(
+        cls, calibrations: Sequence[Any], prompts: Sequence[CalibrationPrompt], progress: Progress | None = None
+    ) -> list[Profile]:
+        """Fit several rankings in shared passes over the same contexts, see `fit_rankings`."""
+        return fit_rankings(calibrations, prompts, progress)
 
     def estimate_fit(self, contexts: int) -> Work:  # noqa: ARG002
         """Estimate the work of a fit to samples of so many contexts, besides their passes."""

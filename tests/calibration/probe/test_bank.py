@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.calibration.methods import create_calibration
 from kvsearch.calibration.options import RIVAL_POLICIES, ProbeOptions, QueryBankOptions
 from kvsearch.calibration.probe.bank import draw_asked_places
 from kvsearch.calibration.probe.context_pass import ContextPass, Noting, QuestionBuilder
@@ -21,6 +20,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import find_attention_modules
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, save_profile
+from kvsearch.plan.methods import create_method
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.ranking import list_ranking_remarks
@@ -82,7 +82,9 @@ TEXTS = tiny.calibration_data(80, 82, 84, 86, 88, questions=1)
 
 
 def fitted(model: LoadedModel, names: tuple[str, ...], directory: Path | None) -> list[Profile]:
-    calibrations = [create_calibration(model, TEXTS, FITS[name].policies(), FITS[name]) for name in names]
+    calibrations = [
+        create_method(name).create_calibration(model, TEXTS, FITS[name].policies(), FITS[name]) for name in names
+    ]
     calibrations[0].steps = StepCache(directory, "these")
     return fit_rankings(calibrations, calibrations[0].prepare())
 
