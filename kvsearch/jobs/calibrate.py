@@ -325,13 +325,23 @@ def _check_table(calibration: Calibration[Any], profile: Profile, reporter: Repo
 
 def remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
     """Yield a summary of the profile, its path, and commands for the next step."""
-    method = create_method(options.method)
-    yield from method.remarks(profile)
+    yield from create_method(options.method).remarks(profile)
     yield f"wrote {options.output / PROFILE}"
-    flags, data_flags = tuple(changed_flags(options)), tuple(list_changed_flags(options, ("data",)))
-    run = CalibratedRun(options, options.model, options.output, flags, data_flags, options.tasks is not None)
-    for words in method.next_commands(profile, run):
+    for words in suggest_commands(options, profile):
         yield format_command(*words)
+
+
+def suggest_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:
+    """Yield the words of commands that use the profile."""
+    run = CalibratedRun(
+        options,
+        options.model,
+        options.output,
+        flags=tuple(changed_flags(options)),
+        data_flags=tuple(list_changed_flags(options, ("data",))),
+        on_tasks=options.tasks is not None,
+    )
+    yield from create_method(options.method).next_commands(profile, run)
 
 
 def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationData, LoadedModel | None]:

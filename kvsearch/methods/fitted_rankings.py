@@ -63,7 +63,8 @@ class ProbeMethod(RankingMethod):
     options = ProbeOptions
     calibration = "kvsearch.calibration.probe.measure:ProbeCalibration"
     arrays: ClassVar[Mapping[str, ArraySpec]] = {
-        **{name: ArraySpec(("L", "H", *tail), needed=True) for name, tail in ARRAYS.items()},
+        # a linear fit has no hidden units
+        **{name: ArraySpec(("L", "H", *tail), needed=True, may_be_empty=True) for name, tail in ARRAYS.items()},
         **QUALITY_ARRAYS,
     }
 

@@ -77,7 +77,8 @@ def make_strategy(profile: Profile, settings: Mapping[str, Any]) -> Strategy:
 
     table = SignalTable(profile)
     route = settings.get("route") or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
-    least, budgets = settings.get("least"), settings.get("budget_signal")
+    least = settings.get("least")
+    budgets = settings.get("budget_signal")
     if least is not None and budgets in (None, UNIFORM):
         raise UsageError("--least is for budgets by a signal: name a --budget-signal")
     return Strategy(

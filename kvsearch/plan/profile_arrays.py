@@ -63,7 +63,7 @@ class ArraySpec(NamedTuple):
 
     A letter is a size that is the same wherever it stands: L layers, H kv heads, A query heads, D dimensions of a head,
     Q questions, C compared policies; M samples, N budgets, P phases, R patterns. An array that is `needed` is in every
-    profile of the methods that write it.
+    profile of the methods that write it; `may_be_empty`: one of its sizes may be 0.
     """
 
     shape: tuple[int | str, ...]
@@ -71,6 +71,7 @@ class ArraySpec(NamedTuple):
     most: float = np.inf
     whole: bool = False
     needed: bool = False
+    may_be_empty: bool = False
 
 
 TABLE = {EVICTED_RATIO: ArraySpec((GRID_SIZE, "L", "H"), 0, 1, needed=True)}
@@ -148,13 +149,13 @@ def find_misfits(arrays: Arrays, specs: Mapping[str, ArraySpec], metadata: Profi
         expected = [sizes.get(size, size) for size in spec.shape]
         pairs = zip(expected, array.shape, strict=False)
         differs = any(isinstance(size, int) and size != found for size, found in pairs)
-        if differs or array.ndim != len(expected) or not array.size:
+        if differs or array.ndim != len(expected) or not (array.size or spec.may_be_empty):
             yield f"arrays.{name}: has shape {list(array.shape)}, must be [{', '.join(map(str, expected))}]"
             continue
         sizes |= dict(zip(spec.shape, array.shape, strict=True))
         if spec.whole and array.dtype.kind != "i":
             yield f"arrays.{name}: has type {array.dtype}, must be int32"
-        if array.min() < spec.least - _RATIO_SLACK or array.max() > spec.most + _RATIO_SLACK:
+        if array.size and (array.min() < spec.least - _RATIO_SLACK or array.max() > spec.most + _RATIO_SLACK):
             yield f"arrays.{name}: has values outside [{spec.least:g}, {spec.most:g}]"
     for pair in PAIRED_ARRAYS:
         if len(arrays.keys() & set(pair)) == 1 and specs.keys() & set(pair):

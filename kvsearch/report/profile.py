@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsearch.calibration.analysis import compute_lost_mass, compute_ranking_gap, measure_stability
 from kvsearch.core.arrays import Floats
@@ -75,15 +74,11 @@ def describe_profile(profile: Profile) -> str:
 
 def list_array_parts(profile: Profile) -> Iterator[Table]:
     """Yield a table of the arrays that a profile has."""
-    rows = [
-        [name, Cell(str(list(array.shape))), *(Cell.number(float(value), ".4g") for value in _summarize(array))]
-        for name, array in profile.arrays.items()
-    ]
+    rows = []
+    for name, array in profile.arrays.items():
+        ends = (array.min(), array.mean(), array.max()) if array.size else (math.nan,) * 3
+        rows.append([name, Cell(str(list(array.shape))), *(Cell.number(float(value), ".4g") for value in ends)])
     yield Table.plain("arrays", ["name", "shape", "least", "mean", "most"], rows)
-
-
-def _summarize(array: NDArray[Any]) -> tuple[Any, Any, Any]:
-    return (array.min(), array.mean(), array.max()) if array.size else (math.nan, math.nan, math.nan)
 
 
 def list_query_parts(profile: Profile) -> Iterator[Table]:

@@ -28,7 +28,7 @@ from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.policies.tova import TOVA
 from kvsearch.policies.vatp import VATP
-from tests.policies.contract import PolicyContract
+from kvsearch.testing.policy_contract import PolicyContract
 from tests.policies.probes import example
 
 BY_POSITION = (
