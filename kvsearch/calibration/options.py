@@ -37,14 +37,12 @@ POLICIES_WITHOUT_RANKING = ("full",)
 TARGETS = ("answers", "reconstruction")
 BANK_CANDIDATES = 4096  # tokens whose queries a bank is chosen of
 MIN_DRAWN_PER_CONTEXT = 50  # entries or tokens of a context that a ranking is fitted on
-# the built-in policies that order all entries of a prompt by one score
-SCORE_POLICIES = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
-RIVAL_POLICIES = (*SCORE_POLICIES, "criticalkv", "defensivekv")  # what a fitted ranking is compared with
 
 # recent entries that stay under policies that need not keep all they look at, where they are compared at small budgets:
 # as many as under fitted rankings; with more, what is protected is most of what is kept
 DEFAULT_RECENT = 8
-WINDOW_POLICIES = ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
+# parameters of a policy that looks at the last queries and need not keep all of these
+WINDOW_PARAMETERS = ("window", "protect")
 
 AnswerTokens = Annotated[
     Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, polykv.")
@@ -321,10 +319,10 @@ class RankingOptions(AnsweredOptions):
 
     def policies(self) -> list[Policy]:
         """Return the rival policies of the fit, which protect the same entries, or fewer."""
-        from kvsearch.policies import create_policy
+        from kvsearch.policies.registry import create_policy, list_rivals
 
         alike = {"sinks": SINKS, "protect": self.protect, "recent": max(self.protect, 1)}  # 0 recent are half a budget
-        rivals = map(create_policy, RIVAL_POLICIES)
+        rivals = map(create_policy, list_rivals())
         return [replace(policy, **{name: alike[name] for name in alike if hasattr(policy, name)}) for policy in rivals]
 
     def resolved(self) -> dict[str, Any]:

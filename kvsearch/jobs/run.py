@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_POLICIES, LukvOptions
+from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_PARAMETERS, LukvOptions
 from kvsearch.config.options import MACHINE, RULE, SIZE, Names, drop_alternatives, option
 from kvsearch.config.recipes import find_shipped_recipe, read_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
@@ -55,7 +55,7 @@ from kvsearch.plan.origin import ContextSet, join_records
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, is_last, load_fitted_profile
-from kvsearch.policies.registry import FITTED
+from kvsearch.policies.registry import has_parameters, is_fitted
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
 from kvsearch.results.selection import RunResult
@@ -133,7 +133,7 @@ class LukvCurveOptions(LukvOptions, CalibrateOptions):
 
     def make_policy(self) -> Policy:
         policy = super().make_policy()
-        protected = {"protect": self.protect} if policy.name in WINDOW_POLICIES else {}
+        protected = {"protect": self.protect} if has_parameters(policy.name, *WINDOW_PARAMETERS) else {}
         return create_policy(policy.name, {**policy.parameters(), **protected})
 
     def with_policies(self, names: Sequence[str]) -> Self:
@@ -329,7 +329,7 @@ class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Selec
         for name in self.rankings:
             require_known("ranking", name, list(RANKING_OPTIONS))
         for name in self.policies:
-            if name.partition("=")[0] in FITTED:
+            if is_fitted(name.partition("=")[0]):
                 raise UsageError(
                     f"--policies {name}: policies that are fitted are not for --policies; a run fits its own, those of "
                     f"--rankings ({', '.join(RANKING_OPTIONS)})"

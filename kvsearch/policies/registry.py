@@ -6,7 +6,8 @@ import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -17,12 +18,12 @@ from kvsearch.plan.schema import PolicySpec, check_values
 from kvsearch.policies.base import Policy
 
 GROUP = "kvsearch.policies"
-FITTED = ("probe", "query_bank", "kvzap")  # whose weights lie in a file; they are given as NAME=DIR
+# Each is the module of its class. Policies are compared in this order, see `list_baselines` and `list_rivals`.
 BUILT_IN = (
-    "full", "streaming", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands", "cam", "d2o", "cake", "vatp", "lava",
-    "keydiff", "expected_attention", "criticalkv", "defensivekv", "knorm", "probe", "query_bank", "kvzap", "kvzip",
-    "duo_attention",
-)  # fmt: skip  # each is the module of its class
+    "snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm", "streaming",
+    "criticalkv", "defensivekv", "scissorhands", "cam", "d2o", "full", "pyramidkv", "probe", "query_bank", "kvzap",
+    "kvzip", "duo_attention",
+)  # fmt: skip
 POLICIES: PluginRegistry[type[Policy]] = PluginRegistry(
     "policy", GROUP, {name: f"kvsearch.policies.{name}" for name in BUILT_IN}, "kvsearch.policies.base:Policy"
 )
@@ -48,6 +49,41 @@ def find_policy_class(name: str) -> type[Policy]:
     module = import_module(f"kvsearch.policies.{name}")
     members = (member for member in vars(module).values() if inspect.isclass(member) and issubclass(member, Policy))
     return next(policy for policy in members if getattr(policy, "name", None) == name)
+
+
+def list_baselines() -> tuple[str, ...]:
+    """Return the policies that `run` compares its plans with, under even budgets, in the order of the registry."""
+    return _select_policies(lambda policy: vars(policy).get("is_baseline", False))
+
+
+def list_rivals() -> tuple[str, ...]:
+    """Return the policies that fitted rankings are compared with, in the order of the registry."""
+    return _select_policies(lambda policy: vars(policy).get("is_rival", False))
+
+
+def list_fitted() -> tuple[str, ...]:
+    """Return the policies whose weights lie in a file, in the order of the registry."""
+    return _select_policies(lambda policy: policy.is_fitted)
+
+
+def _select_policies(holds: Callable[[type[Policy]], bool]) -> tuple[str, ...]:
+    """Select policies by their class; those of broken packages, which say so when they are named, are left out."""
+    selected = []
+    for name in POLICIES.list_names():
+        with suppress(EnvironmentFault):
+            if holds(find_policy_class(name)):
+                selected.append(name)
+    return tuple(selected)
+
+
+def is_fitted(name: str) -> bool:
+    """Return whether there is a policy of this name whose weights lie in a file; errors as `find_policy_class`."""
+    return name in POLICIES.list_names() and find_policy_class(name).is_fitted
+
+
+def has_parameters(name: str, *parameters: str) -> bool:
+    """Return whether a policy has all of these parameters; errors as `find_policy_class`."""
+    return set(parameters) <= {field.name for field in dataclasses.fields(find_policy_class(name))}
 
 
 def create_policy(name: str, params: Mapping[str, object] | None = None) -> Policy:
