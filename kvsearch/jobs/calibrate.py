@@ -74,7 +74,7 @@ class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions,
         "several joined by +, as for evaluate.",
         QUESTIONS,
         metavar="SPEC",
-        completes="kvsearch.tasks.catalog:SPECS",
+        completes="kvsearch.tasks.catalog:list_specs",
     )
     split: str = option(
         "train", "--tasks: part of the examples, train or select, never what is reported on.", panel=TASKS

@@ -12,7 +12,7 @@ from kvsearch.config.options import RULE, JobOptions, option
 from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.core.files import read_text, require_directory, write_atomically
 from kvsearch.core.parsing import read_json
-from kvsearch.exporters import create_exporter
+from kvsearch.exporters import TARGETS, create_exporter
 from kvsearch.jobs.groups import BUDGET, ModelOptions
 from kvsearch.jobs.plan import PlanOptions, SizeOptions, resolve_size
 from kvsearch.jobs.public import job
@@ -72,14 +72,13 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
     )
     to: str = option(
         PLAN,
-        "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: folder, "
-        "custom-generate, kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, "
-        "attention-matching, sparse-vllm, spectralkv, tangram, trtllm-windows, vllm-windows, openvino.",
+        "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: "
+        f"{', '.join(name for name in TARGETS if name != 'model')}.",
         RULE,
         metavar="TARGET",
         panel=TOOLS_PANEL,
         recorded=False,
-        completes="kvsearch.exporters:TARGETS",
+        completes="kvsearch.exporters:list_targets",
     )
     lossy: bool = option(
         False, "Write it even if the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False

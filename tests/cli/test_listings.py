@@ -79,11 +79,6 @@ def test_a_broken_package_does_not_break_the_listing(run: Run, monkeypatch: pyte
     assert {"name", "package", "error"} == set(json.loads(out)["problems"][-1])
 
 
-def test_readme_names_every_policy() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert [name for name in registry.BUILT_IN if f"`{name}`" not in readme] == []
-
-
 class Probe(TaskOptions):
     """Which tasks are asked."""
 
