@@ -14,7 +14,8 @@ from kvsearch.core.files import read_text, require_directory, write_atomically
 from kvsearch.core.parsing import read_json
 from kvsearch.exporters import TARGETS, create_exporter
 from kvsearch.jobs.groups import BUDGET, ModelOptions
-from kvsearch.jobs.plan import PlanOptions, SizeOptions, resolve_size
+from kvsearch.jobs.model_loader import ModelLoader
+from kvsearch.jobs.plan import PlanOptions, SizeOptions, make_checked_plan, resolve_size, write_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.methods.base import CalibrationMethod
@@ -104,108 +105,115 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
             return CalibrateOptions.of(recipe=self.folder / CONFIG, output=self.folder)
         return self
 
-    def inputs(self, model: ModelFingerprint, reporter: Reporter) -> ExportInputs:
-        """Return the inputs of a target besides a plan or profile of this `model`, which is loaded if needed.
 
-        Raises:
-            UsageError: there is no such target, or no folder of a model to put a plan into.
-            IncompatibleError: `--model` is another one.
-        """
-        from kvsearch.exporters.base import CARD_FILE, ExportInputs
-        from kvsearch.models.architecture import describe
-        from kvsearch.models.saving import make_saved_config
+def prepare_inputs(options: ExportOptions, model: ModelFingerprint, models: ModelLoader) -> ExportInputs:
+    """Return the inputs of a target besides a plan or profile of this `model`, which is loaded if needed.
 
-        if self.to == "model":
-            require_directory(self.output)
-            is_new = not (self.output / MODEL_CONFIG).is_file()
-            loaded = self.load(self.saved_model(model) if is_new else str(self.output), reporter)
-            model.require(loaded.fingerprint, "what is exported")
-            config = make_saved_config(loaded.model) if is_new else read_json(self.output / MODEL_CONFIG)
-            card = read_text(self.output / CARD_FILE) if (self.output / CARD_FILE).exists() else None
-            return ExportInputs(self.length, config=config, card=card, unsaved=loaded if is_new else None)
-        if self.model is None or not create_exporter(self.to).needs_model:
-            return ExportInputs(self.length)
-        loaded = self.load(self.model, reporter)
+    Raises:
+        UsageError: there is no such target, or no folder of a model to put a plan into.
+        IncompatibleError: `--model` is another one.
+    """
+    from kvsearch.exporters.base import CARD_FILE, ExportInputs
+    from kvsearch.models.architecture import describe
+    from kvsearch.models.saving import make_saved_config
+
+    if options.to == "model":
+        require_directory(options.output)
+        is_new = not (options.output / MODEL_CONFIG).is_file()
+        loaded = models.load(find_saved_model(options, model) if is_new else str(options.output))
         model.require(loaded.fingerprint, "what is exported")
-        return ExportInputs(self.length, describe(loaded.model), loaded.model)
+        config = make_saved_config(loaded.model) if is_new else read_json(options.output / MODEL_CONFIG)
+        card = read_text(options.output / CARD_FILE) if (options.output / CARD_FILE).exists() else None
+        return ExportInputs(options.length, config=config, card=card, unsaved=loaded if is_new else None)
+    if options.model is None or not create_exporter(options.to).needs_model:
+        return ExportInputs(options.length)
+    loaded = models.load(options.model)
+    model.require(loaded.fingerprint, "what is exported")
+    return ExportInputs(options.length, describe(loaded.model), loaded.model)
 
-    def saved_model(self, model: ModelFingerprint) -> str:
-        """Return the name of the model to save beside the plan: `--model`, or that of the plan if it is a GGUF file.
 
-        Raises:
-            UsageError: neither is given.
-        """
-        of_file = model.name in REAL_MODELS or model.name.lower().endswith(GGUF_SUFFIX)
-        return require(
-            self.model or (model.name if of_file else None),
-            f"{self.output} is no folder of a model ({MODEL_CONFIG} is not there): give that of the model, or a new "
-            "one and --model, and the model is saved there, too",
+def find_saved_model(options: ExportOptions, model: ModelFingerprint) -> str:
+    """Return the name of the model to save beside the plan: `--model`, or that of the plan if it is a GGUF file.
+
+    Raises:
+        UsageError: neither is given.
+    """
+    of_file = model.name in REAL_MODELS or model.name.lower().endswith(GGUF_SUFFIX)
+    return require(
+        options.model or (model.name if of_file else None),
+        f"{options.output} is no folder of a model ({MODEL_CONFIG} is not there): give that of the model, or a new "
+        "one and --model, and the model is saved there, too",
+    )
+
+
+def make_target_files(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> ExportedFiles:
+    """Make the files of the target from a profile, a plan, or the plan of a profile, without writing them.
+
+    Raises:
+        UsageError: there is no such target, it needs a profile, or as `make_plan`.
+        IncompatibleError: the target cannot express all of it, and `lossy` is off.
+    """
+    from kvsearch.exporters.base import PlanExporter, ProfileExporter
+
+    exporter = create_exporter(options.to)
+    path = options.profile
+    of_plan = path.suffix != ".safetensors"
+    if path.is_dir():  # which may be that of a calibration
+        of_plan = (path / FOLDER_PLAN).is_file() and not (path / PROFILE).exists()
+    if isinstance(exporter, ProfileExporter):
+        if of_plan:
+            raise UsageError(f"target {options.to} is made of a profile, and {path} is none: give the directory of one")
+        profile = load_profile(find_profile_file(path))
+        exported = exporter.export(profile, prepare_inputs(options, profile.metadata.model, models))
+    else:
+        assert isinstance(exporter, PlanExporter)
+        plan = load_plan(path) if of_plan else make_profile_plan(options, reporter)
+        inputs = prepare_inputs(options, plan.model, models)
+        if options.to in ("folder", "custom-generate", "model"):
+            from kvsearch.report.artifacts import run_scores
+
+            inputs = replace(inputs, scores=run_scores(options.folder, plan))
+        exported = exporter.export(plan, inputs)
+    if exported.losses and not options.lossy:
+        raise IncompatibleError(
+            f"target {options.to} cannot express all of the plan: {'; '.join(exported.describe())}; give --lossy to "
+            "write it anyway"
         )
+    return exported
 
-    def make_target_files(self, reporter: Reporter) -> ExportedFiles:
-        """Make the files of the target from a profile, a plan, or the plan of a profile, without writing them.
 
-        Raises:
-            UsageError: there is no such target, it needs a profile, or as `make_plan`.
-            IncompatibleError: the target cannot express all of it, and `lossy` is off.
-        """
-        from kvsearch.exporters.base import PlanExporter, ProfileExporter
+def make_profile_plan(options: ExportOptions, reporter: Reporter) -> Plan:
+    """Make the plan of the profile as its method does; refuse or warn of one that is likely to be worse than none."""
+    profile = load_profile(find_profile_file(options.profile))
+    method: CalibrationMethod = find_writer(profile.metadata.method)
+    known = method.plan_settings(profile)
+    offered = {name: option for name, (_, option) in options.list_options().items() if option.panel == PANEL}
+    settings = {name: value for name in offered if (value := getattr(options, name)) is not None}  # 0 is given
+    if unread := [offered[name].format_flag(name) for name in settings if name not in known]:
+        raise UsageError(
+            f"{', '.join(unread)}: only for profiles of method {PANEL.lower()}, this one is of method "
+            f"{profile.metadata.method}"
+        )
+    size = resolve_size(options.budget, options.ratio, options.length, method.default_budgets(profile))
+    made = method.to_plan(profile, size, settings, options.folder)
+    for line in made.warnings:
+        reporter.warn(line)
+    for line in made.notes:
+        reporter.say(line)
+    if made.harm is not None and not options.allow_harmful:
+        raise UsageError(f"{made.harm}; give --allow-harmful to write it anyway")
+    if made.harm is not None:
+        reporter.warn(made.harm)
+    return made.plan
 
-        exporter = create_exporter(self.to)
-        path = self.profile
-        of_plan = path.suffix != ".safetensors"
-        if path.is_dir():  # which may be that of a calibration
-            of_plan = (path / FOLDER_PLAN).is_file() and not (path / PROFILE).exists()
-        if isinstance(exporter, ProfileExporter):
-            if of_plan:
-                raise UsageError(
-                    f"target {self.to} is made of a profile, and {path} is none: give the directory of one"
-                )
-            profile = load_profile(find_profile_file(path))
-            exported = exporter.export(profile, self.inputs(profile.metadata.model, reporter))
-        else:
-            assert isinstance(exporter, PlanExporter)
-            plan = load_plan(path) if of_plan else self.make_plan(reporter)
-            inputs = self.inputs(plan.model, reporter)
-            if self.to in ("folder", "custom-generate", "model"):
-                from kvsearch.report.artifacts import run_scores
 
-                inputs = replace(inputs, scores=run_scores(self.folder, plan))
-            exported = exporter.export(plan, inputs)
-        if exported.losses and not self.lossy:
-            raise IncompatibleError(
-                f"target {self.to} cannot express all of the plan: {'; '.join(exported.describe())}; give --lossy to "
-                "write it anyway"
-            )
-        return exported
-
-    def make_plan(self, reporter: Reporter) -> Plan:
-        """Make the plan of the profile by its table or signals; refuse or warn of harmful ones."""
-        profile = load_profile(find_profile_file(self.profile))
-        method: CalibrationMethod = find_writer(profile.metadata.method)
-        size = resolve_size(self.budget, self.ratio, self.length, method.default_budgets(profile))
-        known = method.plan_settings(profile)
-        options = {name: option for name, (_, option) in self.list_options().items() if option.panel == PANEL}
-        settings = {name: value for name in options if (value := getattr(self, name)) is not None}  # 0 is given
-        if unread := [options[name].format_flag(name) for name in settings if name not in known]:
-            raise UsageError(
-                f"{', '.join(unread)}: only for profiles of method {PANEL.lower()}, this one is of method "
-                f"{profile.metadata.method}"
-            )
-        made = method.to_plan(profile, size, settings, self.folder)
-        for line in made.warnings:
-            reporter.warn(line)
-        for line in made.notes:
-            reporter.say(line)
-        if made.harm is not None and not self.allow_harmful:
-            raise UsageError(f"{made.harm}; give --allow-harmful to write it anyway")
-        if made.harm is not None:
-            reporter.warn(made.harm)
-        return made.plan
+def make_plan(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> Plan:  # noqa: ARG001
+    """Make and check the plan of `export` without writing it; errors as `export`."""
+    return make_checked_plan(options, lambda: make_profile_plan(options, reporter))
 
 
 @job(ExportOptions)
-def export(options: ExportOptions, reporter: Reporter) -> Plan:
+def export(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> Plan:
     """Write a plan that evicts a share of any prompt (`ratio`) or keeps so many entries (`budget`).
 
     Of several policies that were measured alike (`rivals` of the calibration): every layer takes the policy
@@ -221,11 +229,11 @@ def export(options: ExportOptions, reporter: Reporter) -> Plan:
     """
     if options.to != PLAN:
         raise UsageError(f"export() writes plan files: call export_to() for target {options.to!r}")
-    return options.write(reporter)
+    return write_plan(make_plan(options, reporter, models), options)
 
 
 @job(ExportOptions)
-def export_to(options: ExportOptions, reporter: Reporter) -> ExportedFiles:
+def export_to(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> ExportedFiles:
     """Write a plan or a profile in the files of another tool (`to`), and return its losses.
 
     Raises:
@@ -233,7 +241,7 @@ def export_to(options: ExportOptions, reporter: Reporter) -> ExportedFiles:
         IncompatibleError: the target cannot express all of it, and `lossy` is off.
         EnvironmentFault: a file cannot be written.
     """
-    exported = options.make_target_files(reporter)
+    exported = make_target_files(options, reporter, models)
     for line in exported.describe():
         reporter.warn(f"lost: {line}")
     write_files(exported, options.output, options.force)
