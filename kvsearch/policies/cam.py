@@ -33,11 +33,10 @@ class CaM(Wrapper):
     name: ClassVar[str] = "cam"
     source: ClassVar[str] = "CaM, ICML 2024 (PMLR 235:58840); accumulated attention, the next m=32, one merge per step"
     summary: ClassVar[str] = (
-        "that of `streaming` or `h2o`; the value that leaves is added to the next m with p = min(1, A_i / mean A_j)"
+        "as `streaming` or `h2o`; the value that leaves is added to the next m with p = min(1, A_i / mean A_j)"
     )
     weakness: ClassVar[str] = (
-        "what leaves a prompt is gone; merged there, hundreds of values meet in few entries (perplexity +380 in "
-        "one layer)"
+        "what leaves a prompt is lost: merging all of it there gained 380 in perplexity in one layer"
     )
     is_baseline: ClassVar[bool] = True
     row: ClassVar[Row] = "group"

@@ -28,15 +28,13 @@ class DefensiveKV(Policy):
     name: ClassVar[str] = "defensivekv"
     source: ClassVar[str] = "DefensiveKV, arXiv 2510.13334; w=32, k=5, mass=0.9 as in the authors' code"
     summary: ClassVar[str] = (
-        "max(m, mean of m) times the share of value norms, m the most that any query of the window and group "
-        "attends to; what makes up less than 90% of the mean attention first; `aggregate=mean` and `floor=none` "
-        "switch its parts off"
+        "max(m, mean of m) times the share of value norms, m the largest attention of any query of window and "
+        "group; the entries that make up 90% of the mean attention come first; `aggregate=mean` and `floor=none` "
+        "switch parts off"
     )
     weakness: ClassVar[str] = (
-        "one stray query is enough to keep an entry; where attention is spread, 90% of it are most entries, which "
-        "are taken by their mean attention alone: `mass=0` (its authors take at most the even budget less the "
-        "window of a head first, which a ranking does not know). Its authors' budgets are the methods "
-        "`defensivekv` and `layer-defensivekv` of [evaluate](evaluation.md)"
+        "a stray query keeps an entry; spread attention, where 90% of it are most entries: `mass=0`. Its authors' "
+        "budgets are the [methods](evaluation.md#what-is-compared) `defensivekv` and `layer-defensivekv`"
     )
     is_baseline: ClassVar[bool] = True
     is_rival: ClassVar[bool] = True
