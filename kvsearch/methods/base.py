@@ -79,6 +79,7 @@ class CalibrationMethod:
         options: its options, a field each, for command line, recipes and Python.
         calibration: the class that measures, or where it is, "module:class", if its module imports torch.
         arrays: the arrays of its profiles, by name.
+        makes_plans: whether plans are made of its profiles, which are for other things if not.
         fits_policy: whether its profiles are the weights of the policy of the same name.
         has_signals: whether its profiles have signals by layer and pattern, with `ProfileMetadata.signals`.
     """
@@ -88,6 +89,7 @@ class CalibrationMethod:
     options: ClassVar[type[CalibrationOptions]] = CalibrationOptions
     calibration: ClassVar[str | type[Any]] = ""
     arrays: ClassVar[Mapping[str, ArraySpec]] = {}
+    makes_plans: ClassVar[bool] = True
     fits_policy: ClassVar[bool] = False
     has_signals: ClassVar[bool] = False
 

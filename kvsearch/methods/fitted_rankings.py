@@ -26,6 +26,7 @@ QUALITY_ARRAYS = {
 class RankingMethod(CalibrationMethod):
     """What methods have in common whose profiles rank entries."""
 
+    makes_plans = False
     fits_policy = True
 
     def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:

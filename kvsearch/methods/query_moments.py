@@ -22,6 +22,7 @@ class QueryStatisticsMethod(CalibrationMethod):
     options = QueryStatisticsOptions
     calibration = "kvsearch.calibration.query_statistics:QueryStatisticsCalibration"
     arrays = STATISTICS_ARRAYS
+    makes_plans = False
 
     def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:
         del ratio

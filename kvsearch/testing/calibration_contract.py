@@ -53,15 +53,11 @@ def make_texts(contexts: int) -> CalibrationData:
 
 
 class CalibrationContract:
-    """Subclasses set `options`, small ones; `contexts` and `sizes` are those that are tried.
-
-    `makes_plans` is off for a method whose profiles are for other things than plans: it refuses to make one.
-    """
+    """Subclasses set `options`, small ones; `contexts` and `sizes` are those that are tried."""
 
     options: ClassVar[CalibrationOptions]
     contexts: ClassVar[int] = 6
     sizes: ClassVar[Sequence[Size]] = (Size(ratio=0.5), Size(budget=70), Size(ratio=0.3, length=300))
-    makes_plans: ClassVar[bool] = True
 
     @property
     def method(self) -> CalibrationMethod:
@@ -121,7 +117,7 @@ class CalibrationContract:
 
     def test_plans_have_exactly_the_size(self, profile: Profile) -> None:
         for size in self.sizes:
-            if not self.makes_plans:
+            if not self.method.makes_plans:
                 with pytest.raises(UsageError) as caught:
                     self.method.to_plan(profile, size)
                 assert "\n" not in str(caught.value)
