@@ -31,6 +31,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.selection.selection import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, find_tasks
+from kvsearch.tasks.catalog import TASKS as TASK_REGISTRY
 from kvsearch.tasks.metrics import is_forced
 
 if TYPE_CHECKING:
@@ -140,11 +141,11 @@ class TaskOptions(JobOptions):
         None,
         "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
         "ruler:no-qa, longbench, longbench:english, longbench:e, longbench:v2, infinitebench, gsm8k, math500, aime, "
-        "niah, jsonl:FILE, ppl:FILE; see `kvsearch tasks`.",
+        f"{', '.join(TASK_REGISTRY.built_in)}, jsonl:FILE, ppl:FILE; see `kvsearch tasks`.",
         FIRST,
         metavar="SPEC",
         shown=DEFAULT_TASKS,
-        completes="kvsearch.tasks.catalog:SPECS",
+        completes="kvsearch.tasks.catalog:list_specs",
     )
     length: WholeNumbers | None = option(
         None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_POLICIES, LukvOptions
+from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_PARAMETERS, LukvOptions
 from kvsearch.config.options import MACHINE, RULE, SIZE, Names, drop_alternatives, option
 from kvsearch.config.recipes import find_shipped_recipe, read_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
@@ -52,11 +52,12 @@ from kvsearch.jobs.reporter import (
 )
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
+from kvsearch.plan.methods import create_method
 from kvsearch.plan.origin import ContextSet, join_records
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, is_last, load_fitted_profile
-from kvsearch.policies.registry import FITTED
+from kvsearch.policies.registry import has_parameters, is_fitted
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
 from kvsearch.results.selection import RunResult
@@ -101,7 +102,7 @@ MEASURE_TOKENS = 24_000  # that budgets are measured on, and refined on others
 BUDGET_PER_PROTECTED = 6  # of a budget that may be protected: one in so many
 MIN_FITTED_CONTEXTS = 24  # contexts, however long they are
 MIN_MEASURED_CONTEXTS = 16
-RANKING_OPTIONS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
+RANKING_OPTIONS = {name: kind for name, kind in OPTIONS.items() if create_method(name).fits_policy}
 FIT_STAGE = "fit rankings"
 MEASURE_STAGE = "measure budgets"
 SEARCH_STAGE = "search"
@@ -134,7 +135,7 @@ class LukvCurveOptions(LukvOptions, CalibrateOptions):
 
     def make_policy(self) -> Policy:
         policy = super().make_policy()
-        protected = {"protect": self.protect} if policy.name in WINDOW_POLICIES else {}
+        protected = {"protect": self.protect} if has_parameters(policy.name, *WINDOW_PARAMETERS) else {}
         return create_policy(policy.name, {**policy.parameters(), **protected})
 
     def with_policies(self, names: Sequence[str]) -> Self:
@@ -331,7 +332,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         for name in self.rankings:
             require_known("ranking", name, list(RANKING_OPTIONS))
         for name in self.policies:
-            if name.partition("=")[0] in FITTED:
+            if is_fitted(name.partition("=")[0]):
                 raise UsageError(
                     f"--policies {name}: policies that are fitted are not for --policies; a run fits its own, those of "
                     f"--rankings ({', '.join(RANKING_OPTIONS)})"

@@ -23,7 +23,6 @@ from kvsearch.models.speed import StageCost
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.arithmetic import add_carry, even_out_budgets
 from kvsearch.plan.origin import ContextRecord, Use, join_records, make_provenance
-from kvsearch.plan.profile_arrays import SIGNALLED
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import RunConfig
@@ -195,7 +194,7 @@ class SelectionJob:
         method = RUN_METHOD
         contexts = fitted.contexts
         if self.profile is not None:
-            method = SIGNALLED
+            method = self.profile.metadata.method
             settings["phases"] = chosen.phases
             settings["phases_tried"] = (chosen.phases,)
             if chosen.winner is None:
