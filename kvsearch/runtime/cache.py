@@ -68,6 +68,7 @@ class PlanCache(Cache):  # type: ignore[misc]
     """
 
     def __new__(cls, model: Any = None, *_: Any, **__: Any) -> PlanCache:  # no model where one is copied
+        # The code of some models asks whether a cache is of their own class, so the class depends on the model.
         cache: PlanCache = super().__new__(cls if model is None else make_cache_class(model, cls))
         return cache
 
@@ -85,12 +86,14 @@ class PlanCache(Cache):  # type: ignore[misc]
         switch = find_rotary_switch(model)
         self.read_mask = ReadMask()
         for index in program.layers:
+            # The very type: subclasses keep a window or a running state, which belongs to the model.
             if type(layers[index]) is not DynamicLayer:
                 raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
             layers[index] = EvictingLayer(
                 index,
                 _find_phase_rule(program.prefill, index),
                 _find_phase_rule(program.decode, index),
+                # Read when it is asked for, as `attach` may change it after the cache was made.
                 lambda: str(config._attn_implementation),
                 RotaryTables(model, index),
                 self.read_mask,
@@ -99,6 +102,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 rotary_switch=switch,
                 exact=exact,
             )
+        # Not super(): the class of a model may stand in between, and takes other arguments.
         Cache.__init__(self, layers=layers)
         watch_hidden_states(model, (need for layer in self.planned.values() for need in layer.needs()))
         self.program = program
@@ -175,6 +179,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         return copied
 
     def _with(self, state: dict[str, Any]) -> PlanCache:
+        # Without a model, as the type of this cache is the model's already.
         made: PlanCache = type(self).__new__(type(self))
         made.__dict__.update(state)
         return made
@@ -243,6 +248,7 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens in every layer (a negative count), or raise UsageError and change nothing."""
+        # All layers are asked first: a crop that fails leaves every one of them as it was.
         for layer in self.planned.values():
             layer.croppable(tokens_to_remove)
         self._check_sliding(tokens_to_remove)
@@ -295,6 +301,8 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def _check_sliding(self, tokens: int) -> None:
         for index, layer in enumerate(self.layers):
+            # A window that has slid over its first token has dropped it for good, unless it was told to record the
+            # past.
             forgets = isinstance(layer, DynamicSlidingWindowLayer) and not getattr(layer, "record_past", False)
             if tokens and forgets and layer.get_seq_length() >= layer.sliding_window:
                 raise UsageError(
@@ -364,6 +372,7 @@ class PlanCache(Cache):  # type: ignore[misc]
             if isinstance(layer, EvictingLayer):
                 layer.rewind(mark.seen, mark.states[index])
             elif index in mark.states:
+                # A running state is written in place, so the mark keeps one that nobody writes to.
                 vars(layer).update(deepcopy(mark.states[index]))
             elif tokens:
                 layer.crop(-tokens)

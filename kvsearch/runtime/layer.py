@@ -47,6 +47,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     is where the rotary factors of the model change (None: nowhere): no sequence may have both here.
     """
 
+    # transformers reads these of every cache layer. A layer that changes its size cannot be compiled by `generate`
+    # itself.
     is_sliding = False
     is_compileable = False
     drafts = False  # whether tokens come that are to be taken back: prompt lookup and assisted decoding say so
@@ -94,6 +96,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def holder(self) -> RaggedStore | Decoding | None:
         """The entries, once the prompt has passed and, where layers share a pool, their budgets are known."""
+        # Layers that share a pool know their budgets only after the last one has seen the prompt: each fetches its
+        # entries when they are first asked for.
         if self._holder is None and self.sharing is not None:
             self._holder = self.sharing.take(self.index)
         return self._holder
@@ -164,12 +168,14 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        # `prepare_step` has checked and counted a foreseen token; the device's part decides nothing.
         if self.foreseen_positions is None:
             require_attention("PlanCache", self.implementation())
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             self._require_same_rotary(key_states.shape[-2])
             self.seen += key_states.shape[-2]
+        # The attention function is given tensors alone: the tag tells it whose keys these are.
         tag(key_states, self)
         return key_states, value_states
 
@@ -189,6 +195,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the true length of the sequence, evicted entries included: positions and masks depend on it."""
+        # A captured step would keep the length that it was captured at, so it must not be replayed if anything asks for
+        # one.
         self.asked |= self.foreseen_positions is not None
         return self.seen
 
@@ -224,7 +232,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def croppable(self, tokens_to_remove: int) -> int:
         """Count the tokens `crop` would forget; UsageError, before anything changes, if they are evicted already."""
         count = int(tokens_to_remove)
+        # transformers 5.23 gives minus the number of tokens, versions before it the length to keep.
         count = -count if count <= 0 else max(0, self.seen - count)
+        # Entries that a prompt has lost do not come back, so only tokens behind it can be taken back.
         held = self.holder.appended if isinstance(self.holder, RaggedStore) else 0
         if count and self.decode is not None:
             raise UsageError(
@@ -265,6 +275,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         saved = self.holder
         if not isinstance(saved, Decoding):
             return None
+        # Decoding writes in place: the mark keeps the original, and the layer goes on in a copy.
         self.holder = saved.copy()
         return saved
 
@@ -272,7 +283,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         """Go back to where `seen` tokens had come and `mark` returned `saved`, as often as wanted."""
         if isinstance(self.holder, RaggedStore):
             self.holder.crop(self.seen - seen)
+            # The peak counts from the mark on.
             self.holder.most = self.holder.tokens.clone()
+        # A copy again, so that one mark serves any number of questions.
         elif saved is not None:
             self.holder = saved.copy()
         self.seen = seen
@@ -305,6 +318,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         logits = Logits.of_call(module, query, key, kwargs)
         holder = self.evicted
         if isinstance(holder, RaggedStore):
+            # Stored before it attends: a token sees itself.
             holder.put(key, value)
             output = attend_ragged(holder, query, logits)
         else:
@@ -319,6 +333,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend and evict: densely for the prompt, over the ragged store for every later token."""
+        # Four cases: a token whose host part is done, tokens behind the prompt, the prompt, and a prompt that ends
+        # inside of this call.
         if self.foreseen_positions is not None:
             return self._step(self.foreseen_positions, module, query, key, value, **kwargs)
         if self.holder is not None:
@@ -334,6 +350,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take in a prompt with the first draft of assisted decoding: the draft must see what eviction leaves."""
         if self.sharing is not None and self.sharing.allocation.shares_layers:
             raise UsageError(NO_SHARED_DRAFTS)
+        # `update` has counted the drafted tokens already; the prompt has to end before they attend.
         drafted = self.seen - length
         cut = states[0].shape[2] - drafted
         (query, new_query), (key, new_key), (value, new_value) = (
@@ -369,11 +386,14 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             hidden = self._of_hidden(holder, module, count)
             output = holder.attend(query, key, value, positions, logits, hidden, arrived, shown)
         else:
+            # Appending writes in place, which would spoil what a backward pass reads.
             if needs_gradients(query, key, value):
                 holder.separate()
             holder.append(key, value, arrived)
             output = attend_ragged(holder, query, logits, shown)
+        # With nothing evicted the store is the dense cache, and transformers' own kernel gives transformers' own bits.
         if self.exact and (dense := holder.dense(self.seen)) is not None:
+            # Without a mask SDPA lines its triangle up with the first key, not with the last one.
             if mask is None and count > 1:
                 mask = make_causal_mask(count, self.seen, key.device)[None, None]
             return attend_dense(module, query, *dense, mask, **kwargs)
@@ -391,6 +411,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
             self.evict_prompt(self._with_rereads(self._prompt.observation()))
+            # The dense keys and values are freed here.
             self._prompt = self._new_prompt()
         return output
 
@@ -411,6 +432,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             self.holder = evict(observation, self.prefill, self.decode)
         else:
             self.sharing.end(self.index, observation)
+        # All layers share it; the first one to end its prompt fills it in.
         if not self.read_mask.begun:
             self.read_mask.begin(observation.valid, read_lengths(observation))
 

@@ -72,8 +72,10 @@ class Decoding(Segmented):
         `hidden` [B, Hkv, q] what the policy makes of their hidden states, where it wants them; for `arrived` and
         `shown` see `read_mask.Visible`.
         """
+        # Read once for all tokens: each read waits for the device.
         known = None if arrived is None else arrived.cpu().numpy()
         outputs = []
+        # One after the other, as each token sees what the rule has left after the one before it.
         for token in range(query.shape[2]):
             this = slice(token, token + 1)
             real = active = None
@@ -91,6 +93,7 @@ class Decoding(Segmented):
 
     def prepare_step(self, real: Bools | None = None) -> None:
         """Make room for the next token and decide what its step does; it is padding where not `real` [B]."""
+        # All segments of a block have the same number of slots, so the fullest one says when it is full.
         if any(int(block.used.max()) == block.capacity for block in self.blocks):
             self._repack()
         heads = self.heads
@@ -100,14 +103,18 @@ class Decoding(Segmented):
             real_segments = None if real is None else real[block.names // heads]
             dtype = None if serves(keys, block.cached.values) else self._bias_dtype(keys)
             used = block.prepare_step(real_segments, self.room > 0, dtype)
+            # A sequence is over its budgets if any of its heads is.
             over[block.names[used > block.limits.host] // heads] = True
             self.peak[block.names] = np.maximum(self.peak[block.names], used)
         self.rule.prepare_step(over, real)
         for block in self.blocks if self.rule.running == "pooled" else ():
+            # CAKE's kernel pools over neighbours by position. A step without that kernel loses the links; made anew
+            # they are another tensor, which captured steps do not know.
             if block.links is None and serves(block.cached.keys, block.cached.values):
                 block.link()
                 self.packed += 1
         self.columns += 1
+        # The table has a column for every token of a sequence, so it is made anew, with room to spare, as these come.
         if self.rule.policy.row == "layer" and (self.averages is None or self.columns > self.averages.columns):
             slots = [block.capacity for block in self.blocks]
             self.packed += self.averages is not None
@@ -136,6 +143,7 @@ class Decoding(Segmented):
         wanted = (compute_capacities(block.used, block.limits.host, tokens) for block in self.blocks)
         if tokens and any((needed > block.capacity).any() for needed, block in zip(wanted, self.blocks, strict=True)):
             self._repack()
+        # Steps look at all slots from now on, so what is added to logits no longer fits.
         for block in self.blocks:
             block.biased = False
 
@@ -146,6 +154,7 @@ class Decoding(Segmented):
         """
         if self.rule.noting:
             return None
+        # All but `stay`: these counts change at every step, and the device never sees them.
         plans = (_plan_step(block) for block in self.blocks)
         return self.rule.due, *((*plan[:3], *plan.leaving[1:], plan.holes) for plan in plans)
 
@@ -183,6 +192,8 @@ class Decoding(Segmented):
         waits for the device, depends on values, or binds a tensor that lasts.
         """
         policy = self.rule.policy
+        # A step writes in place, which would spoil what a backward pass reads, so it goes on in copies. Which entries
+        # leave is a choice and has no gradient.
         learning = needs_gradients(query, key, value)
         if learning:
             self.separate()
@@ -197,10 +208,13 @@ class Decoding(Segmented):
             step_plan = _plan_step(block)
             arriving = None if active is None else active[block.rows]
             fused = None
+            # The fused kernel sees in the positions alone which slots hold an entry: it cannot hide some of them for
+            # one step.
             if visible is None:
                 fused = make_fused_step(
                     block, step_plan, self.rule, (own, keys[:, 0], values[:, 0]), logits, arriving, self.averages
                 )
+            # The token is stored, has attended, and a slot is free: nothing else is to be done for this block.
             if fused is not None:
                 outputs.append(fused)
                 continue
@@ -209,6 +223,7 @@ class Decoding(Segmented):
             cached = block.first(step_plan.width)
             bias = None if not step_plan.bias or block.bias is None else block.bias[:, : step_plan.width]
             full = step_plan.full
+            # A hidden entry looks like an empty slot to attention, and keeps its slot.
             if visible is not None:
                 cached = block.showing(step_plan, visible)
                 full = False
@@ -230,6 +245,7 @@ class Decoding(Segmented):
         arriving = None if active is None else active[block.rows]
         step_plan = _plan_step(block)
         cached = block.first(step_plan.width)
+        # Rules update all segments; those without a token are put back to this.
         before = None if arriving is None else cached.state.changed(torch.clone, torch.clone)
         full = step_plan.full or (self.averages is not None and self.averages.empty > 0)
         step = Step(cached, block.slot, block.seen, row, full=full)
@@ -238,6 +254,7 @@ class Decoding(Segmented):
         if arriving is not None and before is not None:
             cached.state.restore(before, ~arriving)
         block.free(gone, step_plan, arriving)
+        # Only the fused kernel keeps these up to date.
         block.links = None
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
@@ -311,6 +328,7 @@ def make_fused_step(
     cached = block.cached
     limits = block.limits
     query, key, value = states
+    # The kernel frees one slot of a segment, and gradients do not pass through it.
     if step_plan.leaving.most > 1 or not serves(query, cached.keys, cached.values, key, value):
         return None
     if (running := rule.running) is None or (averages is not None and len(averages.parts) > 1):
@@ -319,6 +337,7 @@ def make_fused_step(
     state = () if running in ("position", "row", "pooled") else tuple(read.values())
     sums = None
     if averages is not None:
+        # Heads add to these by atomic operations, so they begin at zero.
         averages.made_anew.zero_()
         sums = averages.sums, averages.first[0][:, 0]
     slots = Slots(
@@ -327,6 +346,7 @@ def make_fused_step(
     )  # fmt: skip
 
     def arriving() -> Tensor | None:
+        # The new entry is scored between the two launches, and the clock goes on in the second.
         seen = block.seen + (1 if active is None else active)
         own = Step(block.first(step_plan.width), block.slot, seen, None)
         return rule.arriving(own, block.rows, limits.heads, logits)
@@ -354,6 +374,7 @@ class AttentionAverages:
         if empty:
             self.sums[0].fill_(empty)  # in front nothing but 0 is added to it
             self.sums[1].fill_(1.0)
+        # Where position 0 of each segment is; the position -1 of an empty slot falls on the column in front.
         self.first = [sequences[:, None] * width + 1 for sequences in rows]  # [S, 1]
         # what is added up: attention, to be written by who makes it, and 1
         self.parts = [self.sums.new_ones(2, len(places), count) for places, count in zip(rows, slots, strict=True)]
@@ -366,5 +387,6 @@ class AttentionAverages:
             place = (held + first).view(-1)
             self.sums.scatter_add_(1, place.expand(2, -1), own[:, :, : held.shape[1]].detach().reshape(2, -1))
             places.append(place)
+        # Columns that no head holds are 0 / 0, and nothing gathers them.
         mean = self.sums[0] / self.sums[1]
         return [mean.gather(0, place).view_as(held) for place, held in zip(places, positions, strict=True)]

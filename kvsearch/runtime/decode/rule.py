@@ -44,6 +44,8 @@ def decode_needs(policy: Policy) -> Needs:
         return needs
     if (problem := policy.no_decode_rule()) is not None:
         raise UsageError(problem)
+    # Moments of all queries would have to be updated for every entry; those of the last rows, which a ring of fixed
+    # size holds, stand in for them.
     rows = max(needs.query_rows, STATISTICS_ROWS if needs.query_statistics_from is not None else 0)
     return Needs(query_rows=rows, projection=needs.projection)
 
@@ -54,6 +56,7 @@ def is_same_in_layers(policy: Policy) -> bool:
     Of a policy of another package nothing is known.
     """
     needs = policy.needs()
+    # Each of these belongs to one layer: its output projection, its rotary tables, its hidden states.
     own = needs.projection or needs.unrotated or needs.hidden is not None or needs.query_statistics_from is not None
     return is_ours(type(policy)) and not isinstance(policy, Fitted) and not own
 
@@ -87,8 +90,11 @@ class Limits:
         """Return what is on the device of the limits of segments with these budgets, [6, S] int64, on the CPU."""
         budgets = torch.from_numpy(host)
         sinks, recent = apply_to_each(policy.protected_at, budgets).unbind(-1)
+        # A head that decodes is over its budget by one entry when it evicts, and a longer prompt is cut to the same
+        # number in the first step. One entry stays in any case: attention over nothing is NaN.
         stays = (budgets + 1 - apply_to_each(policy.drop_at, budgets)).clamp(min=1)
         quotas = torch.minimum(apply_to_each(policy.first_stage_budget, budgets), budgets)
+        # One table, so that the device gets all six rows in a single copy.
         return torch.stack([budgets, sinks, recent, stays, quotas, recent + 1])
 
     def select(self, rows: Ints, index: Tensor, heads: HeadRows) -> Limits:
@@ -98,6 +104,7 @@ class Limits:
 
     def leaving(self, used: Ints, real: Bools | None) -> Evictions:
         """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
+        # A segment whose token is padding has got nothing, so nothing leaves it either.
         over = used > self.host if real is None else (used > self.host) & real
         stay = np.where(over, self.stay, used)
         gone = used - stay
@@ -143,6 +150,7 @@ class StepRule:
         self.layer = layer
         self.heads = heads
         self.needs = decode_needs(policy)
+        # A copy: steps write to it in place, and captured steps read it where it is.
         self.next_position = next_position.clone()
         self.ring = None if queries is None or not queries.shape[2] else Ring(queries)
         # `running` holds of the `step` beside it: a subclass that overrides `step` alone has no kernel
@@ -169,6 +177,7 @@ class StepRule:
         queries = None
         wanted = decode_needs(policy).query_rows
         if not policy.has_decode_rule and observation.queries is not None:
+            # A slice [-0:] would take all rows.
             rows = observation.queries[:, :, -wanted:] if wanted else observation.queries[:, :, :0]
             # zeros in front of a shorter prompt
             queries = torch.nn.functional.pad(rows, (0, 0, wanted - rows.shape[2], 0)).clone()
@@ -200,16 +209,19 @@ class StepRule:
         arrived = np.ones_like(over) if real is None else real
         if self.policy.has_decode_rule:
             self.scored = self.scored.clip(min=0) + arrived  # the prompt's entries have their scores
+            # All sequences are scored in the same step, as soon as one of them has waited as long as it may.
             is_rescoring = bool((arrived & (self.scored >= self.together)).any())
             self.due = "all" if is_rescoring and self.together > 1 else ""
             self.scored = np.where(arrived & is_rescoring, 0, self.scored)
             self._count(is_rescoring)
             return
         self.scored = self.scored + (arrived & (self.scored >= 0))
+        # A sequence within its budgets evicts nothing, so its scores can wait.
         due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
         self.scored = np.where(due, 0, self.scored)
         self._count(bool(due.any()))
         self.due = "all" if due.all() else "some" if due.any() else ""
+        # In place: captured steps read this tensor where it is.
         if self.due == "some":
             self.due_rows.copy_(torch.from_numpy(due))
 
@@ -226,6 +238,7 @@ class StepRule:
             return  # what is asked for of its own token does not depend on what came before
         last = positions[:, -1].expand_as(self.next_position)
         if active is None:
+            # In place, for captured steps; a sequence with padding stays where it was.
             torch.add(last, 1, out=self.next_position)
         else:
             self.next_position.copy_(torch.where(active, last + 1, self.next_position))
@@ -241,6 +254,8 @@ class StepRule:
         heads = list_head_rows(names % self.heads, self.heads, device)
         host = self.budgets[names]
         table = Limits.table(self.policy, host)
+        # What was placed at the end of the prompt is of all segments in order; a block of some of them makes a table of
+        # its own.
         there = self.there if len(names) == len(self.budgets) else None
         guarded = bool((table[1] + table[2]).any())
         return Limits(host, table[3].numpy(), guarded, heads, *(table.to(device) if there is None else there).unbind())
@@ -265,11 +280,13 @@ class StepRule:
         """
         if self.policy.has_decode_rule:
             step = self._asked(step, rows, limits.heads, logits)
+        # Also where nothing leaves: the running state has to see every step.
         priorities = self._priorities(step, rows, limits, logits)
         if not plan.most:
             return None
         cached = step.cached
         positions = cached.positions
+        # The usual case: one entry at most leaves each segment, and a single argmax finds it.
         if plan.most == 1:
             outside = limits.outside(step, edge)
             signed = self.policy.signed
@@ -279,6 +296,8 @@ class StepRule:
                 stays = cached.held.sum(-1) <= limits.budgets
                 leaving = leaving.masked_fill((stays if active is None else stays | ~active)[:, None], -1)
         else:
+            # Several leave at once: under a policy that drops many, or after a prompt that no prefill phase has cut.
+            # How many stay at most is known on the host, so tensors have sizes that no value decides.
             protected = mark_protected(positions, step.seen, limits.sinks, limits.recent)
             held = cached.held.sum(-1)
             over = held > limits.budgets if active is None else (held > limits.budgets) & active
@@ -293,6 +312,7 @@ class StepRule:
     @property
     def running(self) -> Running | None:
         """What kernels can do in place of `decide` for the step that was foreseen; see `Policy.running`."""
+        # Kernels neither note scores that are not finite nor score entries anew.
         if self.noting or self.due:
             return None
         return (
@@ -318,11 +338,14 @@ class StepRule:
                 scores = self.policy.step(step)
             checked = check_form(self.policy, "step", scores, step.cached.positions.shape, step.cached.positions)
             if self.noting:
+                # Infinity is no fault here: policies give it to what must not leave.
                 wrong = checked.isnan() & step.cached.held
                 self.checks.append(make_finite_check(self.policy, self.layer, wrong).in_segments(rows))
             return checked
         priority = step.cached.state.entries[PRIORITY]
         priority.scatter_(1, step.newest[:, None], float("inf"))  # until it is scored nothing can make it leave
+        # Where only some sequences are due all are scored, and the others' scores are thrown away: the device has no
+        # branch.
         if self.due == "all":
             priority.copy_(self._score(step, rows, limits, logits))
         elif self.due == "some":
@@ -333,6 +356,8 @@ class StepRule:
     def _score(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
         """Compute the policy's own scores over what is held, per slot [S, C]; +inf for what is protected."""
         cached = step.cached
+        # Slots are in no order, and policies take columns by position with padding in front: empty slots have position
+        # -1, so they come first.
         order = torch.argsort(cached.positions, dim=-1, stable=True)
         observation = self._seen(step, rows, limits.heads, order, logits)
         scores = raise_taken(self.policy, observation, limits.quotas[:, None])[:, 0]
@@ -405,9 +430,13 @@ class StepRule:
         if queries is None or self.rotary is None:
             raise InternalError("query statistics without the rows behind them, or what turned these")
         batch, query_heads, rows, dim = queries.shape
+        # Row r of the ring is the query that came `rows - r` tokens before the next one; it is turned back by that
+        # position.
         back = torch.arange(rows, device=row.device) - rows
         plain = unrotate_queries(queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
+        # All segments of a sequence have seen as many tokens, so it does not matter whose number is written last.
         tokens = torch.zeros_like(self.next_position).index_put_((row,), seen.to(self.next_position.dtype))
+        # This leaves out the zeros in front of a sequence that is shorter than the ring, too: their index is negative.
         statistics = Moments.of(plain, tokens[:, None] + back >= start).statistics()
         shape = (batch, self.heads, query_heads // self.heads)
         mean = statistics.mean.view(*shape, dim)
@@ -418,9 +447,12 @@ class StepRule:
         """Return steps between two scorings, [B]: half of what one leaves open in the tightest head, at most."""
 
         def supply(budget: int) -> int:
+            # What arrives after a scoring has priority +inf until the next one. With longer intervals a head would run
+            # out of entries that may leave.
             fixed = max(sum(self.policy.protected_at(budget)), min(self.policy.first_stage_budget(budget), budget))
             return max(1, (budget + 1 - fixed) // 2)
 
+        # A sequence is scored as a whole, so its tightest head sets the interval.
         tightest = apply_to_each(supply, torch.from_numpy(self.budgets)).numpy().reshape(-1, self.heads).min(-1)
         interval: Ints = np.minimum(tightest, self.policy.refresh_interval)
         return interval
@@ -429,6 +461,7 @@ class StepRule:
         """Return how many tokens get their scores on arrival at once: none may leave before, they are protected."""
         if self._running != "stored" or not self.policy.has_decode_rule or self.needs.hidden is not None:
             return 1
+        # A token that is among the recent ones of every head cannot leave, so its score may wait that long.
         recent = apply_to_each(self.policy.protected_at, torch.from_numpy(np.unique(self.budgets)))[..., 1]
         return 1 + int(recent.min())
 
@@ -438,6 +471,7 @@ class StepRule:
         """Return the rule for sequences `rows` of the batch, in that order; it goes its own way from here."""
         chosen = list(rows)
         index = torch.tensor(chosen, device=self.next_position.device)
+        # Policy and flags are shared; what belongs to the rows of the batch, or is changed in place, is replaced.
         rule = copy(self)
         rule.budgets = self.budgets.reshape(-1, self.heads)[chosen].flatten()
         rule.there = None
@@ -475,6 +509,7 @@ def _group_by_sequence(seen: Observation, heads: int, logits: Logits) -> Observa
     index = seen.token_index
     count = seen.token_count
     following = seen.next_position
+    # All heads of a sequence get the same tokens, so every `heads`-th row speaks for it.
     return replace(
         seen,
         keys=whole(seen.keys),
@@ -503,6 +538,7 @@ class Ring:
         where = self.place[:, None, None, None].expand_as(query)
         query = query.to(self.states.dtype)
         if active is not None:
+            # A sequence with padding writes back what is there already.
             query = torch.where(active[:, None, None, None], query, self.states.gather(2, where))
         self.states.scatter_(2, where, query)
         self.place.add_(1 if active is None else active).remainder_(self.states.shape[2])
