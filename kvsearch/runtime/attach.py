@@ -67,6 +67,7 @@ class PlannedModel:
     def __init__(
         self, model: Any, program: Program, *, exact: bool = False, graphs: bool = True, compiled: bool = False
     ) -> None:
+        # Past `__setattr__`, which hands names that are not here on to the model.
         own = vars(self)
         own["model"] = model
         own["program"] = program
@@ -205,6 +206,7 @@ class PlannedModel:
         if sequences is not None and prompt is not None:
             # of embeddings alone, the output has no tokens; beams may have read more than they return
             before = 0 if input_ids is not None else prompt.shape[1]
+            # The last token was made and never read.
             self._require_read(before + sequences.shape[1] - 1)
         self.cache.check_scores()
         warn_beyond(self.model, self.cache.get_seq_length())
@@ -228,6 +230,7 @@ class PlannedModel:
         defaults = self.model.generation_config
         for name, allowed in (("cache_implementation", (None, "dynamic")), ("use_cache", (None, True))):
             wish = kwargs.pop(name, None)
+            # What the caller's configuration merely took over from the checkpoint is no wish of his.
             if wish is None and config is not None and getattr(config, name) != getattr(defaults, name):
                 wish = getattr(config, name)
             if wish not in allowed:
@@ -334,6 +337,7 @@ class GenerateSettings:
 @contextmanager
 def _find_planned() -> Iterator[None]:
     """Let the model be called with other caches for a while: by reference passes, or models that draft."""
+    # A context variable, so that threads and tasks do not see each other's calls.
     token = _planned_call.set(True)
     try:
         yield
@@ -375,6 +379,7 @@ def _make_keeping_class(kind: Any) -> type[Any]:
                     f"{kind.__name__} drops the cache that it is given after {read:,} tokens and reads all anew, so "
                     "the plan would not run: stop before, or begin with a longer prompt"
                 )
+            # Nothing was read before this, so a prompt may start in it.
             inputs[CACHE] = cache  # nothing was read: it takes the prompt as any other would
         return inputs
 

@@ -70,6 +70,7 @@ class DensePrompt:
         key, value = self._with(key, value)
         logits = Logits.of_call(module, query, key, kwargs)
         valid = find_valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        # A later chunk would need a mask, and with a mask SDPA makes a matrix of logits.
         if continues and logits.plain and can_use_flash(query, key, value) and bool(valid.all()):
             output: Output = attend_flash(query, key, value, logits.scaling), None
         else:
@@ -85,11 +86,13 @@ class DensePrompt:
         length = key.shape[2] if self.length is None else self.length
         if self.states is None and key.shape[2] >= length:
             return key, value
+        # Gradients do not pass writes in place, and without a length there is nothing to write into.
         if self.length is None or needs_gradients(key, value):
             before = self.states or (key[:, :, :0], value[:, :, :0])
             return torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
         first = 0
         if self.states is None:
+            # Memory for the whole prompt at once: to concatenate would copy everything at every chunk.
             self._whole = [new.new_empty(*new.shape[:2], length, new.shape[3]) for new in (key, value)]
         else:
             first = self.states[0].shape[2]
@@ -118,6 +121,7 @@ class DensePrompt:
         if self._wants_sums:
             sums = sum_columns(query, states[0], valid, logits.scaling, logits.softcap, logits.sinks)
             if self._sums is not None:
+                # A chunk is read once, with all keys before it; what these got of earlier chunks is added.
                 sums[..., :-count] += self._sums
             self._sums = sums
         if self._starts or self._references:
@@ -187,6 +191,7 @@ class QuerySample(NamedTuple):
     def of(cls, query: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> QuerySample:
         """Take all queries [B, Hq, n, D] of tokens with this `index` [B, n] in their sequence."""
         order = spread_places(index)
+        # Places are below 1, so that adding 1 puts these tokens behind all others.
         order = order + (index < LEADING)  # after all others: what they look at is like nothing that comes later
         return cls(order.masked_fill(~valid, float("inf")), positions, query)
 
@@ -220,6 +225,7 @@ class Moments(NamedTuple):
         weight = chosen[:, None, :, None].float()
         rows = chosen.sum(-1).float()
         mean = (vectors * weight).sum(2) / rows.clamp(min=1)[:, None, None]
+        # Centred before squares are taken: in fp32, E[x^2] - E[x]^2 of a large mean loses all digits.
         centred = (vectors - mean[:, :, None]) * weight
         return cls(rows, mean, centred.transpose(-1, -2) @ centred)
 

@@ -66,8 +66,10 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
         first_stage_scores(prefill.policy, observation)
     lengths = read_checked_lengths(observation)
     rule = None if decode is None else StepRule.after(decode.policy, find_rule_limits(decode, lengths), observation)
+    # Whole numbers per head are settled on the host, which knows budgets and lengths.
     limits = None if prefill is None else find_limits(prefill.policy, prefill.budgets(lengths), lengths)
     tables = ([] if limits is None else [limits]) + ([] if rule is None else [Limits.table(rule.policy, rule.budgets)])
+    # One copy to the device for both phases.
     placed = _place_protected(tables, observation.keys.device)
     keep = observation.valid[:, None].expand(observation.keys.shape[:3])
     state = None
@@ -77,14 +79,17 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
         whole = counts
         counts = np.minimum(counts, limits[0].numpy())
         if prefill.policy.merges_prompt:
+            # How many leave and stay at most is known here, so that merging needs no sizes of the device.
             gone = int((whole - counts).max())
             observation, state = merge_evicted(prefill.policy, observation, keep, gone, int(counts.max()))
     if rule is None or decode is None:
         state = State()
     else:
         rule.there = placed[-1]
+        # What merging made of the running state goes on under the same policy only; another one begins with the prompt.
         if state is None or prefill is None or prefill.policy != decode.policy:
             state = rule.start(observation)
+    # Last, as weights and values are fitted to the entries that stay.
     if prefill is not None and prefill.carries:
         values, log_weights = match_attention(observation, keep, counts, lengths)
         require_finite([DeferredCheck(~log_weights.flatten(1).isfinite().all(-1), partial(_weight_error, observation))])
@@ -113,6 +118,7 @@ def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule
     if left.rule is not None:
         source = take_entries(left.observation, left.keep, left.counts, left.state)
         return Decoding(pack([source], left.rule), left.rule, left.keep.shape[2])
+    # Without a decode phase no entry leaves any more, so it gets no slot and no state.
     states = (left.observation.keys, left.observation.values)
     log_weights = left.state.entries.get(LOG_WEIGHTS)
     return RaggedStore.pack(*states, left.keep, observation.index, left.counts, read_lengths(observation), log_weights)

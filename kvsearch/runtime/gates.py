@@ -30,6 +30,7 @@ def gated_attention(
     query, key, value = tokens
     count, heads = key.shape[:2]
     grouped = query.view(count, heads, -1, *query.shape[2:]).flatten(2, 3)  # [M, Hkv, G * K, D]
+    # Logits of a piece fill one chunk of scratch memory; backward passes make them again instead of keeping them.
     piece = max(1, choose_chunk_bytes(query.device) // (4 * grouped.shape[2] * keep.shape[1]))
     outputs = []
     for head, kept in enumerate(keep):
@@ -67,11 +68,13 @@ def _masses(query: Tensor, key: Tensor, keys: Tensor, kept: Tensor, how: Logits,
     if how.softcap is not None:
         far, own = (scores.div_(how.softcap).tanh_() for scores in (far, own))
         capped = (1 - scores.square() for scores in (far, torch.cat([far[..., kept], own], -1)))
+        # d/dx of c * tanh(x / c) is 1 - tanh^2, taken before the cap is multiplied back in.
         slopes = (next(capped), next(capped))
         far, own = (scores.mul_(how.softcap) for scores in (far, own))
     own.masked_fill_(~make_causal_mask(count, count, key.device).repeat(query.shape[1] // count, 1), float("-inf"))
     near = torch.cat([far[..., kept], own], -1)
     largest = torch.maximum(far.amax(-1, keepdim=True), near.amax(-1, keepdim=True))
+    # The largest exponential is far above 1, so that masses far below it are no 0; the shift cancels in the quotient.
     largest = (largest if sinks is None else torch.maximum(largest, sinks)) - EXPONENT_SHIFT
     far.sub_(largest).exp_().index_fill_(-1, kept, 0.0)
     near.sub_(largest).exp_()
@@ -121,6 +124,7 @@ class _Gated(torch.autograd.Function):
             by_near.mul_(masses.slopes[1])
         by_far, by_near = (pulls.mul_(how.scaling).to(query.dtype) for pulls in (by_far, by_near))
         by_own = by_near[..., len(kept) :]
+        # Attention to the tokens themselves, by which their values get gradients; the prompt is fixed and gets none.
         own = _scaled(masses.near[..., len(kept) :], others, value)
         by_query = by_far @ keys + by_near[..., : len(kept)] @ keys[kept] + by_own @ key
         return by_query, by_own.transpose(1, 2) @ query, own.transpose(1, 2) @ slope, *[None] * 6

@@ -49,6 +49,7 @@ class OutputProjection:
 
     def __call__(self, values: Tensor, order: Norm) -> Tensor:
         """Return norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
+        # |v W|^2 = v (W W^T) v: for few entries two small products, for many the large one is cheaper per entry.
         if order == "l2" and values.shape[2] <= FEW_NORMS:
             return _compute_few_norms(values, self.factors()[None])
         return projected_norms(values, self._weight(), order)
@@ -59,6 +60,7 @@ class OutputProjection:
 
     def _made_once(self, made: _Made, make: Callable[[], Tensor]) -> Tensor:
         """Return what was made of the projection before, as long as its weights are the same."""
+        # Addresses and weak references mean nothing while code is traced.
         if torch.compiler.is_compiling():  # which knows no addresses
             return make()
         state = state_of(find_output_projection(self.module))
@@ -178,6 +180,7 @@ def multiply(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     beta = 0 if bias is None else 1
     single = query.dtype == torch.float32 == keys.dtype
     if not single and query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
+        # Tensor cores add up in fp32: asked for that dtype they do not round the sum to half precision.
         scores = torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scaling)  # baddbmm's takes no `added` in 2.8
         return (scores if bias is None else scores.add_(added)).view(shape)
     step = max(1, choose_chunk_bytes(keys.device) // (8 * max(1, columns[0].numel())))

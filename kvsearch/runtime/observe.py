@@ -123,6 +123,7 @@ class ObservedLayer(PromptLayer[Noted]):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend to the prompts, or to what `keep` leaves of them and to the tokens that follow."""
+        # The first call is the prompt, all others are tokens that follow it.
         if not self.is_initialized:
             if self.refusal is not None and not all(map(is_finite, (query, key, value))):
                 raise IncompatibleError(self.refusal)
@@ -135,6 +136,8 @@ class ObservedLayer(PromptLayer[Noted]):
         logits = Logits.of_call(module, query, key, kwargs)
         gated: list[Tensor] = []
         if self.keep is not None and self.gates is not None:
+            # Rows behind gates are differentiated; the rows before them show what the full cache does, and need no
+            # gradients.
             open_rows = len(query) - len(self.gates)
             through = (query[open_rows:], key[open_rows:], value[open_rows:])
             how = (self.keep.to(query.device), self.gates.to(query.device), logits)
@@ -163,6 +166,7 @@ class ObservedLayer(PromptLayer[Noted]):
         """Attend with tokens [1, H, K, D] to the entries `keep` [Hkv, T] of the prompt and to themselves."""
         query, key, value = tokens
         heads, count = query.shape[1:3]
+        # Kept entries are gathered side by side: a mask over the whole prompt would cost the logits of all of it.
         columns, filled = align_right(keep.to(query.device), int(keep.sum(-1).max()))
         keys, values = (
             torch.cat([prompt.gather(2, columns[None, ..., None].expand(-1, -1, -1, prompt.shape[-1])), own], 2)
@@ -257,6 +261,7 @@ class DensePass(Generic[Noted]):
         see `gated_attention`, those before see all, and the output has gradients.
         """
         require_same_rotary(self.model, self.lengths, tokens.shape[1])
+        # Transformers' own layers append what follows; put back to this, they have the prompt alone.
         before = [read_layer_state(layer) for layer in self.cache.layers]
         try:
             for row, entries in (keep or {}).items():
@@ -332,6 +337,7 @@ def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor
     counts = [length] * len(prompts) if mask is None else (mask > 0).sum(-1).tolist()
     for ids, count in zip(prompts, counts, strict=True):
         real = ids[None, length - count :]
+        # Norms behind the output projection are read by KVzip+ alone.
         needed = [Needs(projection=any(how.plus for how in wanted))]
         passed = DensePass(model, dict.fromkeys(full, needed), norms, real)
         again: dict[int, dict[SecondPass, Tensor]] = {layer: {} for layer in full}
@@ -354,6 +360,7 @@ def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Secon
         )
     best: dict[int, Tensor] = {}
     for first in range(0, length, chunk):
+        # Some tokens before the chunk lead in to it: it does not follow the end of the prompt.
         tokens = ids[:, max(0, first - LED_BY) : first + chunk]
         with passed.following(tokens, output_hidden_states=how.plus) as output:
             for layer in passed.continuations():
@@ -361,6 +368,7 @@ def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Secon
                 if how.plus:
                     # a model on several devices leaves a layer's input on the one before
                     weights = residual_weights(output.hidden_states[layer.index].to(layer.query.device))
+                # The most that any later token gives: an entry counts if it is needed once.
                 scores = layer.importance(layer.noted[0] if how.plus else None, "max", weights)
                 before = best.get(layer.index)
                 best[layer.index] = scores if before is None else torch.maximum(before, scores)

@@ -52,6 +52,7 @@ class PhaseProgram:
         table = self.table(length)
         if self.allocation is not None:
             room = np.full_like(table, length)
+            # A pool cannot give out more than there is, as a whole or in every layer.
             axis = None if self.allocation.shares_layers else -1  # one pool of all layers, or one of each
             return int(np.minimum(table.sum(axis), room.sum(axis)).sum())
         table = np.minimum(table, length)
@@ -83,8 +84,10 @@ class Program:
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             if (phase := getattr(self, name)) is not None:
+                # The dataclass is frozen; a phase counts entries by how its budgets are shared.
                 object.__setattr__(self, name, replace(phase, allocation=self.allocation))
         for policy in self.decode.policies.values() if self.decode else ():
+            # For its error: a policy that cannot decide while decoding is refused before anything runs.
             decode_needs(policy)
         for phase in self.phases if self.allocation else ():
             for layer, policy in sorted(phase.policies.items()):
@@ -237,6 +240,7 @@ def estimate_memory(
     scoring = [policy.needs() for policy in program.policies if policy.name != "full"]
     entries = len(lengths) * max(lengths) * shape.kv_heads
     rows = max((max(lengths) if need.column_sums else need.query_rows for need in scoring), default=0)
+    # Scores are made in chunks of this size, however long the prompt is.
     logits = min(choose_chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
     scratch = logits + entries * (RANKING + FP32 * shape.head_dim) if scoring else 0
     queries = max((need.query_rows for need in scoring), default=0) * shape.head_dim * model.dtype.itemsize
@@ -256,6 +260,7 @@ def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[
 
     A model without weights has no device that could be too small.
     """
+    # On several devices their memory counts together: what is read is spread as the weights are.
     devices = {weight.device for weight in model.parameters() if not weight.is_meta}
     needs = {name: estimate_memory(model, program, lengths, chunk) for name, program in programs.items()}
     name, needed = max(needs.items(), key=lambda item: item[1].total)

@@ -87,6 +87,7 @@ def compress_prompts(
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits, mask = read_prompts(model, list(caches.values()), prompts)
+        # Before any method replies: NaN after the prompt comes of the model, not of a method.
         check_logits(logits)
         entries = {method: count_held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
@@ -137,6 +138,8 @@ def reply_after_prefill(
         for layer, target in zip(passed.cache.layers, cache.layers, strict=True):
             if isinstance(layer, ObservedLayer):
                 valid = layer.keys.new_ones(len(layer.keys), layer.keys.shape[2], dtype=torch.bool)
+                # Nothing is scored, as the full program keeps all: what an observation has besides entries does not
+                # matter.
                 _hand_on([target], {}, Observation(layer.keys, layer.values, valid, 1.0, layer=layer.index))
             else:
                 vars(target).update(read_layer_state(layer))
@@ -193,8 +196,10 @@ def read_prompts(
         return prefill_all(model, caches, ids, mask, chunk), mask
     logits = []
     parts: list[Sequence[PlanCache]] = []
+    # Neighbours alone, so that joined parts are in the order of the prompts.
     for _, alike in groupby(prompts, len):
         alone = torch.stack(list(alike)).to(model.device)
+        # The first part fills the caches that were given, so that joining leaves all of it in these.
         own = [PlanCache(model, cache.program) for cache in caches] if parts else caches
         try:
             logits.append(prefill_all(model, own, alone, torch.ones_like(alone), chunk))
@@ -232,10 +237,13 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
         targets = [cache.layers[index] for cache in caches]
         needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
         look = partial(_hand_on, targets, again)
+        # Full-attention layers show the prompt to each cache in turn and store nothing. All others are transformers'
+        # own, and every cache gets their state at the end.
         layers[index] = PromptLayer(index, needs, RotaryTables(model, index), look, ids.shape[1])
     shared = make_cache_class(model, Cache)(layers=layers)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     size = chunk or ids.shape[1]
+    # Models whose rotary factors depend on the length would take the first chunk for a short prompt.
     whole = nullcontext() if chunk is None else rotate_as_length(model, int(positions.max()) + 1)
     with torch.no_grad(), whole:
         for first in range(0, ids.shape[1], size):
@@ -294,8 +302,10 @@ def join_caches(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int
             vars(layer).update(join_states([vars(other) for other in others]))
         elif isinstance(layer, DynamicLayer) and layer.keys is not None:
             states = [(other.keys, other.values) for other in others]
+            # Counters are those of the longest sequence; keys and values are replaced at once.
             vars(layer).update(vars(max(others, key=lambda other: other.get_seq_length())))
             layer.keys, layer.values = (_pair_caches(part) for part in zip(*states, strict=True))
+    # Their entries were copied: they are freed before the joint batch decodes.
     for cache in caches[1:]:
         cache.layers.clear()
     return joint

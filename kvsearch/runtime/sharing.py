@@ -101,6 +101,7 @@ class Sharing:
     def end(self, index: int, observation: Observation) -> None:
         """Take in the prompt of a layer; `take` has its entries then, where layers share a pool after the last one."""
         layers = self.program.layers
+        # The first layer begins a new prompt: demands of the one before are forgotten.
         if index == layers[0]:
             self.waiting.clear()
             lengths = read_lengths(observation)
@@ -110,6 +111,7 @@ class Sharing:
                 for name, phase in phases.items()
                 if phase is not None
             }
+        # Made once, as both phases share out by the same scores.
         demands = LayerDemands(self.allocation, self._policy(index), observation)
         for phase in self._phases.values():
             if index in phase.rows:
@@ -164,6 +166,7 @@ class Sharing:
             state = rule.start(observation)
         lengths = np.array(read_lengths(observation))[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
+        # Without a prefill phase everything stays until decoding, so nothing bounds what is held.
         max_entries = prefill.most(index) if prefill is not None and index in prefill.rows else whole
         ranks = rank_under(self._policy(index), observation)
         return (EntryPool.take(observation, ranks, max_entries, state), rule, observation.keys.shape[2])
@@ -173,6 +176,7 @@ class Sharing:
         prefill = budgets.get("prefill", {})
         decode = budgets.get("decode", {})
         for index in list(self.waiting):
+            # One layer at a time: only one is in memory twice.
             pool, rule, columns = self.waiting.pop(index)
             if index in prefill:
                 pool.trim(prefill[index])
@@ -301,6 +305,7 @@ class EntryPool:
         sources = []
         for part in self.parts:
             block = part.block
+            # Segments of a block are aligned on the right, so entry n of m is at capacity - m + n.
             names = part.block.segments
             if not isinstance(block, Block):
                 raise InternalError("a decode phase was not foreseen when a prompt's entries were taken")

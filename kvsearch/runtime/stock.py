@@ -40,6 +40,7 @@ def read_layer_state(layer: Any) -> dict[str, Any]:
 
     A running state is copied, as it is written in place; keys and values are replaced when others come.
     """
+    # A running state is written in place, keys and values are replaced: only the former has to be copied.
     return deepcopy(vars(layer)) if find_stateful_layers([layer]) else dict(vars(layer))
 
 
@@ -80,6 +81,7 @@ def _find_class(module: str, base: Any) -> Any:
     # running states are kept where other models keep them, in the layers of the cache
     members["set_linear_cache"] = lambda self, layer_idx, state: self.layers[layer_idx].update_recurrent_state(state)
     members["get_linear_cache"] = lambda self, layer_idx: self.layers[layer_idx].recurrent_states[0]
+    # MiniMax's class has an __init__ without layers; ours are given some.
     if base is Cache:
         members["__init__"] = vars(Cache)["__init__"]
     return type(base.__name__, (own,) if base is Cache else (base, own), members)

@@ -89,9 +89,13 @@ class Draws:
 
         Tokens share a number line by their chances, the likeliest first, and a random number points at one of them.
         """
+        # In float64, and with ties in a fixed order, so that a number points at the same token on every device.
         chances, tokens = scores.double().softmax(-1).sort(stable=True, dim=-1, descending=True)
         ends = chances.cumsum(-1)
+        # A row has numbers of its own: its reply does not depend on which others are in the batch, or have left it.
         points = torch.tensor([[numbers.random()] for numbers in self._numbers], device=scores.device)
+        # Rounding at the end of the line must not draw a token without a chance, nor run beyond the last one; the last
+        # sum is not quite 1 either.
         final = (chances > 0).sum(-1, keepdim=True) - 1
         places = (ends <= points * ends[:, -1:]).sum(-1, keepdim=True)
         drawn: Tensor = tokens.gather(-1, places.minimum(final))
@@ -148,6 +152,7 @@ class NextTokens:
         if draws is None and not read_generation_settings(model):
             return
         sampling = None if draws is None else draws.sampling
+        # Processors look at the tokens so far, and some at how many may come: rows that share both are one call.
         for rows in group_by_key(range(len(prompts)), lambda row: (len(prompts[row]), limits[row])).values():
             ids = torch.stack([prompts[row] for row in rows]).to(model.device)
             processors = make_logits_processors(model, ids, limits[rows[0]], sampling)

@@ -102,6 +102,7 @@ class Replies:
         held = self._peak()
         logits = self._forward(self.model, ids, seen, positions)
         held.step(np.array([len(question) for question in questions]))
+        # Processors penalise what was said so far, prompt and question included.
         whole = [torch.cat(both) for both in zip(self._prompt_rows, questions, strict=True)]
         replies = self._generate(whole, logits, seen, positions[:, -1:], max_new_tokens, held)
         self.cache.rewind(mark)
@@ -125,6 +126,7 @@ class Replies:
         last logits predict the first token. Questions and answers are forgotten again; errors as for `ask`.
         """
         rows = [torch.tensor(answer) for answer in answers]
+        # The last token of an answer predicts nothing that is scored.
         inputs = [torch.cat([question, row[:-1]]) for question, row in zip(questions, rows, strict=True)]
         lengths = np.array([len(tokens) for tokens in inputs])
         longest = max(map(len, rows))
@@ -135,6 +137,7 @@ class Replies:
         last = None if any(map(len, questions)) else self._prompt_logits()
         ahead = 0 if last is None else 1  # tokens of an answer that the prompt's own logits predict
         width = longest - ahead
+        # An answer of one token that follows the prompt at once needs no pass.
         forced = self.force(inputs, width) if width else self._prompt_logits()[:, :0]
         self.cache.check_scores()
         held.step(lengths)

@@ -46,6 +46,7 @@ class CudaGraphs:
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Do a step on the stream that steps are captured on: libraries get ready there for what comes."""
+        # What is queued now comes before the step, and whatever follows waits for it.
         now = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(now)
         with torch.cuda.stream(self.stream), warn_of_waits() as waits:
@@ -60,6 +61,7 @@ class CudaGraphs:
         Raises:
             RuntimeError: it does what cannot be captured; all tensors are as they were.
         """
+        # Thread-local: other threads may go on calling CUDA while a step is captured.
         graph = torch.cuda.CUDAGraph()
         now = torch.cuda.current_stream(self.stream.device)
         try:
@@ -115,6 +117,7 @@ class RepeatedStep:
         self._ready = False
 
     def __call__(self) -> Any:
+        # The run before has made what is made once (workspaces, tables, compiled kernels): a capture must not do so.
         if self._ready and self._captured is None and not self.refused:
             try:
                 self._captured = self.graphs.capture(self.step)
@@ -158,6 +161,7 @@ class CompiledModel:
             from torch._dynamo import config
             from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+            # Every plan of a step is a variant, and torch allows few before it gives up.
             limit: Any = config.patch(recompile_limit=MOST_COMPILED)
             try:
                 with limit:
@@ -226,11 +230,14 @@ class DecodeSteps:
         positions = given.get("position_ids")
         planned = self.cache.planned.values()
         holders = [layer.holder for layer in planned]
+        # First what is none of our steps, and no reason to stop: they may come later.
         if find_cache(given) is not self.cache or ids is None or None in holders:
             return False  # of another model that drafts, or the prompt
+        # Then what will not get better: tokens that are taken back, or rows that move between the steps.
         changed = self._entered and (ids.shape[1] != 1 or holders != self._holders)
         if changed or any(layer.drafts for layer in planned):
             return self._stop("several tokens come at a time, or sequences are rearranged between them")
+        # A question of several tokens runs as ever, and single tokens follow it.
         if ids.shape[1] != 1 or given.get("inputs_embeds") is not None:
             return False
         if (positions is not None and positions.dim() != 2) or torch.is_grad_enabled() or self.model.training:
@@ -246,6 +253,7 @@ class DecodeSteps:
             and not (mask.dim() == 2 and self.cache.read_mask.shows_all(mask.bool()))
         ):
             return self._stop("the attention_mask hides tokens that were read before")
+        # A graph would keep whatever such an argument held when it was captured.
         strange = [key for key, value in given.items() if key not in INPUTS and not isinstance(value, PLAIN_TYPES)]
         return self._stop(f"they are given {', '.join(sorted(strange))}") if strange else True
 
@@ -277,15 +285,18 @@ class DecodeSteps:
             return self._step(others)
         plan = self.cache.step_plan()
         packed = [holder.packed for holder in self._holders]
+        # Graphs hold addresses: once a tensor was made anew, none of them is right.
         if packed != self._packed:
             self._known.clear()
             self.graphs.drop()
             self._packed = packed
         key = plan, tuple(sorted(others.items()))
         step = self._known.get(key) or RepeatedStep(self.graphs, lambda: self._step(others))
+        # What will not come again, or would be one too many, runs without being remembered.
         if plan is not None and len(self._known) < MOST_GRAPHS:
             self._known[key] = step
         output = step()
+        # The answer is frozen in what was captured, and wrong from the next step on.
         if self.cache.asked:
             self._stop("the code of the model asks how long the sequence is in every step")
         if step.refused:
@@ -349,6 +360,8 @@ def use_steps(
         yield model
         return
     steps = kept.pop() if kept else DecodeSteps(model, cache, graphs, tokens, compiled)
+    # The view shares the model's `__dict__`, so that weights, hooks and settings are the model's own. Only its class is
+    # another one, whose calls may be replays, and the model itself is never patched.
     kind: Any = type(model)
     view = object.__new__(_make_stepping_class(kind))
     object.__setattr__(view, "__dict__", model.__dict__)

@@ -82,6 +82,7 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
     decode = task.format.decode
     stops = task.task.stops
     said = list(reply)
+    # A stop text may begin inside of a token: whole tokens are dropped until nothing of it is left.
     end = find_stop(decode(reply), stops)
     while end is not None and said and len(decode(said)) > end:
         said.pop()

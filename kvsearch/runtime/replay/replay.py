@@ -85,6 +85,7 @@ class _Stack:
     def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
         if len(self.layers) == 1:
             return self._together(prefill, decode)
+        # Layers side by side share one rule; where that reads weights of its layer, each is asked alone.
         if decode is None or is_same_in_layers(decode.policy):
             try:
                 return self._together(prefill, decode)
@@ -267,6 +268,7 @@ def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Calla
         [kept.counts if layer.rows is None else kept.counts[layer.rows.numpy()] for layer, kept in pairs]
     ).flatten()
     longest = int(used.max())
+    # To gather what is left is a copy: it pays if slots are less than half of the columns.
     few = 2 * (longest + count) < length + count
     parts = [_Prompts(layer, kept, longest if few else None) for layer, kept in pairs]
     rules = [
@@ -279,9 +281,11 @@ def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Calla
         keys, values = (torch.cat(states) for states in zip(*(part.states() for part in parts), strict=True))
     else:
         keys, values = whole()
+        # Merging writes to keys and values, which all replays of these layers share.
         if rule is not None and rule.policy.merges:
             keys = keys.clone()
             values = values.clone()
+    # One number where there is one layer, as policies get it at runtime.
     numbers: Any = layers[0].noted.layer
     if len(layers) > 1:  # the number of the layer of every segment, [S, 1]
         each = torch.tensor([layer.noted.layer for layer in layers], device=keys.device)
@@ -331,6 +335,7 @@ class _Prompts:
 
     def positions(self) -> Tensor:
         """Return the index of the token in every slot, [S, C]; -1 for none."""
+        # What is not kept looks like an empty slot, whether it has one or not.
         index = self.left.observation.index[:, None].expand(self.left.keep.shape)
         held = index.masked_fill(~self.left.keep, -1)
         if self.chosen is not None:

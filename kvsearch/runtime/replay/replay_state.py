@@ -72,18 +72,21 @@ class ReplayState:
         return torch.cat(self.outputs, 2)
 
     def _step(self, rule: StepRule, limits: Limits, token: int) -> None:
+        # The token takes its slot, attends to what is held, and only then the rule decides what leaves, as at runtime.
         self.cached.positions[:, self.own + token] = self.seen
         self.seen = self.seen + 1
         self.used = self.used + 1
         held = self.cached.held
         row = None
         self.waiting.append(held)
+        # Rules that read no attention need no logits here: outputs are made for a stretch at once, see `_close`.
         if rule.policy.merges or rule.policy.row is not None:
             carried = self.cached.log_weights
             bias = None if carried is None else carried[:, None].float()
             scores = self.logits.of(self.by_segment[:, :, token], self.cached.keys, bias)
             weights = self.logits.softmax(scores.masked_fill_(~held[:, None], float("-inf")), self.cached.heads)
             row = weights.mean(1)
+            # Merging changes values that this token has seen as they were, so its output cannot wait.
             if rule.policy.merges:
                 self.outputs.append((weights.to(self.cached.values.dtype) @ self.cached.values)[:, :, None])
         self._evict(rule, limits, token, row)
@@ -104,6 +107,7 @@ class ReplayState:
         first = sum(before.shape[1] for before, _ in self.stretches)
         self.stretches.append((held, self.columns))
         self.waiting = []
+        # These outputs were made token by token.
         if self.rule is not None and self.rule.policy.merges:
             return
         cached = self.cached
@@ -129,6 +133,7 @@ class ReplayState:
             if self.averages is None:
                 self.averages = AttentionAverages([self.rows], [positions.shape[1]], self.batch, self.width)
             self.averages.parts[0][0, :, : positions.shape[1]].copy_(row)
+            # The same sums as at runtime, so that a replay ranks by the very same numbers.
             row = self.averages.layer_rows([positions])[0]
         step = Step(self.cached, torch.full_like(self.rows, self.own + token), self.seen, row)
         plan = limits.leaving(self.used, None)
@@ -147,10 +152,13 @@ class ReplayState:
         width = self.cached.positions.shape[1]
         if 2 * (used + ahead) >= width:
             return
+        # Slots change their meaning below, so what was attended to in them is written down first.
         self._close()
         coming = torch.arange(width - ahead, width, device=self.rows.device).expand(len(self.rows), -1)
+        # What is held by position, then the slots of the tokens to come, which are the last ones.
         slots = torch.cat([sort_by_position(cached.positions, cached.held)[:, :used], coming], 1)
         self.columns = slots if self.columns is None else self.columns.gather(1, slots)
+        # So that the next token, number `token + 1`, goes to the first slot behind the entries.
         self.own = used - token - 1
         self.cached = cached.at_slots(lambda tensor: gather_entries(tensor, slots))
 

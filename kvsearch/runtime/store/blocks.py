@@ -91,6 +91,7 @@ class Block:
         count = keys.shape[1]
         if self.end + count > self.keys.shape[1]:
             self._grow(self.end + count + max(MIN_SPARE, int(self.end * GROWTH_SHARE)))
+        # A block at rest counts spare columns as filled, a fixed one as empty: it goes back to rest.
         if self.place is not None:
             self._bias = self.place = None
         columns = slice(self.end, self.end + count)
@@ -112,6 +113,7 @@ class Block:
         if anew:
             if self.end + room > self.keys.shape[1]:
                 self._grow(self.end + room)
+            # All columns of a fixed block are looked at, so spare ones are marked as empty.
             self.positions[:, self.end :] = -1
             self._bias = self._hiding(self.positions < 0)
             self.place = torch.full((1,), self.end, device=self.positions.device)
@@ -129,6 +131,7 @@ class Block:
         """
         if self.place is None or self._bias is None:
             raise InternalError("a token was put into a block that is not fixed")
+        # The column is a number on the device: a captured step writes to the next one whenever it is replayed.
         self.keys.index_copy_(1, self.place, keys)
         self.values.index_copy_(1, self.place, values)
         self.positions.index_copy_(1, self.place, positions.expand(len(self.positions), -1))
@@ -334,6 +337,7 @@ def copy_dense_blocks(
         row = (segments // heads)[:, None]
         head = (segments % heads)[:, None]
         where = index[row, columns].int()
+        # Known on the host, so that a block without padding needs no mask.
         padded = any(lengths[i] < width for i in members)
         if padded:
             where = torch.where(filled, where, -1)
@@ -354,6 +358,7 @@ def group_segments(lengths: Sequence[int], device: torch.device) -> list[list[in
     allowance = int(sum(lengths) * WASTE) if host else max(SMALL, int(sum(lengths) * PADDING_SHARE))
     max_groups = allowance if host else LAUNCHES
     while len(groups) > 1:
+        # Padding that a group takes when it joins the next longer one.
         costs = [(b[0] - a[0]) * len(a[1]) for a, b in pairwise(groups)]
         cheapest = min(range(len(costs)), key=costs.__getitem__)
         if costs[cheapest] > min(max_groups, allowance):
@@ -374,6 +379,7 @@ def make_index(numbers: Ints, device: torch.device) -> Tensor:
 def align_right(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the kept columns of each row, ascending and right-aligned in `width` columns, and where they are."""
     count = keep.sum(-1, keepdim=True)
+    # Columns that are not kept are all written to a spare one at the end, which is cut off.
     slot = torch.where(keep, keep.cumsum(-1) - 1 + width - count, width)
     columns = torch.arange(keep.shape[1], device=keep.device).expand_as(slot)
     index = torch.zeros(keep.shape[0], width + 1, dtype=torch.int64, device=keep.device).scatter_(1, slot, columns)

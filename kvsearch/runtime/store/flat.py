@@ -102,6 +102,7 @@ class FlatBlock:
         places = []
         for block in blocks:
             held = block.positions[:, : block.end] >= 0
+            # Appended padding is a row, too: all segments of a flat store have as many appended rows.
             held[:, block.end - appended :] = True
             places.append(held)
         lengths = torch.cat([held.sum(-1) for held in places])
@@ -131,6 +132,8 @@ class FlatBlock:
         """Nothing is to be done: kernels are not differentiated, and all else gets copies."""
 
     def prepare_step(self, room: int) -> bool:
+        # Growing binds new tensors, which ends captured steps, so room is made once, and again only when it has run
+        # out.
         if (not self.fixed and self.appended + room > self.spare) or self.appended == self.spare:
             self._grow(self.appended + room)
         anew = not self.stable
@@ -141,12 +144,14 @@ class FlatBlock:
 
     def put(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         count = keys.shape[1]
+        # Where segments end is known to the device alone, so rows are addressed there.
         rows = self.ends[0]
         if count > 1:
             rows = (rows[:, None] + torch.arange(count, device=rows.device)).flatten()
         self.keys.index_copy_(0, rows, keys.flatten(0, 1))
         self.values.index_copy_(0, rows, values.flatten(0, 1))
         self.positions.index_copy_(0, rows, positions.expand(len(keys), -1).flatten())
+        # The row may have been another entry's before: a new token carries nothing.
         if self.log_weights is not None:
             self.log_weights.index_fill_(0, rows, 0.0)
         self.ends.add_(count)
@@ -155,6 +160,7 @@ class FlatBlock:
         self.fixed = False
 
     def crop(self, count: int) -> None:
+        # Rows behind the end are never looked at, so nothing is cleared.
         self.ends.sub_(count)
         self.appended -= count
 
@@ -251,8 +257,10 @@ class FlatBlock:
         ends, used = self.ends[:, index]
         column = torch.arange(-width, 0, device=index.device)
         held = column >= -used[:, None]
+        # Columns in front of a shorter segment show rows of its neighbour, which are masked below.
         where = (ends[:, None] + column).clamp_(min=0)
         entries = {name: states[where] for name, states in list_entry_tensors(self).items()}
+        # Known on the host: this does not ask the device which rows are padding.
         padded = bool((self.counts[rows] + self.appended < width).any())
         for name, states in entries.items() if padded else ():
             states.masked_fill_(widen_marks(~held, states), -1 if name == "positions" else 0)
@@ -290,6 +298,7 @@ def regroup(held: Sequence[AnyBlock]) -> list[AnyBlock]:
         return list(blocks)
     home = np.concatenate([np.full(len(block.segments), number) for number, block in enumerate(blocks)])
     row = np.concatenate([np.arange(len(block.segments)) for block in blocks])
+    # Each group takes its rows out of the blocks where they are now, and is sorted by segment.
     joint: list[AnyBlock] = []
     for members in groups:
         group = np.array(members)

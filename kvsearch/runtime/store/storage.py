@@ -96,6 +96,7 @@ class RaggedStore(Segmented):
         """
         count = keys.shape[2]
         if valid is None:
+            # Where all sequences have as many tokens, one row of positions is broadcast to all.
             positions = (self.tokens[:1] if self.even else self.tokens)[:, None]
             if count > 1:
                 positions = positions + torch.arange(count, dtype=torch.int32, device=keys.device)
@@ -150,6 +151,7 @@ class RaggedStore(Segmented):
 
     def crop(self, count: int) -> None:
         """Forget the last `count` appended tokens."""
+        # The peak is kept before tokens go.
         self.most = self.longest
         lost = torch.zeros_like(self.tokens)
         for block in self.blocks:
@@ -165,6 +167,7 @@ class RaggedStore(Segmented):
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
         """Return views [B, Hkv, seen, D] of the store if nothing is evicted and nothing padded, else None."""
+        # More than one block means that heads hold different numbers of entries.
         states = None if len(self.blocks) > 1 else self.blocks[0].whole(seen)
         if states is None:
             return None

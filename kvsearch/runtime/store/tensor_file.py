@@ -48,7 +48,9 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: str, o
             "shape": list(tensor.shape),
             "data_offsets": list(offsets),
         }
+    # The checksum stands in the file that it is of: it is computed with zeros in its place, which are as long.
     unsigned = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads the header to eight bytes, so that tensors are aligned where the file is mapped.
     unsigned += b" " * (-len(unsigned) % 8)
     size = len(unsigned).to_bytes(8, "little")
     digest = hashlib.sha256(unsigned)
