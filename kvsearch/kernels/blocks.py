@@ -55,6 +55,7 @@ def whole_blocks(size: int, block: int) -> int:
 
 def chunks(columns: int, programs: int, block: int, device: torch.device) -> tuple[int, int]:
     """Return how many chunks to cut segments into and how many columns each has, by what the host knows."""
+    # Few segments are cut into many chunks, so that all multiprocessors have work.
     wanted = -(-WAVES * processors(device) // programs)
     most = min(MOST_CHUNKS, max(1, columns // LEAST_CHUNK))
     chunk = whole_blocks(-(-columns // max(1, min(wanted, most))), block) * block

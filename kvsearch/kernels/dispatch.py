@@ -56,6 +56,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """
     device = arguments[0].device
     here = device.type == "cpu" or torch.compiler.is_compiling()
+    # Without this a model on several GPUs would launch on the one that is current.
     with nullcontext() if here else torch.get_device_module(device).device(device):
         kernel[grid](*arguments, **constants)
 

@@ -59,6 +59,8 @@ class Rows:
         states, strides, blocks, options = self._launch(rows * group)
         tiles = whole_blocks(rows * group, blocks.rows)
         splits, chunk = chunks(length, batch * heads * tiles, blocks.columns, self.keys.device)
+        # Columns are split over programs where rows are too few to fill the device; sums of exponentials are joined
+        # below.
         found = self.keys.new_empty(batch * heads, splits, rows, group, dtype=torch.float32)
         launch(normalise_rows, (tiles, batch * heads, splits),  # no other axis takes more than 65,535 programs
             *states, self.columns, self.places, found, self.scaling, self.softcap or 1.0, heads, rows, length, chunk,
@@ -69,6 +71,7 @@ class Rows:
         if self.sinks is not None:
             beside = self.sinks.expand(batch, heads, group).reshape(batch * heads, group, 1)
             found = torch.logaddexp(found, beside)
+        # exp(x - inf) is 0: a row that sees nothing gives nothing, and needs no branch.
         return found.masked_fill(~seen, float("inf")).contiguous()
 
     def received(self, how: Literal["mean", "max"]) -> Tensor:
@@ -101,6 +104,7 @@ class Rows:
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return the mean and unbiased variance over the rows that see anything, [B, Hkv, G, T] fp32 each."""
         batch, heads, length, _ = self.keys.shape
+        # Two passes: a variance about the mean, not a difference of large sums.
         normalisers = self.normalisers()
         counts = (normalisers[:, 0] < float("inf")).sum(-1).clamp(min=1).float()
         mean = self.keys.new_empty(batch, heads, self.group, length, dtype=torch.float32)

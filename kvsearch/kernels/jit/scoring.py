@@ -32,6 +32,7 @@ def normalise_rows(
     first = tl.program_id(2) * chunk
     last = tl.minimum(first + chunk, length)
     if CAUSAL:
+        # No row of this tile sees a column behind its last row's own.
         last = tl.minimum(last, length - rows + ((tl.program_id(0) + 1) * BM - 1) // G + 1)
     peak = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -42,6 +43,7 @@ def normalise_rows(
         seen = (column >= 0)[None, :] & (column[None, :] <= place[:, None])
         s = tl.where(seen, logits_of(q, k, scale, softcap, SOFTCAP), float("-inf"))
         now = tl.maximum(peak, tl.max(s, 1))
+        # As in attention: the sum so far is scaled down when a larger logit comes.
         total = total * tl.exp2(peak - finite(now)) + tl.sum(tl.exp2(s - finite(now)[:, None]), 1)
         peak = now
     lse = (peak + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2E  # -inf where nothing is seen
@@ -77,6 +79,7 @@ def entries(
     k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
     first = 0
     if CAUSAL:
+        # Rows before this one end in front of the block; rounded down to a whole tile.
         first = tl.maximum(0, tl.program_id(0) * BN - (length - rows)) // BM * BM
     return c, column, k, first
 
@@ -147,6 +150,7 @@ def find_peaks(
     )
     peak = tl.zeros((BN,), tl.float32)
     for r in range(first, rows, BM):
+        # A row gives what its whole query group gives, so heads are combined before the maximum over rows.
         given = tl.zeros((BM, BN), tl.float32)
         for g in range(G):
             query = Q + batch * q_batch + (head * G + g) * q_head

@@ -59,6 +59,7 @@ class PassMemory:
         `read` tokens follow the prompt at a time, and up to `own` in all; the last `rows` of them have logits.
         """
         widest = max([min(width, prompt), *self.windows]) + own
+        # Logits, masked logits, weights and a cast of them, of one candidate.
         attention = 4 * FP32 * self.shape.query_heads * read * widest
         kept = 2 * self.shape.layers * own * self.entry
         each = read * self.token + kept + rows * self.logits
@@ -94,7 +95,9 @@ def split_into_blocks(needs: Sequence[SampleNeed], candidates: int, memory: int)
         return min(room, max(PASS_TOKENS // (len(samples) * read), 1))
 
     batches: list[list[int]] = []
+    # By what is read, then by length: neighbours need little padding.
     for index in sorted(range(len(needs)), key=lambda index: (needs[index].read, needs[index].prompt, index)):
+        # Independent of how many candidates come, so that rounding does not depend on it either.
         if batches and count_fitting([*batches[-1], index]) >= RESERVED_CANDIDATES:
             batches[-1].append(index)
         else:
@@ -145,9 +148,11 @@ class SplittingRunner:
         """Return the error if memory ran out for one candidate, without its traceback: its frames hold what is big."""
         loaded: T | None = None
         first = 0
+        # What has failed once would fail again.
         size = min(size, self.most or size)
         while first < candidates:
             try:
+                # Loading may run out of memory, too, so it stands inside.
                 loaded = load(samples) if loaded is None else loaded
                 act(loaded, samples, slice(first, min(first + size, candidates)))
                 first += size

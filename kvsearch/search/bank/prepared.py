@@ -44,6 +44,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
     def best(prompt: Observation) -> list[tuple[Tensor, Tensor]]:
         kept_states = []
         for policy in policies[prompt.layer]:
+            # Sorted by rank, so that what a budget keeps is the first entries, a view.
             order = rank_under(policy, prompt).long().argsort(-1)[..., :cap, None]
             kept_states.append((prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)))
         checks.extend(prompt.checks or ())
@@ -56,7 +57,9 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
         layers[index] = PromptLayer(index, [policy.needs() for policy in some], RotaryTables(model, index), best)
     with torch.no_grad():
         output = model(input_ids=ids[None].to(model.device), logits_to_keep=1, **{CACHE: Cache(layers=layers)})
+    # Looked at after the pass: the device is waited for once.
     require_finite(checks)
+    # Windows are not ranked: they are stored as transformers' own cache holds them.
     states = [[(layer.keys, layer.values)] if layer.is_sliding else layer.noted for layer in layers]
     kept = [[(keys[0], values[0]) for keys, values in some] for some in states]
     return kept, output.logits[0, -1].float()
@@ -95,6 +98,7 @@ def resolve_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
                     f"layer {layer}: policy {policy.name} merges what it evicts into what it keeps, so every budget "
                     "has other keys and values and nothing can be shared: search with another policy"
                 )
+            # Policies may decide this by the budget, so some of every size are tried.
             if any(policy.keeps_all(2**power, 2**31) for power in range(31)):
                 raise UsageError(
                     f"layer {layer}: policy {policy.name} never evicts some heads, whatever their budget, so there is "
@@ -144,6 +148,7 @@ class SampleStore:
             self._temporary = None
 
     def _spill(self, tensors: Tensors) -> Tensors | Path:
+        # From a GPU host memory is the next place; where that is the memory that ran out, a file is.
         host = {key: tensor.cpu() for key, tensor in tensors.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
             return host
@@ -162,6 +167,7 @@ class SampleStore:
 
 def drop_unused_memory(states: Tensor) -> Tensor:
     """Copy a view so that the memory of the rest can be freed."""
+    # A slice keeps all of its tensor alive.
     if states.untyped_storage().nbytes() == states.nbytes:
         return states
     return states.clone(memory_format=torch.contiguous_format)
