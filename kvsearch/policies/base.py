@@ -172,6 +172,7 @@ class Observation:
 
     def shared(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
         """Return what `compute` returns, computed once per observation however many policies ask for it by `key`."""
+        # Policies of a plan share one observation: what one has computed is there for the next.
         if key not in self._memo:
             self._memo[key] = compute()
         value: Shared = self._memo[key]
@@ -248,6 +249,7 @@ class Policy(ABC):
     @property
     def protecting(self) -> list[str]:
         """The parameters that say how many entries are protected and are not 0, for messages."""
+        # Where a policy has both, the window says how many queries are read, and `protect` what stays.
         names = ("sinks", "protect" if hasattr(self, "protect") else "window", "recent")
         return [name for name in names if getattr(self, name, 0)]
 
@@ -344,6 +346,7 @@ class Policy(ABC):
 
         The window shrinks first, down to one entry, then the sinks. A policy without a window protects sinks only.
         """
+        # The newest token has its place before any sink has one.
         recent = self.recent_at(budget)
         sinks = min(self.sink_count, budget - (recent > 0))
         return sinks, min(recent, budget - sinks)
@@ -386,6 +389,7 @@ class Policy(ABC):
 
     def parameters(self) -> dict[str, int | float | bool | str]:
         """Return the hyper-parameters by name, as a plan stores them."""
+        # A `protect` that is the default is left out, so that both ways to say so give equal plans.
         stated = dataclasses.asdict(self)
         if "protect" in stated and "window" in stated and stated["protect"] == self.observed:
             del stated["protect"]
@@ -399,6 +403,7 @@ class Policy(ABC):
     def _settle_protect(self) -> None:
         """Set a `protect` that is as large as the window, so that both ways to say so make equal policies."""
         if getattr(self, "protect", None) == AS_WINDOW:
+            # The dataclass is frozen, and -1 must not reach a plan.
             object.__setattr__(self, "protect", self.observed)
 
     def _require(self, condition: bool, problem: str) -> None:

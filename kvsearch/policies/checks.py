@@ -88,6 +88,7 @@ def check_scores(policy: Policy, observation: Observation, what: str, scores: ob
 
     Padding and what the policy protects may have any score: they are not compared.
     """
+    # The form costs nothing to look at; values would be waited for, so whether they are finite is noted for later.
     checked = check_form(policy, what, scores, observation.keys.shape[:3], observation.keys)
     if observation.checks is not None:
         wrong = ~checked.isfinite() & observation.candidates(policy.sink_count, policy.recent_count)[:, None]

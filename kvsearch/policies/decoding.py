@@ -136,6 +136,7 @@ class Step:
 
 def sort_by_position(positions: Tensor, chosen: Tensor) -> Tensor:
     """Return the slots [S, C]: those `chosen` [S, C] bool by ascending position, behind them the others."""
+    # Above all positions, so that what is not chosen comes behind.
     key = positions.masked_fill(~chosen, torch.iinfo(positions.dtype).max)
     return torch.argsort(key, dim=-1, stable=True)
 
@@ -171,6 +172,7 @@ def find_lowest(
     The bits of a float that is not negative are in the order of the floats, so that a priority and a position make one
     whole number that has no equals: a single reduction finds it.
     """
+    # position - 2^32 * bits: the largest is the entry with the lowest priority, and of equal ones the latest.
     order = torch.add(positions, _order_bits(priorities, signed), alpha=-(2**32))
     if outside is not None:
         order.masked_fill_(outside, torch.iinfo(torch.int64).min)
@@ -186,6 +188,7 @@ def mark_best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: 
     # whole numbers without equals: fewer than 2^61 by priority and position, and protected ones above them
     order = torch.add(-positions, _order_bits(priorities, signed=True), alpha=2**30)
     order = torch.add(order, protected, alpha=2**62).masked_fill_(~held, torch.iinfo(torch.int64).min)
+    # As many for all segments, the best first; each marks as many of them as it may keep.
     indices = order.topk(min(width, positions.shape[1])).indices
     counted = torch.arange(indices.shape[1], device=indices.device) < counts[:, None]
     return torch.zeros_like(held).scatter_(1, indices, counted) & held

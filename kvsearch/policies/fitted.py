@@ -86,6 +86,7 @@ class Fitted(Policy):
         if step.arrivals is None or made.shape[1] == 1:
             return scores.scatter_(1, newest, made)
         scores.scatter_(1, newest, torch.inf)
+        # Only what still waits, +inf, gets its score; others keep theirs.
         there = scores.gather(1, step.arrivals)  # entries of the prompt may be among them
         return scores.scatter_(1, step.arrivals, torch.where(there == torch.inf, made, there))
 

@@ -72,8 +72,10 @@ class Weights(NamedTuple):
         center, scale, linear, hidden, hidden_bias, output, bias = (
             self.of(array, layer, seen).to(x.device) for array in self.arrays
         )
+        # Standardised as at the fit: coefficients mean nothing for raw features.
         z = (x - center[..., None, :]) / scale[..., None, :]
         score = (z @ linear[..., None])[..., 0] + bias[..., None]
+        # A fit may be linear alone, with no hidden units.
         if hidden.shape[-1]:
             inner = F.gelu(z @ hidden + hidden_bias[..., None, :])
             score = score + (inner @ output[..., None])[..., 0]
@@ -109,6 +111,7 @@ def needs_of(names: tuple[str, ...]) -> Needs:
 
 def _log_score(policy: Policy) -> Any:
     def score(observation: Observation) -> Tensor:
+        # Shares of attention fall with the length; times the length they do not, so one fit serves all lengths.
         scores = score_entries(policy, observation).clamp(min=0) * observation.lengths[:, None, None]
         return (scores + MIN_IMPORTANCE).log()
 
@@ -162,6 +165,7 @@ class Probe(CalibratedRanking):
         """Return the scores of the prompt's entries, and the mean direction of its keys where that is looked at."""
         state = super().start(observation)
         if "keydiff" in self.fitted.features:
+            # Kept from the prompt: a mean over what is held would drift with every eviction.
             state.heads[ANCHOR] = keydiff.compute_anchor(observation.keys, observation.valid[:, None])
         return state
 
@@ -171,6 +175,7 @@ class Probe(CalibratedRanking):
         fitted = _weights(self.weights, seen.keys.device)
         first = 0
         parts: list[Tensor] = []
+        # The centre is the mean of the fit: a feature that is put there is 0 once standardised.
         average = fitted.of(fitted.arrays.center, seen.layer, seen)[..., None, :].expand(*shape, -1)
         for name in fitted.features:
             if name == "keydiff":
@@ -201,6 +206,7 @@ def _weights(digest: str, device: Any = "cpu") -> Weights:
         raise useless_weights_error(
             PROBE_METHOD, f"they look at {features}, and this version knows {', '.join(FEATURES)}"
         )
+    # Names come from a file: the number of columns must be that of the coefficients.
     names = tuple(map(str, features))
     require_arrays(profile, ARRAYS, {"F": len(columns_of(names, profile.metadata.model.head_dim))})
     if not bool((profile.arrays["scale"] > 0).all()):

@@ -25,6 +25,8 @@ def order_protected(valid: Tensor, sinks: int, window: int) -> Tensor:
     age = lengths - 1 - index
     order = torch.full_like(index, -1)
     in_window = valid & (age < window)
+    # Newest 0, then the sinks 1 to `sinks`, then the window by age; an entry that is both counts as window only where
+    # it is the newest.
     order = torch.where(in_window, torch.where(age == 0, 0, age + sinks), order)
     in_sinks = valid & (index < sinks) & ~(in_window & (age == 0))
     offset = 1 if window > 0 else 0
@@ -41,6 +43,7 @@ def rank_entries(scores: Tensor, valid: Tensor, sinks: int = 0, window: int = 0)
     candidates = scores.float().masked_fill(~valid[:, None], float("-inf"))
     place = invert_permutation(torch.argsort(candidates, dim=-1, stable=True, descending=True))
     sort_key = torch.where((order >= 0)[:, None], order[:, None], place + sinks + window)
+    # Above every place of a real entry: padding is last at all budgets.
     sort_key = sort_key.masked_fill(~valid[:, None], 2 * valid.shape[-1] + sinks + window)
     return invert_permutation(torch.argsort(sort_key, dim=-1, stable=True)).int()
 
@@ -57,6 +60,7 @@ def apply_to_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -
     All are of one shape, as is the result, int64 on the CPU; a rule of several results adds a dimension for them.
     """
     numbers = list(zip(*(count.flatten().tolist() for count in counts), strict=True))
+    # Heads mostly share few budgets, and a rule is Python: it is called once for each that differs.
     known = {different: rule(*different) for different in set(numbers)}
     results = torch.tensor([known[each] for each in numbers], dtype=torch.int64)
     return results.view(*counts[0].shape, *results.shape[1:])
@@ -68,6 +72,7 @@ def raise_taken(policy: Policy, observation: Observation, taken: Tensor) -> Tens
     first = first_stage_scores(policy, observation)
     if first is None:
         return scores
+    # Protected entries take part in the first stage, as they are in every budget.
     ranks = rank_entries(first, observation.valid, policy.sink_count, policy.recent_count)
     return scores.masked_fill(ranks < taken[:, :, None], float("inf"))
 
@@ -136,6 +141,7 @@ def keep_at(policy: Policy, observation: Observation, limits: Tensor) -> Tensor:
     if first_stage_scores(policy, observation) is None:
         ranks = rank_scored(policy, observation)
     else:
+        # With two stages the order depends on the budget, so it is made for these budgets alone.
         scores = raise_taken(policy, observation, limits[1])
         ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.recent_count)
     return keep_mask(ranks, limits[0], observation.valid)
@@ -153,6 +159,7 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
     first = first_stage_scores(policy, observation)
     if first is None:
         return ranks
+    # What the first stage takes of every budget that a prompt of this length can have.
     quota = [policy.first_stage_budget(budget) for budget in range(valid.shape[-1] + 1)]
     return merge_ranks(rank_entries(first, valid, sinks, window), ranks, quota)
 
@@ -169,6 +176,7 @@ def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
     for budget in range(1, length + 1):  # at most one entry more at a time: what is kept stays
         counts.append(min(max(counts[-1], min(quota[budget], budget)), counts[-1] + 1))
     among = torch.tensor(counts, device=first.device)  # [T + 1]
+    # The smallest budget at which the entry is among the quota; its rank is one less.
     by_quota = torch.searchsorted(among, first.long(), right=True)
     values = second.long().gather(-1, invert_permutation(first.long()))  # by `first`
     low = among.expand(*first.shape[:-1], -1)
@@ -177,6 +185,8 @@ def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
     left = wanted.clamp(min=0).expand_as(low)
     reached = torch.zeros_like(low)
     for bit in reversed(range(length.bit_length())):
+        # One level of the wavelet matrix: numbers with this bit 0 move to the front, in their order; so each query
+        # stays an interval, of which it goes into one half.
         is_one = values >> bit & 1
         zeros = torch.nn.functional.pad((1 - is_one).cumsum(-1), (1, 0))
         count = zeros[..., -1:]
@@ -190,7 +200,9 @@ def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
         index = torch.arange(length, device=first.device)
         before = zeros[..., :-1]
         values = torch.empty_like(values).scatter_(-1, torch.where(is_one > 0, count + index - before, before), values)
+    # Budgets that the first stage takes whole ask nothing of the second ranks; how far these have come never falls.
     reached = torch.where(wanted < 0, -1, reached).cummax(-1).values
+    # The smallest budget at which the second ranks have come to the entry.
     by_second = torch.searchsorted(reached.contiguous(), second.long().contiguous())
     return (torch.minimum(by_quota, by_second) - 1).int()
 

@@ -52,6 +52,7 @@ class Scissorhands(Policy):
 
     def score(self, observation: Observation) -> Tensor:
         """Place by persistence and attention received, [B, Hkv, T] fp32."""
+        # An entry has been seen by the tokens behind it, by at most as many as the history has.
         low, mass, _ = self._history(observation)
         seen = (observation.seen[:, None] - observation.index).clamp(max=self.history)[:, None].expand_as(low)
         real = observation.valid[:, None].expand_as(low)
@@ -112,6 +113,7 @@ class Scissorhands(Policy):
 
     def drop_at(self, budget: int) -> int:
         """Return `drop` entries or half the budget, as far as the protected ones leave so many."""
+        # An eviction must leave the protected entries, and the one that has just come.
         return max(1, min(self.drop or budget // 2, budget + 1 - sum(self.protected_at(budget))))
 
     def start(self, observation: Observation) -> State:
