@@ -149,6 +149,7 @@ class Shares:
         self.demands[layer] = demand
         scores = np.concatenate([self._highest, demand.scores])
         first = np.argsort(-scores, kind="stable")[: self.free[0]]
+        # No layer can have more than the free entries among the highest, so the others are forgotten.
         self._highest = scores[first]
         self._owners = np.append(self._owners, np.full(len(demand.scores), layer))[first]
 
@@ -163,10 +164,12 @@ class Shares:
         Exceeds, summed over the layers so far, what they share by less than one entry per head.
         """
         if self.allocation.shares_heads:
+            # Of the layers so far: whoever comes later only takes from this.
             free = math.ceil(self._layer_shares()[layer] - GUARD)
             shares = self.allocation.split(self.demands[layer].order, free, self.rooms[layer])
         else:
             shares = self._even_shares()[layer]
+        # Rounded up, as the final rounding may give a head one more than its share.
         bound: Ints = self.floors[layer] + np.minimum(np.ceil(shares - GUARD).astype(np.int64), self.rooms[layer])
         return bound
 
@@ -179,6 +182,7 @@ class Shares:
         layers = range(len(self.floors))
         if not self.allocation.shares_layers:
             return np.array([self.layer_budgets(layer) for layer in layers], dtype=np.int64)
+        # In two steps, both exact: the pool to layers, then each layer's part to its heads.
         (pool,) = self.free
         if not self.allocation.shares_heads:
             shares = self._even_shares()
@@ -217,6 +221,7 @@ class Shares:
         weights = np.array([self.demands[row].weight for row in rows])
         if not self.allocation.weighs_in_logarithms:
             return weights
+        # Shares depend on differences of logarithms alone: taken off the largest they cannot overflow.
         largest = weights.max(initial=-np.inf)
         return np.exp(weights - largest) if np.isfinite(largest) else np.zeros_like(weights)
 
@@ -262,5 +267,6 @@ def _find_room(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int
     wanted = int(planned.sum())
     total = min(wanted, int(caps.sum()))
     base = lift_floors(int(floors.max(initial=0)), total, np.zeros_like(floors), floors)
+    # Short prompts have fewer entries than planned; the rest is for tokens that follow.
     spare = water_fill(np.ones(planned.shape), wanted - total)
     return base, spare, total - int(base.sum())

@@ -103,6 +103,7 @@ def measure_headroom(
         for reading in make_readings(task.prompts, QUESTION_AGNOSTIC)
     ]
     texts = [reading.ids for _, reading, _ in contexts]
+    # Contexts with the same text are no others: their questions would be its own.
     others_of = [[n for n, other in enumerate(texts) if not torch.equal(other, text)] for text in texts]
     kept: dict[str, Replies] = {}
     for (_, key), sample in store.samples.items() if store is not None else ():

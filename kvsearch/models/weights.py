@@ -99,6 +99,7 @@ def passes_gradients(model: Any) -> bool:
 @torch.enable_grad()
 def _find_without_gradients(model: Any) -> str:
     """Return the name of a class of layers that pass no gradients back, empty if there is none."""
+    # One layer of each class is enough: a kernel has a backward pass or not.
     kinds = {type(part): part for part in model.modules() if hasattr(part, "in_features") and not is_plain(part)}
     for kind, module in kinds.items():
         try:
@@ -184,6 +185,7 @@ def _read_four_bits(weight: Any) -> tuple[Tensor, Any]:
 def _apply_to_units(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor:
     """Apply a module to unit vectors; returns its matrix [out, in] fp32."""
     biases = _zero_biases(module)
+    # A map of zeros is the constant that some layers add without calling it a bias.
     rest = _apply(module, torch.zeros(1, inputs, dtype=dtype), biases)
     rows = []
     for first in range(0, inputs, UNIT_BLOCK):

@@ -119,6 +119,7 @@ class PlanEvaluator:
         last_logits = None
         try:
             for joint in compress_prompts(self.model, programs, prompts, stop, firsts[0].finished, self.memory):
+                # The same object as long as the prompts were read once: what is read again counts again.
                 if joint.logits is not last_logits:
                     last_logits = joint.logits
                     self.tokens_spent += sum(map(len, prompts))
@@ -147,6 +148,7 @@ class PlanEvaluator:
         limits = [sample.limit for sample in samples]
         try:
             reply_ids = replies.ask([sample.question_ids for sample in samples], limits)
+        # The replies of all rows have stopped with the one that is wrong.
         except NonFiniteError:
             return [math.nan] * len(samples)
         self.tokens_spent += sum(
@@ -187,6 +189,7 @@ def make_executor(search: PreparedSearch, cap: int, progress: Progress | None = 
 def make_worker_factory(search: PreparedSearch, source: ModelSource, cap: int) -> partial[Evaluator]:
     """Return a factory of the evaluator in a worker: questions are sent, the model is loaded there."""
     nobody: Any = None
+    # Samples hold their questions; the other prompts of a task would be sent to every worker for nothing.
     tasks = {id(sample.task): replace(sample.task, prompts=()) for sample in search.samples}  # its questions alone
     samples = [replace(sample, task=tasks[id(sample.task)]) for sample in search.samples]
     how = search.settings.objective, replace(search.search_split, tasks=()), cap

@@ -83,6 +83,7 @@ class Optimiser(ABC):
 
     def ask(self) -> list[Vector]:
         """Propose the points of the next generation, each float64 [d] within the bounds."""
+        # Before the optimiser's own, which it finds as the last of a generation when values are told.
         points = [*self._injected, *self._ask()]
         self._injected = []
         return [point.copy() for point in points]
@@ -98,6 +99,7 @@ class Optimiser(ABC):
         """
         inside = [np.clip(point, self.lower, self.upper) for point in points]  # computed points may miss a bound
         for point, value in zip(inside, values, strict=True):
+            # Of equal values the point nearest to the start.
             rank = value, float(np.linalg.norm(point - self.start))
             if self._best is None or rank < self._best:
                 self._best = rank
@@ -119,6 +121,7 @@ class Optimiser(ABC):
 
     def _widen_step(self, step: float) -> float:
         """Return a wider step for the generation after one with equal values, at most as wide as the box."""
+        # Wider than the box tells nothing more.
         return max(step, min(FLAT_STEP_GROWTH * step, float((self.upper - self.lower).max())))
 
     @property
@@ -207,6 +210,7 @@ class CMA(Optimiser):
         if not self._learned_nothing:
             self._strategy.tell(points, values)
             return
+        # pycma is not told of a flat generation: it would learn from the order of equal points.
         self._strategy.sigma = self._widen_step(self._strategy.sigma)
 
 
@@ -255,6 +259,7 @@ class GoldenSection(Optimiser):
             self._at_bounds = False
             self._tell_bounds(*values[-2:])
             return
+        # The values of injected points come first and are no inner points.
         fresh = iter(values[-self._values.count(None) :])
         left, right = (next(fresh) if value is None else value for value in self._values)
         self._values = [left, right]
@@ -355,6 +360,7 @@ class MixedSearch(Optimiser):
             self._step *= STEP_GROWTH if is_better else STEP_SHRINK
             if is_better:
                 self._untried = len(self._choices)
+        # Choices and numbers take turns while both may still find something.
         steps = self._numbers.size > 0 and self._step >= self.tolerance
         self._by_choice = self._untried > 0 and (not self._by_choice or not steps)
 

@@ -187,9 +187,11 @@ class Group(Space):
 
     def _project(self, x: Vector) -> Vector:
         wanted = float(x.sum()) * self.average
+        # A point that is on the sum stays where it is, so that projecting twice changes nothing.
         slack = SUM_TOLERANCE * self.total
         if self._fewest - slack <= wanted <= self._fullest + slack:
             return x
+        # The rest of the layers cannot make room for more, nor take in what is missing.
         nearest = self._fewest if wanted < self._fewest else self._fullest
         return self._clip(water_level(x, nearest, self._least, self._most) / self.average)
 
@@ -284,6 +286,7 @@ class Heads(Space):
         self._group = number_groups(len(base), size)
         self._members = [np.flatnonzero(self._group == group) for group in np.unique(self._group)]
         for rows in self._members:
+            # A group at its floors has no shape of its own: its heads get equal parts of what comes.
             self._free[rows] += not self._free[rows].any()
         largest = []  # multipliers at which groups are full, or have everything
         for rows in self._members:
@@ -296,10 +299,12 @@ class Heads(Space):
 
     def _fill(self, x: Vector) -> Floats:
         """Water-fill the entries above the floors to the total, [L, Hkv]."""
+        # A weight of zero would lose the proportions of its heads once all others are full.
         weights = np.maximum(x, SMALLEST_MULTIPLIER)[self._group][:, None] * self._free
         return water_level(weights, self._above, 0, self._room)
 
     def _project(self, x: Vector) -> Vector:
+        # If the point says the total already, it is its own projection.
         literal = np.minimum(x[self._group][:, None] * self._free, self._room)  # whatever they sum to
         if abs(float(literal.sum()) - self._above) <= SUM_TOLERANCE * self.total:
             return x
@@ -423,7 +428,9 @@ class Joint(Space):
         chosen = x[: self._layers].astype(np.int64)
         low = self._low[chosen, self._rows]
         high = self._high[chosen, self._rows]
+        # Multipliers are logarithms: half and double are equally far, and their product is what the total fixes.
         logs = x[self._layers :][self._group]
+        # lam makes up for any common factor, so the largest can be 1.
         weights = self._free[chosen, self._rows] * np.exp(logs - logs.max())[:, None]
         above = self.total - int(low.sum())
         shares = water_level(weights, above, 0, high - low)
@@ -435,6 +442,7 @@ class Joint(Space):
         above = (stacked - self._low)[chosen, self._rows].sum(axis=1)
         free = self._free[chosen, self._rows].sum(axis=1)
         groups = int(self._group.max()) + 1
+        # Nothing above the floors has no logarithm: it counts as a part of an entry.
         wanted = np.maximum(np.bincount(self._group, weights=above, minlength=groups), self._least)
         known = np.maximum(np.bincount(self._group, weights=free, minlength=groups), self._least)
         begun = float((free * np.exp(self._begin[self._group])).sum())

@@ -56,6 +56,7 @@ class BudgetBounds:
         largest remainders, so that the sum is T: [120, 60, 36, 24]. Each phase has its own T, and layers keep their
         policies.
         """
+        # A layer has entries under one of its policies; bounds of the others are zero.
         used = table.any(axis=1, keepdims=True) if self.choices > 1 else np.ones_like(table)
         low = self.floors * used
         high = self.caps * used

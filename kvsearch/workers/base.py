@@ -93,6 +93,7 @@ def attempt(evaluator: Evaluator[Job, Values], job: Job) -> Outcome[Values]:
     except KvsearchError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever fails for one job must not end the others
+        # A caller may try less at a time, which helps against nothing else.
         kind = "oom" if is_out_of_memory(error) else "error"
         message = format_error(error)
     if kind == "oom":

@@ -119,6 +119,7 @@ class ModelWorkers:
         results: dict[int, Made] = {}
         with closing(executor.run(items)) as outcomes:  # type: ignore[type-var]
             for number in range(len(items)):
+                # Results come in any order and leave in that of the items, so sums have the same bits.
                 while number not in results:
                     place, outcome = next(outcomes)
                     results[place] = result_of(outcome)
