@@ -160,6 +160,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
     """
     work = Work()
     contexts = questions = 0
+    # Programs that evict nothing while decoding decode as one batch; each of the others has steps of its own.
     together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
@@ -265,6 +266,8 @@ class Evaluation:
         replies by rounding alone.
         """
         whole = self.config()
+        # Methods come and go between rounds, and a batch changes last bits: neither makes the replies of a stage
+        # others.
         left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING_SETTINGS)}
         rounding = {name: whole.content[name] for name in ROUNDING_SETTINGS}
         return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
@@ -514,6 +517,7 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
     labels = {FULL: FULL}
     known: dict[str, str] = {}
     for name, plan in plans.items():
+        # Where a plan comes from does not change what it does.
         content = hash_json(plan.model_dump(mode="json", exclude={"provenance"}))
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:

@@ -170,6 +170,7 @@ def _ask(
     """
     number, reading, own, others = item
     with run_attention(loaded.model):
+        # Losses choose the allocation that replies: replies under all of them would take many times as long.
         tried, programs = _make_programs(loaded, reading.ids, own, ratio, others)
         losses = measure_reply_losses(loaded.model, reading.ids, own, tried)
         programs |= {method: tried[method] for method in (EVEN_ALLOCATION, min(losses, key=losses.__getitem__))}
@@ -258,6 +259,7 @@ def _make_allocations(
     errors = list(measure_output_errors(passed, continuations, ranks[0] < protected[0], orders))
     shares = importance / importance.sum((1, 2), keepdim=True).clamp(min=1e-30)
     for number, (policy, order) in enumerate(zip(policies, orders, strict=True)):
+        # Where the total is too small for what is protected, floors are even.
         floor = min(protected[number], total // (layers * heads))
         gains = {"mass": shares.gather(-1, order)}
         if errors:
@@ -266,6 +268,7 @@ def _make_allocations(
         budgets = {"even": largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)}
         budgets |= {name: MarginalSolver(values.double().numpy(), floor).solve(total) for name, values in gains.items()}
         if "error" in budgets:
+            # The same layer totals with equal heads: what is left of the gain tells layers from heads.
             equal = np.repeat(budgets["error"].sum(-1, keepdims=True) / heads, heads, 1)
             budgets["layers"] = largest_remainder(equal, total, floor, length)
         ranked: dict[int, Policy] = {

@@ -84,6 +84,8 @@ def run_encoded(
         for number, task in enumerate(tasks)
         for part in make_batches(make_readings(task.prompts, protocol), batch, follows)
     ]
+    # Replies are recalled by batch: a method with one reply missing does the whole batch again, as batches decide last
+    # bits.
     known = [[] if kept is None else kept.recall(tasks[number], part, programs) for number, part in work]
     finished = [{sample.method for sample in samples} for samples in known]
     left = [(*item, done) for item, done in zip(work, finished, strict=True) if programs.keys() - done]
@@ -151,6 +153,7 @@ class _Answering:
         finished: Collection[str] = (),
     ) -> Iterator[list[Sample]]:
         """Reply as `reply_to_batch`, in halves if memory is too short for the batch, with the methods still missing."""
+        # What was yielded before memory ran out is not done again.
         done, longest = set(finished), max(len(reading.ids) for reading in batch)
         if len(batch) <= self._fits or longest < self._from:
             try:
@@ -161,6 +164,7 @@ class _Answering:
             except (RuntimeError, MemoryError) as error:
                 if len(batch) == 1 or not is_out_of_memory(error):
                     raise
+            # Outside of the `except`: its traceback holds the tensors that did not fit.
             release_memory()
             middle = len(batch) // 2
             self._fits, self._from = middle, min(longest, self._from)
@@ -188,6 +192,7 @@ class KeptReplies:
         shared = {**describe_environment(loaded), "protocol": protocol, "stop_tokens": sorted(find_stop_tokens(loaded))}
         for label in ("name", "revision"):  # of the model: they are for the reader
             shared["model"].pop(label)
+        # By the settings of a method, not by its name: plans with equal content share replies.
         self._methods = {method.label: hash_json({**shared, "method": method.definition}) for method in methods}
 
     def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> list[Sample]:
@@ -263,10 +268,12 @@ def reply_to_batch(
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
         programs = {FULL: make_full_program(loaded.model), **programs}
         longest = max(len(question.right) for reading in batch for question in reading.questions)
+        # Forced rows have logits of the whole vocabulary, all at once.
         logits = len(batch) * longest * find_text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
     full_losses: dict[tuple[int, int], float] = {}
     joints = compress_prompts(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
+        # The prompt itself may give NaN, before any question was asked.
         with _name_samples(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)
         if joint is None:

@@ -194,6 +194,7 @@ class BudgetExporter(PlanExporter):
         losses: dict[str, int | None] = {}
         if self.coarser:
             at = budgets.known_length if written.at is None else written.at
+            # Counted from the files as the target reads them, not from what should be in them.
             losses |= measure_budget_loss(
                 budgets.entries, self.read(written.files, plan.model, at), self.coarser.format(at=at)
             )

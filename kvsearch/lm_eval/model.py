@@ -234,6 +234,7 @@ class PlannedLM(LM):  # type: ignore[misc]
             ids = self._encode(text)
         if not ids:
             raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
+        # The harness cuts prompts on the left so that the longest reply still fits: so do we, to score what it scores.
         room = None if self.max_length is None else self.max_length - generation.max_new_tokens
         if room is not None and room < 1:
             raise IncompatibleError(
@@ -262,6 +263,7 @@ class PlannedLM(LM):  # type: ignore[misc]
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return token ids of both, cut out of those of the whole; white space between them begins the continuation."""
         lead = self._encode(context.rstrip()) if context else []
+        # Encoded together and cut apart: a token may span both, and alone they would be other tokens.
         rest = self._encode(context + continuation, special=bool(context))[len(lead) :]
         if lead or self._start is None:
             return lead, rest
@@ -289,6 +291,7 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     def _batches(self, texts: Sequence[HarnessText], kinds: Sequence[Hashable]) -> Iterator[list[int]]:
         """Put texts of one kind and of similar length together, by their numbers, the longest first."""
+        # The batch that needs most memory comes first, so that a lack of it shows at once.
         longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
 
         def alike(number: int) -> Hashable:

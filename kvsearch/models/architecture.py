@@ -115,6 +115,7 @@ def describe(model: nn.Module) -> Architecture:
 
 def list_layer_kinds(config: Any) -> tuple[str, ...]:
     """Return the kind of every layer, by the names of transformers."""
+    # Configurations without `layer_types` have one kind in all layers.
     everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else FULL_ATTENTION
     kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
     return tuple(FORMER_NAMES.get(kind, kind) for kind in kinds)
@@ -302,6 +303,7 @@ def rotate_as_length(model: nn.Module, tokens: int) -> Iterator[None]:
 
     def ask_for_last(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         states, positions = (*args, *(given.pop(name) for name in ("x", "position_ids") if name in given))[:2]
+        # The module picks its factors by the largest position of a call.
         last = torch.full_like(positions[..., :1], tokens - 1)
         return (states, torch.cat([positions, last], -1), *args[2:]), given
 
@@ -357,6 +359,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo the rotary embedding of `states` [B, H, N, D] (fp32) given the tables [B or 1, N, rotary dims]."""
+    # Not 1 where the embedding scales its tables (YaRN, LongRoPE): the inverse rotation divides by it.
     scale = cos.square() + sin.square()
     return rotate(states, cos / scale, -sin / scale)
 

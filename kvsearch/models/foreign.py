@@ -84,6 +84,7 @@ class CheckedTokenizer:
     """
 
     def __init__(self, tokenizer: Any, name: str, rows: int | None) -> None:
+        # Past `__setattr__`, which hands everything on to the tokenizer.
         vars(self).update(bare=tokenizer, _name=name, _rows=rows)
 
     def __call__(self, text: str | Sequence[str], *pair: Any, **options: Any) -> Any:

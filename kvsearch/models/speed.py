@@ -103,6 +103,7 @@ class Speed:
             first = min(SHORT_PASS, long_pass)
             times = [time_action(partial(read, length)) for length in (first, long_pass)]
             table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
+        # Embeddings are looked up, not multiplied.
         embedding = model.get_input_embeddings().weight.numel()
         weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
         # multiplications of a pair, of those of a token
@@ -110,6 +111,7 @@ class Speed:
         more = long_pass - first + share * (long_pass**2 - first**2) / 2
         self.device = str(model.device)
         self.tokens = long_pass
+        # Two passes give two unknowns: what a pass takes by itself, and what each token adds.
         self.read = max(0.0, long - short) / max(1, more)
         self.pair = self.read * share
         self.table = table * len(shape.full_layers) / (TABLE_ROWS * long_pass)

@@ -193,12 +193,14 @@ class RayPool(Closing):
                 for task in ready:
                     actor, number, start = busy.pop(task)
                     try:
+                        # Pickled by the worker: arrays from Ray's store are read-only.
                         outcome = pickle.loads(self.ray.get(task))
                     except self.ray.exceptions.RayError as error:
                         self.ray.kill(actor)
                         deaths[number] += 1
                         is_short = isinstance(error, self.ray.exceptions.OutOfMemoryError)
                         if not is_short and deaths[number] < _MOST_DEATHS:
+                            # First in the queue: a job that kills workers shows soon.
                             waiting.appendleft(number)
                             continue
                         what = "Ray ended its worker" if is_short else f"{_MOST_DEATHS} workers died of it"
@@ -282,6 +284,7 @@ class _Actor:
     def evaluate(self, factory: list[Any], job: bytes) -> bytes:
         """Do a job with the evaluator that is built by what is stored under the `factory`, once for all its jobs."""
         try:
+            # A worker keeps its model between jobs, and gives it up when other work begins.
             if factory[0] != self._factory:
                 self.stop()
                 self._evaluator = import_ray().get(factory[0])()
