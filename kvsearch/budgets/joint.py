@@ -65,7 +65,7 @@ class JointSolver:
     def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
         rows = np.asarray(importance, dtype=np.float64)
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), rows.shape[:3])
-        self.singles = [MarginalSolver(one, floor, caps) for one, floor in zip(rows, low, strict=True)]
+        self.singles = [MarginalSolver(table, floor, caps) for table, floor in zip(rows, low, strict=True)]
         self.shape = self.singles[0].shape
         self.length = self.singles[0].length
         curves = [_list_curves(solver) for solver in self.singles]
@@ -148,7 +148,7 @@ class JointSolver:
             return self._under(policies, total)
 
         trials = {int(layer): without(int(layer), solved) for layer in np.flatnonzero(solved.policies != policy)}
-        cheapest = sorted((solved.kept - one.kept, layer) for layer, one in trials.items() if one is not None)
+        cheapest = sorted((solved.kept - trial.kept, layer) for layer, trial in trials.items() if trial is not None)
         # Cheapest first: each layer is tried again with those given back before it.
         current = solved
         for _, layer in cheapest:

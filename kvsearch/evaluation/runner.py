@@ -305,14 +305,18 @@ def _collect_replies(
         questions = [reading.questions[turn if turn < len(reading.questions) else 0] for reading in batch]
         everyone = questions * len(joint.methods)
         heard = [turn < len(reading.questions) for reading in sequences]
-        limits = [one.query.max_new_tokens if is_heard else 1 for one, is_heard in zip(everyone, heard, strict=True)]
+        limits = [
+            question.query.max_new_tokens if is_heard else 1 for question, is_heard in zip(everyone, heard, strict=True)
+        ]
         if prompts.sampling is not None:
-            numbers = zip(sequences, everyone, strict=True)
-            seeds = [prompts.sampling.derive_seed(task.name, one.prompt.key, own.number) for one, own in numbers]
+            seeds = [
+                prompts.sampling.derive_seed(task.name, reading.prompt.key, question.number)
+                for reading, question in zip(sequences, everyone, strict=True)
+            ]
             joint.replies.draws = Draws(prompts.sampling, seeds)
         started = perf_counter()
         with _name_samples(where, sequences, everyone):
-            following = [reading.following(one) for reading, one in zip(sequences, everyone, strict=True)]
+            following = [reading.following(question) for reading, question in zip(sequences, everyone, strict=True)]
             texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
             if is_forced(task):
                 answered = [question.right.tolist() for question in everyone]

@@ -206,8 +206,8 @@ class SparseVLLM(BudgetExporter):
         recent = min(policy.recent_count, min(kept) - sinks)
         free = [entries - sinks - recent for entries in kept]
         base = max(free[0], 1)
-        most = 1 << max(*free, 1).bit_length()  # a power of two: base times its ratio, over it, is base again
-        ratios = [base / most, *((entries + 0.25) / most for entries in free[1:])]
+        scale = 1 << max(*free, 1).bit_length()  # a power of two: base times its ratio, over it, is base again
+        ratios = [base / scale, *((entries + 0.25) / scale for entries in free[1:])]
         settings = {
             "sparse_method": "pyramidkv",
             "sink_keep_tokens": sinks,

@@ -59,7 +59,7 @@ class KvpressKvzap(ProfileExporter):
             _heads(modules[layer], *entering, features, fit) for layer, fit in zip(metadata.layers, fits, strict=True)
         ]
         linear = not any(bool(fit["output"].any()) for fit in fits)
-        made = [(_linear if linear else _network)(one, fit) for one, fit in zip(heads, fits, strict=True)]
+        made = [(_linear if linear else _network)(maps, fit) for maps, fit in zip(heads, fits, strict=True)]
         tensors = {
             f"layers.{layer}.{name}": part.float().contiguous()
             for layer, parts in zip(metadata.layers, made, strict=True)
@@ -103,7 +103,7 @@ def _heads(module: Any, width: int, dtype: torch.dtype, features: list[str], fit
     """
     projections: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
     changed = [name for name in CHANGED if getattr(module, name, None) is not None]
-    if changed or not all(isinstance(one, nn.Module) for one in projections):
+    if changed or not all(isinstance(projection, nn.Module) for projection in projections):
         why = f"it has {', '.join(changed)}" if changed else "it has no linear k_proj and v_proj of their own"
         raise IncompatibleError(
             f"keys and values of {type(module).__name__} are not linear in what enters it: {why}; kvsearch itself "

@@ -374,7 +374,9 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the sequences of other beams of the same prompts."""
         for block in self.blocks:
-            block.reorder([int(beam_idx[one // self.heads]) * self.heads + one % self.heads for one in block.segments])
+            block.reorder(
+                [int(beam_idx[part // self.heads]) * self.heads + part % self.heads for part in block.segments]
+            )
 
 
 class PlannedBlock:
@@ -423,7 +425,7 @@ class PlannedBlock:
 
 def groups(counts: list[int], waste: float) -> list[list[int]]:
     """Group heads that keep as many entries, and neighbours while that adds no more than a share of empty columns."""
-    made = [(count, [place for place, one in enumerate(counts) if one == count]) for count in sorted({*counts})]
+    made = [(count, [place for place, kept in enumerate(counts) if kept == count]) for count in sorted({*counts})]
     allowance = int(sum(counts) * waste)
     while len(made) > 1:
         costs = [(longer[0] - shorter[0]) * len(shorter[1]) for shorter, longer in pairwise(made)]
@@ -483,7 +485,7 @@ class PlannedPrompt:
         count = min(count, length)
         step = max(1, BYTES // (4 * self.query.shape[1] * self.query.shape[2] * length))
         for sequence, first in (
-            (one, at) for one in range(len(self.key)) for at in range(length - count, length, step)
+            (row, at) for row in range(len(self.key)) for at in range(length - count, length, step)
         ):
             query = self.query[sequence, :, :, first : min(first + step, length)].float()
             logits = torch.einsum("hgqd,htd->hgqt", query, self.key[sequence].float()) * self.scaling
@@ -618,5 +620,5 @@ def inverse(values: Tensor, descending: bool = False) -> Tensor:
     """Return the place of each of `values` when they are sorted along the last dimension, equal ones as they come."""
     order = torch.argsort(values, dim=-1, stable=True, descending=descending)
     places = torch.arange(values.shape[-1], device=values.device).expand_as(order)
-    found: Tensor = torch.empty_like(order).scatter_(-1, order, places)
-    return found
+    inverted: Tensor = torch.empty_like(order).scatter_(-1, order, places)
+    return inverted

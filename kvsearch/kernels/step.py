@@ -89,7 +89,7 @@ def step(
     parts, chunk = chunks(width, segments, RANKED, keys.device)
     # Not zeroed here, which would be one more launch: the first launch does it.
     done = torch.empty(segments, dtype=torch.int32, device=keys.device)
-    found = torch.empty(segments, parts, 5, dtype=torch.int64, device=keys.device)
+    reports = torch.empty(segments, parts, 5, dtype=torch.int64, device=keys.device)
     made.attend(
         arriving=(key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused, done),
         pauses=active is not None,
@@ -108,7 +108,7 @@ def step(
     merges = not made.whole and slots.sums is None
     launch(finish_step, (segments, parts + (query.shape[1] if merges else 0)),
         made.partial, made.statistics, made.logits, made.beside, output, positions, state, more, ring, given,
-        slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused, found, done,
+        slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused, reports, done,
         width, chunk, parts, positions.shape[1], query.shape[1], made.splits, positions.stride(0),
         state.stride(0), more.shape[-1], **made.merging, BN=RANKED, PARTS=power_of_two(parts), SINKS=sinks is not None,
         OUTPUT=merges, PAUSES=active is not None, RULE=rule, SCORED=scores is not None, BYTES=ring.shape[-1],

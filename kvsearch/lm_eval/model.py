@@ -146,12 +146,12 @@ class PlannedLM(LM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return one reply per request; each prompt is compressed as a whole."""
         replies: dict[int, str] = {}
-        asked = Counter[tuple[str, int, int]]()
+        repeats = Counter[tuple[str, int, int]]()
         places = []
         for request in requests:
             document = (str(request.task_name), int(request.doc_id or 0), request.idx)
-            places.append((*document, asked[document]))  # with how often it was there before
-            asked[document] += 1
+            places.append((*document, repeats[document]))  # with how often it was there before
+            repeats[document] += 1
         with self._serving():
             prompts = [self._prompt(request) for request in requests]
             kinds = [(generation.stops, generation.sampling) for _, generation in prompts]
@@ -169,11 +169,11 @@ class PlannedLM(LM):  # type: ignore[misc]
             sharing = group_by_key(range(len(pairs)), lambda index: pairs[index][0])
             contexts = list(sharing)
             for batch in self._batches(contexts, [None] * len(contexts)):
-                asked = [sharing[contexts[number]] for number in batch]
-                with _naming([requests[indices[0]] for indices in asked]):
-                    continuations = [[pairs[index][1] for index in indices] for indices in asked]
-                    found = self._scores([contexts[number] for number in batch], continuations)
-                for indices, likelihoods in zip(asked, found, strict=True):
+                shared = [sharing[contexts[number]] for number in batch]
+                with _naming([requests[indices[0]] for indices in shared]):
+                    continuations = [[pairs[index][1] for index in indices] for indices in shared]
+                    scores = self._scores([contexts[number] for number in batch], continuations)
+                for indices, likelihoods in zip(shared, scores, strict=True):
                     answers.update(zip(indices, likelihoods, strict=True))
         return [answers[index] for index in range(len(requests))]
 
@@ -304,8 +304,8 @@ class PlannedLM(LM):  # type: ignore[misc]
         self, batch: Sequence[tuple[HarnessText, Generation]], places: Sequence[tuple[str | int, ...]]
     ) -> list[str]:
         end = "" if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
-        asked = batch[0][1]
-        stops = [*asked.stops, *([end] if end else [])]
+        shared = batch[0][1]
+        stops = [*shared.stops, *([end] if end else [])]
 
         def finished(reply: list[int]) -> bool:
             text = self.tokenizer.decode(reply)  # special tokens included: they may be stops
@@ -318,8 +318,10 @@ class PlannedLM(LM):  # type: ignore[misc]
         joint = next(compress_prompts(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self._note_held(prompt, len(prompt.ids), entries)
-        if asked.sampling is not None:
-            joint.replies.draws = Draws(asked.sampling, [asked.sampling.derive_seed(*document) for document in places])
+        if shared.sampling is not None:
+            joint.replies.draws = Draws(
+                shared.sampling, [shared.sampling.derive_seed(*document) for document in places]
+            )
         replies = joint.replies.reply(limits)
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]

@@ -43,16 +43,16 @@ def find_names(manager: TaskManager, names: Sequence[str]) -> list[str]:
     Raises:
         UsageError: there is no such task.
     """
-    found: dict[str, None] = {}
+    chosen: dict[str, None] = {}
     for name in names:
         matching = manager.match_tasks([name])
         if not matching:
             known = "`lm-eval ls tasks` lists the tasks of the harness"
             raise UsageError(f"unknown task {name!r}{suggest_nearest(name, manager.all_tasks)} ({known})")
-        found.update(dict.fromkeys(matching))
-    if not found:
+        chosen.update(dict.fromkeys(matching))
+    if not chosen:
         raise UsageError("there is no task to evaluate: name one or more")
-    return list(found)
+    return list(chosen)
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Task | Group]:

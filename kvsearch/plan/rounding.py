@@ -32,9 +32,9 @@ def largest_remainder(ideal: ArrayLike, total: int, lower: ArrayLike = 0, upper:
         UsageError: a share is negative or not finite; bounds cross; `total` is outside the bounds' sums.
     """
     shares = _check_shares(ideal, "share")
-    low, most = check_bounds(shares.shape, total, lower, upper)
+    low, caps = check_bounds(shares.shape, total, lower, upper)
     # Nobody gets more than all there is: bounds of 2^62 would overflow when they are added up.
-    high = np.minimum(most, total)  # no result changes, no sum overflows
+    high = np.minimum(caps, total)  # no result changes, no sum overflows
     # The guard: 3.0 that floats have made 2.9999999999 is 3.
     kept = np.clip(np.floor(shares + GUARD), low, high).astype(np.int64)
     missing = total - int(kept.sum())
@@ -77,8 +77,8 @@ def water_level(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arr
         float64 array of `weights`' shape that sums to `total`; arguments and errors are those of `water_fill`.
     """
     scaled = _check_shares(weights, "weight")
-    low, most = check_bounds(scaled.shape, total, lower, upper)
-    high = np.minimum(most, total)
+    low, caps = check_bounds(scaled.shape, total, lower, upper)
+    high = np.minimum(caps, total)
     # Weights have no unit; divided by the largest, lam does not overflow either.
     if scaled.size and scaled.max() > 0:
         scaled = scaled / scaled.max()

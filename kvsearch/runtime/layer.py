@@ -284,7 +284,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         if isinstance(self.holder, RaggedStore):
             self.holder.crop(self.seen - seen)
             # The peak counts from the mark on.
-            self.holder.most = self.holder.tokens.clone()
+            self.holder.most_tokens = self.holder.tokens.clone()
         # A copy again, so that one mark serves any number of questions.
         elif saved is not None:
             self.holder = saved.copy()

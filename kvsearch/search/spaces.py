@@ -293,8 +293,8 @@ class Heads(Space):
             free = self._free[rows]
             room = self._room[rows]
             has_free = free > 0
-            most = water_level(free[has_free], min(self._above, int(room[has_free].sum())), 0, room[has_free])
-            largest.append(float((most / free[has_free]).max()) or 1.0)  # one without room has no effect
+            full = water_level(free[has_free], min(self._above, int(room[has_free].sum())), 0, room[has_free])
+            largest.append(float((full / free[has_free]).max()) or 1.0)  # one without room has no effect
         super().__init__(base.shape, np.zeros(len(largest)), np.array(largest))
 
     def _fill(self, x: Vector) -> Floats:
@@ -387,11 +387,11 @@ class Joint(Space):
         self.total = int(base.sum())
         if self.total <= int(least.sum()):
             raise UsageError("the base budgets are all at their floor: nothing is left to multiply")
-        most = int(self._low.sum(axis=2).max(axis=0).sum())
-        if self.total < most:
+        least_total = int(self._low.sum(axis=2).max(axis=0).sum())
+        if self.total < least_total:
             raise UsageError(
-                f"a total of {self.total} is below the {most} entries that layers always keep under the policy that "
-                "protects most: raise the budget, or give all policies the same protection"
+                f"a total of {self.total} is below the {least_total} entries that layers always keep under the policy "
+                "that protects most: raise the budget, or give all policies the same protection"
             )
         self._group = number_groups(self._layers, size)
         groups = int(self._group.max()) + 1

@@ -87,7 +87,7 @@ class ModelWork:
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 place = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
                 raise InternalError(f"a bug in kvsearch, please report it ({shorten(place)})") from error
-        return made, [str(one.message) for one in caught if issubclass(one.category, KvsearchWarning)]
+        return made, [str(warning.message) for warning in caught if issubclass(warning.category, KvsearchWarning)]
 
     def close(self) -> None:
         """The model stays: the next work may need it."""

@@ -131,9 +131,9 @@ def attend_chunks(
         if SINKS:
             # A sink takes its share of the sum, and has no value to add to the output.
             sink = tl.load(Sinks + seg * (M // ROWS) + m // ROWS, mask=m < M, other=0.0) * LOG2E
-            most = tl.maximum(peak, sink)
-            acc = acc * tl.exp2(peak - most)[:, None]
-            total = total * tl.exp2(peak - most) + tl.exp2(sink - most)
+            largest = tl.maximum(peak, sink)
+            acc = acc * tl.exp2(peak - largest)[:, None]
+            total = total * tl.exp2(peak - largest) + tl.exp2(sink - largest)
         # Where nothing is visible this is 0 / 1, not NaN.
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(Out + (seg * M + m[:, None]) * DV + dv[None, :], out.to(Out.dtype.element_ty), mask=own)

@@ -102,7 +102,7 @@ def add_columns(
     c, column, k, first = entries(
         K + batch * k_batch + head * k_head, Columns + batch * c_batch, rows, length, k_col, D, BM, BN, BD, CAUSAL
     )
-    found = tl.zeros((BN,), tl.float32)
+    received = tl.zeros((BN,), tl.float32)
     for g in range(G):
         query = Q + batch * q_batch + (head * G + g) * q_head
         place_at, lse_at = Places + batch * p_batch, Lse + (segment * G + g) * rows
@@ -110,24 +110,24 @@ def add_columns(
         for r in range(first, rows, BM):
             p, _ = probabilities(query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP)
             tile += p
-        one = tl.sum(tile, 0)
+        of_head = tl.sum(tile, 0)
         if HOW == "mean":
-            found += one / G
+            received += of_head / G
         elif HOW == "max":
-            found = tl.maximum(found, one)
+            received = tl.maximum(received, of_head)
         else:
-            one = one / tl.load(Counts + segment)
+            of_head = of_head / tl.load(Counts + segment)
             squares = tl.zeros((BM, BN), tl.float32)
             for r in range(0, rows, BM):  # rows that do not see an entry are apart from its mean, too
                 p, real = probabilities(
                     query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP
                 )
-                apart = tl.where(real[:, None], p - one[None, :], 0.0)
+                apart = tl.where(real[:, None], p - of_head[None, :], 0.0)
                 squares += apart * apart
-            tl.store(Out + (segment * G + g) * length + c, one, mask=c < length)
+            tl.store(Out + (segment * G + g) * length + c, of_head, mask=c < length)
             tl.store(Scatter + (segment * G + g) * length + c, tl.sum(squares, 0), mask=c < length)
     if HOW == "mean" or HOW == "max":
-        tl.store(Out + segment * length + c, found, mask=c < length)
+        tl.store(Out + segment * length + c, received, mask=c < length)
 
 
 @triton.jit

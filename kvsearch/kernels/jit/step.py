@@ -197,12 +197,12 @@ def finish_step(
             lowest, latest, place = choose(value, position, free, n, lowest, latest, place)
             held += tl.sum(entry.to(tl.int64), 0)
             empty = tl.minimum(empty, tl.min(tl.where(entry, empty, n), 0))  # behind the last slots is one, too
-        found = Found + (seg * parts + part) * 5
-        tl.store(found, lowest)
-        tl.store(found + 1, latest)
-        tl.store(found + 2, place)
-        tl.store(found + 3, held)
-        tl.store(found + 4, empty)
+        report = Found + (seg * parts + part) * 5
+        tl.store(report, lowest)
+        tl.store(report + 1, latest)
+        tl.store(report + 2, place)
+        tl.store(report + 3, held)
+        tl.store(report + 4, empty)
         tl.debug_barrier()  # all threads have written before others are told, and the state before a slot is cleared
         # The last program of a segment to come here compares what all have found; acquire and release make their writes
         # visible to it.

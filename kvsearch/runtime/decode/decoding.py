@@ -129,7 +129,7 @@ class Decoding(Segmented):
     def finish_step(self) -> None:
         """Give up slots that are not needed any more, once many entries have left."""
         for block in self.blocks:
-            if block.step_plan is None or block.step_plan.leaving.most <= 1:
+            if block.step_plan is None or block.step_plan.leaving.max_leaving <= 1:
                 continue
             # where room is reserved, budgets stay within reach: tensors move once at most
             wanted = block.limits.host + 1 if self.room else compute_capacities(block.used, block.limits.host)
@@ -329,7 +329,7 @@ def make_fused_step(
     limits = block.limits
     query, key, value = states
     # The kernel frees one slot of a segment, and gradients do not pass through it.
-    if step_plan.leaving.most > 1 or not serves(query, cached.keys, cached.values, key, value):
+    if step_plan.leaving.max_leaving > 1 or not serves(query, cached.keys, cached.values, key, value):
         return None
     if (running := rule.running) is None or (averages is not None and len(averages.parts) > 1):
         return None

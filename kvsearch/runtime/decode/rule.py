@@ -65,7 +65,7 @@ class Evictions(NamedTuple):
     """How many entries leave some segments after a step: known on the host before the step runs."""
 
     stay: Ints  # [S] entries that each segment holds then
-    most: int  # the most that leave one of them
+    max_leaving: int  # entries that leave one of them at most
     each_one: bool  # every segment loses one, whose slot is free for the next token
     longest: int  # the most that stay in one of them, where several leave it; else 0
 
@@ -282,12 +282,12 @@ class StepRule:
             step = self._asked(step, rows, limits.heads, logits)
         # Also where nothing leaves: the running state has to see every step.
         priorities = self._priorities(step, rows, limits, logits)
-        if not plan.most:
+        if not plan.max_leaving:
             return None
         cached = step.cached
         positions = cached.positions
         # The usual case: one entry at most leaves each segment, and a single argmax finds it.
-        if plan.most == 1:
+        if plan.max_leaving == 1:
             outside = limits.outside(step, edge)
             signed = self.policy.signed
             slots = find_lowest(priorities, positions, outside, signed, out if plan.each_one else None)
@@ -303,7 +303,7 @@ class StepRule:
             over = held > limits.budgets if active is None else (held > limits.budgets) & active
             stay = torch.where(over, limits.stays, held)
             keep = mark_best(priorities, protected, positions, stay, plan.longest)
-            leaving = list_slots(cached.held & ~keep, positions, plan.most)
+            leaving = list_slots(cached.held & ~keep, positions, plan.max_leaving)
             cached = replace(cached, most_staying=plan.longest)
         if self.policy.merges:
             self.policy.merge(cached, leaving)
@@ -315,9 +315,8 @@ class StepRule:
         # Kernels neither note scores that are not finite nor score entries anew.
         if self.noting or self.due:
             return None
-        return (
-            self._running if self.policy.has_decode_rule else "stored"
-        )  # of before, and +inf for what has arrived since
+        # Between two scorings a policy without a rule of its own ranks by what is stored, +inf for what has come since.
+        return self._running if self.policy.has_decode_rule else "stored"
 
     @property
     def ranks_by_row(self) -> bool:

@@ -91,12 +91,12 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
     return []
 
 
-def limit_own_reply(right: int, most: int) -> int:
-    """Return how many of at most `most` tokens an own reply gets that is used only if it is right.
+def limit_own_reply(right: int, limit: int) -> int:
+    """Return how many of at most `limit` tokens an own reply gets that is used only if it is right.
 
     One that is not by `LONGER` tokens more than the `right` reply takes hardly ever is later on.
     """
-    return min(most, right + LONGER) if right else most
+    return min(limit, right + LONGER) if right else limit
 
 
 class ForcedAnswer(NamedTuple):
@@ -121,25 +121,25 @@ def forced_answers(
         IncompatibleError: the model emits NaN or infinity under its full cache; a prompt is too long for it.
         UsageError: the metric cannot judge a reply.
     """
-    asked = [(task, reading) for task in tasks for reading in make_readings(task.prompts, protocol)]
-    found = {
+    readings = [(task, reading) for task in tasks for reading in make_readings(task.prompts, protocol)]
+    forced = {
         (task.task.name, reading.prompt.key, question.number): ForcedAnswer(question.right, own=False)
-        for task, reading in asked
+        for task, reading in readings
         for question in reading.questions
     }
     if answers == "given":
-        return found
+        return forced
     ends = {task.task.name: reply_end(task) for task in tasks}
     stops = {task.task.name: frozenset(find_stop_tokens(loaded, task.format)) for task in tasks}
-    questions = [_asking(task, one, stops[task.task.name], ends[task.task.name]) for task, one in asked]
+    questions = [_asking(task, reading, stops[task.task.name], ends[task.task.name]) for task, reading in readings]
     [made] = parted_replies(loaded, [questions], progress)
-    for (task, reading), replies in zip(asked, made, strict=True):
+    for (task, reading), replies in zip(readings, made, strict=True):
         name = task.task.name
         key = reading.prompt.key
         for question, reply in zip(reading.questions, replies, strict=True):
             if said := right_reply(task, key, question.number, question.query, reply):
-                found[name, key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
-    return found
+                forced[name, key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
+    return forced
 
 
 def parted_replies(
@@ -154,19 +154,19 @@ def parted_replies(
     """
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
-    whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
-    together = [list(make_batches(part, TOGETHER, lambda one: one[1].kind(loaded.model))) for part in whole]
+    whole = [[(number, reading) for number, reading in enumerate(part)] for part in parts]
+    together = [list(make_batches(part, TOGETHER, lambda numbered: numbered[1].kind(loaded.model))) for part in whole]
     # what ends replies is common to many and has a tokenizer: workers get it once
-    ends = list(dict.fromkeys(one.ended for part in parts for one in part))
+    ends = list(dict.fromkeys(reading.ended for part in parts for reading in part))
     items = [
-        ([replace(one, ended=None) for _, one in batch], ends.index(batch[0][1].ended))
+        ([replace(reading, ended=None) for _, reading in batch], ends.index(batch[0][1].ended))
         for part in together
         for batch in part
     ]
     replies = with_progress(loaded.map(partial(_replies, ends=ends, apart=apart), items), len(items), progress)
     for part in together:
-        found = {number: said for batch in part for (number, _), said in zip(batch, next(replies), strict=True)}
-        yield [found[number] for number in range(len(found))]
+        by_number = {number: said for batch in part for (number, _), said in zip(batch, next(replies), strict=True)}
+        yield [by_number[number] for number in range(len(by_number))]
     next(replies, None)  # there are none left: progress is told of the last
 
 
@@ -180,16 +180,16 @@ def _replies(
     part, end = item
     copies = _copies(part, apart)
     programs = {str(copy): make_full_program(loaded.model) for copy in range(copies)}
-    prompts = [one.prompt for one in part]
-    found = dict[tuple[int, int], list[int]]()
+    prompts = [reading.prompt for reading in part]
+    by_question = dict[tuple[int, int], list[int]]()
     with run_attention(loaded.model), _named(part):
         for joint in compress_prompts(loaded.model, programs, prompts, set(part[0].stop), ends[end], CPU_BYTES):
-            found |= _ask_all(joint.replies, part, [int(copy) for copy in joint.methods], copies)
-    return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
+            by_question |= _ask_all(joint.replies, part, [int(copy) for copy in joint.methods], copies)
+    return [[by_question[row, number] for number in range(len(reading.questions))] for row, reading in enumerate(part)]
 
 
 def replies_of_passes(
-    model: Any, passes: Sequence[DensePass[Any]], asked: Sequence[ForcedQuestions]
+    model: Any, passes: Sequence[DensePass[Any]], readings: Sequence[ForcedQuestions]
 ) -> list[list[list[int]]]:
     """Return a model's greedy replies by prompt and question, as `parted_replies`, to prompts that passes have read.
 
@@ -199,40 +199,41 @@ def replies_of_passes(
         IncompatibleError: see `forced_answers`.
     """
     apart = has_windows(model)
-    found = dict[int, list[list[int]]]()
-    for batch in make_batches(range(len(asked)), TOGETHER, lambda number: asked[number].kind(model)):
-        part = [asked[number] for number in batch]
+    by_number = dict[int, list[list[int]]]()
+    for batch in make_batches(range(len(readings)), TOGETHER, lambda number: readings[number].kind(model)):
+        part = [readings[number] for number in batch]
         copies = _copies(part, apart)
-        prompts = [one.prompt for one in part]
+        prompts = [reading.prompt for reading in part]
         with _named(part):
             some = [passes[number] for number in batch]
             replies = reply_after_prefill(some, prompts, copies, set(part[0].stop), part[0].ended)
             said = _ask_all(replies, part, range(copies), copies)
         for row, number in enumerate(batch):
-            found[number] = [said[row, question] for question in range(len(asked[number].questions))]
-    return [found[number] for number in range(len(asked))]
+            by_number[number] = [said[row, question] for question in range(len(readings[number].questions))]
+    return [by_number[number] for number in range(len(readings))]
 
 
 def _copies(part: Sequence[ForcedQuestions], apart: bool) -> int:
     """Return how many questions of each prompt are asked side by side."""
-    return 1 if apart else min(max(len(one.questions) for one in part), max(1, TOGETHER // len(part)))
+    return 1 if apart else min(max(len(reading.questions) for reading in part), max(1, TOGETHER // len(part)))
 
 
 def _ask_all(
     replies: Replies, part: Sequence[ForcedQuestions], copies: Sequence[int], step: int
 ) -> dict[tuple[int, int], list[int]]:
     """Reply to every `step`-th question of a batch of prompts from those of the `copies` on, by prompt and question."""
-    found = dict[tuple[int, int], list[int]]()
-    for first in range(0, max(len(one.questions) for one in part), step):
+    by_question = dict[tuple[int, int], list[int]]()
+    for first in range(0, max(len(reading.questions) for reading in part), step):
         rows = [(row, first + copy) for copy in copies for row in range(len(part))]
         # a prompt without a question of that number repeats its first one, unheard
         chosen = [(part[row], number if number < len(part[row].questions) else 0) for row, number in rows]
         limits = [
-            one.limits[number] if asked == number else 1 for (_, asked), (one, number) in zip(rows, chosen, strict=True)
+            reading.limits[number] if wanted == number else 1
+            for (_, wanted), (reading, number) in zip(rows, chosen, strict=True)
         ]
-        questions = [one.questions[number] for one, number in chosen]
-        found.update(zip(rows, replies.ask(questions, limits), strict=True))
-    return found
+        questions = [reading.questions[number] for reading, number in chosen]
+        by_question.update(zip(rows, replies.ask(questions, limits), strict=True))
+    return by_question
 
 
 @contextmanager

@@ -314,7 +314,8 @@ def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Calla
 class _Prompts:
     """What is left of the prompts of one layer, by segment; the K slots for the tokens are behind it.
 
-    With `most`, the most entries that a segment has left, there are as many slots for them; else one for every column.
+    With `max_entries`, the most entries that a segment has left, there are as many slots for them; else one for every
+    column.
     """
 
     def __init__(self, layer: FollowedLayer, left: Kept, max_entries: int | None) -> None:
@@ -322,7 +323,7 @@ class _Prompts:
         self.left = left
         self.count = layer.tokens[0].shape[2]
         self.batch, self.heads, self.length = left.keep.shape
-        self.chosen: tuple[Tensor, Tensor] | None = None  # columns [B, Hkv, most], and whether they are kept
+        self.chosen: tuple[Tensor, Tensor] | None = None  # columns [B, Hkv, max_entries], and whether they are kept
         if max_entries is not None:
             columns, filled = align_right(left.keep.flatten(0, 1), max_entries)
             shape = (self.batch, self.heads, max_entries)

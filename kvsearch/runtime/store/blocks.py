@@ -144,7 +144,9 @@ class Block:
         self._bias = self.place = None  # a forgotten column may have been padding
 
     def _grow(self, capacity: int) -> None:
-        for name, old in list_entry_tensors(self).items():
+        # Names alone are listed: a dictionary of the old tensors would keep all of them until the last is copied.
+        for name in [*list_entry_tensors(self)]:
+            old = getattr(self, name)
             new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
             new[:, : self.end] = old[:, : self.end]
             setattr(self, name, new)

@@ -171,7 +171,8 @@ class FlatBlock:
 
     def _grow(self, spare: int) -> None:
         starts, ends, source = self._layout(spare, self.counts)
-        for name in list_entry_tensors(self):  # one by one: only one of them is there twice for a moment
+        # One by one, and by name: only one of them is there twice for a moment, and no dictionary keeps the others.
+        for name in [*list_entry_tensors(self)]:
             setattr(self, name, _take_rows(getattr(self, name), source))
         self.starts = starts
         self.ends = ends

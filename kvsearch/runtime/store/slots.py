@@ -75,7 +75,7 @@ class SlotBlock:
         leaving = self.limits.leaving(used, real)
         # Where every segment loses one entry, its slot is the next token's: no hole is left behind, and as the slot is
         # filled before it is looked at, what is added to logits stays right, too.
-        in_place = leaving.most == 0 or leaving.each_one
+        in_place = leaving.max_leaving == 0 or leaving.each_one
         full = bool((used == width).all())
         bias: Literal["", "keep", "fill", "make"]
         # Nothing has to be hidden, or kernels see empty slots by their positions.

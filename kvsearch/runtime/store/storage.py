@@ -28,13 +28,15 @@ class RaggedStore(Segmented):
         tokens: Tensor,
         even: bool,
         appended: int = 0,
-        most: Tensor | None = None,
+        most_tokens: Tensor | None = None,
     ) -> None:
         self.blocks: list[AnyBlock] = list(blocks)
         self.batch = len(tokens)
         self.heads = heads
         self.tokens = tokens.clone()  # [B] int32 tokens of each sequence
-        self.most = tokens if most is None else most  # and how many they were before some were forgotten
+        self.most_tokens = (
+            tokens if most_tokens is None else most_tokens
+        )  # and how many they were before some were forgotten
         self.even = even  # all sequences have the same number of tokens
         self.appended = appended
         self.room = 0  # tokens that there is room for ahead of time, in fixed blocks; 0: they are not
@@ -147,12 +149,12 @@ class RaggedStore(Segmented):
     @property
     def longest(self) -> Tensor:
         """The most tokens that each sequence has had, [B] int32."""
-        return torch.maximum(self.most, self.tokens)
+        return torch.maximum(self.most_tokens, self.tokens)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` appended tokens."""
         # The peak is kept before tokens go.
-        self.most = self.longest
+        self.most_tokens = self.longest
         lost = torch.zeros_like(self.tokens)
         for block in self.blocks:
             gone = (block.recent(count) >= 0).sum(-1).int()
