@@ -120,7 +120,7 @@ def make_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_causal_mask(rows: int, length: int, device: torch.device) -> Tensor:
-    """Return what the last `rows` of `length` tokens may see, [rows, length] bool."""
+    """Return the causal mask of the last `rows` of `length` tokens, [rows, length] bool."""
     return torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows)
 
 
@@ -253,7 +253,7 @@ def run_attention(model: Any) -> AbstractContextManager[None]:
 
 
 def check_mask(**given: Any) -> Tensor | None:
-    """Make SDPA's mask of the attention mask [B, T] that a model was given, whose length transformers does not check.
+    """Make SDPA's mask of an attention mask [B, T], after checking its length, which transformers does not do.
 
     Raises:
         UsageError: it is not as long as what was read and what comes.

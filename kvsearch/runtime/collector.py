@@ -1,4 +1,4 @@
-"""What policies need of the prompt beyond keys and values, gathered while it passes, whole or in chunks."""
+"""Collect what policies need of a prompt besides keys and values while it passes a layer, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ROWS_PER_CHUNK = 4096  # query rows turned back at a time, which bounds the scra
 
 
 class DensePrompt:
-    """A prompt on its way through one layer, whole or in chunks: seen by the model's own attention, and gathered.
+    """The prefill of one layer, whole or in chunks: runs the model's own attention and collects what policies need.
 
-    Keeps the last query rows, moments of the unrotated queries and attention column sums, as far as `needs` say, which
-    are those of all policies that will look at the prompt: what several need is computed once. Where its `length` is
-    known, chunks are put into memory for all of it.
+    Keeps the last query rows, moments of the unrotated queries and attention column sums, as far as `needs` say. These
+    are the needs of all policies that will look at the prompt: what several need is computed once. Where its `length`
+    is known, chunks are put into memory for all of it.
     """
 
     def __init__(self, needs: Sequence[Needs], rotary: Rotary, layer: int, length: int | None = None) -> None:
@@ -63,7 +63,7 @@ class DensePrompt:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Take in the next chunk, which sees all that came before it."""
+        """Compute attention of the next chunk, which sees all chunks before it, and collect from it."""
         continues = self.states is not None
         if continues:
             require_continuation(module, query.shape[2])
@@ -82,7 +82,7 @@ class DensePrompt:
         return output
 
     def _with(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values so far, with the next chunk's."""
+        """Append a chunk's keys and values; return all so far."""
         length = key.shape[2] if self.length is None else self.length
         if self.states is None and key.shape[2] >= length:
             return key, value
@@ -104,7 +104,7 @@ class DensePrompt:
     def add(
         self, query: Tensor, states: tuple[Tensor, Tensor], positions: Tensor, valid: Tensor, logits: Logits
     ) -> None:
-        """Gather one chunk of the prompt.
+        """Collect from one chunk of the prompt.
 
         `query` [B, Hq, q, D] as attention sees it, `states` keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] up to its
         last token, `positions` [B, q] (rotary), `valid` [B, T] bool.
@@ -143,7 +143,7 @@ class DensePrompt:
                 self._moments[first] = moments if before is None else before.merged(moments)
 
     def observation(self) -> Observation:
-        """Return the layer as policies see it after all chunks.
+        """Return the observation of the layer for policies, after all chunks.
 
         Whether a prompt ends with padding is noted, for `lengths_after` and `require_finite`; a CPU is asked at once.
         """
@@ -196,7 +196,7 @@ class QuerySample(NamedTuple):
         return cls(order.masked_fill(~valid, float("inf")), positions, query)
 
     def first(self, count: int, before: QuerySample | None) -> QuerySample:
-        """Return the first `count` of these and of those `before`."""
+        """Return the first `count` in order, of these and of `before` together."""
         order, positions, queries = self
         if before is not None:
             order, positions, queries = (

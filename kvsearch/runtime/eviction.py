@@ -42,7 +42,7 @@ class PhaseRule(NamedTuple):
 
 
 def collect_needs(prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Needs]:
-    """Return what the rules of both phases must be given of a prompt."""
+    """Return what the rules of both phases need of a prompt."""
     needs = [] if prefill is None else [prefill.policy.needs()]
     if prefill is not None and prefill.carries:
         needs.append(Needs(references=REFERENCES))
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
 
 
 def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> Kept:
-    """Decide what is kept of a dense prompt, everything without a prefill phase; its tensors stay as they are."""
+    """Decide which entries of a dense prompt stay (all without a prefill phase); its tensors are not changed."""
     if prefill is not None:  # first, so that the host reads lengths and whether scores are finite in one go
         score_entries(prefill.policy, observation)
         first_stage_scores(prefill.policy, observation)
@@ -104,7 +104,7 @@ def _weight_error(observation: Observation, row: int) -> NonFiniteError:
 
 
 def _place_protected(tables: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tables of whole numbers on a device, in one copy."""
+    """Copy tables of whole numbers to a device in one go."""
     if not tables:
         return []
     sizes = [table.numel() for table in tables]
@@ -113,7 +113,7 @@ def _place_protected(tables: list[Tensor], device: torch.device) -> list[Tensor]
 
 
 def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> RaggedStore | Decoding:
-    """Pack what is kept of a dense prompt; with a decode phase its rule is ready for the next token."""
+    """Evict a dense prompt: pack the entries that stay, ready for the next token."""
     left = select(observation, prefill, decode)
     if left.rule is not None:
         source = take_entries(left.observation, left.keep, left.counts, left.state)
@@ -137,7 +137,7 @@ def find_rule_limits(decode: PhaseRule, lengths: list[int]) -> Tensor:
 def merge_evicted(
     policy: Policy, observation: Observation, keep: Tensor, max_leaving: int, stay: int
 ) -> tuple[Observation, State]:
-    """Merge what leaves a prompt into what stays (`keep` [B, Hkv, T] bool); return it with the policy's state after it.
+    """Merge entries that leave into those that stay (`keep` [B, Hkv, T] bool); return observation and policy state.
 
     At most `max_leaving` entries leave a head and `stay` stay. Copies: the observation keeps its tensors.
     """

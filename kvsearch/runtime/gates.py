@@ -1,4 +1,4 @@
-"""Attention through gates: between the full cache and one without some of its entries, with gradients."""
+"""Attention through gates: a differentiable blend of the full cache and a cache without some entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsearch.signals.attention_rows import EXPONENT_SHIFT
 def gated_attention(
     tokens: tuple[Tensor, Tensor, Tensor], prompt: tuple[Tensor, Tensor], keep: Tensor, gates: Tensor, how: Logits
 ) -> Tensor:
-    """Attend with M rows of K tokens to the same prompt of T tokens through gates; [M, K, Hq, Dv].
+    """Compute attention of M rows of K tokens to one prompt of T tokens through gates; [M, K, Hq, Dv].
 
     `tokens` are queries [M, Hq, K, D], keys [M, Hkv, K, D] and values [M, Hkv, K, Dv], `prompt` keys [1, Hkv, T, D] and
     values [1, Hkv, T, Dv]. `keep` [Hkv, T] bool are entries without a gate; every other entry gets its share of
@@ -24,8 +24,8 @@ def gated_attention(
     one and to the tokens, in proportion. So a gate of 1 is the full cache, 0 a cache without these entries, and the
     output is linear in between.
 
-    Gradients are those by the tokens alone; gates that require them make the output require them. One kv head and some
-    rows are a piece of work, whose attention backward passes compute again.
+    Only the tokens and gates get gradients. One kv head and some rows are a piece of work, whose attention backward
+    passes compute again.
     """
     query, key, value = tokens
     count, heads = key.shape[:2]
@@ -131,7 +131,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _shares(masses: _Masses, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what masses of gated entries and of others are multiplied by, [m, G * K, 1] each."""
+    """Return the factors of the masses of gated entries and of all others, [m, G * K, 1] each."""
     through = gates[:, None, None] / masses.total
     return through, (1 - through * (masses.total - masses.rest)) / masses.rest
 

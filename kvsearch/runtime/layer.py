@@ -114,7 +114,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.holder
 
     def needs(self) -> list[Needs]:
-        """Return what eviction must be given of the prompt."""
+        """Return what eviction needs of the prompt."""
         return collect_needs(self.prefill, self.decode) + (
             [] if self.sharing is None else self.sharing.needs(self.index)
         )
@@ -138,7 +138,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @keys.setter
     def keys(self, states: None) -> None:
-        """Nothing is stored here: transformers says so of a new layer."""
+        """Ignore the assignment, which transformers makes in a new layer."""
 
     @property
     def values(self) -> Tensor | None:
@@ -148,7 +148,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @values.setter
     def values(self, states: None) -> None:
-        """Nothing is stored here, as for `keys`."""
+        """Ignore the assignment, as for `keys`."""
 
     def _states(self) -> tuple[Tensor, Tensor] | None:
         if self.holder is None:
@@ -180,7 +180,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def _require_same_rotary(self, tokens: int) -> None:
-        """Refuse tokens to which the keys that are held would not fit; whoever knows what comes refuses it before."""
+        """Refuse tokens with other rotary factors than the cached keys; callers check earlier where they can."""
         switch = self.rotary_switch
         if switch is None:
             return
@@ -219,7 +219,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         raise UsageError("PlanCache cannot be offloaded: it is small already, drop the offloading option")
 
     def activate_past_recording(self) -> None:
-        """Take note that `crop` will be called; nothing has to be remembered for it here."""
+        """Note that `crop` will be called; nothing is stored for it here."""
         self.drafts = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -264,14 +264,14 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             self.holder = self.holder.select_rows(rows_of(self.holder.batch))
 
     def of_rows(self, rows: Sequence[int], read_mask: ReadMask) -> EvictingLayer:
-        """Return a layer of copies of sequences `rows`, for a cache with this `read_mask`; this one stays as it is."""
+        """Return an independent layer with copies of sequences `rows`, for a cache with this `read_mask`."""
         chosen = copy(self)
         chosen.holder = self.evicted.select_rows(rows)
         chosen.read_mask = read_mask
         return chosen
 
     def mark(self) -> Decoding | None:
-        """Return a snapshot for `rewind`, of which later tokens change a copy; None if tokens are only appended."""
+        """Return a snapshot for `rewind` that later tokens leave alone; None if tokens are only appended."""
         saved = self.holder
         if not isinstance(saved, Decoding):
             return None
@@ -280,7 +280,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return saved
 
     def rewind(self, seen: int, saved: Decoding | None) -> None:
-        """Go back to where `seen` tokens had come and `mark` returned `saved`, as often as wanted."""
+        """Go back to `seen` tokens and the snapshot `saved` that `mark` returned, as often as wanted."""
         if isinstance(self.holder, RaggedStore):
             self.holder.crop(self.seen - seen)
             # The peak counts from the mark on.
@@ -293,11 +293,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     # --- one token in two parts: `prepare_step` and `finish_step` on the host, `attend` between them on the device ----
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens ahead of time, whenever there is none; 0: as they come."""
+        """Reserve room for `tokens` tokens ahead, again whenever it has run out; 0: none."""
         self.evicted.reserve(tokens)
 
     def prepare_step(self, positions: Tensor) -> None:
-        """Do the host's part of one token per sequence at rotary `positions` [B or 1, 1]; room is reserved for it.
+        """Prepare one decode step on the host, at rotary `positions` [B or 1, 1]; room is reserved for it.
 
         `attend` then changes tensors in place, binds none, and neither waits for the device nor decides anything.
         """
@@ -306,7 +306,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.foreseen_positions = positions
 
     def finish_step(self) -> None:
-        """End the token that was foreseen."""
+        """Finish the prepared step."""
         self.foreseen_positions = None
         self.asked = False
         self.seen += 1
@@ -332,7 +332,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Attend and evict: densely for the prompt, over the ragged store for every later token."""
+        """Compute attention, and evict: dense for the prompt, over the ragged store for every later token."""
         # Four cases: a token whose host part is done, tokens behind the prompt, the prompt, and a prompt that ends
         # inside of this call.
         if self.foreseen_positions is not None:
@@ -347,7 +347,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def _prefill_and_continue(
         self, length: int, module: nn.Module, states: States, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Take in a prompt with the first draft of assisted decoding: the draft must see what eviction leaves."""
+        """Attend to a prompt with drafted tokens behind it, which must see what eviction leaves."""
         if self.sharing is not None and self.sharing.allocation.shares_layers:
             raise UsageError(NO_SHARED_DRAFTS)
         # `update` has counted the drafted tokens already; the prompt has to end before they attend.
@@ -400,7 +400,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return output.transpose(1, 2).contiguous(), None
 
     def _of_hidden(self, holder: Decoding, module: nn.Module, count: int) -> Tensor | None:
-        """Return what the policy makes of the last hidden states, [B, Hkv, count], where it wants them."""
+        """Return what the policy computes of the last hidden states, [B, Hkv, count], if it needs them."""
         of_hidden = holder.rule.needs.hidden
         return None if of_hidden is None else of_hidden(read_hidden_states(module, slice(-count, None)), self.index)
 
@@ -416,7 +416,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return output
 
     def _with_rereads(self, observation: Observation) -> Observation:
-        """Add what the prompts got when they were read again; that padding was, too, is noted in `checks`."""
+        """Add the scores of prompts that were read a second time; padding that was read, too, is noted in `checks`."""
         valid = observation.valid
         rereads = {}
         for how, scores in self.rereads.items():
@@ -427,7 +427,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return replace(observation, rereads=rereads)
 
     def evict_prompt(self, observation: Observation) -> None:
-        """Evict, or state what this layer wants of what all layers share: the prompt has passed."""
+        """Evict after prefill, or state this layer's demand where layers share their budgets."""
         if self.sharing is None:
             self.holder = evict(observation, self.prefill, self.decode)
         else:

@@ -1,4 +1,4 @@
-"""A layer while its decode rule is in force: token by token, attention first, then the rule, then the slot is free.
+"""A layer that evicts while it decodes: each token is stored and attends, then the rule frees a slot.
 
 A step has two parts. `prepare_step` is the host's: it makes room and decides what the step does. `step` is the
 device's: it changes tensors in place and looks at no value. `attend` runs both; who compiles or captures steps runs the
@@ -27,7 +27,7 @@ from kvsearch.runtime.store.slots import SlotBlock, SlotSource, StepPlan, comput
 
 
 class Decoding(Segmented):
-    """The entries of one layer for a batch, and the rule that decides which of them leave."""
+    """The cached entries of one layer for a batch, with the decode rule that evicts them."""
 
     def __init__(self, blocks: list[SlotBlock], rule: StepRule, columns: int, peak: Ints | None = None) -> None:
         self.rule = rule
@@ -46,7 +46,7 @@ class Decoding(Segmented):
 
     @classmethod
     def joined(cls, parts: Sequence[Decoding]) -> Decoding:
-        """Join the sequences of several batches, to which no token has come yet, in their order."""
+        """Join several batches, to which no token has come yet, into one, in their order."""
         rule = StepRule.joined([part.rule for part in parts])
         sources = []
         first = 0
@@ -66,7 +66,7 @@ class Decoding(Segmented):
         arrived: Tensor | None = None,
         shown: Tensor | None = None,
     ) -> Tensor:
-        """Take in q tokens one after the other, each seeing what the rule left; [B, Hq, q, D] -> [B, Hq, q, Dv].
+        """Decode q tokens one after the other, each seeing what the rule left; [B, Hq, q, D] -> [B, Hq, q, Dv].
 
         `key` [B, Hkv, q, D] and `value` [B, Hkv, q, Dv] are the tokens' own, `positions` [B, q] their rotary positions,
         `hidden` [B, Hkv, q] what the policy makes of their hidden states, where it wants them; for `arrived` and
@@ -92,7 +92,7 @@ class Decoding(Segmented):
     # --- the host's part ------------------------------------------------------------------------------------------
 
     def prepare_step(self, real: Bools | None = None) -> None:
-        """Make room for the next token and decide what its step does; it is padding where not `real` [B]."""
+        """Prepare the next step on the host: make room, and decide what it does; padding where not `real` [B]."""
         # All segments of a block have the same number of slots, so the fullest one says when it is full.
         if any(int(block.used.max()) == block.capacity for block in self.blocks):
             self._repack()
@@ -127,7 +127,7 @@ class Decoding(Segmented):
         return torch.float32 if self.rule.policy.row is not None else keys.dtype
 
     def finish_step(self) -> None:
-        """Give up slots that are not needed any more, once many entries have left."""
+        """Shrink the storage once many entries have left."""
         for block in self.blocks:
             if block.step_plan is None or block.step_plan.leaving.max_leaving <= 1:
                 continue
@@ -138,7 +138,7 @@ class Decoding(Segmented):
                 return
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens ahead of time, and let all steps look at all slots; 0: as before."""
+        """Reserve room for `tokens` tokens ahead, and let all steps look at all slots; 0: as before."""
         self.room = tokens
         wanted = (compute_capacities(block.used, block.limits.host, tokens) for block in self.blocks)
         if tokens and any((needed > block.capacity).any() for needed, block in zip(wanted, self.blocks, strict=True)):
@@ -148,9 +148,9 @@ class Decoding(Segmented):
             block.biased = False
 
     def plan(self) -> tuple[Hashable, ...] | None:
-        """Return all that the foreseen step depends on and the host decided: steps of equal plans are the same.
+        """Return a key of the prepared step: steps with equal keys do the same on the device.
 
-        None: there is no other like it.
+        None: it cannot be repeated.
         """
         if self.rule.noting:
             return None
@@ -159,7 +159,7 @@ class Decoding(Segmented):
         return self.rule.due, *((*plan[:3], *plan.leaving[1:], plan.holes) for plan in plans)
 
     def _sources(self) -> list[SlotSource]:
-        """Return what is held, to be packed anew."""
+        """Return all entries as sources for `pack`."""
         sources = []
         for block in self.blocks:
             cached = block.first(block.width)
@@ -168,7 +168,7 @@ class Decoding(Segmented):
         return sources
 
     def _repack(self) -> None:
-        """Make new blocks for what is held."""
+        """Move all entries to new blocks."""
         self._hold(pack(self._sources(), self.rule, self.room))
         self.packed += 1
 
@@ -185,7 +185,7 @@ class Decoding(Segmented):
         active: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Take in the token that was foreseen; see `attend` for the tensors, of which q is 1.
+        """Run the prepared step for one token per sequence; tensors as for `attend`, with q = 1.
 
         Not `active` [B] bool (None: all are) has padding. Attention sees the tokens that are `visible` [B, T] bool, by
         their index in the sequence (None: all); the rule, which decides what leaves, knows all of them. Nothing here
@@ -289,7 +289,7 @@ class Decoding(Segmented):
         return Decoding(blocks, self.rule.select_rows(rows), self.columns, peak)
 
     def copy(self) -> Decoding:
-        """Return the same, to go its own way."""
+        """Return an independent copy."""
         return self.select_rows(range(self.batch))
 
     def nbytes(self) -> int:
@@ -298,7 +298,7 @@ class Decoding(Segmented):
 
 
 def cache_bias(cached: Cached, dtype: torch.dtype) -> Tensor:
-    """Return what to add to logits, [S, C]: -inf where there is no entry.
+    """Return the attention bias of slots, [S, C]: 0, or -inf where there is no entry.
 
     Padding may see no entry at all: it sees every slot then, so that what becomes of it is finite.
     """
@@ -320,7 +320,7 @@ def make_fused_step(
     active: Tensor | None,
     averages: AttentionAverages | None = None,
 ) -> Tensor | None:
-    """Take in a token and free a slot in one go, [S, G, Dv]; None, and nothing done, where that is not served.
+    """Run a decode step as a fused kernel; return its output [S, G, Dv], or None, nothing done, where none serves.
 
     `states` are the token's query [S, G, D], key [S, D] and value [S, Dv]; it is padding where not `active` [S] bool
     (None: nowhere). `averages` is where all heads of a layer add up their rows: where it is wanted the block is of all.
@@ -357,10 +357,10 @@ def make_fused_step(
 
 
 class AttentionAverages:
-    """A column for every token of every sequence, and for some to come, in which segments add up what they have of it.
+    """Averages of attention rows over the heads of a layer, made from a column of sums for every token of a sequence.
 
-    `rows` are the sequences of the segments of each part, [S], of which it has `slots`; slots without an entry get
-    `empty`, 0 or infinity.
+    There are columns for some tokens to come, too. `rows` are the sequences of the segments of each part, [S], and
+    `slots` says how many slots a part has; slots without an entry get `empty`, 0 or infinity.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ PRIORITY = "priority"  # state of the rule itself: the last scores
 
 
 def decode_needs(policy: Policy) -> Needs:
-    """Return what the decode rule of `policy` must be given of the prompt.
+    """Return what the decode rule of `policy` needs of the prompt.
 
     Raises:
         UsageError: the policy needs something that cannot be kept up while decoding.
@@ -72,7 +72,7 @@ class Evictions(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What some segments may hold, on the host and on the device, [S] each."""
+    """Budgets and protection of some segments, [S] each, on the host and on the device."""
 
     host: Ints  # budgets
     stay: Ints  # entries left after an eviction
@@ -87,7 +87,7 @@ class Limits:
 
     @staticmethod
     def table(policy: Policy, host: Ints) -> Tensor:
-        """Return what is on the device of the limits of segments with these budgets, [6, S] int64, on the CPU."""
+        """Make the device part of the limits of segments with budgets `host`, [6, S] int64, still on the CPU."""
         budgets = torch.from_numpy(host)
         sinks, recent = apply_to_each(policy.protected_at, budgets).unbind(-1)
         # A head that decodes is over its budget by one entry when it evicts, and a longer prompt is cut to the same
@@ -98,12 +98,12 @@ class Limits:
         return torch.stack([budgets, sinks, recent, stays, quotas, recent + 1])
 
     def select(self, rows: Ints, index: Tensor, heads: HeadRows) -> Limits:
-        """Return the limits of segments `rows`, which are of these `heads`, of what is on the device at the `index`."""
+        """Select segments: by `rows` what is on the host, by `index` what is on the device; `heads` are theirs."""
         on_device = (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
         return Limits(self.host[rows], self.stay[rows], self.guarded, heads, *(tensor[index] for tensor in on_device))
 
     def leaving(self, used: Ints, real: Bools | None) -> Evictions:
-        """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
+        """Compute how many leave segments that hold `used` entries; none where not `real` [S] (None: all are)."""
         # A segment whose token is padding has got nothing, so nothing leaves it either.
         over = used > self.host if real is None else (used > self.host) & real
         stay = np.where(over, self.stay, used)
@@ -126,7 +126,7 @@ class Limits:
 
 
 class StepRule:
-    """The rule of `policy` at `budgets` [B * Hkv] (UNBOUNDED where exempt), from the end of the prompt on.
+    """The decode rule of one layer: evicts by `policy` at `budgets` [B * Hkv] (UNBOUNDED where exempt).
 
     `queries` are the last query rows [B, Hq, w, D], where the policy looks at them; `next_position` [B] are the rotary
     positions of the tokens that come next; `scored` [B] counts steps since the last scoring (default: never, -1).
@@ -186,14 +186,14 @@ class StepRule:
         return cls(policy, flat, observation.rotary, observation.layer, heads, queries, observation.following)
 
     def bound(self, budgets: Ints) -> None:
-        """Set the budgets [B * Hkv] or [B, Hkv], known from the beginning or once all layers' prompts have passed."""
+        """Set the budgets, [B * Hkv] or [B, Hkv]: at the start, or once all layers have seen the prompt."""
         self.budgets: Ints = budgets.flatten()
         self.there: Tensor | None = None  # `Limits.table` of all segments, where it is on the device already
         self.interval = self._intervals()
         self.together = self._together()
 
     def start(self, observation: Observation) -> State:
-        """Make the running state per entry and head at the end of the prompt, [B, Hkv, T, ...] and [B, Hkv, ...]."""
+        """Make the running state at the end of the prompt: [B, Hkv, T, ...] per entry, [B, Hkv, ...] per head."""
         if self.policy.has_decode_rule:
             return start_state(self.policy, observation)
         shape = observation.keys.shape[:3]
@@ -202,7 +202,7 @@ class StepRule:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def prepare_step(self, over: Bools, real: Bools | None = None) -> None:
-        """Decide, on the host and before a step, whether its scores are made anew.
+        """Decide on the host, before a step, whether it scores entries anew.
 
         `over` [B] says which sequences have a head over its budget; those not `real` [B] (None: all are) had padding.
         """
@@ -228,7 +228,7 @@ class StepRule:
     def begin(
         self, query: Tensor, positions: Tensor, active: Tensor | None = None, hidden: Tensor | None = None
     ) -> None:
-        """Take note of a step's queries [B, Hq, 1, D] at rotary `positions` [B, 1].
+        """Store a step's queries [B, Hq, 1, D] at rotary `positions` [B, 1].
 
         `hidden` [B, Hkv] is what the policy makes of the tokens' hidden states (`Needs.hidden`), where it wants them.
         Those not `active` [B] bool (None: all are) had padding in this step.
@@ -311,7 +311,7 @@ class StepRule:
 
     @property
     def running(self) -> Running | None:
-        """What kernels can do in place of `decide` for the step that was foreseen; see `Policy.running`."""
+        """The kernel rule that can do the work of `decide` in the prepared step; see `Policy.running`."""
         # Kernels neither note scores that are not finite nor score entries anew.
         if self.noting or self.due:
             return None
@@ -324,7 +324,7 @@ class StepRule:
         return self._running == "row"
 
     def arriving(self, step: Step, rows: Tensor, heads: HeadRows, logits: Logits) -> Tensor | None:
-        """Return the priority of the step's own token, [S] fp32; None where it is made later, or not on arrival."""
+        """Return the priority of the step's own token, [S] fp32; None if it is scored later, or not on arrival."""
         if self._running != "stored" or not self.policy.has_decode_rule or self.together > 1:
             return None
         return self.policy.arriving(self._asked(step, rows, heads, logits))[:, 0]
@@ -366,7 +366,7 @@ class StepRule:
         return torch.empty_like(scores).scatter_(-1, order, scores)
 
     def _asked(self, step: Step, rows: Tensor, heads: HeadRows, logits: Logits) -> Step:
-        """Return the step as policies see it that have a decode rule of their own."""
+        """Return the step with the views of new tokens that policies with a decode rule look at."""
         slots = step.newest[:, None]
         waits = False
         if self.together > 1:
@@ -383,7 +383,7 @@ class StepRule:
     def _arrived(
         self, step: Step, rows: Tensor, heads: HeadRows, slots: Tensor, logits: Logits, hidden: Tensor | None
     ) -> Observation:
-        """Return the tokens in `slots` [S, K], the newest first, as policies see them."""
+        """Return the tokens in `slots` [S, K], the newest first, as an observation."""
         seen = self._seen(step, rows, heads, slots, logits)
         projection = self.needs.hidden
         if projection is not None and hidden is not None:
@@ -391,7 +391,7 @@ class StepRule:
         return seen if heads is not None else _group_by_sequence(seen, self.heads, logits)
 
     def _seen(self, step: Step, rows: Tensor, heads: HeadRows, order: Tensor, logits: Logits) -> Observation:
-        """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""
+        """Return the entries in the slots `order` [S, N] as an observation, a row for each segment."""
         cached = step.cached
         queries = None
         held = self.queries
@@ -443,7 +443,7 @@ class StepRule:
         return {start: QueryStatistics(mean[row, head], covariance[row, head])}
 
     def _intervals(self) -> Ints:
-        """Return steps between two scorings, [B]: half of what one leaves open in the tightest head, at most."""
+        """Return the steps between two scorings, [B]: at most half of the entries that may leave the tightest head."""
 
         def supply(budget: int) -> int:
             # What arrives after a scoring has priority +inf until the next one. With longer intervals a head would run
@@ -457,7 +457,7 @@ class StepRule:
         return interval
 
     def _together(self) -> int:
-        """Return how many tokens get their scores on arrival at once: none may leave before, they are protected."""
+        """Return how many new tokens are scored at once: each is protected until then."""
         if self._running != "stored" or not self.policy.has_decode_rule or self.needs.hidden is not None:
             return 1
         # A token that is among the recent ones of every head cannot leave, so its score may wait that long.
@@ -467,7 +467,7 @@ class StepRule:
     # --- rows of the batch ----------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int]) -> StepRule:
-        """Return the rule for sequences `rows` of the batch, in that order; it goes its own way from here."""
+        """Return an independent rule for sequences `rows` of the batch, in that order."""
         chosen = list(rows)
         index = torch.tensor(chosen, device=self.next_position.device)
         # Policy and flags are shared; what belongs to the rows of the batch, or is changed in place, is replaced.
@@ -483,7 +483,10 @@ class StepRule:
 
     @classmethod
     def joined(cls, rules: Sequence[StepRule]) -> StepRule:
-        """Join rules of one policy, not asked anything yet, as that of one batch; `is_same_in_layers` if of several."""
+        """Join rules of one policy, before their first step, into the rule of one batch.
+
+        Rules of several layers are alike only where `is_same_in_layers`.
+        """
         joint = copy(rules[0])
         joint.bound(np.concatenate([rule.budgets for rule in rules]))
         joint.scored = np.concatenate([rule.scored for rule in rules])

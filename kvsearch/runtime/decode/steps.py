@@ -1,8 +1,9 @@
-"""Decode steps that are compiled, or done again from what was captured of them, for greedy and sampled generation.
+"""CUDA graphs and compilation of decode steps, for greedy and sampled generation.
 
-Of a step the host decides how many entries leave where and whether scores are made anew (`PlanCache.ahead`); for every
-such decision that comes up twice there is a graph. The tensors that graphs read and write stay where they are until
-room has run out or sequences are rearranged; then the graphs are dropped and captured anew.
+Of a step the host decides how many entries leave where and whether scores are made anew
+(`PlanCache.reserve_positions`); for every such decision that comes up twice there is a graph. The tensors that graphs
+read and write stay where they are until room has run out or sequences are rearranged; then the graphs are dropped and
+captured anew.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class CudaGraphs:
         self.drop()
 
     def drop(self) -> None:
-        """Take other memory for the graphs to come, all others being dropped: their last output is still in use."""
+        """Use another memory pool for the graphs to come: the last output of the dropped ones is still in use."""
         self.pool: Any = torch.cuda.graph_pool_handle()
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Do a step on the stream that steps are captured on: libraries get ready there for what comes."""
+        """Run a step on the stream that steps are captured on, so that libraries are initialised there."""
         # What is queued now comes before the step, and whatever follows waits for it.
         now = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(now)
@@ -56,7 +57,7 @@ class CudaGraphs:
         return output
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Write a step down without doing it, and return what does it; its like was run before.
+        """Capture a step without running it; return a function that replays it. Its like was run before.
 
         Raises:
             RuntimeError: it does what cannot be captured; all tensors are as they were.
@@ -83,7 +84,7 @@ class CudaGraphs:
 
 @contextmanager
 def warn_of_waits() -> Iterator[list[warnings.WarningMessage]]:
-    """Give a list for what torch says of operations that wait for the device; other warnings are passed on."""
+    """Collect torch's warnings of operations that wait for the device; pass other warnings on."""
     before = torch.cuda.get_sync_debug_mode()
     waits: list[warnings.WarningMessage] = []
     try:
@@ -102,7 +103,7 @@ def warn_of_waits() -> Iterator[list[warnings.WarningMessage]]:
 
 
 class RepeatedStep:
-    """A step that is always the same but for what its tensors hold: run first, then captured, then replayed.
+    """A step that repeats but for the contents of its tensors: run first, then captured as a CUDA graph and replayed.
 
     It is `refused`, and run as ever, where it cannot be captured, or the host waited for the device twice: in a first
     run it may wait for what is made once.
@@ -138,18 +139,18 @@ class RepeatedStep:
 
 
 def repeat_steps(model: Any, step: Callable[[], Any], tokens: int) -> RepeatedStep | None:
-    """Return what captures a step of a model for so many tokens; None where nothing does or it does not pay."""
+    """Make a step that is captured and replayed, for `tokens` tokens; None where that cannot be, or does not pay."""
     graphs = find_graphs(model.device) if tokens >= MIN_CAPTURED_TOKENS and not is_spread(model) else None
     return None if graphs is None else RepeatedStep(graphs, step)
 
 
 def find_graphs(device: torch.device) -> CudaGraphs | None:
-    """Return what captures steps on a device; None: nothing does."""
+    """Return the CUDA graphs of a device; None if it has none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class CompiledModel:
-    """A model whose calls torch.compile makes one graph each; where it cannot, it says why, and they run as ever."""
+    """A model whose calls torch.compile makes one graph each; where it cannot, it warns, and they run as ever."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -174,7 +175,7 @@ class CompiledModel:
 
 
 class DecodeSteps:
-    """Calls of `model` with `cache`, whose decode steps are compiled, captured by `graphs`, or both (None: not).
+    """Decode steps of `model` with `cache`: compiled, captured by `graphs`, or both (None: not).
 
     `tokens` are the most that will come.
     """
@@ -201,7 +202,7 @@ class DecodeSteps:
         self._inputs: Any = None  # ids, positions and mask, tensors that stay where they are
 
     def serve(self, given: Mapping[str, Any]) -> Any | None:
-        """Do a call of the model with these arguments, if it is a decode step; None, and nothing done, if not."""
+        """Run a call of the model with these arguments if it is a decode step; None, and nothing done, if not."""
         output = None
         if not self.stopped and self._serves(given):
             self._enter(given["input_ids"], given.get("position_ids"))
@@ -212,13 +213,13 @@ class DecodeSteps:
         return output
 
     def leave(self) -> None:
-        """Let the cache take room as it needs it again; what was captured serves later steps over the same tensors."""
+        """Reserve no more room; captured steps stay for later calls with the same tensors."""
         if self._entered:
             self.cache.reserve(0)
         self._entered = False
 
     def close(self) -> None:
-        """Leave, and drop the graphs."""
+        """Reserve no more room, and drop the graphs."""
         self.leave()
         self._known = {}
         self._holders = []
@@ -263,7 +264,7 @@ class DecodeSteps:
         return False
 
     def _enter(self, ids: Tensor, positions: Tensor | None) -> None:
-        """Copy a step's tokens and their positions to where graphs read them; None: those that models take then."""
+        """Copy a step's tokens and positions to where graphs read them; None: the model's default positions."""
         if positions is None:
             positions = torch.full((1, 1), self.cache.get_seq_length(), device=ids.device)
         if not self._entered:
@@ -280,7 +281,7 @@ class DecodeSteps:
         self._inputs[1].copy_(positions)
 
     def _done(self, others: Mapping[str, Any]) -> Any:
-        """Do the step that is ahead."""
+        """Run the prepared step."""
         if self.graphs is None:
             return self._step(others)
         plan = self.cache.step_plan()
@@ -345,7 +346,7 @@ def use_steps(
     compiled: CompiledModel | None = None,
     kept: list[DecodeSteps] | None = None,
 ) -> Iterator[Any]:
-    """Give a model, or where its steps are captured or compiled another view of it: its very state, and `DecodeSteps`.
+    """Yield a model, or a view of it (the same `__dict__`) whose decode steps are captured or compiled.
 
     The model itself stays as it is. Where neither is possible the reason is said once. Steps are `kept` in a list for
     the next time with the same model and cache.

@@ -34,9 +34,8 @@ class RaggedStore(Segmented):
         self.batch = len(tokens)
         self.heads = heads
         self.tokens = tokens.clone()  # [B] int32 tokens of each sequence
-        self.most_tokens = (
-            tokens if most_tokens is None else most_tokens
-        )  # and how many they were before some were forgotten
+        # and how many they were before some were forgotten
+        self.most_tokens = tokens if most_tokens is None else most_tokens
         self.even = even  # all sequences have the same number of tokens
         self.appended = appended
         self.room = 0  # tokens that there is room for ahead of time, in fixed blocks; 0: they are not
