@@ -118,7 +118,7 @@ class Chunked:
 
     @cached_property
     def beside(self) -> Tensor:
-        """The sinks, or something in their place."""
+        """The sinks, or a tensor that stands in for them."""
         return self.output if self.sinks is None else self.sinks.contiguous()
 
     @property

@@ -54,7 +54,7 @@ def step(
     active: Tensor | None = None,
     constants: Mapping[str, int | str] | None = None,
 ) -> Tensor:
-    """Take in one token per segment; see `attention.attend` for what is not said here.
+    """Run a decode step with one token per segment; see `attention.attend` for arguments not described here.
 
     Args:
         query: [S, G, D].

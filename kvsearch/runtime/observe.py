@@ -1,4 +1,4 @@
-"""Looking at layers while a dense prompt passes, and at tokens that follow it under the full cache.
+"""Observe layers during a dense prefill, and tokens that follow it under the full cache.
 
 Nothing here is T x T: a layer is shown as the policies of the runtime see it, with what they declare (a window of query
 rows, key statistics) and no more.
@@ -43,12 +43,12 @@ MASKED_TOKENS = 1024  # at most, of rows of one batch that see different entries
 
 
 def is_finite(states: Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinity: NaN is the least and the largest where there is one."""
+    """Return whether a tensor has neither NaN nor infinity (NaN shows as minimum and as maximum)."""
     return states.numel() == 0 or bool(torch.stack(states.aminmax()).isfinite().all())
 
 
 class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
-    """Lets one dense prompt through the model's own attention and shows it to `look`; nothing is stored.
+    """A cache layer that stores nothing: it runs one dense prompt and hands its observation to `look`.
 
     The prompt ends when `length` tokens have been seen; None: with the first forward pass.
     """
@@ -96,7 +96,7 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
 
 
 class ObservedLayer(PromptLayer[Noted]):
-    """Keeps the dense prompts of one layer; later tokens see them in full, or what `keep` leaves, but are not stored.
+    """A cache layer that keeps its dense prompts; later tokens attend to them, or to what `keep` leaves, unstored.
 
     With a `refusal` prompts with NaN or infinity are an IncompatibleError of these words, before `look` sees them.
     """
@@ -185,7 +185,7 @@ class ObservedLayer(PromptLayer[Noted]):
 
 
 class DensePass(Generic[Noted]):
-    """The full-cache pass over one batch of prompts, and tokens that follow them, any number of times.
+    """A full-cache pass over one batch of prompts, and over tokens that follow them, any number of times.
 
     Holds the full cache of the prompts, and what `look` makes of them, for as long as it lives.
 
@@ -253,7 +253,7 @@ class DensePass(Generic[Noted]):
         rows: Tensor | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Teacher-force `tokens` [M, K] after the prompts and forget them again; the model's output for them.
+        """Teacher-force `tokens` [M, K] after the prompts, yield the model's output, and forget them again.
 
         `rows` [M], on the host, says which prompt each row of tokens follows (None: one each, in order).
         Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T],
@@ -301,9 +301,9 @@ class DensePass(Generic[Noted]):
                 yield from output.logits
 
     def continuations(self) -> Iterator[LayerContinuation[Noted]]:
-        """Yield what the observed layers do while tokens follow, in ascending order.
+        """Yield the continuation of every observed layer while tokens follow, in ascending order.
 
-        A copy at a time: each keeps the keys and values that were asked of it.
+        Each is a copy: what it computes and stores, keys and values of all tokens, is freed with it.
         """
         for layer in self.observed:
             if layer.continuation is not None:
@@ -315,7 +315,7 @@ class DensePass(Generic[Noted]):
 
 @torch.no_grad()
 def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | None = None) -> Rereads:
-    """Read prompts [B, T] (`mask` 0 where padding, on the left) again for those who need it; nothing if nobody does.
+    """Read prompts [B, T] (`mask` 0 where padding, on the left) a second time for policies that need it.
 
     One sequence at a time, so that none depends on its neighbours. Takes two passes over each; the device is waited for
     once, for how long they are.
@@ -349,7 +349,7 @@ def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor
 
 
 def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: SecondPass) -> dict[int, Tensor]:
-    """Return what the entries of a prompt [1, T] get when it is read again, by layer [1, Hkv, T]."""
+    """Return the scores of the entries of a prompt [1, T] in its second pass, by layer [1, Hkv, T]."""
     length = ids.shape[1]
     limit = find_rotary_limit(passed.model, length)
     chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk

@@ -1,4 +1,4 @@
-"""A plan made ready to run on one model: policy objects, and budgets for the prompt at hand."""
+"""A plan bound to a model: policy objects, and budgets for the prompt at hand."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ BY_KEY_NORM = ("knorm",)
 
 
 def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
-    """Warn of policies that can say little on this model, once for each policy and class of models."""
+    """Warn, once per policy and model class, of policies whose scores say little on this model."""
     named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
     for name in sorted(named) if has_key_norm(model) else ():
         warn_once(
@@ -210,7 +210,7 @@ def has_key_norm(model: nn.Module) -> bool:
 
 
 def estimate_prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
-    """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers.
+    """Estimate the bytes of compressed prompts: keys, values and positions of full-attention layers.
 
     Log weights of entries that carry something count. Under a program without a decode phase, `tokens` more of every
     prompt have come.
@@ -235,7 +235,7 @@ def estimate_prompt_bytes(model: Any, program: Program, lengths: Sequence[int], 
 def estimate_memory(
     model: Any, program: Program, lengths: Sequence[int], chunk: int | None = None, tokens: int = 0
 ) -> MemoryNeeds:
-    """Return what a batch of prompts of these lengths takes under a program, with `tokens` more of each."""
+    """Estimate the memory of a batch of prompts of these lengths under a program, with `tokens` more of each."""
     shape = describe(model)
     scoring = [policy.needs() for policy in program.policies if policy.name != "full"]
     entries = len(lengths) * max(lengths) * shape.kv_heads

@@ -1,4 +1,4 @@
-"""What attention masks say of the tokens that a cache has read: which are padding, and which are hidden later.
+"""Attention masks of tokens that a cache has read: which are padding, and which are hidden now.
 
 transformers hands every layer of a forward pass the same mask, [B, 1, q, T] over all columns that were read and those
 that come. Entries know the index of their token in its sequence, not its column, so the mask is turned into that form
@@ -33,7 +33,7 @@ class ReadMask:
         self._current: tuple[int, Visible] | None = None
 
     def begin(self, valid: Tensor, lengths: Sequence[int]) -> None:
-        """Take note of a prompt: `valid` [B, T] bool is False for padding, `lengths` [B] are the tokens of each."""
+        """Store the padding of a prompt: `valid` [B, T] bool is False there, `lengths` [B] are the tokens of each."""
         self.begun = True
         self.padding = valid.shape[1] - max(lengths)
         self.real = None if min(lengths) == valid.shape[1] else valid.clone()
@@ -150,7 +150,7 @@ def list_visible_columns(mask: Tensor) -> Tensor:
 
 
 def spread_by_token(real: Tensor, row: Tensor) -> Tensor:
-    """Return a row of a mask, [B, T] bool by column, by the index of the token in its sequence; `real` [B, T] bool."""
+    """Reorder a mask row [B, T] bool from columns to token indices; `real` [B, T] bool: no padding."""
     batch, columns = row.shape
     # Columns of padding all go to a spare one behind the last, which is cut off.
     index = torch.where(real, real.cumsum(-1) - 1, columns)
@@ -159,7 +159,7 @@ def spread_by_token(real: Tensor, row: Tensor) -> Tensor:
 
 
 def _is_padding_visible(sequences: Tensor) -> UsageError:
-    """Return what to raise where padding of some `sequences` [B] bool is to be seen."""
+    """Make the error of a mask that shows padding of some `sequences` [B] bool."""
     return UsageError(
         f"attention_mask shows padding of sequence {_find_first(sequences)}, "
         "of which nothing was kept, or is missing: give "

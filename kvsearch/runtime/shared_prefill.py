@@ -1,4 +1,4 @@
-"""A batch of prompts under many methods: read once, compressed as each of them says, answered together.
+"""One prefill for many methods: a batch of prompts is read once, compressed by each, and answered together.
 
 Evicting a prompt does not change what the model computes for it, so one prefill serves all methods; methods that evict
 nothing while decoding then decode as one batch, their sequences side by side. Every method holds what it would hold
@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class JointReplies:
-    """Methods that reply together: method m's sequence b is row m * B + b of `replies`.
+    """Methods that reply as one batch: method m's sequence b is row m * B + b of `replies`.
 
-    `entries` are those that a method, by name, holds of every sequence once the prompts are compressed, `nbytes` the
-    bytes of the whole batch. `seconds` is what reading the prompts and compressing them took, for all methods they were
-    read for, and `logits` [B, 1, V] are those of the prompts' last tokens: the same object as long as the prompts were
-    read once.
+    `entries` counts what a method, by name, holds of every sequence once the prompts are compressed, `nbytes` the bytes
+    of the whole batch. `seconds` is what reading the prompts and compressing them took, for all methods they were read
+    for, and `logits` [B, 1, V] are from the prompts' last tokens: the same object as long as the prompts were read
+    once.
     """
 
     methods: tuple[str, ...]
@@ -71,7 +71,7 @@ def compress_prompts(
     memory: int | None = None,
     answer_bytes: int = 0,
 ) -> Iterator[JointReplies]:
-    """Read and compress the batch under every program, in their order as far as they reply together.
+    """Prefill a batch of prompts once, compress it under every program, and yield the methods that reply together.
 
     Prompts are token ids [T] each. `memory` is the most bytes that the compressed caches of one prefill may take, with
     the `answer_bytes` that answers take of each program besides; where that is too little for all programs the prompts
@@ -127,7 +127,7 @@ def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], stop: set[int]
 def reply_after_prefill(
     passes: Sequence[DensePass[Any]], prompts: Sequence[Tensor], copies: int, stop: set[int], finished: Finished | None
 ) -> Replies:
-    """Return replies after prompts of token ids [T] that were read under the full cache, each by a pass of its own.
+    """Return replies after prompts of token ids [T] that `DensePass`es have read, each its own, under the full cache.
 
     Nothing is read again. With several `copies` prompt b is row c * B + b for every copy c, to be asked side by side.
     """
@@ -264,7 +264,7 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
 
 
 def _hand_on(targets: Sequence[Any], again: Rereads, prompt: Observation) -> None:
-    """Let every target evict; those without a plan take the prompt as it is."""
+    """Hand a prompt to every target layer: planned ones evict it, the others store it whole."""
     prompt = replace(prompt, rereads=again.get(prompt.layer, {}))
     for target in targets:
         if isinstance(target, EvictingLayer):
@@ -281,7 +281,7 @@ def can_join(cache: PlanCache) -> bool:
 
 
 def join_caches(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) -> PlanCache:
-    """Join caches of compressed prompts, with the sequences of all of them as its batch: the first of them.
+    """Join caches of compressed prompts into one batch, in place of the first of them.
 
     They plan the same layers, by the same policies where these evict while decoding, and are used up. `mask` [B, T] is
     0 where the prompts are shorter than the longest, `lengths` [B] are their tokens.
@@ -312,6 +312,6 @@ def join_caches(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int
 
 
 def _pair_caches(states: Sequence[Tensor]) -> Tensor:
-    """Return states [B, H, T, D] of several batches as one, with zeros in front of shorter ones."""
+    """Concatenate states [B, H, T, D] of several batches, with zeros in front of shorter ones."""
     width = max(part.shape[2] for part in states)
     return torch.cat([nn.functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in states])

@@ -36,7 +36,7 @@ def find_stateful_layers(layers: Sequence[Any]) -> list[int]:
 
 
 def read_layer_state(layer: Any) -> dict[str, Any]:
-    """Return the attributes of a stock layer as they are now, whatever it takes in later.
+    """Return the attributes of a stock layer as they are now, unchanged by later tokens.
 
     A running state is copied, as it is written in place; keys and values are replaced when others come.
     """
@@ -45,7 +45,7 @@ def read_layer_state(layer: Any) -> dict[str, Any]:
 
 
 def fork_layer(layer: Any) -> Any:
-    """Return a stock layer that holds what this one holds now and goes its own way."""
+    """Return an independent copy of a stock layer."""
     made = copy(layer)
     vars(made).update(read_layer_state(layer))
     return made
@@ -67,7 +67,7 @@ def count_stock_bytes(layer: Any) -> int:
 
 
 def make_cache_class(model: nn.Module, base: Any) -> type[Any]:
-    """Return `base`, or what is both it and the class that the code of `model` asks for."""
+    """Return `base`, or a subclass of it and of the cache class that the code of `model` expects."""
     kind: type[Any] = _find_class(type(find_decoder(model)).__module__, base)
     return kind
 

@@ -1,7 +1,7 @@
 """Attention of a few queries to ragged segments: partial softmaxes over chunks of a segment, then their merger.
 
-A segment's queries [M, D] are those of its query group, token by token within a head: query m is token m % ROWS. The
-last ROWS entries are these tokens' own. Softmax statistics are in units of log2.
+A segment's queries [M, D] are its query group's, token by token within a head: query m is token m % ROWS. The last ROWS
+entries are these tokens' own. Softmax statistics are in units of log2.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""What several kernels do."""
+"""Helpers of several kernels."""
 
 import triton
 import triton.language as tl
@@ -43,5 +43,5 @@ def finite(m):
 
 @triton.jit
 def write_one(place):
-    """Write 1: launched once, to see whether launches work."""
+    """Write 1: a launch on trial."""
     tl.store(place, 1.0)

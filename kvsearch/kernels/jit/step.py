@@ -73,7 +73,7 @@ def pooled(
     """Return the row in slots n [BN], pooled over KERNEL neighbours in the order of positions (CAKE).
 
     See `policies.cake`. `Before` [capacity] are the slots whose entries came before those of each slot, -1 for none,
-    `behind` numbers later the slots of those that came next. The last PROTECT tokens are no neighbours.
+    and `behind` numbers further the slots of the entries that came next. The last PROTECT tokens are no neighbours.
     """
     row = tl.zeros((BN,), tl.float32)
     for offset in range(-(KERNEL // 2), KERNEL // 2 + 1):
@@ -96,7 +96,7 @@ def pooled(
 
 @triton.jit
 def relink(Before, behind, gone, newest):
-    """Let slot `gone` come behind that of the newest entry, as it is the next token's; see `pooled`."""
+    """Move slot `gone` behind the newest entry's slot in the links, as it is the next token's; see `pooled`."""
     moves = (gone >= 0) & (gone != newest)
     left = tl.load(Before + gone, mask=moves, other=-1)
     right = tl.load(Before + behind + gone, mask=moves, other=-1)

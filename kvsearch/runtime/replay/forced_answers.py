@@ -41,7 +41,7 @@ Asked = tuple[str, str, int]  # a question by its task, the key of its example a
 
 @dataclass(frozen=True, eq=False)
 class ForcedQuestions:
-    """A prompt, token ids [T], and what is asked of it: `questions` [K] each, replies of at most `limits` tokens.
+    """A prompt, token ids [T], with questions, token ids [K] each, and the most tokens of each reply, `limits`.
 
     A single question without tokens: the prompt has it, and the reply follows at once. A reply ends before a token of
     `stop`, or with the token that makes `ended` true of it. `place` is for messages.
@@ -55,22 +55,22 @@ class ForcedQuestions:
     ended: Finished | None = None
 
     def kind(self, model: Any) -> object:
-        """Return what prompts have in common that reply in one batch."""
+        """Return the key that prompts share which can reply in one batch."""
         lengths = tuple(map(len, self.questions))
         questions = lengths if has_windows(model) else lengths[0] > 0
         return self.ended, self.stop, questions, is_beyond_switch(model, len(self.prompt))
 
 
 def reply_end(task: TaskPrompts) -> Finished | None:
-    """Return whether an own reply has come to a stop text; None where the task has none.
+    """Return the predicate that ends an own reply at a stop text; None where the task has none.
 
-    One that is not taken ends at once.
+    A reply that is not used ends at once.
     """
     return (lambda _: True) if is_forced(task.task) else task.format.ended(task.task.stops)
 
 
 def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
-    """Return what is teacher-forced of an own reply: up to the stop text that ended it, in whole tokens.
+    """Return the part of an own reply that is teacher-forced: up to its stop text, in whole tokens.
 
     Nothing if it is not right, or not scored.
 
@@ -92,15 +92,15 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
 
 
 def limit_own_reply(right: int, limit: int) -> int:
-    """Return how many of at most `limit` tokens an own reply gets that is used only if it is right.
+    """Return how many tokens an own reply gets, at most `limit`, as it is used only if it is right.
 
-    One that is not by `LONGER` tokens more than the `right` reply takes hardly ever is later on.
+    A reply that is not right within `LONGER` tokens more than the `right` reply has hardly ever is later on.
     """
     return min(limit, right + LONGER) if right else limit
 
 
 class ForcedAnswer(NamedTuple):
-    """Token ids [A] to teacher-force; `own`: the model's own reply, else the one that is given."""
+    """Token ids [A] to teacher-force; `own` if they are the model's own reply, else they are the given one."""
 
     ids: Tensor
     own: bool
@@ -113,7 +113,7 @@ def forced_answers(
     answers: Answers,
     progress: Progress | None = None,
 ) -> dict[Asked, ForcedAnswer]:
-    """Decide what is teacher-forced after every question of tasks; no tokens where the task names no right answer.
+    """Choose the reply that is teacher-forced after every question; empty where the task names no right answer.
 
     Own replies are made anew at every call, in batches that depend on the questions alone: equal calls, equal replies.
 
@@ -145,7 +145,7 @@ def forced_answers(
 def parted_replies(
     loaded: LoadedModel, parts: Sequence[Sequence[ForcedQuestions]], progress: Progress | None = None
 ) -> Iterator[list[list[list[int]]]]:
-    """Yield the model's greedy replies under its full cache, token ids by prompt and question, of each part.
+    """Yield greedy replies under the full cache for each part: token ids by prompt and question.
 
     Sequences of different parts are not decoded in one batch.
 
@@ -221,7 +221,7 @@ def _copies(part: Sequence[ForcedQuestions], apart: bool) -> int:
 def _ask_all(
     replies: Replies, part: Sequence[ForcedQuestions], copies: Sequence[int], step: int
 ) -> dict[tuple[int, int], list[int]]:
-    """Reply to every `step`-th question of a batch of prompts from those of the `copies` on, by prompt and question."""
+    """Reply to every `step`-th question of each prompt, beginning with each of `copies`; by prompt and question."""
     by_question = dict[tuple[int, int], list[int]]()
     for first in range(0, max(len(reading.questions) for reading in part), step):
         rows = [(row, first + copy) for copy in copies for row in range(len(part))]
@@ -238,7 +238,7 @@ def _ask_all(
 
 @contextmanager
 def _named(part: Sequence[ForcedQuestions]) -> Iterator[None]:
-    """Say at which prompt of a batch the model emits no numbers."""
+    """Name the prompt of a batch at which the model emits NaN."""
     try:
         yield
     except NonFiniteError as error:

@@ -1,4 +1,4 @@
-"""Teacher-forced replay: what layers would attend to, and evict, over K given tokens, without running them one by one.
+"""Teacher-forced replay: what layers attend to and evict over K given tokens, without decoding one by one.
 
 A decode rule uses nothing but its own layer's queries, keys and values. When these are known for all K tokens, as in
 teacher forcing with the layer's input unperturbed, the outputs of all tokens come from one product; only the choice of
@@ -37,7 +37,7 @@ from kvsearch.signals.attention_rows import (
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of K tokens in one layer."""
+    """The outcome of K replayed tokens in one layer."""
 
     outputs: Tensor  # [M, Hq, K, Dv] attention outputs
     stretches: Sequence[Stretch]
@@ -52,7 +52,7 @@ class Replay:
 
 
 class Replays:
-    """Replays of some layers, side by side where they are alike, under one rule after the other.
+    """Replays some layers, side by side where they are alike, under any number of rules.
 
     Holds keys and values of prompts and tokens for every row of tokens, once a rule has needed them. No tensor given is
     changed. Scratch memory is that of one token's logits, M * Hq * (T + K) fp32 a few times for each layer.
@@ -76,7 +76,7 @@ class Replays:
 
 
 class _Stack:
-    """Layers that are alike."""
+    """Layers of one kind, replayed together."""
 
     def __init__(self, layers: Sequence[FollowedLayer]) -> None:
         self.layers = layers
@@ -140,7 +140,7 @@ Noted = TypeVar("Noted")
 
 @dataclass(frozen=True, eq=False)
 class LayerContinuation(Generic[Noted]):
-    """One layer with B prompts of T tokens, and K tokens that follow one of them, M times; all under the full cache.
+    """States of one layer under the full cache: B prompts of T tokens, and M rows of K tokens, each after one prompt.
 
     Layers are replayed whose prompts were noted as they are: with what the policies need of them.
     """
@@ -176,7 +176,7 @@ class LayerContinuation(Generic[Noted]):
         return importance_rows(*rows, group, how.sinks, weights)
 
     def change(self, shown: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how outputs change where only `shown` entries are seen, and what they attended to besides.
+        """Return how outputs change where only `shown` entries are seen, and the attention that the others had.
 
         See `attention_change`.
         """
@@ -194,9 +194,9 @@ class LayerContinuation(Generic[Noted]):
         return replace(self, tokens=(self.query[:, :, places], *self.tokens[1:]))
 
     def eviction_errors(self, keeps: Tensor, places: Tensor, factors: Tensor) -> Tensor:
-        """Return how far kv heads move that keep parts of the one prompt, [n, Hkv], by masks [n, Hkv, T].
+        """Measure how far outputs of kv heads move that keep parts of the one prompt, [n, Hkv], by masks [n, Hkv, T].
 
-        `query` are those of the tokens at `places`; see the function `eviction_errors`.
+        `query` has the tokens at `places` alone; see the function `eviction_errors`.
         """
         how = self.logits
         states = self.query[0], self.keys[0], self.values[0]
@@ -240,7 +240,7 @@ class LayerContinuation(Generic[Noted]):
 
     @property
     def kind(self: LayerContinuation[Observation]) -> tuple[object, ...]:
-        """What layers have in common whose segments can stand side by side."""
+        """The key that layers share whose segments can be replayed side by side."""
         keys = self.prompt[0]
         logits = self.logits
         shapes = (keys.shape, self.query.shape, self.tokens[2].shape)
@@ -257,7 +257,7 @@ def select_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Callable[[], States]) -> ReplayState:
-    """Put what is left of the prompts of layers that are alike side by side, with slots for the tokens behind it.
+    """Make the replay state of layers of one kind: kept prompt entries side by side, with slots for the tokens.
 
     `whole` are keys and values of all that there is, for where nearly all of it is left.
     """
@@ -312,7 +312,7 @@ def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Calla
 
 
 class _Prompts:
-    """What is left of the prompts of one layer, by segment; the K slots for the tokens are behind it.
+    """Kept prompt entries of one layer, by segment, with K slots for the tokens behind them.
 
     With `max_entries`, the most entries that a segment has left, there are as many slots for them; else one for every
     column.

@@ -1,4 +1,4 @@
-"""The tokens of a replay, one after the other: what leaves after each, for segments of many sequences and layers."""
+"""Replay tokens one after the other: what leaves after each, for segments of many sequences and layers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Stretch = tuple[Tensor, Tensor | None]
 
 @dataclass(eq=False)
 class ReplayState:
-    """What is held while K tokens pass, for the S segments of N sequences, those of a sequence one after the other.
+    """Entries held while K tokens are replayed, for the S segments of N sequences (a sequence's side by side).
 
-    The slots of `cached` are those of the prompt, and K empty ones behind them; what is held is a matter of its
-    `positions`. Once much has left, the slots that are not needed any more are given up: `columns` [S, C] says which
-    column of prompt and tokens each is (None: all are there).
+    `cached` has the slots of the prompt and K empty ones behind them; its `positions` say which hold an entry. Once
+    much has left, the slots that are not needed any more are given up: `columns` [S, C] says which column of prompt and
+    tokens each is (None: all are there).
     """
 
     query: Tensor  # [N, Hq, K, D]
@@ -61,7 +61,7 @@ class ReplayState:
             _clear(self.cached)
 
     def run(self) -> Tensor:
-        """Let all tokens pass; return their outputs, [S, G, K, Dv]."""
+        """Replay all tokens; return their outputs, [S, G, K, Dv]."""
         if self.rule is None or self.limits is None:
             self.waiting = list(self._unruled().unbind(1))
         else:
@@ -92,7 +92,7 @@ class ReplayState:
         self._evict(rule, limits, token, row)
 
     def _unruled(self) -> Tensor:
-        """Return what the tokens see where nothing leaves after the prompt, [S, K, C] bool."""
+        """Return which slots the tokens see where nothing is evicted after the prompt, [S, K, C] bool."""
         held = self.cached.held[:, : self.own]
         own = make_causal_mask(self.count, self.count, held.device).expand(len(held), -1, -1)
         arrived = torch.arange(self.count, device=held.device)
@@ -100,7 +100,7 @@ class ReplayState:
         return torch.cat([held[:, None].expand(-1, self.count, -1), own], -1)
 
     def _close(self) -> None:
-        """Compute the outputs of the tokens of this stretch, unless they are there; some segments at a time."""
+        """Compute the outputs of this stretch's tokens, if they are missing; some segments at a time."""
         if not self.waiting:
             return
         held = torch.stack(self.waiting, 1)

@@ -51,7 +51,7 @@ READ_TENSORS = ("tokens", "mask")
 
 
 class CacheHeader(Record):
-    """What a cache is of: the plan (which names its model), the dtype of its entries, sequences, tokens of each.
+    """Header of a cache file: plan (which names the model), dtype of the entries, sequences, and tokens of each.
 
     `length` counts padding, `rest` is text behind the tokens, to be read with what follows. The versions are those it
     was written with.
@@ -150,7 +150,7 @@ def read_cache(path: str | Path) -> tuple[CacheHeader, Tensors]:
 
 
 def read_header(path: str | Path) -> CacheHeader:
-    """Read what a cache file says of itself, which costs little; errors as `read_cache`, as far as that shows."""
+    """Read the header of a cache file alone, without its tensors; errors as `read_cache`."""
     return _read_header(read_about(path), path)
 
 
@@ -218,7 +218,7 @@ def _dump_stock(layer: Any) -> Tensors:
 
 
 class TensorReader:
-    """The tensors of a part of a file, taken out one by one; ValueError where one is missing or not what it must be."""
+    """Takes tensors out of a part of a file one by one; ValueError where one is missing or not what it must be."""
 
     def __init__(self, tensors: Tensors, prefix: str, device: torch.device) -> None:
         self.tensors = tensors  # of the whole file
@@ -246,7 +246,7 @@ class TensorReader:
         return [place.removeprefix(self.prefix) for place in self.tensors if place.startswith(self.prefix)]
 
     def under(self, prefix: str) -> TensorReader:
-        """Return the reader of those whose names begin so."""
+        """Return a reader of the tensors below a prefix."""
         return TensorReader(self.tensors, f"{self.prefix}{prefix}.", self.device)
 
     def blocks(self) -> list[TensorReader]:
@@ -256,7 +256,7 @@ class TensorReader:
 
 
 class CacheShape(NamedTuple):
-    """What holds for all planned layers of a cache; `seen` tokens have come, padding counted."""
+    """Sizes that all planned layers of a cache share; `seen` tokens have come, padding counted."""
 
     batch: int
     heads: int
@@ -267,7 +267,7 @@ class CacheShape(NamedTuple):
 
 
 def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: Any, layers: Sequence[Any]) -> None:
-    """Let the empty layers of a cache of `model` hold the tensors of a file, on the devices of the model's layers.
+    """Fill the empty layers of a cache with the tensors of a file, on the devices of the model's layers.
 
     Raises:
         UsageError: the file does not hold what its header says.
@@ -296,7 +296,7 @@ def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: 
 
 
 def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) -> None:
-    """Let an empty planned layer hold what was written of one."""
+    """Fill an empty planned layer from a file."""
     if layer.decode is None:
         store = _load_ragged(reader, of)
         keys = store.blocks[0].keys
@@ -397,7 +397,7 @@ def _require_finite(log_weights: Tensor, place: str) -> Tensor:
 
 
 def _fill_stock(layer: Any, reader: TensorReader) -> None:
-    """Let an empty layer of transformers' own hold what was written of one."""
+    """Fill an empty layer of transformers' own from a file."""
     fresh = vars(layer)
     for place in reader.names():
         name, _, key = place.partition(".")

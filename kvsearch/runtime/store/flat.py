@@ -1,4 +1,4 @@
-"""All segments of a layer behind one another, whatever their lengths: no padding, and one call of attention.
+"""Flat storage: all segments of a layer behind one another, without padding, for one call of attention.
 
 Behind each segment is the same spare room, as all of them get the same tokens. Right after prefill there is none; it
 comes with the first append and then grows by an eighth of the mean segment. Where a segment begins and ends is known to
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class FlatBlock:
-    """Segments in order: the rows `[starts, ends)` of each are in use, and up to `spare` behind the first `counts`."""
+    """Segments behind one another: rows `[starts, ends)` of each are in use, up to `spare` more than its `counts`."""
 
     segments: Tensor  # [S] int64, 0 to S - 1
     keys: Tensor  # [N, D], N = sum(counts) + S * spare
@@ -57,7 +57,7 @@ class FlatBlock:
 
     @classmethod
     def compact(cls, held: Mapping[str, Any], counts: Ints, lengths: Tensor) -> FlatBlock:
-        """Take tensors of entries by name, without spare room; `counts` and `lengths` [S] are the same numbers."""
+        """Make a block of entry tensors by name, without spare room; `counts` and `lengths` [S] are equal."""
         stop = lengths.cumsum(0)
         segments = torch.arange(len(counts), device=stop.device)
         return cls(segments, counts=counts, starts=stop - lengths, ends=torch.stack([stop, lengths]), **held)
@@ -129,7 +129,7 @@ class FlatBlock:
         self.padded |= padded
 
     def separate(self) -> None:
-        """Nothing is to be done: kernels are not differentiated, and all else gets copies."""
+        """Do nothing: kernels are not differentiated, and all else gets copies."""
 
     def prepare_step(self, room: int) -> bool:
         # Growing binds new tensors, which ends captured steps, so room is made once, and again only when it has run
@@ -310,7 +310,7 @@ def regroup(held: Sequence[AnyBlock]) -> list[AnyBlock]:
 
 
 def find_true_places(flags: Tensor, count: int) -> Tensor:
-    """Return where flags [M] are True, ascending, [count] int64: the host knows how many are, so it does not wait."""
+    """Return the indices of True flags [M], ascending, [count] int64; as the host knows the count, it does not wait."""
     return torch.searchsorted(flags.cumsum(0), torch.arange(1, count + 1, device=flags.device))
 
 

@@ -1,4 +1,4 @@
-"""Storage of a layer whose entries are evicted while decoding: a new token takes the slot of one that left.
+"""Slot storage for eviction while decoding: a new token takes the slot of an entry that left.
 
 Every (sequence, kv head) is a segment with slots; segments that may hold (nearly) as much share one dense block. What a
 step does is known on the host before it runs (`SlotBlock.prepare_step`): how many entries every segment holds does not
@@ -96,7 +96,7 @@ class SlotBlock:
         return used
 
     def link(self) -> None:
-        """Say which slot is before and behind each, in the order of positions; the next token's is behind all entries.
+        """Link slots in the order of positions: which is before and behind each; the next token's is the last.
 
         From here on steps that are one launch keep it so.
         """
@@ -109,7 +109,7 @@ class SlotBlock:
         self.links[1].scatter_(1, order[:, :-1].long(), order[:, 1:])
 
     def separate(self) -> None:
-        """Go on in copies, so that what was done before can still be differentiated."""
+        """Continue in copies, so that earlier steps can still be differentiated."""
         self.cached = replace(self.cached, keys=self.cached.keys.clone(), values=self.cached.values.clone())
         self.slot = self.slot.clone()
 
@@ -152,7 +152,7 @@ class SlotBlock:
         return replace(cached, positions=hide_positions(cached.positions, self.rows[:, None], visible))
 
     def free(self, leaving: Tensor | None, step_plan: StepPlan, active: Tensor | None) -> None:
-        """Make room for the next token where entries left, `leaving` [S, E] (-1: none); else the next slot is taken.
+        """Free the slots of entries that left, `leaving` [S, E] (-1: none), and choose the slot of the next token.
 
         Segments that are not `active` [S] bool took no token and keep the slot they have.
         """

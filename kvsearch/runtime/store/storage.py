@@ -1,7 +1,7 @@
 """Ragged storage: every (sequence, kv head) keeps its own number of entries, and only those are in memory.
 
-Where the kernels serve, all segments of a layer lie behind one another (`flat.FlatBlock`); elsewhere those of (nearly)
-equal length share a dense block (`blocks.Block`).
+Where the kernels serve, all segments of a layer lie behind one another (`flat.FlatBlock`); elsewhere segments of
+(nearly) equal length share a dense block (`blocks.Block`).
 """
 
 from __future__ import annotations
@@ -110,24 +110,24 @@ class RaggedStore(Segmented):
         self.appended += count
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens ahead of time, whenever there is none; 0: steps are as small as they can be."""
+        """Reserve room for `tokens` tokens ahead, again whenever it has run out; 0: none."""
         self.room = tokens
         for block in self.blocks:
             block.release()
 
     def prepare_step(self) -> None:
-        """Do the host's part of the next token, where room is reserved: `put` is the device's."""
+        """Prepare the next step on the host, where room is reserved; `put` is the device's part."""
         for block in self.blocks:
             if block.prepare_step(self.room):
                 self.packed += 1
         self.appended += 1
 
     def plan(self) -> tuple[Hashable, ...]:
-        """Return what the foreseen step depends on that the host decided: whether padding has come, nothing else."""
+        """Return a key of the prepared step: whether padding has come, nothing else."""
         return self.even, *(block.padded for block in self.blocks)
 
     def finish_step(self) -> None:
-        """Do nothing after a token: none has left."""
+        """Do nothing: no entry leaves after a token."""
 
     def put(self, keys: Tensor, values: Tensor) -> None:
         """Add the foreseen token to every segment, keys [B, Hkv, 1, D] and values [B, Hkv, 1, Dv]; none is padding."""
