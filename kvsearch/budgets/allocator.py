@@ -1,4 +1,4 @@
-"""What an allocator is: signals and a total become budgets."""
+"""The Allocator interface: signals and a total become budgets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def share_above(weights: ArrayLike, total: int, floors: Ints, caps: Ints) -> Int
 
 
 def check_at_least(minimum: int, /, **options: int | None) -> None:
-    """Raise UsageError that names the first of the `options` that is below `minimum`; None is none that was given."""
+    """Raise UsageError that names the first of the `options` below `minimum`; an option that is None was not given."""
     for name, value in options.items():
         if value is not None and value < minimum:
             raise UsageError(f"{name.replace('_', ' ')} must be {minimum} or more, got {value}")

@@ -153,7 +153,7 @@ def _spend_in_head_order(blocks: Blocks, taken: int, budgets: Ints, left: int) -
 
 
 class _ByDensity:
-    """Repeatedly the head and prefix, no longer than what is left, with the highest true importance per entry.
+    """Greedy choice, again and again, of the head and prefix that fits with the highest true importance per entry.
 
     While a head's next block fits, that block is its densest prefix and its slope the density, so whole blocks are
     taken in their sorted order, many at a time. Only a head whose next block does not fit is searched, and it stays

@@ -40,7 +40,7 @@ NO_SCORES: Floats = np.zeros(0)
 
 
 class LayerDemand(NamedTuple):
-    """What a layer of a prompt asks for."""
+    """The demand of a layer of a prompt for entries."""
 
     weight: float  # its share of what the layers have in common, in any unit that is the same for all, or its logarithm
     order: Order  # the kv head of each of its free entries, the most wanted entry first; as far as heads are dynamic
@@ -64,7 +64,7 @@ class Allocation(ABC):
         """Whether the heads of a layer share what it has; if not, they get the same."""
 
     def needs(self, policy: Policy) -> Needs:  # noqa: ARG002
-        """Return what `weight` must be given of the prompt besides what the layer's policy needs."""
+        """Return what `weight` needs of the prompt besides the needs of the layer's policy."""
         from kvsearch.policies.base import Needs
 
         return Needs()
@@ -77,7 +77,7 @@ class Allocation(ABC):
     ) -> list[float]:
         """Return how much the layer wants per sequence; called where layers are shared.
 
-        `scores` are those of `policy`, per sequence [Hkv, candidates] fp32 in descending order.
+        `scores` are the policy's, per sequence [Hkv, candidates] fp32 in descending order.
         """
         raise InternalError(f"allocation {self.name} does not weigh layers")
 
@@ -145,7 +145,7 @@ class Shares:
         self._owners = np.zeros(0, dtype=np.int64)  # their rows
 
     def add(self, layer: int, demand: LayerDemand) -> None:
-        """Take in the demand of row `layer`."""
+        """Add the demand of row `layer`."""
         self.demands[layer] = demand
         scores = np.concatenate([self._highest, demand.scores])
         first = np.argsort(-scores, kind="stable")[: self.free[0]]
@@ -263,7 +263,7 @@ def find_allocation_class(name: str) -> Any:
 
 
 def _find_room(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:
-    """Return, of layers that share, floors in reach, what the caps leave over (both [l, Hkv]) and what is free."""
+    """Return floors that layers can reach together, what caps leave over (both [l, Hkv]), and the free entries."""
     wanted = int(planned.sum())
     total = min(wanted, int(caps.sum()))
     base = lift_floors(int(floors.max(initial=0)), total, np.zeros_like(floors), floors)

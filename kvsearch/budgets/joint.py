@@ -127,7 +127,7 @@ class JointSolver:
         return best._replace(bound=bound)
 
     def simplified(self, solved: JointBudgets, share: float) -> JointBudgets:
-        """Give layers back the policy that keeps most in all of them, where a policy of their own is hardly worth it.
+        """Return layers to the policy that is best for all, where a policy of their own is hardly worth it.
 
         Importance is measured on few contexts, and stands for a loss. So a layer keeps another policy only if that
         keeps more by at least `share` of all the importance that the one policy loses. The result keeps no less than

@@ -184,5 +184,5 @@ def solve_grid(solver: MarginalSolver) -> NDArray[np.float32]:
 
 
 def compute_grid_totals(entries: int) -> Ints:
-    """Return what is kept of so many entries at the global eviction ratios 0.01 ... 0.99, halves upward, int64 [99]."""
+    """Count how many of `entries` stay at the global eviction ratios 0.01 ... 0.99, halves upward, int64 [99]."""
     return (2 * (100 - np.arange(1, GRID_SIZE + 1, dtype=np.int64)) * entries + 100) // 200

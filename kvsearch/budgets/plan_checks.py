@@ -1,4 +1,4 @@
-"""What can be wrong with the policies and budgets of a plan: found before a model is loaded, without torch."""
+"""Checks of a plan's policies and budgets that need neither a model nor torch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Reply:
 class CompressedContext:
     """A context in a compressed cache that answers any number of prompts; no prompt sees another.
 
-    `ids` [1, T] are its tokens, but for those of its `rest`: see `PromptFormat.open_context`.
+    `ids` [1, T] are its tokens without its `rest`: see `PromptFormat.open_context`.
     """
 
     def __init__(self, loaded: LoadedModel, cache: PlanCache, ids: Tensor, rest: str = "") -> None:

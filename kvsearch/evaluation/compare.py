@@ -153,7 +153,7 @@ def _format_entries(entries: Mapping[str, float | None]) -> str:
 
 
 def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, programs: Sequence[Program]) -> StageCost:
-    """Return what the stage `name` costs that asks under some programs.
+    """Estimate the cost of the stage `name`, which asks all questions under some programs.
 
     A prompt is read once for all of them, and compressed for each. Replies are decoded in one batch, but for programs
     that evict while they reply.
@@ -181,7 +181,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
 
 
 def _estimate_compression(programs: Sequence[Program]) -> float:
-    """Return how many times as long as reading a prompt it takes to compress it; policies share what they need."""
+    """Estimate the time to compress a prompt, in times of reading it; policies share what they need."""
     phases = [program.prefill for program in programs if program.prefill is not None]
     needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
     divided = sum(phase.allocation is not None for phase in phases)

@@ -164,9 +164,9 @@ def _ask(
     tasks: Sequence[TaskPrompts],
     ratio: float,
 ) -> Replies:
-    """Return the replies of all compared methods on one context.
+    """Generate the replies of all compared methods on one context.
 
-    The `item` is a context of the task of that number, what is asked about it, and some of what is asked about others.
+    The `item` is the number of a task, one of its contexts, the questions about it, and some questions about others.
     """
     number, reading, own, others = item
     with run_attention(loaded.model):
@@ -284,7 +284,7 @@ def measure_reply_losses(
 ) -> dict[str, float]:
     """Measure the loss of right replies after a context, token ids [T], under each program.
 
-    Losses are nats per token, means over the questions, of which each is one pass for all programs.
+    Losses are nats per token, means over the questions; each question is one pass for all programs.
     """
     losses = dict.fromkeys(programs, 0.0)
     for joint in compress_prompts(model, programs, [context], set()):

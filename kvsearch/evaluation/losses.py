@@ -56,7 +56,7 @@ def measure_losses(
 ) -> list[LayerLoss]:
     """Measure losses of the layers each program governs, by task, layer and method, on the samples `run` would take.
 
-    The queries are those of the tokens that follow what is compressed: question, reply's prefix and answer
+    The queries are of the tokens that follow the compressed prompt: question, reply's prefix and answer
     (question-agnostic), or the answer (question-aware); `forced_answers` says which answer. Layers with a sliding
     window are left out: no plan governs them.
 

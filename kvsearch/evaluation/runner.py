@@ -55,14 +55,14 @@ def run_encoded(
 ) -> list[Sample]:
     """Run every program on all questions of what `encode_tasks` made; `memory` as in `reply_to_batch`.
 
-    What is `kept` is not done again. What is left of a batch is done as if all of it were, so replies that share their
-    arithmetic still do.
+    Replies that are `kept` are not made again. The rest of a batch is made as if all of it were, so replies that share
+    their arithmetic still do.
 
     A batch that memory is too short for is halved, down to one example, which a `KvsearchWarning` says.
 
     Raises:
-        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample. Or turns
-            are asked of a model with sliding windows.
+        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample. Or
+            questions come in turns, on a model with sliding windows.
         EnvironmentFault: the longest prompt alone does not fit under a program.
         RuntimeError, MemoryError: memory ran out for a single example.
     """

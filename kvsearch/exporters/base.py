@@ -1,4 +1,4 @@
-"""The Exporter seam: a plan in the words of another tool, and what these words cannot say.
+"""The Exporter interface: a plan in the format of another tool, and what that format cannot express.
 
 An exporter makes files out of a plan and lists what is lost on the way, in entries where that can be counted. Nothing
 is lost in silence: what a target has no word for is listed. Where budgets become
@@ -166,7 +166,7 @@ class PlanExporter(Exporter, ABC):
 
     @abstractmethod
     def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
-        """Make the files for prompts of `inputs.length` tokens, by default those of the plan.
+        """Make the files for prompts of `inputs.length` tokens, by default as long as the plan's.
 
         Raises:
             UsageError: a length or the model is needed.

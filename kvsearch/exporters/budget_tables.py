@@ -1,4 +1,4 @@
-"""Targets with a number for every head, or one for every layer."""
+"""Exporters for tools that take a number for every head, or one for every layer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A probe as a surrogate of hidden states, in KVzap's format, which kvpress reads.
+"""Export a probe as a network on hidden states, in KVzap's format, which kvpress reads.
 
 Keys before their rotary embedding and values are linear in what enters the attention: k = W_k h + b_k. So is a probe
-that looks at these two alone up to its GELUs, and one network of a layer has those of all its heads side by side.
+that looks at these two alone up to its GELUs, and one network of a layer has the probes of all its heads side by side.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _network(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]) -> Iterator[str]:
-    """List what the surrogate cannot see, and what the press does not do."""
+    """List the features that the surrogate cannot see, and the protection that the press lacks."""
     if SPREAD in features:
         # the other features, which are as wide as a head, share the rest
         wide = (fits[0]["center"].shape[1] - 1) // max(1, len(features) - 1)

@@ -416,7 +416,7 @@ class PlannedBlock:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
 
     def reorder(self, sources: list[int]) -> None:
-        """Take what segments `sources` have, all of which are here."""
+        """Take the entries of segments `sources`, which are all in this block."""
         rows = [self.segments.index(source) for source in sources]
         self.keys = self.keys[rows]
         self.values = self.values[rows]
@@ -568,7 +568,7 @@ class PlannedPolicy:
         return (F.max_pool1d if pooling == "max" else F.avg_pool1d)(scores, kernel, 1, kernel // 2)
 
     def expected_attention(self, prompt: PlannedPrompt) -> Tensor:
-        """Return the attention expected of later queries, of which this prompt has the mean and covariance."""
+        """Return the attention expected of later queries, by the mean and covariance of this prompt's."""
         batch, heads, group, _, dim = prompt.query.shape
         cos, sin = self.tables(prompt.positions)
         scale = cos.square() + sin.square()

@@ -1,4 +1,4 @@
-"""A model under a plan, as lm-evaluation-harness asks it: replies and log-likelihoods from the compressed cache.
+"""A model under a plan for lm-evaluation-harness: replies and log-likelihoods from the compressed cache.
 
 The harness hands over whole prompts, so all of it is question-aware. Its own Hugging Face model scores context and
 continuation in one forward pass, in which nothing is evicted; here a continuation is predicted from what the cache
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = {*DRAWN, "top_k", "min_p"}  # as long as nothing is drawn
 
 
 class Generation:
-    """What generation options of a task say of a reply.
+    """Settings of a reply, from the generation options of a task.
 
     It ends before the first of `stops`, or after `max_new_tokens`, and is drawn by `sampling` (None: greedy).
 
@@ -261,7 +261,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         return _last(request, context, room), tuple(continuation)
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return token ids of both, cut out of those of the whole; white space between them begins the continuation."""
+        """Return token ids of both, cut out of the ids of the whole text; white space between is the continuation's."""
         lead = self._encode(context.rstrip()) if context else []
         # Encoded together and cut apart: a token may span both, and alone they would be other tokens.
         rest = self._encode(context + continuation, special=bool(context))[len(lead) :]
@@ -335,7 +335,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         return [likelihoods for likelihoods, _ in scored]
 
     def _note_held(self, text: HarnessText, tokens: int, entries: int) -> None:
-        """Add what the cache held of a text once its `tokens` were compressed."""
+        """Count the entries that the cache held of a text once its `tokens` were compressed."""
         held = self.held.setdefault(text.task, Counter())
         held["prompts"] += 1
         held["truncated"] += text.truncated
@@ -346,7 +346,7 @@ class PlannedLM(LM):  # type: ignore[misc]
 
 @contextmanager
 def _naming(requests: Sequence[Instance]) -> Iterator[None]:
-    """Say for which request of a batch the model computed NaN."""
+    """Name the request of a batch for which the model computed NaN."""
     try:
         yield
     except NonFiniteError as error:

@@ -47,7 +47,7 @@ ALIBI = ("bloom", "mpt")  # families without a setting that says so
 class Architecture:
     """The shape of a decoder model. `full_layers` are the layers a plan may govern: plain full attention.
 
-    `kinds` are those of all layers, by the names of transformers. Layers keep their index in the model.
+    `kinds` has the kind of every layer, by the names of transformers. Layers keep their index in the model.
     """
 
     model_type: str
@@ -71,7 +71,7 @@ def find_text_config(model: nn.Module) -> Any:
 
 
 def name_of(model: Any) -> str:
-    """Return what a model's configuration calls it, or else its class."""
+    """Return the name of a model in its configuration, or else its class."""
     return getattr(model.config, "_name_or_path", "") or find_class_name(model)
 
 
@@ -146,7 +146,7 @@ def find_unsupported(model: nn.Module) -> str | None:
 
 
 def require_continuation(module: nn.Module, tokens: int) -> None:
-    """Refuse several tokens at once after a prompt where transformers' code for the model answers them wrongly.
+    """Refuse several tokens at once after a prompt where transformers' code for the model computes them wrongly.
 
     `module` is an attention layer; its neighbours forget their running state, and nothing would tell.
     """

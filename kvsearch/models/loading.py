@@ -106,7 +106,7 @@ class LoadedModel:
     remark: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """See to it that the tokenizer is called with care, however it came here."""
+        """Wrap the tokenizer in a `CheckedTokenizer`."""
         if self.tokenizer is not None:
             bare = getattr(self.tokenizer, "bare", self.tokenizer)
             checked = CheckedTokenizer(bare, self.name, count_embeddings(self.model))

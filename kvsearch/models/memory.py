@@ -43,7 +43,7 @@ class MemoryNeeds:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all parts together."""
         return sum(astuple(self))
 
 

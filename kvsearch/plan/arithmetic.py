@@ -1,4 +1,4 @@
-"""Budgets of a plan at the prompt at hand, plans at another size, and in what two plans differ."""
+"""Budgets of a plan for a prompt, plans scaled to another size, and differences of two plans."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Scaling = Literal["fixed", "proportional"]
 def compute_budgets(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints:
     """Return the integer budgets [planned layers, Hkv] for a prompt of `length` tokens.
 
-    "fixed" budgets are those of the plan, in the prefill phase clipped to `length`, unless `clip` is off; what that
-    frees is not handed to other heads. "proportional" ones are
-    budget * length / plan.length, water-filled and rounded over all layers at once to the phase's total
-    times length / plan.length, halves up; bounds are the floor, at least one entry, and in the prefill phase `length`.
-    Where a very short prompt puts that total out of reach, the nearest possible one is used.
+    "fixed" budgets are as planned, in the prefill phase clipped to `length`, unless `clip` is off; what that frees is
+    not handed to other heads. "proportional" ones are budget * length / plan.length, water-filled and rounded over all
+    layers at once to the phase's total times length / plan.length, halves up; bounds are the floor, at least one entry,
+    and in the prefill phase `length`. Where a very short prompt puts that total out of reach, the nearest possible one
+    is used.
 
     Raises:
         UsageError: `length` is below 1 or the plan has no such phase.
@@ -150,7 +150,7 @@ def add_carry(plan: Plan, carry: Carry) -> Plan:
 def even_out_budgets(plan: Plan) -> Plan:
     """Give all kv heads the same budget under the policies of a plan; the total of every phase stays.
 
-    Entries carry nothing, and budgets are those of the plan at every prompt: no allocation shares them out there.
+    Entries carry nothing, and budgets are the same at every prompt: no allocation shares them out there.
     """
     phases: dict[str, PhasePlan] = {
         name: PhasePlan.of(phase.policies, water_fill(np.ones_like(phase.table), phase.total))

@@ -74,7 +74,7 @@ def water_level(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arr
     bound until all others are full, then fill uniformly, so all-zero weights mean uniform.
 
     Returns:
-        float64 array of `weights`' shape that sums to `total`; arguments and errors are those of `water_fill`.
+        float64 array of `weights`' shape that sums to `total`; arguments and errors as `water_fill`.
     """
     scaled = _check_shares(weights, "weight")
     low, caps = check_bounds(scaled.shape, total, lower, upper)

@@ -1,4 +1,4 @@
-"""The Policy seam: WHAT to evict. A policy ranks cached entries; how many stay is the budget's business.
+"""The Policy interface: WHAT to evict. A policy ranks cached entries; how many stay is up to the budget.
 
 A policy is a frozen dataclass of its hyper-parameters. It declares what it needs, and the runtime computes only that,
 never a T x T matrix. Scores say how much an entry is worth keeping; protection (sinks and recent window), padding and
@@ -34,7 +34,7 @@ class SecondPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy must be given of the prompt besides keys and values."""
+    """What a policy needs of the prompt besides keys and values."""
 
     query_rows: int = 0  # the last so many query rows
     query_statistics_from: int | None = None  # mean and covariance of the unrotated queries from this position on
@@ -190,13 +190,13 @@ class Observation:
         return self.shared(("projected_norms", order), lambda: project(self.values, order))
 
     def of_hidden(self, what: OfHidden) -> Tensor:
-        """Return what this makes of the hidden states, [B, Hkv, T] fp32; UsageError where they are not seen."""
+        """Return what `what` computes of the hidden states, [B, Hkv, T] fp32; UsageError where they are not seen."""
         if what not in self.hidden:
             raise UsageError("a policy wants hidden states (kvzap), which cannot be seen here: use another policy")
         return self.hidden[what]
 
     def reread(self, how: SecondPass) -> Tensor:
-        """Return what entries got when the prompt was read again, [B, Hkv, T] fp32; UsageError where it was not."""
+        """Return the scores of the prompt's second pass, [B, Hkv, T] fp32; UsageError where it was not read again."""
         if how not in self.rereads:
             raise UsageError(
                 "a policy wants the prompt read again (kvzip), which cannot be done here: use `kvsearch generate`, "
@@ -212,7 +212,7 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)  # else subclasses that are equal to none but themselves would all be equal
 class Policy(ABC):
-    """Base of all eviction patterns.
+    """Base of all eviction policies.
 
     `sinks` and `window` are the protected entries: the first real tokens and the most recent ones of a sequence. Where
     `window` says how many queries are looked at, `protect` says how many recent entries are protected; by default as
@@ -229,7 +229,7 @@ class Policy(ABC):
     signed_scores: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a parameter that is out of range: here those that this class reads."""
+        """Raise UsageError for a parameter out of range: here the parameters that this class reads."""
         self._settle_protect()
         self._at_least(0, *(name for name in ("sinks", "window", "protect", "refresh") if hasattr(self, name)))
 
@@ -353,7 +353,7 @@ class Policy(ABC):
 
     @property
     def running(self) -> Running | None:
-        """What `step` returns, where a kernel can do it: positions, attention received, scores on arrival, or the row.
+        """The kernel rule that equals `step`: positions, attention received, scores on arrival, or the attention row.
 
         Attention received and scores are all that the running state has of entries; a score on arrival is that of
         `arriving`. "row" is the step's own row as it is. "persistence" is Scissorhands', "pooled" CAKE's.
@@ -401,7 +401,7 @@ class Policy(ABC):
         return PolicySpec(name=self.name, params=self.parameters())
 
     def _settle_protect(self) -> None:
-        """Set a `protect` that is as large as the window, so that both ways to say so make equal policies."""
+        """Replace a `protect` of `AS_WINDOW` by the window's size, so that both ways to say so make equal policies."""
         if getattr(self, "protect", None) == AS_WINDOW:
             # The dataclass is frozen, and -1 must not reach a plan.
             object.__setattr__(self, "protect", self.observed)

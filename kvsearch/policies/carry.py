@@ -1,10 +1,10 @@
-"""What kept entries carry of those that leave a prompt: other values, and a log weight added to their logits.
+"""Attention Matching: kept entries carry evicted ones, by other values and a log weight added to their logits.
 
 Attention over b kept entries with log weights beta, softmax(s q.k + beta) v', is fitted to attention over all T entries
-for queries of the prompt itself (Attention Matching, arXiv 2602.16284): keys stay as they are, so that rotary
-positions do. First the weights, so that each query's sum of exponentials is that of all entries; then the
-values, so that its output is. Queries lie evenly over the prompt, and are asked where the next tokens will stand:
-the last ones as they stand look at their neighbours, and what is fitted to these is worse than nothing.
+for queries of the prompt itself (Attention Matching, arXiv 2602.16284): keys stay as they are, so that rotary positions
+do. First the weights, so that each query's sum of exponentials equals the sum over all entries; then the values, so
+that its output does. Queries lie evenly over the prompt, and are asked where the next tokens will stand: the last ones
+as they stand look at their neighbours, and what is fitted to these is worse than nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MIN_MASS = 1e-20
 
 
 class Carried(NamedTuple):
-    """What the entries of a prompt carry; those that left are as they were, and have log weight 0."""
+    """Values and log weights of a prompt's entries; entries that left are as they were, and have log weight 0."""
 
     values: Tensor  # [B, Hkv, T, Dv]
     log_weights: Tensor  # [B, Hkv, T], in the dtype of the keys
 
 
 def match_attention(observation: Observation, keep: Tensor, counts: Ints, lengths: Sequence[int]) -> Carried:
-    """Fit what the entries `keep` [B, Hkv, T] bool carry to attention over all; see `match_segments`.
+    """Fit values and log weights of the entries `keep` [B, Hkv, T] bool to attention over all; see `match_segments`.
 
     `counts` [B, Hkv] are how many a head keeps and `lengths` [B] how many it has: heads that keep all stay as they are.
     The observation, which has reference queries, stays as it is; nothing waits for the device.
@@ -51,7 +51,7 @@ def match_attention(observation: Observation, keep: Tensor, counts: Ints, length
     rows = queries.shape[1] // heads * count
 
     def by_row(states: Tensor) -> Tensor:
-        """Return something of kv heads, query heads of each and queries for every row, [S, rows]."""
+        """Broadcast a tensor over kv heads, their query heads and queries, [S, rows]."""
         return states.expand(batch, heads, rows // count, count).reshape(-1, rows)
 
     sinks = observation.sinks_of(slice(None))

@@ -1,4 +1,4 @@
-"""What a policy sees while decoding: segments of cached entries in slots, and one attention row per step.
+"""Views of the cache for policies while decoding: segments of entries in slots, and one attention row per step.
 
 A segment is one kv head of one sequence. Its entries sit in slots in any order; `positions` says which token each is.
 """
@@ -49,9 +49,9 @@ class State:
 
 @dataclass
 class Cached:
-    """What S heads hold. A slot without an entry has position -1 and, in every state tensor, zeros.
+    """The entries of S heads in slots. A slot without an entry has position -1 and, in every state tensor, zeros.
 
-    Its keys and values are any numbers, but finite ones, as those of entries.
+    Its keys and values are any finite numbers.
     """
 
     keys: Tensor  # [S, C, D]
@@ -142,7 +142,7 @@ def sort_by_position(positions: Tensor, chosen: Tensor) -> Tensor:
 
 
 def list_slots(chosen: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Return the `chosen` slots [S, C] in ascending order of position, [S, most] int64 with -1 behind."""
+    """Return the `chosen` slots [S, C] in ascending order of position, [S, width] int64 with -1 behind."""
     order = sort_by_position(positions, chosen)[:, :width]
     return torch.where(chosen.gather(-1, order), order, -1)
 
@@ -153,7 +153,7 @@ def gather_entries(states: Tensor, slots: Tensor) -> Tensor:
 
 
 def widen_marks(marks: Tensor, states: Tensor) -> Tensor:
-    """Return marks of the first dimensions of states, such as [S, C] of [S, C, ...], with a 1 for each other one."""
+    """Add dimensions of size 1 to marks of the first dimensions of states, such as [S, C] for [S, C, ...]."""
     return marks.view(*marks.shape, *[1] * (states.dim() - marks.dim()))
 
 

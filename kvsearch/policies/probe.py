@@ -88,7 +88,7 @@ class Weights(NamedTuple):
 
 
 def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
-    """Return what is looked at of every entry, [B, Hkv, T, F] fp32, the features in the order of `names`.
+    """Return the features of every entry, [B, Hkv, T, F] fp32, in the order of `names`.
 
     key: the key at position 0 (un-rotated); value; value_norm: log |v|; expected_attention, snapkv: the logarithms of
     these policies' scores, times the number of entries, so that they do not depend on the length; keydiff: its cosine;
@@ -99,12 +99,12 @@ def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
 
 
 def columns_of(names: Iterable[str], head_dim: int) -> tuple[str, ...]:
-    """Return of every column of `features_of` the name of its feature; keys and values have `head_dim`."""
+    """Return the feature name of every column of `features_of`; keys and values have `head_dim` columns."""
     return tuple(name for name in names for _ in range(head_dim if name in ("key", "value") else 1))
 
 
 def needs_of(names: tuple[str, ...]) -> Needs:
-    """Return what these features need of a prompt."""
+    """Return the needs of these features."""
     start = SINKS if "expected_attention" in names else None
     return Needs(WINDOW if "snapkv" in names else 0, start, unrotated="key" in names)
 
@@ -138,9 +138,9 @@ class Probe(CalibratedRanking):
 
     While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
     from its own key, value and value norm, and its cosine to the mean key of the prompt. What the scores of SnapKV and
-    ExpectedAttention would be cannot be known, as no window of queries comes after it: they are taken to be those of
-    the average entry of the fit. With a `refresh` all entries are scored anew every so many steps instead, with
-    SnapKV's and ExpectedAttention's scores of the last queries.
+    ExpectedAttention would be cannot be known, as no window of queries comes after it: the average entry of the fit
+    stands in for them. With a `refresh` all entries are scored anew every so many steps instead, with SnapKV's and
+    ExpectedAttention's scores of the last queries.
     """
 
     name: ClassVar[str] = "probe"
@@ -199,7 +199,7 @@ class Probe(CalibratedRanking):
 @constant
 @lru_cache(maxsize=16)
 def _weights(digest: str, device: Any = "cpu") -> Weights:
-    """Return what a file has; UsageError if it is not here, or not of this version."""
+    """Load the weights of a file; UsageError if it is not here, or not of this version."""
     profile = load_fitted_profile(digest, PROBE_METHOD)
     features = profile.metadata.provenance.settings.get("features")
     if not isinstance(features, tuple) or not set(features) <= set(FEATURES):

@@ -115,7 +115,7 @@ def rank_scored(policy: Policy, observation: Observation) -> Tensor:
 
 
 def _identify(policy: Policy) -> Hashable:
-    """Return what equal policies have in common; only the object itself where parameters cannot be hashed."""
+    """Return a key that equal policies share: the policy, or its id where parameters cannot be hashed."""
     try:
         hash(policy)
     except TypeError:
@@ -124,7 +124,7 @@ def _identify(policy: Policy) -> Hashable:
 
 
 def find_limits(policy: Policy, budgets: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return what heads may keep at `budgets` [B, Hkv] and how much of it is the first stage's, [2, B, Hkv] int64.
+    """Return the entries that heads may keep at `budgets` [B, Hkv], and the first stage's part, [2, B, Hkv] int64.
 
     `lengths` are the real lengths of the sequences, and what exempt heads may keep. The result is on the CPU.
     """
@@ -150,7 +150,7 @@ def keep_at(policy: Policy, observation: Observation, limits: Tensor) -> Tensor:
 def rank_under(policy: Policy, observation: Observation) -> Tensor:
     """Return the rank of every entry under a policy, [B, Hkv, T] int32; see `rank_entries`.
 
-    At every budget, the entries ranked below it are those of `keep_at`.
+    At every budget, the entries ranked below it are what `keep_at` keeps.
     """
     valid = observation.valid
     sinks = policy.sink_count

@@ -1,4 +1,4 @@
-"""What several policies compute: attention rows and sums, pooling, norms of values, entries folded into others."""
+"""Helpers of several policies: attention rows and sums, pooling, norms of values, entries folded into others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scratch:
         self._memory = torch.empty(elements, dtype=torch.float32, device=device)
 
     def table(self, *shape: int) -> Tensor:
-        """Return a table of some shape, which holds what the one before it held."""
+        """Return a table of this shape over the same memory, not cleared."""
         return self._memory[: math.prod(shape)].view(shape)
 
 

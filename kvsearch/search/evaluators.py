@@ -2,8 +2,8 @@
 
 Candidates with budgets of the decode phase are run whole, as `evaluate` runs plans: what leaves while decoding depends
 on every token that follows the prompt, so there is no order of entries that serves all candidates. Each has a cache of
-its own here, which takes in what follows token by token. Only the prompts are shared: those of a job's candidates are
-read once, as far as memory permits.
+its own here, which takes in what follows token by token. Only the prompts are shared: for the candidates of a job they
+are read once, as far as memory permits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SampleIndices = list[int]  # the samples that share a prompt
 class PlanEvaluator:
     """Measures candidates by running their plans; an `Evaluator`, exact in every phase and under every policy.
 
-    Results are data, as those of `CandidateBank`, and do not depend on which candidates are evaluated together.
+    Results are data, as in `CandidateBank`, and do not depend on which candidates are evaluated together.
 
     Args:
         base: policies and phases.
@@ -102,7 +102,7 @@ class PlanEvaluator:
         return values
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
     # --- contexts -------------------------------------------------------------------------------------------------
 

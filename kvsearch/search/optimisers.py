@@ -2,7 +2,7 @@
 
 An optimiser minimises. It sees vectors and numbers only, never a model or a plan. One seed gives one search: no global
 random state is read or changed, so a fresh instance that is told the same values asks for the same points bit for bit,
-and a search can be resumed from the record of what was told.
+and a search can be resumed from the record of told values.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Optimiser(ABC):
         Args:
             points: where they really were, each [d] within the bounds, in the order asked: `Space.project` of them.
             values: their values, finite, smaller is better.
-            measured: those of the values that are no penalty for a failed candidate, which says nothing of how much
-                points differ; None: all.
+            measured: the values without penalties of failed candidates, which say nothing of how much points differ;
+                None: all.
         """
         inside = [np.clip(point, self.lower, self.upper) for point in points]  # computed points may miss a bound
         for point, value in zip(inside, values, strict=True):
@@ -269,7 +269,7 @@ class GoldenSection(Optimiser):
         self._shrink(left, right)
 
     def _tell_bounds(self, lowest: float, highest: float) -> None:
-        """Go on beside the better bound if it is better than the inner points; else as ever.
+        """Continue beside the better bound if it is better than the inner points, else as usual.
 
         Inner points are equal, or one has failed.
         """

@@ -159,8 +159,8 @@ class Group(Space):
 
     The layers of the group get what the point says, rounded by largest remainders to the nearest whole sum. The others
     share the rest in proportion to their budgets in `table`, within their bounds. Where they cannot, the group is
-    water-filled to the nearest sum that they can. The heads of a layer of the group get the same, those of other layers
-    keep their proportions.
+    water-filled to the nearest sum that they can. The heads of a layer of the group get the same, the heads of other
+    layers keep their proportions.
 
     Args:
         table: budgets of all layers, the best so far, int64 [L, Hkv]; their sum is the total, their average is c.

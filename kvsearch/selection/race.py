@@ -189,7 +189,7 @@ class Race:
     def eliminate(self, round_scores: Scores, *, is_last: bool, available: int) -> None:
         """Add the scores of a round, drop methods that cannot win any more, and end the race if it is decided.
 
-        `available` are about the contexts of all rounds, of which this one may be the last.
+        `available` is about how many contexts all rounds have; `is_last`: this round is the last of them.
         """
         scores = round_scores if self.scores is None else self.scores.concatenate(round_scores)
         self.scores = scores

@@ -60,7 +60,7 @@ def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
 def exponentiate_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Exponentiate the scores of `score_rows` in place; also returns the exponentials of the `sinks` [Hkv, G].
 
-    Those of a row are divided by its largest, and multiplied by exp(`EXPONENT_SHIFT`).
+    A row's exponentials are divided by its largest, and multiplied by exp(`EXPONENT_SHIFT`).
     """
     largest = scores.amax(-1, keepdim=True)
     if sinks is None:

@@ -1,4 +1,4 @@
-"""Executors: they have jobs done by evaluators, and tell what became of each as data.
+"""Executors run jobs on evaluators and return the outcome of each as data.
 
 Only what would fail for every job, a request that cannot be carried out or a broken installation, is raised.
 """
@@ -24,7 +24,7 @@ ValuesGiven = TypeVar("ValuesGiven", covariant=True)
 
 
 class Outcome(NamedTuple, Generic[Values]):
-    """What became of a job: its `values`, where there are any.
+    """The outcome of a job, with its `values` if there are any.
 
     ok          all values are there
     oom         memory was short: less at once may fit
@@ -42,7 +42,7 @@ class Outcome(NamedTuple, Generic[Values]):
 
 
 class Evaluator(Protocol[JobTaken, ValuesGiven]):
-    """Does jobs; a worker has one, with its own model."""
+    """Evaluates jobs; every worker has one, with its own model."""
 
     @property
     def tokens_spent(self) -> int:
@@ -56,7 +56,7 @@ class Evaluator(Protocol[JobTaken, ValuesGiven]):
 
 
 class Executor(Closing, Generic[Job, Values]):
-    """Has jobs done; which worker takes which, and in what order they end, changes no value."""
+    """Runs jobs; which worker takes which, and in what order they end, changes no value."""
 
     @abstractmethod
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Outcome[Values]]]:
@@ -68,7 +68,7 @@ class Executor(Closing, Generic[Job, Values]):
 
 
 class SerialExecutor(Executor[Job, Values]):
-    """Has one job after the other done in this process; closing it closes the evaluator."""
+    """Runs one job after the other in this process; closing it closes the evaluator."""
 
     def __init__(self, evaluator: Evaluator[Job, Values]) -> None:
         self._evaluator = evaluator
@@ -82,7 +82,7 @@ class SerialExecutor(Executor[Job, Values]):
 
 
 def attempt(evaluator: Evaluator[Job, Values], job: Job) -> Outcome[Values]:
-    """Do a job; what goes wrong becomes an outcome, but for a `KvsearchError`, which is raised."""
+    """Run a job; failures become outcomes, but for a `KvsearchError`, which is raised."""
     tokens = evaluator.tokens_spent
     start = time.perf_counter()
     values: Values | None = None

@@ -1,4 +1,4 @@
-"""Workers that have loaded the same model: what is done for many items alike is shared out, item by item.
+"""Workers with the same model loaded: a function of many items is shared out among them, item by item.
 
 Items are done in any order and handed out in theirs, so whoever sums over them gets the same bytes, however many
 workers there are. A worker computes with as many threads as this process: their number may decide the last bits.
@@ -61,7 +61,7 @@ _load = lru_cache(maxsize=1)(load)  # a worker goes from one part of a job to th
 
 
 class ModelWork:
-    """Does one work, which came pickled, for items, in a worker; an `Evaluator`."""
+    """Applies one pickled function to items, in a worker; an `Evaluator`."""
 
     tokens_spent = 0  # nobody asks
 
@@ -90,7 +90,7 @@ class ModelWork:
         return made, [str(warning.message) for warning in caught if issubclass(warning.category, KvsearchWarning)]
 
     def close(self) -> None:
-        """The model stays: the next work may need it."""
+        """Keep the model: the next work may need it."""
 
 
 class ModelWorkers:
@@ -131,7 +131,7 @@ class ModelWorkers:
 
 
 def result_of(outcome: Outcome[tuple[Any, list[str]]]) -> Any:
-    """Return what a `ModelWork` has made, with its warnings; raises an error if there is nothing."""
+    """Return the result of a `ModelWork`, and repeat its warnings; raises an error if there is no result."""
     if outcome.values is None:
         raise MemoryError(outcome.message) if outcome.kind == "oom" else EnvironmentFault(outcome.message)
     made, messages = outcome.values

@@ -31,7 +31,7 @@ _STORE = 256 * 2**20  # bytes that workers of this machine share: jobs and value
 
 
 def import_ray() -> Any:
-    """Import Ray so that it does not print what raylets report; what dies is reported here.
+    """Import Ray without the reports that its raylets print; workers that die are reported here.
 
     Raises:
         EnvironmentFault: it is not installed.
@@ -70,7 +70,7 @@ def connect(ray: Any, address: str | None) -> bool:
 
 
 def require_room(ray: Any, workers: int, need: Mapping[str, float]) -> None:
-    """Raise EnvironmentFault, with what is there, if the nodes of the cluster cannot hold all workers."""
+    """Raise EnvironmentFault, with the cluster's resources, if its nodes cannot hold all workers."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, need)
     if room < workers:
@@ -104,7 +104,7 @@ def _require_answer(address: str) -> None:
 
 @contextmanager
 def _own_ends() -> Iterator[None]:
-    """Go on to end by SIGTERM as this process did before: Ray's own handler prints a stack and aborts."""
+    """Keep this process's SIGTERM handler: Ray's own prints a stack and aborts."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -253,7 +253,7 @@ class RayPool(Closing):
 
 
 class RayExecutor(Executor[Job, Values]):
-    """Has jobs done by the workers of a pool, which stay there.
+    """Runs jobs on the workers of a pool, which stay there.
 
     `factory` builds the evaluator of a worker: `functools.partial(function, *arguments)`, of a function that the
     workers can import. Inside it a worker with a GPU sees that one only, as `cuda:0`. Ray allows a worker as many

@@ -52,9 +52,9 @@ class CandidateBank(Closing):
 
     Args:
         loaded: the model.
-        base: what ranks the entries: a policy, or one for each full-attention layer, or equally many for each, one of
-            which a candidate gives entries to. Candidates are then [choices * L, Hkv], with the layers under the first
-            of their policies, then under the next; memory is taken for each.
+        base: what ranks the entries: a policy, or one for each full-attention layer, or equally many for each, and a
+            candidate gives entries to one of them. Candidates are then [choices * L, Hkv], with the layers under the
+            first of their policies, then under the next; memory is taken for each.
         samples: of one protocol; see `list_samples`.
         cap: the largest budget of any candidate, in entries per kv head.
         objective: what `evaluate` judges by: "nll", see `measure_losses`, or "metric", see `score_replies`.

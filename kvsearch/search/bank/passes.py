@@ -31,7 +31,7 @@ LayerStates = Sequence[Sequence[tuple[Tensor, Tensor]]]  # keys and values by la
 class VisibleKV(NamedTuple):
     """Keys [S, Hkv, N, D], values [S, Hkv, N, Dv] and which of them are seen, [S, Hkv, G, q, N] or broadcastable bool.
 
-    Those of prompts, which all candidates share, or of what follows them. None: all are seen.
+    They are of prompts, which all candidates share, or of the tokens after them. None: all are seen.
     """
 
     keys: Tensor
@@ -42,9 +42,9 @@ class VisibleKV(NamedTuple):
 class SuffixTokens:
     """Positions and padding of the tokens that follow the prompts of S samples so far.
 
-    A token sees itself and the earlier ones that are no padding. `lengths` are those of the prompts. Once there is a
-    `place` [1], that of the last token among columns that are all there, tokens come one by one and change tensors in
-    place: such steps can be captured.
+    A token sees itself and the earlier ones that are no padding. `lengths` are the tokens of the prompts. Once there is
+    a `place` [1], the last token's column among columns that were all reserved, tokens come one by one and change
+    tensors in place: such steps can be captured.
     """
 
     def __init__(self, lengths: Tensor) -> None:
