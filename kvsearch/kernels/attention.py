@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.kernels.blocks import LEAST, MOST_CHUNKS, BlockSizes, chunks, power_of_two, whole_blocks
+from kvsearch.kernels.blocks import LEAST, MAX_CHUNKS, BlockSizes, chunks, power_of_two, whole_blocks
 from kvsearch.kernels.dispatch import launch
 
 ROW_BLOCK = 256  # columns of the row that one program merges
@@ -64,14 +64,14 @@ class Chunked:
 
     @cached_property
     def chunk(self) -> int:
-        """Columns of a chunk, by what segments have on average, and so that none has more than `MOST_CHUNKS`."""
+        """Columns of a chunk, by what segments have on average, and so that none has more than `MAX_CHUNKS`."""
         segments = len(self.query)
         usual = min(self.columns, whole_blocks(len(self.entries.keys), segments)) if self.flat else self.columns
         block = self.blocks.columns
         # By the mean length, as there are programs enough for all chunks together; a bound on chunks of one segment
         # holds for the longest.
         _, chunk = chunks(usual, segments * self.tiles, block, self.query.device)
-        return max(chunk, whole_blocks(whole_blocks(self.columns, MOST_CHUNKS), block) * block)
+        return max(chunk, whole_blocks(whole_blocks(self.columns, MAX_CHUNKS), block) * block)
 
     @property
     def splits(self) -> int:

@@ -53,7 +53,7 @@ def read_effective_weight(module: nn.Module, what: str, inputs: int, dtype: torc
     round their inputs. Any other is applied to unit vectors, which sees scales, codes and adapters; fp32.
 
     Raises:
-        IncompatibleError: it cannot be applied here, or is no linear map; `what` says which projection of which layer.
+        IncompatibleError: it cannot be applied here, or is no linear map; `what` names projection and layer.
     """
     if is_plain(module):
         weight: Tensor = module.weight  # type: ignore[assignment]

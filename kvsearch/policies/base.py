@@ -85,7 +85,7 @@ class References(NamedTuple):
 
 Shared = TypeVar("Shared")
 Norm = Literal["l1", "l2"]
-Row = Literal["group", "layer"]
+AttentionRow = Literal["group", "layer"]
 Running = Literal["position", "mass", "stored", "row", "persistence", "pooled"]
 AS_WINDOW = -1  # a `protect` that is as large as the window
 Projection = Callable[[Tensor, Norm], Tensor]  # values [B, Hkv, T, Dv] -> |v W_O[q]|, [B, Hkv, G, T] fp32
@@ -314,7 +314,7 @@ class Policy(ABC):
         return self.signed_scores
 
     @property
-    def row(self) -> Row | None:
+    def row(self) -> AttentionRow | None:
         """The attention row of a decode step that `step` and `merge` read: mean over the query group, or the layer."""
         return None
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AS_WINDOW, AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import find_kernel_rows, iterate_window_rows, pool_positions
 from kvsearch.policies.tensors import Tensor, torch
@@ -24,7 +24,7 @@ class CAKE(Policy):
 
     name: ClassVar[str] = "cake"
     source: ClassVar[str] = "CAKE, arXiv 2503.12491; pooled as in the official code, w=32, k=5, avg, gamma=200"
-    row: ClassVar[Row] = "group"
+    row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "pooled"
 
     window: int = 32

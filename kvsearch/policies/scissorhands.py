@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scoring import BatchPart, iterate_window_rows
 from kvsearch.policies.tensors import Tensor, torch
@@ -32,7 +32,7 @@ class Scissorhands(Policy):
 
     name: ClassVar[str] = "scissorhands"
     source: ClassVar[str] = "Scissorhands, arXiv 2305.17118; persistence ratio, history 400, recent 10"
-    row: ClassVar[Row] = "group"
+    row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "persistence"
 
     history: int = 400

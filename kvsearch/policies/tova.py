@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import average_window_attention
 from kvsearch.policies.tensors import Tensor
@@ -21,7 +21,7 @@ class TOVA(Policy):
 
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, arXiv 2401.06104; layer mean as in the official code"
-    row: ClassVar[Row] = "layer"
+    row: ClassVar[AttentionRow] = "layer"
     running: ClassVar[Running] = "row"
 
     protect_last: bool = False

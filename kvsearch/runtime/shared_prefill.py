@@ -41,7 +41,7 @@ from kvsearch.runtime.stock import (
 )
 from kvsearch.runtime.store.storage import RaggedStore
 
-T = TypeVar("T")
+BatchItem = TypeVar("BatchItem")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ def compress_prompts(
             yield JointReplies(tuple(methods), replies, entries, nbytes, seconds, logits)
 
 
-def make_batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
+def make_batches(
+    items: Sequence[BatchItem], size: int, alike: Callable[[BatchItem], object]
+) -> Iterator[list[BatchItem]]:
     """Yield batches of at most `size` items that have the same `alike(item)`."""
     for group in group_by_key(items, alike).values():
         for first in range(0, len(group), size):

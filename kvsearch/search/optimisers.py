@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvsearch.core.arrays import Ints, Vector
 
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # of the bracket that is left after each generation of golden section search
+KEPT_BRACKET = (math.sqrt(5) - 1) / 2  # of the bracket that is left after each generation of golden section search
 STEP_GROWTH = 1.5  # of the step of `MixedSearch` after a generation that found something better
 FLAT_STEP_GROWTH = 2.0  # of the step after a generation that told nothing apart
 FLAT_TOLERANCE = 1e-6  # relative; values that differ by less are the same
@@ -239,7 +239,7 @@ class GoldenSection(Optimiser):
         super().__init__(problem)
         self._low = float(self.lower[0])
         self._high = float(self.upper[0])
-        self._inner = [self._divide(1 - GOLDEN_RATIO), self._divide(GOLDEN_RATIO)]
+        self._inner = [self._divide(1 - KEPT_BRACKET), self._divide(KEPT_BRACKET)]
         self._values: list[float | None] = [None, None]  # of the inner points
         self._at_bounds: bool | None = None  # whether the bounds come next; None: they were not asked for yet
 
@@ -281,18 +281,18 @@ class GoldenSection(Optimiser):
             self._high = self._inner[0]
         else:
             self._low = self._inner[1]
-        self._inner = [self._divide(1 - GOLDEN_RATIO), self._divide(GOLDEN_RATIO)]
+        self._inner = [self._divide(1 - KEPT_BRACKET), self._divide(KEPT_BRACKET)]
         self._values = [None, None]
 
     def _shrink(self, left: float, right: float) -> None:
         """Cut off the side of the bracket behind the worse of the inner points, given their values."""
         if (left, self._distance(0)) <= (right, self._distance(1)):
             self._high = self._inner[1]
-            self._inner = [self._divide(1 - GOLDEN_RATIO), self._inner[0]]
+            self._inner = [self._divide(1 - KEPT_BRACKET), self._inner[0]]
             self._values = [None, left]
         else:
             self._low = self._inner[0]
-            self._inner = [self._inner[1], self._divide(GOLDEN_RATIO)]
+            self._inner = [self._inner[1], self._divide(KEPT_BRACKET)]
             self._values = [right, None]
 
     def _divide(self, share: float) -> float:

@@ -37,9 +37,9 @@ VALUE_DIGITS = 9  # of a value that are told: what differs by less is rounding
 MAX_MESSAGES = 3  # of failures that an error names
 
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Measured = Annotated[float, Field(strict=True, ge=-MOST_MEASURED, le=MOST_MEASURED)]
+MeasuredValue = Annotated[float, Field(strict=True, ge=-MOST_MEASURED, le=MOST_MEASURED)]
 # JSON has no NaN and no infinity: they are written as texts
-Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
+JsonNumber = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
@@ -83,7 +83,7 @@ class JobRecord(TrialRecord):
 
     keys: list[Sha256] = Field(min_length=1)
     outcome: OutcomeKind
-    values: list[list[Number]] | None = None
+    values: list[list[JsonNumber]] | None = None
     message: str = ""
     seconds: Seconds
     tokens: Index
@@ -101,14 +101,14 @@ class GenerationRecord(TrialRecord):
     stage: Text
     generation: Index
     points: list[list[Finite]]
-    values: list[Measured]
+    values: list[MeasuredValue]
 
 
 class BestRecord(TrialRecord):
     """The best candidate so far: budgets [L, Hkv], its value, and where it was found."""
 
     candidate: list[list[Floor]]
-    value: Measured
+    value: MeasuredValue
     where: Text
 
 

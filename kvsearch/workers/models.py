@@ -14,18 +14,15 @@ from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, KvsearchWarning
 from kvsearch.core.parsing import shorten
 from kvsearch.models.foreign import blame_checkpoint
-from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
+from kvsearch.models.loading import Given, LoadedModel, LoadOptions, Made, Work, load
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.workers.base import Outcome
 from kvsearch.workers.ray import RayExecutor, RayPool
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 
 class ModelSource:

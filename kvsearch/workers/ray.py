@@ -24,7 +24,7 @@ from typing import Any
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
 from kvsearch.core.parsing import format_error, shorten
 from kvsearch.core.resources import Closing
-from kvsearch.workers.base import Evaluator, Executor, Job, Outcome, Values, attempt
+from kvsearch.workers.base import Evaluator, Executor, JobT, Outcome, ValuesT, attempt
 
 _REACH = 10.0  # seconds for a cluster to answer at all
 _STORE = 256 * 2**20  # bytes that workers of this machine share: jobs and values are small
@@ -252,7 +252,7 @@ class RayPool(Closing):
             self.ray.shutdown()
 
 
-class RayExecutor(Executor[Job, Values]):
+class RayExecutor(Executor[JobT, ValuesT]):
     """Runs jobs on the workers of a pool, which stay there.
 
     `factory` builds the evaluator of a worker: `functools.partial(function, *arguments)`, of a function that the
@@ -261,11 +261,11 @@ class RayExecutor(Executor[Job, Values]):
     the same values everywhere sets it itself.
     """
 
-    def __init__(self, factory: Callable[[], Evaluator[Job, Values]], pool: RayPool) -> None:
+    def __init__(self, factory: Callable[[], Evaluator[JobT, ValuesT]], pool: RayPool) -> None:
         self._pool = pool
         self._factory = pool.ray.put(factory)
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Outcome[Values]]]:
+    def run(self, jobs: Sequence[JobT]) -> Iterator[tuple[int, Outcome[ValuesT]]]:
         return self._pool.run(self._factory, jobs)
 
     def close(self) -> None:

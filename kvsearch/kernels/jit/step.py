@@ -72,8 +72,8 @@ def pooled(
 ):  # fmt: skip
     """Return the row in slots n [BN], pooled over KERNEL neighbours in the order of positions (CAKE).
 
-    See `policies.cake`. `Before` [capacity] are the slots whose entries came before those of each slot, -1 for none,
-    and `behind` numbers further the slots of the entries that came next. The last PROTECT tokens are no neighbours.
+    See `policies.cake`. `Before` [capacity] are the slots whose entries came before each slot's, -1 for none, and
+    `behind` numbers further the slots of the entries that came next. The last PROTECT tokens are no neighbours.
     """
     row = tl.zeros((BN,), tl.float32)
     for offset in range(-(KERNEL // 2), KERNEL // 2 + 1):

@@ -254,7 +254,7 @@ class Replies:
 
 @contextmanager
 def _name_rows_on_error(rows: Sequence[int]) -> Iterator[None]:
-    """Translate the row of a NonFiniteError to the whole batch, of which `rows` are left."""
+    """Translate the row of a NonFiniteError to the whole batch; `rows` are the rows still in it."""
     try:
         yield
     except NonFiniteError as error:

@@ -34,7 +34,7 @@ from kvsearch.tasks.metrics import is_forced, is_right, score
 from kvsearch.tasks.prompts import cut_at_stop, find_stop
 
 TOGETHER = 8  # sequences that are decoded in one batch
-LONGER = 32  # tokens that an own reply may have more than the right one
+EXTRA_TOKENS = 32  # tokens that an own reply may have more than the right one
 
 Asked = tuple[str, str, int]  # a question by its task, the key of its example and its number there
 
@@ -94,9 +94,9 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
 def limit_own_reply(right: int, limit: int) -> int:
     """Return how many tokens an own reply gets, at most `limit`, as it is used only if it is right.
 
-    A reply that is not right within `LONGER` tokens more than the `right` reply has hardly ever is later on.
+    A reply that is not right within `EXTRA_TOKENS` tokens more than the `right` reply has hardly ever is later on.
     """
-    return min(limit, right + LONGER) if right else limit
+    return min(limit, right + EXTRA_TOKENS) if right else limit
 
 
 class ForcedAnswer(NamedTuple):

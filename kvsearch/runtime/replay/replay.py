@@ -80,7 +80,7 @@ class _Stack:
 
     def __init__(self, layers: Sequence[FollowedLayer]) -> None:
         self.layers = layers
-        self._whole: States | None = None
+        self._whole: SegmentStates | None = None
 
     def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
         if len(self.layers) == 1:
@@ -113,7 +113,7 @@ class _Stack:
             )
         return replays
 
-    def _states(self) -> States:
+    def _states(self) -> SegmentStates:
         """Return keys and values of all prompts and tokens; made once."""
         if self._whole is None:
             keys, values = zip(*(layer.states for layer in self.layers), strict=True)
@@ -132,7 +132,7 @@ class _Stack:
         return torch.cat(parts)
 
 
-States = tuple[Tensor, Tensor]  # keys [S, C, D] and values [S, C, Dv]
+SegmentStates = tuple[Tensor, Tensor]  # keys [S, C, D] and values [S, C, Dv]
 
 
 Noted = TypeVar("Noted")
@@ -147,7 +147,7 @@ class LayerContinuation(Generic[Noted]):
 
     index: int  # of the model layer
     noted: Noted  # what the pass made of the prompts
-    prompt: States  # keys [B, Hkv, T, D], values [B, Hkv, T, Dv]
+    prompt: SegmentStates  # keys [B, Hkv, T, D], values [B, Hkv, T, Dv]
     tokens: tuple[Tensor, Tensor, Tensor]  # queries [M, Hq, K, D], keys [M, Hkv, K, D], values [M, Hkv, K, Dv]
     module: nn.Module
     logits: Logits
@@ -232,7 +232,7 @@ class LayerContinuation(Generic[Noted]):
         return self.replay(None, None).outputs
 
     @property
-    def states(self) -> States:
+    def states(self) -> SegmentStates:
         """Keys and values of prompts and tokens, by segment, [M * Hkv, T + K, D] each; a copy."""
         pairs = zip(self.prompt, self.tokens[1:], strict=True)
         keys, values = (torch.cat([self.of_rows(prompt), own], 2).flatten(0, 1) for prompt, own in pairs)
@@ -256,7 +256,7 @@ def select_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
     return prompts if rows is None else prompts[rows.to(prompts.device)]
 
 
-def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Callable[[], States]) -> ReplayState:
+def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Callable[[], SegmentStates]) -> ReplayState:
     """Make the replay state of layers of one kind: kept prompt entries side by side, with slots for the tokens.
 
     `whole` are keys and values of all that there is, for where nearly all of it is left.
@@ -329,7 +329,7 @@ class _Prompts:
             shape = (self.batch, self.heads, max_entries)
             self.chosen = columns.view(shape), filled.view(shape)
 
-    def states(self) -> States:
+    def states(self) -> SegmentStates:
         seen = self.left.observation
         _, keys, values = self.layer.tokens
         return self._with(seen.keys, keys), self._with(seen.values, values)

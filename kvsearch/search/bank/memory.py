@@ -7,16 +7,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe, find_text_config
-from kvsearch.models.memory import is_out_of_memory, release_memory
+from kvsearch.models.memory import FP32, is_out_of_memory, release_memory
 from kvsearch.search.bank.samples import BankSample
 
 PASS_TOKENS = 8192  # tokens of a pass; more of them gain nothing
-FP32 = 4
 RESERVED_CANDIDATES = 8  # batches of samples leave memory for so many candidates
 
-S = TypeVar("S")
-T = TypeVar("T")
-BlockWork = Callable[[T, list[S], slice], None]  # on what was loaded of some samples, for some candidates
+SampleT = TypeVar("SampleT")
+Loaded = TypeVar("Loaded")
+BlockWork = Callable[[Loaded, list[SampleT], slice], None]  # on what was loaded of some samples, for some candidates
 
 
 class SampleNeed(NamedTuple):
@@ -125,7 +124,12 @@ class SplittingRunner:
         self.most: int | None = None  # candidates at a time, once memory has run out
 
     def run(
-        self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: BlockWork[T, S]
+        self,
+        samples: list[SampleT],
+        size: int,
+        candidates: int,
+        load: Callable[[list[SampleT]], Loaded],
+        act: BlockWork[Loaded, SampleT],
     ) -> None:
         """Load samples and run `act` for all candidates, `size` at a time; blocks may be repeated.
 
@@ -143,10 +147,15 @@ class SplittingRunner:
             self.run(half, size, candidates, load, act)
 
     def _try_block(
-        self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: BlockWork[T, S]
+        self,
+        samples: list[SampleT],
+        size: int,
+        candidates: int,
+        load: Callable[[list[SampleT]], Loaded],
+        act: BlockWork[Loaded, SampleT],
     ) -> Exception | None:
         """Return the error if memory ran out for one candidate, without its traceback: its frames hold what is big."""
-        loaded: T | None = None
+        loaded: Loaded | None = None
         first = 0
         # What has failed once would fail again.
         size = min(size, self.most or size)

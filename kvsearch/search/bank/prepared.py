@@ -27,13 +27,13 @@ from kvsearch.runtime.collector import watch_hidden_states
 from kvsearch.runtime.observe import PromptLayer
 from kvsearch.runtime.stock import CACHE, make_stock_layers
 
-Tensors = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 Choices = tuple[Policy, ...]  # that a layer may have
 Rankings = Mapping[int, Choices]
-States = list[tuple[Tensor, Tensor]]  # keys and values [Hkv, N, D] of a layer, for each of its policies
+ChoiceStates = list[tuple[Tensor, Tensor]]  # keys and values [Hkv, N, D] of a layer, for each of its policies
 
 
-def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list[States], Tensor]:
+def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list[ChoiceStates], Tensor]:
     """Prefill token ids [T]; return the kept keys and values by model layer, and the last logits [V] fp32.
 
     The best `cap` entries of a full-attention layer are sorted by rank, once for each of its policies; sliding-window
@@ -118,10 +118,10 @@ class SampleStore:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0  # held where they were put
-        self._held: dict[str, tuple[Tensors | Path, dict[str, torch.device]]] = {}  # with the devices they are of
+        self._held: dict[str, tuple[NamedTensors | Path, dict[str, torch.device]]] = {}  # with the devices they are of
         self._temporary: TemporaryDirectory[str] | None = None
 
-    def put(self, name: str, tensors: Tensors) -> None:
+    def put(self, name: str, tensors: NamedTensors) -> None:
         """Store contiguous tensors under a new name; EnvironmentFault if a file cannot be written."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         devices = {key: tensor.device for key, tensor in tensors.items()}
@@ -147,7 +147,7 @@ class SampleStore:
             self._temporary.cleanup()
             self._temporary = None
 
-    def _spill(self, tensors: Tensors) -> Tensors | Path:
+    def _spill(self, tensors: NamedTensors) -> NamedTensors | Path:
         # From a GPU host memory is the next place; where that is the memory that ran out, a file is.
         host = {key: tensor.cpu() for key, tensor in tensors.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
