@@ -27,7 +27,7 @@ from kvsearch.runtime.attention import (
 from kvsearch.runtime.logits import Logits
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
-TokenStates = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
+States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 
 ENDS_PADDED = "a prompt ends with padding: pad batches on the left (padding_side='left')"
 LEADING = 4  # tokens that are no reference where there are others

@@ -25,7 +25,7 @@ from kvsearch.runtime.attention import (
     require_attention,
     tag,
 )
-from kvsearch.runtime.collector import DensePrompt, Rotary, TokenStates, read_hidden_states
+from kvsearch.runtime.collector import DensePrompt, Rotary, States, read_hidden_states
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, collect_needs, evict
 from kvsearch.runtime.logits import Logits
@@ -344,7 +344,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._prefill_and_continue(length, module, (query, key, value), mask, **kwargs)
 
     def _prefill_and_continue(
-        self, length: int, module: nn.Module, states: TokenStates, mask: Tensor | None, **kwargs: Any
+        self, length: int, module: nn.Module, states: States, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend to a prompt with drafted tokens behind it, which must see what eviction leaves."""
         if self.sharing is not None and self.sharing.allocation.shares_layers:

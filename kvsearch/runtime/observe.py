@@ -26,7 +26,8 @@ from kvsearch.models.architecture import (
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs, SecondPass
 from kvsearch.runtime.attention import Output, attend_dense, make_causal_mask, require_attention, tag
-from kvsearch.runtime.collector import DensePrompt, Rotary, TokenStates, read_hidden_states, watch_hidden_states
+from kvsearch.runtime.collector import DensePrompt, Rotary, read_hidden_states, watch_hidden_states
+from kvsearch.runtime.collector import States as States
 from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.program import make_full_program, require_room
@@ -161,7 +162,7 @@ class ObservedLayer(PromptLayer[Noted]):
         )  # fmt: skip
         return torch.cat([followed, *gated]) if gated else followed, None
 
-    def _see_kept(self, module: nn.Module, tokens: TokenStates, keep: Tensor, **kwargs: Any) -> Tensor:
+    def _see_kept(self, module: nn.Module, tokens: States, keep: Tensor, **kwargs: Any) -> Tensor:
         """Attend with tokens [1, H, K, D] to the entries `keep` [Hkv, T] of the prompt and to themselves."""
         query, key, value = tokens
         heads, count = query.shape[1:3]
@@ -176,7 +177,7 @@ class ObservedLayer(PromptLayer[Noted]):
         mask = mask.repeat_interleave(heads // len(filled), 0)[None]
         return attend_dense(module, query, keys, values, mask, **kwargs)[0]
 
-    def follow(self, module: nn.Module, tokens: TokenStates, mask: Tensor | None, **kwargs: Any) -> Tensor:
+    def follow(self, module: nn.Module, tokens: States, mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Attend with tokens [M, H, K, D] to the prompts that they follow and to themselves, [M, K, Hq, Dv]."""
         prompt = (select_rows(self.keys, self.rows), select_rows(self.values, self.rows))
         keys, values = (torch.cat(pair, 2) for pair in zip(prompt, tokens[1:], strict=True))
