@@ -74,7 +74,13 @@ def check_signals(signals: ArrayLike, noun: str, minimum: float = -np.inf) -> Fl
 
 @dataclass(frozen=True)
 class Uniform:
-    """The same budget for every kv head, as far as the bounds allow; odd entries go to the first heads."""
+    """The same budget for every kv head, as far as the bounds allow; odd entries go to the first heads.
+
+    Examples:
+        >>> floors = np.zeros((2, 3), dtype=np.int64)
+        >>> Uniform().allocate(np.zeros(0), 20, floors, floors + 100).tolist()
+        [[4, 4, 3], [3, 3, 3]]
+    """
 
     name: ClassVar[str] = "uniform"
 

@@ -245,6 +245,12 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
 
     Raises:
         UsageError: an unknown name or option, or a value out of range.
+
+    Examples:
+        >>> create_allocation("adakv", {"floor_share": 0.5})
+        AdaKVAllocation(floor_share=0.5, variant='exact')
+        >>> create_allocation("static") is None
+        True
     """
     if name == STATIC:
         if params:

@@ -24,6 +24,12 @@ class LossCurves:
     Args:
         budgets: where losses are known, in entries per kv head, ascending. At the last one nothing is lost: it is the
             length of the prompts. Two or more, of at least one entry.
+
+    Examples:
+        >>> floors = np.zeros((2, 1), dtype=np.int64)
+        >>> losses = np.array([[4.0, 1.0], [1.0, 0.5]])  # of two layers at 8 and 16 entries; at 32 nothing is lost
+        >>> LossCurves((8, 16, 32)).allocate(losses, 40, floors, floors + 32).tolist()
+        [[24], [16]]
     """
 
     budgets: tuple[int, ...]

@@ -31,6 +31,13 @@ class MarginalSolver:
     Raises:
         UsageError: importance is negative or not finite; floors are outside [0, caps].
         ValueError: floors or caps do not broadcast.
+
+    Examples:
+        >>> importance = [[[5, 4, 3, 2], [9, 1, 1, 1]]]  # one layer, two kv heads, four entries in ranked order
+        >>> MarginalSolver(importance).solve(4).tolist()
+        [[3, 1]]
+        >>> MarginalSolver(importance, floors=2).solve(4).tolist()
+        [[2, 2]]
     """
 
     def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:

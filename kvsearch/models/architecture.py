@@ -91,7 +91,14 @@ def find_class_name(model: Any) -> str:
 
 
 def describe(model: nn.Module) -> Architecture:
-    """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it."""
+    """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it.
+
+    Examples:
+        >>> from kvsearch.models.loading import load
+        >>> shape = describe(load("bundled").model)
+        >>> shape.full_layers, shape.kv_heads, shape.group
+        ((0, 1, 2, 3, 4, 5), 4, 2)
+    """
     config = find_text_config(model)
     if problem := find_unsupported(model):
         raise IncompatibleError(f"{find_class_name(model)} is not supported: {problem} (docs/models.md lists what is)")

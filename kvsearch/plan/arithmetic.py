@@ -32,6 +32,14 @@ def compute_budgets(plan: Plan, phase: Phase, length: int, clip: bool = True) ->
 
     Raises:
         UsageError: `length` is below 1 or the plan has no such phase.
+
+    Examples:
+        >>> from kvsearch.plan import load_plan
+        >>> plan = load_plan("plan.json")  # 64 entries in each of 4 kv heads of 6 layers
+        >>> compute_budgets(plan, "prefill", length=1000)[0].tolist()
+        [64, 64, 64, 64]
+        >>> compute_budgets(plan, "prefill", length=40)[0].tolist()  # no head keeps more than the prompt has
+        [40, 40, 40, 40]
     """
     if length < 1:
         raise UsageError(f"a prompt has at least one token, got a length of {length}")
@@ -74,6 +82,14 @@ def scale(
 
     Raises:
         UsageError: no size or several, or a size that the bounds make impossible.
+
+    Examples:
+        >>> from kvsearch.plan import load_plan
+        >>> plan = load_plan("plan.json")  # 64 entries in each of 4 kv heads of 6 layers
+        >>> scale(plan, budget=32).total
+        768
+        >>> scale(plan, ratio=0.9, length=1000).budgets("prefill")[0]
+        (100, 100, 100, 100)
     """
     at = plan.length if length is None else length
     if ratio is not None and at is None:
@@ -216,6 +232,15 @@ def compare_plans(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetCha
 
     Raises:
         IncompatibleError: the plans' models differ in layers or kv heads.
+
+    Examples:
+        >>> from kvsearch.plan import load_plan
+        >>> plan = load_plan("plan.json")
+        >>> settings, budgets = compare_plans(plan, scale(plan, budget=32))
+        >>> [change.name for change in settings], len(budgets)
+        (['total'], 24)
+        >>> budgets[0]
+        BudgetChange(phase='prefill', layer=0, head=0, before=64, after=32)
     """
     if (a.model.layers, a.model.kv_heads) != (b.model.layers, b.model.kv_heads):
         raise IncompatibleError(

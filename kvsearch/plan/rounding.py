@@ -30,6 +30,12 @@ def largest_remainder(ideal: ArrayLike, total: int, lower: ArrayLike = 0, upper:
 
     Raises:
         UsageError: a share is negative or not finite; bounds cross; `total` is outside the bounds' sums.
+
+    Examples:
+        >>> largest_remainder([2.6, 1.7, 1.7], 6).tolist()
+        [2, 2, 2]
+        >>> largest_remainder([2.6, 1.7, 1.7], 6, lower=[3, 0, 0]).tolist()
+        [3, 2, 1]
     """
     shares = _check_shares(ideal, "share")
     low, caps = check_bounds(shares.shape, total, lower, upper)
@@ -62,6 +68,12 @@ def water_fill(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arra
 
     Raises:
         UsageError: a weight is negative or not finite; bounds cross; `total` is outside the bounds' sums.
+
+    Examples:
+        >>> water_fill([1, 2, 3], 12).tolist()
+        [2, 4, 6]
+        >>> water_fill([1, 2, 3], 12, lower=3, upper=5).tolist()
+        [3, 4, 5]
     """
     ideal = water_level(weights, total, lower, upper)
     return largest_remainder(ideal, total, lower, upper)
@@ -75,6 +87,10 @@ def water_level(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arr
 
     Returns:
         float64 array of `weights`' shape that sums to `total`; arguments and errors as `water_fill`.
+
+    Examples:
+        >>> water_level([1, 2, 3], 10).round(2).tolist()
+        [1.67, 3.33, 5.0]
     """
     scaled = _check_shares(weights, "weight")
     low, caps = check_bounds(scaled.shape, total, lower, upper)

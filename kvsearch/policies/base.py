@@ -220,6 +220,24 @@ class Policy(ABC):
 
     While decoding, a policy that `has_decode_rule` reads one attention row per step (`row`) or none, and has its state
     (`start`, `step`); every other policy is scored anew every `refresh` steps over the last query rows.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from typing import ClassVar
+        >>> import torch
+        >>> from kvsearch.policies import Observation, Policy, rank_under
+        >>> @dataclass(frozen=True)
+        ... class Longest(Policy):
+        ...     name: ClassVar[str] = "longest"
+        ...     source: ClassVar[str] = "an example"
+        ...     sinks: int = 1
+        ...
+        ...     def score(self, observation):
+        ...         return observation.value_norms(2)
+        >>> values = torch.tensor([0.0, 3.0, 1.0, 2.0]).view(1, 1, 4, 1)
+        >>> prompt = Observation(values, values, torch.ones(1, 4, dtype=torch.bool), scaling=1.0)
+        >>> rank_under(Longest(), prompt)[0, 0].tolist()  # the sink first, then by score
+        [0, 1, 3, 2]
     """
 
     name: ClassVar[str]

@@ -37,6 +37,14 @@ def rank_entries(scores: Tensor, valid: Tensor, sinks: int = 0, window: int = 0)
     """Return the rank of every entry in its head, [B, Hkv, T] int32: 0 is kept first, padding comes last.
 
     Ties go to the lower position (stable descending sort). `scores` is [B, Hkv, T], `valid` [B, T] bool.
+
+    Examples:
+        >>> scores = torch.tensor([[[0.1, 0.5, 0.3, 0.9]]])
+        >>> valid = torch.ones(1, 4, dtype=torch.bool)
+        >>> rank_entries(scores, valid)[0, 0].tolist()
+        [3, 1, 2, 0]
+        >>> rank_entries(scores, valid, sinks=1)[0, 0].tolist()  # the first entry is always kept
+        [0, 2, 3, 1]
     """
     order = order_protected(valid, sinks, window)
     # three classes, best first: protected (in the order of protection), candidates (by score), padding
@@ -208,5 +216,11 @@ def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
 
 
 def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:
-    """Mark what is kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(length, budget) a head."""
+    """Mark what is kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(length, budget) a head.
+
+    Examples:
+        >>> ranks = torch.tensor([[[3, 1, 2, 0]]])
+        >>> keep_mask(ranks, torch.tensor([2]), torch.ones(1, 4, dtype=torch.bool))[0, 0].tolist()
+        [False, True, False, True]
+    """
     return (ranks < budgets.to(ranks.device).view(-1, ranks.shape[1], 1)) & valid[:, None]

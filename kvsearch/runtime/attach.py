@@ -431,6 +431,20 @@ def attach(
 
     Raises:
         UsageError: it is no model of transformers, such as one that `DataParallel` has wrapped.
+
+    Examples:
+        >>> import torch
+        >>> from kvsearch.models.loading import load
+        >>> from kvsearch.policies import create_policy
+        >>> from kvsearch.runtime import Program, attach
+        >>> model = load("bundled").model
+        >>> program = Program.uniform(model, create_policy("snapkv"), entries=lambda length: 40)  # or a plan
+        >>> with attach(model, program) as planned:
+        ...     output = planned.generate(torch.arange(100)[None], min_new_tokens=4, max_new_tokens=4)
+        >>> output.shape[1]
+        104
+        >>> int(planned.cache.entries().max())  # 40 of the prompt, and what came after it but for the last token
+        43
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):

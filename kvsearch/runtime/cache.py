@@ -65,6 +65,21 @@ class PlanCache(Cache):  # type: ignore[misc]
         IncompatibleError: the model or the plan does not fit (see `Program.from_plan`, `architecture.describe`).
         UsageError: see `Program.from_plan`.
         EnvironmentFault: weights of the model are on no device.
+
+    Examples:
+        >>> import torch
+        >>> from kvsearch.models.loading import load
+        >>> from kvsearch.policies import create_policy
+        >>> from kvsearch.runtime import PlanCache, Program, attach
+        >>> model = load("bundled").model
+        >>> program = Program.uniform(model, create_policy("streaming"), entries=lambda length: 8)
+        >>> cache = PlanCache(model, program)
+        >>> with attach(model, program) as planned:
+        ...     _ = planned(torch.arange(100)[None], past_key_values=cache)
+        >>> cache.get_seq_length(), cache.entries().shape  # layers, sequences, kv heads
+        (100, torch.Size([6, 1, 4]))
+        >>> cache.kept_positions(layer=0)
+        [0, 1, 2, 3, 96, 97, 98, 99]
     """
 
     def __new__(cls, model: Any = None, *_: Any, **__: Any) -> PlanCache:  # no model where one is copied

@@ -125,7 +125,16 @@ class Program:
         entries: Callable[[int], int],
         allocation: Allocation | None = None,
     ) -> Program:
-        """Use one policy and prefill budget in all full-attention layers and heads; `entries` maps length to budget."""
+        """Use one policy and prefill budget in all full-attention layers and heads; `entries` maps length to budget.
+
+        Examples:
+            >>> from kvsearch.models.loading import load
+            >>> from kvsearch.policies import create_policy
+            >>> from kvsearch.runtime import Program
+            >>> program = Program.uniform(load("bundled").model, create_policy("keydiff"), lambda length: length // 4)
+            >>> program.prefill.entries(1000)  # of 6 layers with 4 kv heads
+            6000
+        """
         shape = describe(model)
         size = (len(shape.full_layers), shape.kv_heads)
 

@@ -381,7 +381,17 @@ class MixedSearch(Optimiser):
 
 
 def create_optimiser(problem: Problem) -> Optimiser:
-    """Create the optimiser of a problem: `MixedSearch` for choices, `GoldenSection` for one dimension, else `CMA`."""
+    """Create the optimiser of a problem: `MixedSearch` for choices, `GoldenSection` for one dimension, else `CMA`.
+
+    Examples:
+        >>> problem = Problem(start=np.full(2, 0.5), lower=np.zeros(2), upper=np.ones(2), seed=1)
+        >>> optimiser = create_optimiser(problem)
+        >>> for _ in range(30):
+        ...     points = optimiser.ask()
+        ...     optimiser.tell(points, [float(((point - 0.3) ** 2).sum()) for point in points])
+        >>> optimiser.best_guess.round(1).tolist()
+        [0.3, 0.3]
+    """
     if problem.categories is not None and problem.categories.any():
         return MixedSearch(problem)
     return GoldenSection(problem) if len(problem.start) == 1 else CMA(problem)

@@ -72,6 +72,11 @@ def adjust_for_several(wealths: Floats) -> Floats:
     Vovk and Wang 2021, "E-values: calibration, combination and applications", 5): the chance that it reaches 1 / level
     for any candidate that does not lead is at most the level. Candidates that lead together support each other, which
     Bonferroni's rule (the wealth divided by their number) does not let them do.
+
+    Examples:
+        >>> wealths = np.log([40.0, 10.0])  # of two candidates: each supports the other
+        >>> np.exp(adjust_for_several(wealths)).round(2).tolist()
+        [25.0, 10.0]
     """
     order = np.argsort(wealths)
     evidence = np.empty(len(wealths))
@@ -144,6 +149,10 @@ def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
 
     Every round has contexts of every task. The first has `MIN_CONTEXTS_FOR_PROOF` at least, the others half as many
     more each.
+
+    Examples:
+        >>> plan_rounds([12, 24])  # contexts of two tasks after every round
+        [[3, 5], [4, 7], [5, 10], [8, 15], [11, 22], [12, 24]]
     """
     largest = max(counts)
     rounds = [[0] * len(counts)]

@@ -18,6 +18,11 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return -log p of `targets` [K] or [..., K] under `logits` [..., K, V], in nats, [..., K] fp32.
 
     The row of a target is the one that predicts it. fp32 logits are made of a few rows at a time.
+
+    Examples:
+        >>> logits = torch.tensor([[0.0, 0.0], [0.0, 2.0]])
+        >>> token_losses(logits, torch.tensor([0, 1]))
+        tensor([0.6931, 0.1269])
     """
     wanted = targets.to(logits.device).expand(logits.shape[:-1]).reshape(-1, 1)
     rows = logits.flatten(0, -2)
