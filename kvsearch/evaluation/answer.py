@@ -37,13 +37,14 @@ class Reply:
 class CompressedContext:
     """A context in a compressed cache that answers any number of prompts; no prompt sees another.
 
-    `ids` [1, T] are its tokens, but for those of its `rest`: see `PromptFormat.open_context`.
+    `ids` [1, T] are its tokens without its `rest`: see `PromptFormat.open_context`.
     """
 
     def __init__(self, loaded: LoadedModel, cache: PlanCache, ids: Tensor, rest: str = "") -> None:
         self.loaded, self.cache, self.ids, self.rest = loaded, cache, ids, rest
         shape, length = describe(loaded.model), ids.shape[1]
         mask = torch.ones_like(ids, device=loaded.model.device)
+        # Ends of a chat turn count, too, whatever the format of the questions.
         stop = find_stop_tokens(loaded, PromptFormat(loaded.tokenizer))
         self.replies = Replies(loaded.model, cache, [ids[0]], mask, None, stop)
         self.entries, self.bytes = count_held_entries(loaded.model, cache, [length])[0], cache.nbytes()
@@ -130,6 +131,7 @@ def answer(
         else:
             ids, encoded = formatted.encode(context, [QuestionText(prompt) for prompt in prompts])
             questions = [question.ids for question in encoded]
+        # The last token of a reply is never read.
         later = max(question.shape[1] for question in questions) + max_new_tokens - 1
         require_same_rotary(loaded.model, [ids.shape[1]], later)  # before it is read
         held = CompressedContext.read(loaded, plan, ids, chunk=chunk)

@@ -1,4 +1,4 @@
-"""Tools that score keys by what queries look like: statistics of `calibrate --method query_statistics`."""
+"""Exporters of query statistics (`calibrate --method query_statistics`), for tools that score keys by them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.base import AttentionRow, Needs, Observation, Policy
 from kvsearch.policies.decoding import Cached, State, Step, sort_by_position
 from kvsearch.policies.h2o import H2O, MASS_STATE
 from kvsearch.policies.random import uniform
@@ -39,7 +39,7 @@ class CaM(Wrapper):
         "what leaves a prompt is lost: merging all of it there gained 380 in perplexity in one layer"
     )
     is_baseline: ClassVar[bool] = True
-    row: ClassVar[Row] = "group"
+    row: ClassVar[AttentionRow] = "group"
     merges: ClassVar[bool] = True
     merges_prompt: ClassVar[bool] = False
 

@@ -19,10 +19,9 @@ class DefensiveKV(Policy):
     `aggregate` "mean" takes the mean over g and t in place of the maximum, `floor` "none" leaves out mean_j m[j].
 
     v[i] is the mean over the group of |v_i W_O[q]|_1, as a share of all candidates i < n - p. Rows are pooled by their
-    mean and scaled back to the mass that they had. Entries that make up the first `mass` of the mean attention, that
-    of protected ones included, are taken before all others, the most attended first. The last p = `protect` entries
-    stay (-1: `window`). The authors' head budgets are those of the method `defensivekv`, their layer budgets those of
-    `layer-defensivekv`.
+    mean and scaled back to the mass that they had. Entries that make up the first `mass` of the mean attention, that of
+    protected ones included, are taken before all others, the most attended first. The last p = `protect` entries stay
+    (-1: `window`). The method `defensivekv` has the authors' head budgets, `layer-defensivekv` their layer budgets.
     """
 
     name: ClassVar[str] = "defensivekv"

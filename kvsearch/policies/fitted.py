@@ -1,4 +1,4 @@
-"""What policies share whose weights lie in a file: which file it is, and scores that are made once, as entries come."""
+"""Base of policies whose weights lie in a file, and which score an entry once, as it comes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 class Fitted(Policy):
     """A policy that ranks by `weights`, the SHA-256 of a file that lies beside every plan and profile of the policy.
 
-    While decoding the scores of the prompt's entries stay as they are, and the score of a new token is made once, with
-    those of others that came while all of them are protected (`arriving`).
+    While decoding the scores of the prompt's entries stay as they are, and a new token is scored once, together with
+    other tokens that came while all of them are protected (`arriving`).
     """
 
     is_fitted: ClassVar[bool] = True
@@ -78,7 +78,7 @@ class Fitted(Policy):
         return State({SCORE_STATE: score_entries(self, observation).clone()})
 
     def step(self, step: Step) -> Tensor:
-        """Return the scores [S, C] fp32 of all entries; those of the tokens that arrived are made, +inf till then."""
+        """Return the scores [S, C] fp32 of all entries; new tokens are scored here, and have +inf until they are."""
         scores = step.cached.state.entries[SCORE_STATE]
         newest = step.newest[:, None]
         if step.waits:
@@ -87,6 +87,7 @@ class Fitted(Policy):
         if step.arrivals is None or made.shape[1] == 1:
             return scores.scatter_(1, newest, made)
         scores.scatter_(1, newest, torch.inf)
+        # Only what still waits, +inf, gets its score; others keep theirs.
         there = scores.gather(1, step.arrivals)  # entries of the prompt may be among them
         return scores.scatter_(1, step.arrivals, torch.where(there == torch.inf, made, there))
 
@@ -172,7 +173,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def is_last(arrays: Mapping[str, Floats]) -> bool:
-    """Return whether the fit of a profile with these arrays loses more than all that it was compared with.
+    """Return whether a fitted ranking loses more than every ranking it was compared with, by a profile's arrays.
 
     By "middle_loss" [P], at one size, or "text_loss" [N, P, B], mean of all, as of older fits; the oldest have neither.
     """
@@ -209,7 +210,7 @@ def load_fitted_profile(digest: str, method: str) -> Profile:
 
 
 def useless_weights_error(method: str, problem: str) -> UsageError:
-    """Return what to say of weights that this version cannot use."""
+    """Make the error of weights that this version cannot use."""
     return UsageError(f"the weights of policy {method} cannot be used: {problem}; fit them again with this version")
 
 
@@ -265,5 +266,5 @@ def unrotate_keys(observation: Observation) -> Tensor:
 
 
 def select_heads(array: Tensor, observation: Observation) -> Tensor:
-    """Return what is by kv head, [Hkv, ...], beside the rows of an observation: [1, Hkv, ...], or [B, 1, ...]."""
+    """Select values by kv head [Hkv, ...] for the rows of an observation: [1, Hkv, ...], or [B, 1, ...]."""
     return array[None] if observation.heads is None or len(array) == 1 else array[observation.heads][:, None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.plan.size import round_down
-from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.tensors import Tensor
 
@@ -27,7 +27,7 @@ class H2O(Policy):
     weakness: ClassVar[str] = "early entries, seen by more queries, add up more; the cost of column sums"
     is_baseline: ClassVar[bool] = True
     is_rival: ClassVar[bool] = True
-    row: ClassVar[Row] = "group"
+    row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "mass"
 
     recent_share: float = 0.5

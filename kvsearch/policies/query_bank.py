@@ -142,7 +142,7 @@ class QueryBank(CalibratedRanking):
 
 
 def _amplitude(observation: Observation) -> Tensor:
-    """Return what the rotary embedding multiplies products of queries and keys by, by dimension, [D] fp32."""
+    """Return the factor by which the rotary embedding scales products of queries and keys, by dimension, [D] fp32."""
     made = torch.ones(observation.keys.shape[-1], device=observation.keys.device)
     if observation.rotary is not None:
         cos = observation.rotary(observation.index.new_zeros(1))[0][0].float()

@@ -87,7 +87,14 @@ def has_parameters(name: str, *parameters: str) -> bool:
 
 
 def create_policy(name: str, params: Mapping[str, object] | None = None) -> Policy:
-    """Build a policy from its name and hyper-parameters; UsageError names what is unknown or out of range."""
+    """Build a policy from its name and hyper-parameters; UsageError names what is unknown or out of range.
+
+    Examples:
+        >>> create_policy("snapkv", {"window": 16}).parameters()
+        {'window': 16, 'kernel': 7, 'pooling': 'max', 'group': 'mean', 'sinks': 0, 'refresh': 0}
+        >>> create_policy("streaming", {"sinks": 8}).sink_count
+        8
+    """
     policy_type = find_policy_class(name)
     fields = dataclasses.fields(policy_type)
     # a third-party parameter without a default: its own __post_init__ judges it

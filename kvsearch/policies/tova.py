@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import average_window_attention
 from kvsearch.policies.tensors import Tensor
@@ -27,7 +27,7 @@ class TOVA(Policy):
     )
     is_baseline: ClassVar[bool] = True
     is_rival: ClassVar[bool] = True
-    row: ClassVar[Row] = "layer"
+    row: ClassVar[AttentionRow] = "layer"
     running: ClassVar[Running] = "row"
 
     protect_last: bool = False

@@ -25,7 +25,7 @@ from kvsearch.runtime.attention import (
     require_attention,
     tag,
 )
-from kvsearch.runtime.collector import DensePrompt, Rotary, read_hidden_states
+from kvsearch.runtime.collector import DensePrompt, Rotary, States, read_hidden_states
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, collect_needs, evict
 from kvsearch.runtime.logits import Logits
@@ -34,7 +34,6 @@ from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.store.storage import RaggedStore
 
 READS_PADDING = "padding was read again as part of a prompt (kvzip): give `generate` the attention_mask"
-States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 
 
 class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -47,6 +46,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     is where the rotary factors of the model change (None: nowhere): no sequence may have both here.
     """
 
+    # transformers reads these of every cache layer. A layer that changes its size cannot be compiled by `generate`
+    # itself.
     is_sliding = False
     is_compileable = False
     drafts = False  # whether tokens come that are to be taken back: prompt lookup and assisted decoding say so
@@ -94,6 +95,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def holder(self) -> RaggedStore | Decoding | None:
         """The entries, once the prompt has passed and, where layers share a pool, their budgets are known."""
+        # Layers that share a pool know their budgets only after the last one has seen the prompt: each fetches its
+        # entries when they are first asked for.
         if self._holder is None and self.sharing is not None:
             self._holder = self.sharing.take(self.index)
         return self._holder
@@ -110,7 +113,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.holder
 
     def needs(self) -> list[Needs]:
-        """Return what eviction must be given of the prompt."""
+        """Return what eviction needs of the prompt."""
         return collect_needs(self.prefill, self.decode) + (
             [] if self.sharing is None else self.sharing.needs(self.index)
         )
@@ -134,7 +137,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @keys.setter
     def keys(self, states: None) -> None:
-        """Nothing is stored here: transformers says so of a new layer."""
+        """Ignore the assignment, which transformers makes in a new layer."""
 
     @property
     def values(self) -> Tensor | None:
@@ -144,7 +147,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @values.setter
     def values(self, states: None) -> None:
-        """Nothing is stored here, as for `keys`."""
+        """Ignore the assignment, as for `keys`."""
 
     def _states(self) -> tuple[Tensor, Tensor] | None:
         if self.holder is None:
@@ -164,17 +167,19 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        # `prepare_step` has checked and counted a foreseen token; the device's part decides nothing.
         if self.foreseen_positions is None:
             require_attention("PlanCache", self.implementation())
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             self._require_same_rotary(key_states.shape[-2])
             self.seen += key_states.shape[-2]
+        # The attention function is given tensors alone: the tag tells it whose keys these are.
         tag(key_states, self)
         return key_states, value_states
 
     def _require_same_rotary(self, tokens: int) -> None:
-        """Refuse tokens to which the keys that are held would not fit; whoever knows what comes refuses it before."""
+        """Refuse tokens with other rotary factors than the cached keys; callers check earlier where they can."""
         switch = self.rotary_switch
         if switch is None:
             return
@@ -189,6 +194,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the true length of the sequence, evicted entries included: positions and masks depend on it."""
+        # A captured step would keep the length that it was captured at, so it must not be replayed if anything asks for
+        # one.
         self.asked |= self.foreseen_positions is not None
         return self.seen
 
@@ -211,7 +218,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         raise UsageError("PlanCache cannot be offloaded: it is small already, drop the offloading option")
 
     def activate_past_recording(self) -> None:
-        """Take note that `crop` will be called; nothing has to be remembered for it here."""
+        """Note that `crop` will be called; nothing is stored for it here."""
         self.drafts = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -224,7 +231,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def croppable(self, tokens_to_remove: int) -> int:
         """Count the tokens `crop` would forget; UsageError, before anything changes, if they are evicted already."""
         count = int(tokens_to_remove)
+        # transformers 5.23 gives minus the number of tokens, versions before it the length to keep.
         count = -count if count <= 0 else max(0, self.seen - count)
+        # Entries that a prompt has lost do not come back, so only tokens behind it can be taken back.
         held = self.holder.appended if isinstance(self.holder, RaggedStore) else 0
         if count and self.decode is not None:
             raise UsageError(
@@ -254,25 +263,28 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             self.holder = self.holder.select_rows(rows_of(self.holder.batch))
 
     def of_rows(self, rows: Sequence[int], read_mask: ReadMask) -> EvictingLayer:
-        """Return a layer of copies of sequences `rows`, for a cache with this `read_mask`; this one stays as it is."""
+        """Return an independent layer with copies of sequences `rows`, for a cache with this `read_mask`."""
         chosen = copy(self)
         chosen.holder = self.evicted.select_rows(rows)
         chosen.read_mask = read_mask
         return chosen
 
     def mark(self) -> Decoding | None:
-        """Return a snapshot for `rewind`, of which later tokens change a copy; None if tokens are only appended."""
+        """Return a snapshot for `rewind` that later tokens leave alone; None if tokens are only appended."""
         saved = self.holder
         if not isinstance(saved, Decoding):
             return None
+        # Decoding writes in place: the mark keeps the original, and the layer goes on in a copy.
         self.holder = saved.copy()
         return saved
 
     def rewind(self, seen: int, saved: Decoding | None) -> None:
-        """Go back to where `seen` tokens had come and `mark` returned `saved`, as often as wanted."""
+        """Go back to `seen` tokens and the snapshot `saved` that `mark` returned, as often as wanted."""
         if isinstance(self.holder, RaggedStore):
             self.holder.crop(self.seen - seen)
-            self.holder.most = self.holder.tokens.clone()
+            # The peak counts from the mark on.
+            self.holder.most_tokens = self.holder.tokens.clone()
+        # A copy again, so that one mark serves any number of questions.
         elif saved is not None:
             self.holder = saved.copy()
         self.seen = seen
@@ -280,11 +292,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     # --- one token in two parts: `prepare_step` and `finish_step` on the host, `attend` between them on the device ----
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens ahead of time, whenever there is none; 0: as they come."""
+        """Reserve room for `tokens` tokens ahead, again whenever it has run out; 0: none."""
         self.evicted.reserve(tokens)
 
     def prepare_step(self, positions: Tensor) -> None:
-        """Do the host's part of one token per sequence at rotary `positions` [B or 1, 1]; room is reserved for it.
+        """Prepare one decode step on the host, at rotary `positions` [B or 1, 1]; room is reserved for it.
 
         `attend` then changes tensors in place, binds none, and neither waits for the device nor decides anything.
         """
@@ -293,7 +305,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.foreseen_positions = positions
 
     def finish_step(self) -> None:
-        """End the token that was foreseen."""
+        """Finish the prepared step."""
         self.foreseen_positions = None
         self.asked = False
         self.seen += 1
@@ -305,6 +317,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         logits = Logits.of_call(module, query, key, kwargs)
         holder = self.evicted
         if isinstance(holder, RaggedStore):
+            # Stored before it attends: a token sees itself.
             holder.put(key, value)
             output = attend_ragged(holder, query, logits)
         else:
@@ -318,7 +331,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Attend and evict: densely for the prompt, over the ragged store for every later token."""
+        """Compute attention, and evict: dense for the prompt, over the ragged store for every later token."""
+        # Four cases: a token whose host part is done, tokens behind the prompt, the prompt, and a prompt that ends
+        # inside of this call.
         if self.foreseen_positions is not None:
             return self._step(self.foreseen_positions, module, query, key, value, **kwargs)
         if self.holder is not None:
@@ -331,9 +346,10 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def _prefill_and_continue(
         self, length: int, module: nn.Module, states: States, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Take in a prompt with the first draft of assisted decoding: the draft must see what eviction leaves."""
+        """Attend to a prompt with drafted tokens behind it, which must see what eviction leaves."""
         if self.sharing is not None and self.sharing.allocation.shares_layers:
             raise UsageError(NO_SHARED_DRAFTS)
+        # `update` has counted the drafted tokens already; the prompt has to end before they attend.
         drafted = self.seen - length
         cut = states[0].shape[2] - drafted
         (query, new_query), (key, new_key), (value, new_value) = (
@@ -369,18 +385,21 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             hidden = self._of_hidden(holder, module, count)
             output = holder.attend(query, key, value, positions, logits, hidden, arrived, shown)
         else:
+            # Appending writes in place, which would spoil what a backward pass reads.
             if needs_gradients(query, key, value):
                 holder.separate()
             holder.append(key, value, arrived)
             output = attend_ragged(holder, query, logits, shown)
+        # With nothing evicted the store is the dense cache, and transformers' own kernel gives transformers' own bits.
         if self.exact and (dense := holder.dense(self.seen)) is not None:
+            # Without a mask SDPA lines its triangle up with the first key, not with the last one.
             if mask is None and count > 1:
                 mask = make_causal_mask(count, self.seen, key.device)[None, None]
             return attend_dense(module, query, *dense, mask, **kwargs)
         return output.transpose(1, 2).contiguous(), None
 
     def _of_hidden(self, holder: Decoding, module: nn.Module, count: int) -> Tensor | None:
-        """Return what the policy makes of the last hidden states, [B, Hkv, count], where it wants them."""
+        """Return what the policy computes of the last hidden states, [B, Hkv, count], if it needs them."""
         of_hidden = holder.rule.needs.hidden
         return None if of_hidden is None else of_hidden(read_hidden_states(module, slice(-count, None)), self.index)
 
@@ -391,11 +410,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
             self.evict_prompt(self._with_rereads(self._prompt.observation()))
+            # The dense keys and values are freed here.
             self._prompt = self._new_prompt()
         return output
 
     def _with_rereads(self, observation: Observation) -> Observation:
-        """Add what the prompts got when they were read again; that padding was, too, is noted in `checks`."""
+        """Add the scores of prompts that were read a second time; padding that was read, too, is noted in `checks`."""
         valid = observation.valid
         rereads = {}
         for how, scores in self.rereads.items():
@@ -406,11 +426,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return replace(observation, rereads=rereads)
 
     def evict_prompt(self, observation: Observation) -> None:
-        """Evict, or state what this layer wants of what all layers share: the prompt has passed."""
+        """Evict after prefill, or state this layer's demand where layers share their budgets."""
         if self.sharing is None:
             self.holder = evict(observation, self.prefill, self.decode)
         else:
             self.sharing.end(self.index, observation)
+        # All layers share it; the first one to end its prompt fills it in.
         if not self.read_mask.begun:
             self.read_mask.begin(observation.valid, read_lengths(observation))
 
