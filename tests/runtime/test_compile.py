@@ -15,11 +15,11 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.store.flat import FlatBlock
-from tests.device import counting
 from tests.families import build, prompts
 from tests.policies.probes import zap
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.policies import FIRST, SMALL
+from tests.torture.device import counting
 
 EVEN, RAGGED = (7, 7), (7, 10)  # budgets of two heads
 # by positions alone, scores of one step, scores that add up or stay, merges, keys, scored anew
