@@ -148,7 +148,7 @@ class TestCompiled:
         return made
 
     @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
-    @pytest.mark.parametrize("decode", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("decode", [False, pytest.param(True, marks=pytest.mark.nightly)])
     def test_replies_are_the_same(self, decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
