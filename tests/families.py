@@ -47,6 +47,17 @@ REFUSED = ("bloom", "falcon", "mpt")  # the runtime cannot serve them
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 USUAL = ("llama", "gemma2")  # of which these run before every commit
 EACH_FAMILY = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.nightly]) for name in FAMILIES]
+
+
+def take_families(*names: str) -> pytest.MarkDecorator:
+    """Parametrize a test by families; of several, only the usual ones run before every commit."""
+    usual = [name for name in names if name in USUAL] or names[:1]
+    marks = [[] if name in usual else [pytest.mark.nightly] for name in names]
+    return pytest.mark.parametrize(
+        "family", [pytest.param(name, marks=of) for name, of in zip(names, marks, strict=True)]
+    )
+
+
 # what their attention or their other layers need is tested on these
 SPECIAL = ("gpt_oss", "jamba", "lfm2", "llama4", "minimax", "qwen3_5", "qwen3_next")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

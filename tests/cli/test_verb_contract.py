@@ -80,7 +80,7 @@ KEPT = {
     ),
 }  # fmt: skip
 # for whole runs: those that take longest have files of their own in this folder before every commit
-MARKS = {**dict.fromkeys(("run", "select", "evolve"), [pytest.mark.nightly]), "evaluate": []}
+MARKS = {"evaluate": [], **{verb: [pytest.mark.nightly] for verb in ("run", "select", "evolve")}}
 finished = pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=MARKS.get(verb, [pytest.mark.slow])) for verb in KEPT]
 )

@@ -22,13 +22,13 @@ from kvsearch.runtime.shared_prefill import read
 from kvsearch.strategies.ready_methods import spread_evenly
 from tests import families as all_families
 from tests.combinations import every_value
-from tests.families import EACH_FAMILY, FAMILIES, prompts
+from tests.families import EACH_FAMILY, FAMILIES, prompts, take_families
 from tests.runtime.helpers import feed, one_by_one, running
 from tests.runtime.recorder import Recorder, capturing
 
 LENGTHS, NEW = (23, 40, 31), 6
 families = pytest.mark.parametrize("family", EACH_FAMILY)
-some_families = pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+some_families = take_families("llama", "gemma2", "gemma3")
 
 
 def build(family: str, **changes: Any) -> Any:

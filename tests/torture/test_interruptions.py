@@ -11,7 +11,7 @@ import pytest
 
 from kvsearch.core.files import TEMPORARY
 from kvsearch.report.integrity import Verification
-from kvsearch.runs.identity import LEDGER
+from kvsearch.runs.identity import LEDGER, SUMS
 from tests.torture.commands import COMMANDS, end, find_differences, finish, start
 
 FULL_DISK = 3  # the exit code of an environment that is at fault
@@ -40,15 +40,16 @@ def kill_at(process: subprocess.Popen[str], directory: Path, progress: int) -> b
 
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_a_killed_command_goes_on_to_the_same_results(verb: str, tmp_path: Path) -> None:
-    """Killed three times on its way, with the last line of every ledger torn as well."""
+    """Killed three times on its way, with the last line of ledgers torn where their stage is not finished."""
     expected = finish(tmp_path / "whole", COMMANDS[verb])
     total, killed = measure_progress(expected), 0
     for part in (0.2, 0.5, 0.8):
         process = start(tmp_path / "killed", COMMANDS[verb])
         killed += kill_at(process, tmp_path / "killed" / "out", int(part * total))
         for ledger in (tmp_path / "killed" / "out").rglob(LEDGER):
-            with ledger.open("ab") as file:
-                file.write(b'{"kind": "result", "at": 1.')
+            if not (ledger.parent / SUMS).exists():  # a stage that is finished is only read
+                with ledger.open("ab") as file:
+                    file.write(b'{"kind": "result", "at": 1.')
     assert killed > 0
     found = finish(tmp_path / "killed", COMMANDS[verb])
     assert find_differences(expected, found) == []
