@@ -22,6 +22,7 @@ from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
 from tests import tiny
+from tests.combinations import first_value
 from tests.families import take_families
 from tests.tiny import chat_tokenizer, listed, loaded, run
 
@@ -106,7 +107,7 @@ def conversation(model: LoadedModel, program: Program, row: int) -> list[str]:
     return replies
 
 
-@pytest.mark.parametrize(("batch", "penalty"), [(1, None), (3, None), (3, 1.6)])
+@first_value(("batch", "penalty"), [(3, 1.6), (3, None), (1, None)])
 def test_replies_are_those_of_a_conversation(
     model: LoadedModel, batch: int, penalty: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def steps(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "budgets"), shapes())
+@pytest.mark.parametrize(("name", "budgets"), list(shapes()))
 @torch.no_grad()
 def test_a_step_compiles_without_a_break(name: str, budgets: tuple[int, int]) -> None:
     torch._dynamo.reset()

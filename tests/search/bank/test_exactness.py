@@ -22,7 +22,7 @@ from kvsearch.search.spaces import encode_choices
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
-from tests.combinations import every_value
+from tests.combinations import every_value, first_value
 from tests.families import EACH_FAMILY, take_families
 from tests.runtime.helpers import TOLERANCE
 from tests.runtime.recorder import Recorder, capturing
@@ -40,7 +40,7 @@ from tests.search.bank.cases import (
 )
 
 families = pytest.mark.parametrize("family", EACH_FAMILY)
-protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
+protocols = first_value("protocol", PROTOCOLS)
 
 
 def loaded(family: str) -> LoadedModel:
