@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import model_validator
 
-from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_PARAMETERS, LukvOptions
 from kvsearch.config.options import MACHINE, RULE, SIZE, Names, drop_alternatives, option
 from kvsearch.config.recipes import find_shipped_recipe, read_recipe
@@ -471,7 +470,6 @@ def run(options: RunOptions, reporter: Reporter, models: ModelLoader) -> RunResu
         sizes = {}
         for selection in selections:
             file = options.plan_file(selection.job.size)
-            check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
             sizes[str(selection.job.size)] = make_selection_result(selection, file.name)
         write_contexts(directory, stages.hashes)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_none, require_ascending
-from kvsearch.core.limits import MOST_SETTINGS
 from kvsearch.core.resources import read_version
 
 HASH_DIGITS = 16
@@ -108,7 +107,7 @@ class Provenance(Record):
     torch: Text
     transformers: Text
     data_sha256: Sha256 | None = None
-    settings: dict[Text, SettingField] = Field(default_factory=dict, max_length=MOST_SETTINGS)
+    settings: dict[Text, SettingField] = Field(default_factory=dict)
     contexts: ContextRecord | None = Field(default=None, exclude_if=is_none)
 
 

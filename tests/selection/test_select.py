@@ -245,6 +245,7 @@ def test_what_is_asked_costs_at_most_what_is_said(model: LoadedModel, profile: P
     assert seen["prefill/report"] <= report.work.tokens
 
 
+@pytest.mark.nightly
 def test_the_hopeless_do_not_reply(
     model: LoadedModel, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
