@@ -1,0 +1,132 @@
+"""Guarantees on what a plan loses: tests whether the mean loss of a context is below a bound, for any distribution.
+
+The loss of a context is how far the mean score of its questions falls below the full cache's, and 0 where it does not:
+a number in [0, 1]. What is gained on other contexts makes up for nothing, so a bound holds for the loss of the mean
+score, too. Contexts are independent; tasks may have different means, and the bound is on the mean over all contexts.
+
+A bettor stakes a fixed share of what he has on every context: it grows by 1 + stake (bound - loss) / (1 - bound). If
+the mean loss is above the bound, he is not expected to have more than he began with: on average the logarithms of his
+expected factors are at most zero, as the logarithm is concave. So the chance that 1 becomes 1 / (1 - confidence) is at
+most 1 - confidence (Markov; Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting",
+4, with a constant stake). It depends on no order of contexts, and needs no equal distributions, as bets that are
+adapted on the way would.
+
+The stake is the one that wins just enough at the largest mean loss q for which Hoeffding's bound says the same:
+contexts KL(q, bound) = -log(1 - confidence), stake 1 - q / bound. So whatever Hoeffding's bound shows is shown, and
+more where losses are parts of 1. Without any loss n contexts show 1 - (1 - confidence)^(1 / n), which is exact.
+What it covers, and what Hoeffding-Bentkus does: benchmarks/study_guarantee.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvsearch.core.arrays import TIE, Floats
+from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.samples import Contexts, Sample
+from kvsearch.strategies.names import FULL
+
+STEPS = 1000  # bounds that are tried: tenths of a point
+
+
+def count_needed_contexts(bound: float, confidence: float) -> int:
+    """Count the contexts that show a `bound` of the mean loss if none of them loses anything."""
+    return math.ceil(math.log1p(-confidence) / math.log1p(-bound) - TIE)
+
+
+def find_least_bound(contexts: int, confidence: float) -> float:
+    """Find the least bound of the mean loss that so many contexts can show: if none of them loses anything."""
+    return 1 - (1 - confidence) ** (1 / contexts)
+
+
+def _diverge(mean: float, bound: float) -> float:
+    """Return the Kullback-Leibler divergence of coins that fall with probability `mean` and `bound`, in nats."""
+    lost = mean * math.log(mean / bound) if mean > 0 else 0.0
+    kept = (1 - mean) * math.log((1 - mean) / (1 - bound)) if mean < 1 else 0.0
+    return lost + kept
+
+
+def find_allowed_loss(contexts: int, bound: float, confidence: float) -> float | None:
+    """Find the largest mean loss of so many contexts with which `bound` is shown in any case; None: there is none."""
+    if contexts < count_needed_contexts(bound, confidence):
+        return None
+    least = -math.log1p(-confidence) / contexts
+    low, high = 0.0, bound
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _diverge(middle, bound) >= least else (low, middle)
+    return low
+
+
+def shows_bound(losses: Floats, bound: float, confidence: float) -> bool:
+    """Tell whether losses [contexts] in [0, 1] reject that their mean in the long run exceeds `bound`.
+
+    If it does, this is true with a chance of at most 1 - `confidence`.
+
+    Raises:
+        UsageError: a loss is not in [0, 1].
+    """
+    if not ((losses >= 0) & (losses <= 1)).all():
+        raise UsageError(f"losses are from 0 to 1, and one is {losses[~((losses >= 0) & (losses <= 1))][0]:g}")
+    allowed = find_allowed_loss(len(losses), bound, confidence)
+    if allowed is None:
+        return False
+    stake = 1 - allowed / bound
+    with np.errstate(divide="ignore"):  # with all that he has he may lose it
+        wealth = float(np.log1p(stake * (bound - losses) / (1 - bound)).sum())
+    return wealth >= -math.log1p(-confidence) - TIE
+
+
+def find_shown_bound(losses: Floats, confidence: float) -> float:
+    """Find the smallest bound, in tenths of a point, that losses [contexts] show, and all larger ones, too; 1: none."""
+    shown = STEPS
+    while shown > 1 and shows_bound(losses, (shown - 1) / STEPS, confidence):
+        shown -= 1
+    return shown / STEPS
+
+
+def count_shown(sequence: Iterable[Floats], bound: float, confidence: float) -> int:
+    """Count the plans of a fixed sequence that show `bound`, up to the first that does not; losses [contexts] of each.
+
+    The order is fixed before any of these losses is seen, so all tests have the whole level: the first plan that loses
+    more is reached and wrongly passed with a chance of at most 1 - `confidence`.
+    """
+    count = 0
+    for losses in sequence:
+        if not shows_bound(losses, bound, confidence):
+            break
+        count += 1
+    return count
+
+
+def compute_hoeffding_bentkus(mean: float, contexts: int, bound: float) -> float:
+    """Compute the p-value of a mean loss of so many contexts in [0, 1] if it is `bound` or more in the long run.
+
+    It is the lesser of Hoeffding's exp(-n KL(mean, bound)) and Bentkus' e P(Binomial(n, bound) <= ceil(n mean))
+    (Bates et al. 2021, "Distribution-free, risk-controlling prediction sets", 3.1).
+    """
+    from scipy.stats import binom
+
+    if mean >= bound:
+        return 1.0
+    bentkus = math.e * float(binom.cdf(math.ceil(contexts * mean - TIE), contexts, bound))
+    return min(1.0, math.exp(-contexts * _diverge(mean, bound)), bentkus)
+
+
+def measure_context_losses(samples: Sequence[Sample], method: str, contexts: Contexts) -> Floats:
+    """Measure what a method loses on each context to the full cache, [contexts] in [0, 1]; see the head of this file.
+
+    A context that several tasks ask about is one. `contexts` as for `summarize`.
+    """
+    lost: dict[tuple[str, str], list[float]] = {}
+    for sample in samples:
+        if sample.method in {FULL, method}:
+            name = contexts[sample.task, sample.key]
+            place = (sample.task if name == sample.key else "", name)  # a key says nothing of the text
+            sign = 1 if sample.method == FULL else -1
+            lost.setdefault(place, []).append(sign * sample.score)
+    means = np.array([2 * math.fsum(signed) / len(signed) for signed in lost.values()])  # both answer all questions
+    return np.where(means < TIE, 0.0, np.minimum(means, 1.0))
