@@ -79,7 +79,7 @@ def test_what_is_wrong_is_told_in_the_words_of_python(loaded: dict[str, Any], tm
     for call, error, words in [
         (partial(kvsearch.evaluate, loaded["model"], budgets=[64]), TypeError, "give it as tokenizer="),
         (partial(run, device="cpu"), TypeError, "device= is for a model that is loaded by its name"),
-        (run, UsageError, r"Give budget= \(entries per kv head\), several with budgets=, ratio= .* or smallest=True"),
+        (run, UsageError, r"Give budget= \(entries per kv head\), several with budgets=, ratio= .* or lose_at_most="),
         (partial(run, budget=3, ratio=0.5), UsageError, "^ratio: cannot be given with budget: leave one of them out"),
         (write, UsageError, "force=True to replace it"),
     ]:

@@ -21,13 +21,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvsearch.core.arrays import TIE, Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.samples import Contexts, Sample
+from kvsearch.plan.origin import Guarantee
 from kvsearch.strategies.names import FULL
+from kvsearch.tasks.metrics import is_forced
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Plan
+    from kvsearch.tasks.base import Task
+    from kvsearch.tasks.encode import TaskPrompts
 
 STEPS = 1000  # bounds that are tried: tenths of a point
 
@@ -39,7 +47,7 @@ def count_needed_contexts(bound: float, confidence: float) -> int:
 
 def find_least_bound(contexts: int, confidence: float) -> float:
     """Find the least bound of the mean loss that so many contexts can show: if none of them loses anything."""
-    return 1 - (1 - confidence) ** (1 / contexts)
+    return 1.0 - math.pow(1 - confidence, 1 / contexts)
 
 
 def _diverge(mean: float, bound: float) -> float:
@@ -59,6 +67,33 @@ def find_allowed_loss(contexts: int, bound: float, confidence: float) -> float |
         middle = (low + high) / 2
         low, high = (middle, high) if _diverge(middle, bound) >= least else (low, middle)
     return low
+
+
+def describe_need(bound: float, confidence: float, contexts: int) -> str:
+    """Say how many contexts a wished `bound` needs, and what the mean loss of those at hand may be.
+
+    Raises:
+        UsageError: there are too few; the message says how many it takes.
+    """
+    needed = count_needed_contexts(bound, confidence)
+    wish = f"to show a mean loss of at most {100 * bound:g} points with {100 * confidence:g}% confidence takes"
+    allowed = find_allowed_loss(contexts, bound, confidence)
+    if allowed is None:
+        least = math.ceil(find_least_bound(contexts, confidence) * STEPS) / STEPS
+        raise UsageError(
+            f"{wish} {needed} contexts at least, and there are {contexts}: ask more with --samples or --tasks, or "
+            f"allow --lose-at-most {100 * least:g}%"
+        )
+    return f"{wish} {needed} contexts at least: the {contexts} at hand show it if they lose {100 * allowed:.2f} or less"
+
+
+def refuse_text(tasks: Iterable[Task]) -> None:
+    """Raise UsageError if a task is text, whose loss is in nats per token and has no largest value."""
+    if text := [task.name for task in tasks if is_forced(task)]:
+        raise UsageError(
+            f"{', '.join(text)}: the loss of text is in nats per token, not in [0, 1], so nothing is guaranteed of it: "
+            "leave it out"
+        )
 
 
 def shows_bound(losses: Floats, bound: float, confidence: float) -> bool:
@@ -130,3 +165,13 @@ def measure_context_losses(samples: Sequence[Sample], method: str, contexts: Con
             lost.setdefault(place, []).append(sign * sample.score)
     means = np.array([2 * math.fsum(signed) / len(signed) for signed in lost.values()])  # both answer all questions
     return np.where(means < TIE, 0.0, np.minimum(means, 1.0))
+
+
+def make_guarantee(
+    plan: Plan, losses: Floats, bound: float, confidence: float, encoded: Sequence[TaskPrompts], protocol: str
+) -> Guarantee:
+    """Make the statement that losses [contexts] of the tasks `encoded` have shown a bound of a plan."""
+    return Guarantee(
+        loss=bound, confidence=confidence, contexts=len(losses), mean_loss=float(losses.mean()),
+        tasks={task.task.name: task.distinct for task in encoded}, protocol=protocol, plan_sha256=plan.content_sha256,
+    )  # fmt: skip
