@@ -236,9 +236,7 @@ def test_the_smallest_budget_that_is_shown_to_lose_little(questions: Path, tmp_p
     directory = tmp_path / "least"
     few = ("--rankings", "query_bank", "--no-refine", "--lose-at-most", "60%")
     _, talk = done(*command(questions, directory, *few, "--dry-run"))
-    needs = (
-        "to show a mean loss of at most 60 points with 95% confidence takes 4 contexts at least: the 4 at hand show it"
-    )
+    needs = "a mean loss of at most 60 points with 95% confidence takes 4 contexts at least: the 4 at hand show it"
     assert needs in talk
     out, talk = done(*command(questions, directory, *few, "--json"))
     assert needs in talk
@@ -251,9 +249,7 @@ def test_the_smallest_budget_that_is_shown_to_lose_little(questions: Path, tmp_p
     assert (shown.loss, shown.confidence, shown.contexts, shown.tasks) == (0.6, 0.95, 4, {"mine": 4})
     assert shown.mean_loss == pytest.approx(last["loss"])
     assert found["sizes"].keys() == {str(last["budget"])}
-    statement = (
-        "it loses at most 60 points to the full cache on the mean, with 95% confidence, as shown on 4 contexts of"
-    )
+    statement = "at most 60 points to the full cache on the mean, with 95% confidence, as shown on 4 contexts of"
     assert statement in talk
     assert all((directory / "choice" / str(step["budget"])).is_dir() for step in found["tried"])
     assert statement in done("show", directory / "plan.json")[0].replace("\n", " ")
