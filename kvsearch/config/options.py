@@ -87,9 +87,10 @@ def option(default: Any, about: str | Option, essential: int | None = None, **de
     """
     bounds = {name: details.pop(name) for name in BOUNDS if name in details}
     field = Field(default, **bounds)
-    field.metadata.append(
-        replace(about, **details) if isinstance(about, Option) else Option(about, essential, **details)
-    )
+    if isinstance(about, Option):
+        field.metadata.append(replace(about, essential=about.essential if essential is None else essential, **details))
+    else:
+        field.metadata.append(Option(about, essential, **details))
     return field
 
 

@@ -33,6 +33,7 @@ from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics import is_forced
 
 if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Evaluation
     from kvsearch.plan import Plan
     from kvsearch.tasks.base import Task
     from kvsearch.tasks.encode import TaskPrompts
@@ -69,22 +70,33 @@ def find_allowed_loss(contexts: int, bound: float, confidence: float) -> float |
     return low
 
 
-def describe_need(bound: float, confidence: float, contexts: int) -> str:
+def describe_need(bound: float | None, confidence: float, contexts: int) -> str:
     """Say how many contexts a wished `bound` needs, and what the mean loss of those at hand may be.
+
+    Without a wish it says what those at hand can show at all.
 
     Raises:
         UsageError: there are too few; the message says how many it takes.
     """
+    least = f"{100 * math.ceil(find_least_bound(contexts, confidence) * STEPS) / STEPS:g}"
+    sure = f"with {100 * confidence:g}% confidence"
+    if bound is None:
+        return (
+            f"{contexts} contexts show a mean loss of at most {least} points {sure} if nothing is lost on any of them"
+        )
     needed = count_needed_contexts(bound, confidence)
-    wish = f"to show a mean loss of at most {100 * bound:g} points with {100 * confidence:g}% confidence takes"
+    wish = f"to show a mean loss of at most {100 * bound:g} points {sure} takes {needed} contexts at least"
     allowed = find_allowed_loss(contexts, bound, confidence)
     if allowed is None:
-        least = math.ceil(find_least_bound(contexts, confidence) * STEPS) / STEPS
         raise UsageError(
-            f"{wish} {needed} contexts at least, and there are {contexts}: ask more with --samples or --tasks, or "
-            f"allow --lose-at-most {100 * least:g}%"
+            f"{wish}, and there are {contexts}: ask more with --samples or --tasks, or allow --lose-at-most {least}%"
         )
-    return f"{wish} {needed} contexts at least: the {contexts} at hand show it if they lose {100 * allowed:.2f} or less"
+    return f"{wish}: the {contexts} at hand show it if they lose {100 * allowed:.2f} points or less"
+
+
+def count_contexts(encoded: Iterable[TaskPrompts]) -> int:
+    """Count the contexts of tasks."""
+    return sum(task.distinct for task in encoded)
 
 
 def refuse_text(tasks: Iterable[Task]) -> None:
@@ -175,3 +187,15 @@ def make_guarantee(
         loss=bound, confidence=confidence, contexts=len(losses), mean_loss=float(losses.mean()),
         tasks={task.task.name: task.distinct for task in encoded}, protocol=protocol, plan_sha256=plan.content_sha256,
     )  # fmt: skip
+
+
+def share_level(confidence: float, statements: int) -> float:
+    """Return the confidence of each of several statements with which they hold together (Bonferroni)."""
+    return 1 - (1 - confidence) / statements
+
+
+def require_unseen(evaluation: Evaluation, names: Iterable[str]) -> None:
+    """Raise UsageError if a method was fitted or chosen on contexts of an evaluation: nothing is guaranteed by them."""
+    for name in names:
+        if (warning := evaluation.seen[name].warning) is not None:
+            raise UsageError(f"{name}: nothing is guaranteed on contexts that it has seen: {warning}")

@@ -55,7 +55,8 @@ RATIO = Option("Share of the cache to evict, above 0 and below 1.", SIZE)
 CONTEXTS = {"train": 80, "select": 160, "report": 120}  # of all tasks together, the most that are asked by default
 SAMPLES_OPTION = Option("Contexts per task.", QUESTIONS, panel=ASKED)
 LOSE_AT_MOST = Option(
-    "Share of the score, such as 2%, that the mean loss to the full cache may reach, on contexts nobody saw.", SIZE
+    "Share of the score, such as 2%, that the mean loss to the full cache may reach, on contexts that nothing was "
+    "fitted or chosen by."
 )
 PROTOCOL = Option(
     "question-agnostic: the context is compressed first, then the questions are asked; question-aware: context and "

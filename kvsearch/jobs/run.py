@@ -17,7 +17,7 @@ from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.fields import Entries, Samples, Time, parse_seconds
 from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
-from kvsearch.evaluation.guarantee import count_needed_contexts, describe_need, refuse_text
+from kvsearch.evaluation.guarantee import count_contexts, count_needed_contexts, describe_need, refuse_text
 from kvsearch.evaluation.statistics import CONFIDENCE
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_calibrations
 from kvsearch.jobs.evolve import EvolveOptions
@@ -25,6 +25,7 @@ from kvsearch.jobs.groups import (
     ASKED,
     BUDGET,
     BUDGETS,
+    LOSE_AT_MOST,
     PROTOCOL,
     RATIO,
     TASK_DETAILS,
@@ -175,10 +176,10 @@ class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Selec
     budgets: BudgetList = option(None, BUDGETS, panel=SIZES_PANEL)
     lose_at_most: Share | None = option(
         None,
-        "Find the smallest budget that is shown to lose at most this share of the score, such as 2%, on the mean over "
-        "contexts nobody saw.",
-        SIZE,
+        LOSE_AT_MOST,
+        essential=SIZE,
         panel=SIZES_PANEL,
+        help=f"Find the smallest budget for it. {LOSE_AT_MOST.help}",
     )
     confidence: float | None = option(
         None,
@@ -585,7 +586,7 @@ class RunStages:
         refuse_shared(encoded)
         warn_about_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
         if options.lose_at_most is not None:
-            reported = sum(task.distinct for task in encoded["report"])
+            reported = count_contexts(encoded["report"])
             reporter.say(describe_need(options.lose_at_most, options.loss_confidence, reported))
         contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
         options = options.with_counts(sum(contexts) / len(contexts), make_token_counter(loaded.tokenizer))

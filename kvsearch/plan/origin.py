@@ -100,7 +100,7 @@ class Guarantee(Record):
     that was changed since nothing is known.
     """
 
-    loss: Annotated[float, Field(strict=True, gt=0, lt=1)]
+    loss: Annotated[float, Field(strict=True, gt=0, le=1)]
     confidence: Annotated[float, Field(strict=True, ge=0.5, lt=1)]
     contexts: Count
     mean_loss: Annotated[float, Field(strict=True, ge=0, le=1)]

@@ -28,6 +28,7 @@ from kvsearch.report.numbers import (
     format_outcomes,
     format_percent,
 )
+from kvsearch.report.plans import describe_shown
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
@@ -313,7 +314,18 @@ def _list_notes(result: EvaluationResult, *notes: str) -> tuple[str, ...]:
         if result.blocks[0].method("uniform") is not None:
             plans.append(f"uniform: the policy of {result.subject} with even budgets")
         plans.append("all methods but full hold as many entries as the plan")
-    return (*plans, *notes, *result.notes)
+    return (*plans, *notes, *_describe_guarantees(result), *result.notes)
+
+
+def _describe_guarantees(result: EvaluationResult) -> Iterator[str]:
+    """Yield what plans were shown to lose at most, and whether that is as wished."""
+    together = " (all plans together)" if len(result.guarantees) > 1 else ""
+    for name, shown in result.guarantees.items():
+        verdict = ""
+        if shown.wished is not None:
+            points = f"{100 * shown.wished:g} points"
+            verdict = f": at most {points} is shown" if shown.holds else f": at most {points} is not shown"
+        yield f"{name} {describe_shown(shown.guarantee)}{together}{verdict}"
 
 
 def _format_title(result: EvaluationResult) -> tuple[str, ...]:

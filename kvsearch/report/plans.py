@@ -9,6 +9,7 @@ import numpy as np
 
 from kvsearch.plan import PHASES, Phase, Plan
 from kvsearch.plan.arithmetic import compare_plans
+from kvsearch.plan.origin import Guarantee
 from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.plan.yaml import format_layer_ranges
 from kvsearch.report.figures import Figure, ReportPart, make_layer_map
@@ -62,8 +63,13 @@ def describe_guarantee(plan: Plan) -> str:
         if plan.provenance.guarantee is None:
             return ""
         return "what the file says the plan loses at most is of another plan: this one was changed since"
+    return f"it {describe_shown(shown)}"
+
+
+def describe_shown(shown: Guarantee) -> str:
+    """Say what something was shown to lose at most, without its name."""
     return (
-        f"it loses at most {100 * shown.loss:g} points to the full cache on the mean, with {100 * shown.confidence:g}% "
+        f"loses at most {100 * shown.loss:g} points to the full cache on the mean, with {100 * shown.confidence:g}% "
         f"confidence, as shown on {pluralize(shown.contexts, 'context')} of {', '.join(shown.tasks)} "
         f"({shown.protocol}), where it lost {100 * shown.mean_loss:.2f}"
     )

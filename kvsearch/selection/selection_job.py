@@ -19,6 +19,7 @@ from kvsearch.core.naming import delegate
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.evaluation.guarantee import (
     compute_hoeffding_bentkus,
+    count_contexts,
     count_shown,
     find_shown_bound,
     make_guarantee,
@@ -291,7 +292,7 @@ def find_guaranteed_budget(
             selection, replies = selection_at(budget)
             chosen[budget] = (selection, replies, selection.race.decide(replies, answered=True))
         selection, _, result = chosen[budget]
-        contexts = sum(task.distinct for task in selection.report_prompts)
+        contexts = count_contexts(selection.report_prompts)
         loss = max(result.full.mean - result.score, 0.0)
         return compute_hoeffding_bentkus(loss, contexts, bound) <= 1 - confidence + TIE
 

@@ -62,6 +62,13 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ),
         ("--methods uniform --ratios 0.99 --tasks synthetic:single --length 512 --samples 1", "ratio 0.99 leaves 5."),
         ("--plan CAL/plan.json --tasks synthetic:multkey", "did you mean 'multikey'?"),
+        ("--methods lava --budgets 64 --guarantee", "--guarantee is about plans: give one with --plan"),
+        ("--plan CAL/plan.json --guarantee --confidence 1", "--confidence: must be less than 1"),
+        (f"--plan CAL/plan.json --lose-at-most 50% --tasks {SHORT}", "the loss of text is in nats per token, not in"),
+        (
+            "--plan CAL/plan.json --lose-at-most 2% --tasks synthetic:multikey --length 512 --samples 3",
+            "takes 149 contexts at least, and there are 3: ask more with --samples or --tasks, or allow",
+        ),
     ],
     f"evolve bundled -o NEW {SEARCH}": [
         ("--budgets 8,x", "--budgets.1: must be a whole number, not 'x'"),

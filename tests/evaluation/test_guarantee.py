@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
@@ -21,11 +23,20 @@ from kvsearch.evaluation.guarantee import (
     find_allowed_loss,
     find_least_bound,
     find_shown_bound,
+    make_guarantee,
     measure_context_losses,
+    require_unseen,
     shows_bound,
 )
+from kvsearch.plan import Plan, canonical_json
+from kvsearch.report.plans import describe_guarantee
 from kvsearch.strategies.names import FULL
 from tests.evaluation.test_statistics import samples
+from tests.plan.builders import make_plan
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.tasks.encode import TaskPrompts
 
 REPEATS = 2000
 
@@ -150,3 +161,30 @@ def test_a_text_of_two_tasks_is_one_context() -> None:
 def test_losses_are_from_0_to_1(loss: float) -> None:
     with pytest.raises(UsageError, match="losses are from 0 to 1, and one is "):
         shows_bound(np.array([0.0, loss]), 0.02, 0.95)
+
+
+def test_nothing_is_guaranteed_on_contexts_that_were_seen() -> None:
+    seen = {
+        "new": SimpleNamespace(warning=None),
+        "old": SimpleNamespace(warning="it was chosen on 4 of the 6 contexts"),
+    }
+    evaluation = cast("Evaluation", SimpleNamespace(seen=seen))
+    require_unseen(evaluation, ["new"])
+    with pytest.raises(UsageError, match="old: nothing is guaranteed on contexts that it has seen: it was chosen on 4"):
+        require_unseen(evaluation, ["new", "old"])
+
+
+def test_a_changed_plan_has_no_guarantee() -> None:
+    """What a file says is of the plan that it was written with, whoever has changed it since."""
+    plan = make_plan()
+    task = SimpleNamespace(task=SimpleNamespace(name="t"), distinct=40)
+    shown = make_guarantee(plan, np.zeros(40), 0.08, 0.95, [cast("TaskPrompts", task)], "question-agnostic")
+    stated = plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"guarantee": shown})})
+    assert stated.guarantee == shown
+    assert Plan.model_validate_json(canonical_json(stated)).guarantee == shown
+    assert describe_guarantee(stated).startswith("it loses at most 8 points to the full cache on the mean, with 95%")
+    other = stated.model_copy(update={"floor": 0})
+    assert other.guarantee is None
+    assert describe_guarantee(other).endswith("is of another plan: this one was changed since")
+    assert describe_guarantee(plan) == ""
+    assert "guarantee" not in plan.model_dump(mode="json")["provenance"]
