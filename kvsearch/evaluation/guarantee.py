@@ -33,7 +33,8 @@ from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics import is_forced
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.evaluation.compare import Evaluation, Split
+    from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
     from kvsearch.tasks.base import Task
     from kvsearch.tasks.encode import TaskPrompts
@@ -81,9 +82,7 @@ def describe_need(bound: float | None, confidence: float, contexts: int) -> str:
     least = f"{100 * math.ceil(find_least_bound(contexts, confidence) * STEPS) / STEPS:g}"
     sure = f"with {100 * confidence:g}% confidence"
     if bound is None:
-        return (
-            f"{contexts} contexts show a mean loss of at most {least} points {sure} if nothing is lost on any of them"
-        )
+        return f"{contexts} contexts show a mean loss of at most {least} points {sure} if none of them loses anything"
     needed = count_needed_contexts(bound, confidence)
     wish = f"to show a mean loss of at most {100 * bound:g} points {sure} takes {needed} contexts at least"
     allowed = find_allowed_loss(contexts, bound, confidence)
@@ -180,13 +179,43 @@ def measure_context_losses(samples: Sequence[Sample], method: str, contexts: Con
 
 
 def make_guarantee(
-    plan: Plan, losses: Floats, bound: float, confidence: float, encoded: Sequence[TaskPrompts], protocol: str
+    plan: Plan,
+    losses: Floats,
+    bound: float,
+    confidence: float,
+    encoded: Sequence[TaskPrompts],
+    protocol: str,
+    masses: Sequence[float] = (),
 ) -> Guarantee:
-    """Make the statement that losses [contexts] of the tasks `encoded` have shown a bound of a plan."""
+    """Make the statement that losses [contexts] of the tasks `encoded` have shown a bound of a plan.
+
+    `masses` are what of the attention at the end of each prompt is on entries that left, as far as it was measured.
+    """
     return Guarantee(
         loss=bound, confidence=confidence, contexts=len(losses), mean_loss=float(losses.mean()),
-        tasks={task.task.name: task.distinct for task in encoded}, protocol=protocol, plan_sha256=plan.content_sha256,
+        tasks={task.task.name: task.distinct for task in encoded}, protocol=protocol,
+        evicted_mass=(min(masses), max(masses)) if masses else None, plan_sha256=plan.content_sha256,
     )  # fmt: skip
+
+
+def measure_evicted_masses(
+    loaded: LoadedModel, plan: Plan, encoded: Sequence[TaskPrompts], split: Split
+) -> list[float]:
+    """Measure `PlanCache.evicted_mass` of all that is compressed as one in some tasks."""
+    from kvsearch.runtime import PlanCache, Program
+    from kvsearch.runtime.attention import run_attention
+    from kvsearch.runtime.shared_prefill import make_batches, read_prompts
+    from kvsearch.tasks.encode import make_readings
+
+    program = Program.from_plan(loaded.model, plan)
+    readings = [reading for task in encoded for reading in make_readings(task.prompts, split.protocol)]
+    masses = []
+    with run_attention(loaded.model):
+        for batch in make_batches(readings, split.batch, lambda reading: len(reading.ids)):
+            cache = PlanCache(loaded.model, program, monitor=True)
+            read_prompts(loaded.model, [cache], [reading.ids for reading in batch])
+            masses += cache.evicted_mass
+    return masses
 
 
 def share_level(confidence: float, statements: int) -> float:

@@ -91,21 +91,26 @@ def join_records(records: Iterable[ContextRecord | None]) -> ContextRecord | Non
     return whole
 
 
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
 class Guarantee(Record):
     """What a plan was shown to lose at most, whatever the distribution of losses, see `kvsearch.evaluation.guarantee`.
 
     With probability `confidence` the mean loss to the full cache is at most `loss`, on contexts such as the `contexts`
     that it was shown on, which nothing was fitted or chosen by: `tasks` counts those of each task, `mean_loss` is what
-    was lost there. Losses are in [0, 1]. `plan_sha256` is the content of the plan without its provenance: of a plan
-    that was changed since nothing is known.
+    was lost there. Losses are in [0, 1]. `evicted_mass` is the least and the most that these contexts had of the
+    attention at their end on what left them, see `PlanCache.evicted_mass`. `plan_sha256` is the content of the plan
+    without its provenance: of a plan that was changed since nothing is known.
     """
 
     loss: Annotated[float, Field(strict=True, gt=0, le=1)]
     confidence: Annotated[float, Field(strict=True, ge=0.5, lt=1)]
     contexts: Count
-    mean_loss: Annotated[float, Field(strict=True, ge=0, le=1)]
+    mean_loss: Share
     tasks: dict[Text, Count] = Field(max_length=MOST_SETTINGS)
     protocol: Text
+    evicted_mass: tuple[Share, Share] | None = Field(default=None, exclude_if=is_none)
     plan_sha256: Sha256
 
 

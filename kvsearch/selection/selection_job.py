@@ -24,6 +24,7 @@ from kvsearch.evaluation.guarantee import (
     find_shown_bound,
     make_guarantee,
     measure_context_losses,
+    measure_evicted_masses,
 )
 from kvsearch.evaluation.runner import hash_rows
 from kvsearch.models.loading import LoadedModel
@@ -319,8 +320,10 @@ def find_guaranteed_budget(
         )
     job, replies, result = chosen[sequence[shown - 1]]
     selected = job.report(result, replies)
+    loaded = selection.race.prepared.loaded
+    masses = measure_evicted_masses(loaded, selected.plan, job.report_prompts, selection.reported)
     guarantee = make_guarantee(
-        selected.plan, losses[shown - 1], bound, confidence, job.report_prompts, selection.protocol
+        selected.plan, losses[shown - 1], bound, confidence, job.report_prompts, selection.protocol, masses
     )
     origin = selected.plan.provenance.model_copy(update={"guarantee": guarantee})
     return replace(selected, plan=selected.plan.model_copy(update={"provenance": origin})), tried
