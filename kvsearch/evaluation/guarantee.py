@@ -107,6 +107,20 @@ def refuse_text(tasks: Iterable[Task]) -> None:
         )
 
 
+def compute_log_wealth(losses: Floats, bound: float, confidence: float) -> Floats:
+    """Compute the log wealth [...] of the bettor after losses [..., contexts]; see the head of this file.
+
+    It is minus infinity where so few contexts cannot show the bound.
+    """
+    allowed = find_allowed_loss(losses.shape[-1], bound, confidence)
+    if allowed is None:
+        return np.full(losses.shape[:-1], -np.inf)
+    stake = 1 - allowed / bound
+    with np.errstate(divide="ignore"):  # with all that he has he may lose it
+        wealth: Floats = np.log1p(stake * (bound - losses) / (1 - bound)).sum(-1)
+    return wealth
+
+
 def shows_bound(losses: Floats, bound: float, confidence: float) -> bool:
     """Tell whether losses [contexts] in [0, 1] reject that their mean in the long run exceeds `bound`.
 
@@ -115,15 +129,10 @@ def shows_bound(losses: Floats, bound: float, confidence: float) -> bool:
     Raises:
         UsageError: a loss is not in [0, 1].
     """
-    if not ((losses >= 0) & (losses <= 1)).all():
-        raise UsageError(f"losses are from 0 to 1, and one is {losses[~((losses >= 0) & (losses <= 1))][0]:g}")
-    allowed = find_allowed_loss(len(losses), bound, confidence)
-    if allowed is None:
-        return False
-    stake = 1 - allowed / bound
-    with np.errstate(divide="ignore"):  # with all that he has he may lose it
-        wealth = float(np.log1p(stake * (bound - losses) / (1 - bound)).sum())
-    return wealth >= -math.log1p(-confidence) - TIE
+    outside = ~((losses >= 0) & (losses <= 1))
+    if outside.any():
+        raise UsageError(f"losses are from 0 to 1, and one is {losses[outside][0]:g}")
+    return bool(compute_log_wealth(losses, bound, confidence) >= -math.log1p(-confidence) - TIE)
 
 
 def find_shown_bound(losses: Floats, confidence: float) -> float:
