@@ -41,7 +41,7 @@ SEEDS = "--seed 0", "--seed 1"
 WINDOWS = "--set window=4", "--set window=5"
 POLICIES = "--policy tova", "--policy keydiff"
 METHODS = "tova", "streaming"
-SURE = "--sure 0.9", "--sure 0.95"
+SURE = "--confidence 0.9", "--confidence 0.95"
 PLANS, YAMLS = ("plan.json", "other.json"), ("plan.yaml", "other.yaml")
 BUDGETS = "--budget 12", "--budget 14"
 LUKV = "--data texts.json --no-check --answers given --questions 1"
