@@ -64,10 +64,14 @@ def find_allowed_loss(contexts: int, bound: float, confidence: float) -> float |
     if contexts < count_needed_contexts(bound, confidence):
         return None
     least = -math.log1p(-confidence) / contexts
-    low, high = 0.0, bound
+    low = 0.0
+    high = bound
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _diverge(middle, bound) >= least else (low, middle)
+        if _diverge(middle, bound) >= least:
+            low = middle
+        else:
+            high = middle
     return low
 
 

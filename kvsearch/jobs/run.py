@@ -240,10 +240,9 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
     def translate_former(cls, options: dict[str, Any]) -> dict[str, Any]:
         """See there; --within 2 is --lose-at-most 2%, and --smallest alone 1%."""
         current = super().translate_former(options)
-        smallest, points = current.pop("smallest", False), current.pop("within", None)
-        if not smallest and points is None:
-            return current
-        return {**current, "lose_at_most": f"{1 if points is None else points}%"}
+        smallest = current.pop("smallest", False)
+        points = current.pop("within", 1 if smallest else None)
+        return current if points is None else {**current, "lose_at_most": f"{points}%"}
 
     @property
     def rule(self) -> Rule:

@@ -314,18 +314,13 @@ def _list_notes(result: EvaluationResult, *notes: str) -> tuple[str, ...]:
         if result.blocks[0].method("uniform") is not None:
             plans.append(f"uniform: the policy of {result.subject} with even budgets")
         plans.append("all methods but full hold as many entries as the plan")
-    return (*plans, *notes, *_describe_guarantees(result), *result.notes)
-
-
-def _describe_guarantees(result: EvaluationResult) -> Iterator[str]:
-    """Yield what plans were shown to lose at most, and whether that is as wished."""
     together = " (all plans together)" if len(result.guarantees) > 1 else ""
     for name, shown in result.guarantees.items():
         verdict = ""
         if shown.wished is not None:
-            points = f"{100 * shown.wished:g} points"
-            verdict = f": at most {points} is shown" if shown.holds else f": at most {points} is not shown"
-        yield f"{name} {describe_shown(shown.guarantee)}{together}{verdict}"
+            verdict = f": at most {100 * shown.wished:g} points is {'shown' if shown.holds else 'not shown'}"
+        plans.append(f"{name} {describe_shown(shown.guarantee)}{together}{verdict}")
+    return (*plans, *notes, *result.notes)
 
 
 def _format_title(result: EvaluationResult) -> tuple[str, ...]:

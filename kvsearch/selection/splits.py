@@ -63,12 +63,9 @@ def divide_contexts(
         random.Random(f"{seed}/{task.task.name}").shuffle(texts)
         begin = 0
         for part, end in zip(parts, ends, strict=True):
-            part.append(_select_texts(task, set(texts[begin : end[number]])))
+            chosen = set(texts[begin : end[number]])
+            prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in chosen)
+            coverage = replace(task.coverage, **count_coverage(prompts))
+            part.append(replace(task, prompts=prompts, coverage=coverage))
             begin = end[number]
     return parts
-
-
-def _select_texts(task: TaskPrompts, texts: set[tuple[str, ...]]) -> TaskPrompts:
-    """Restrict a task to the prompts on some texts."""
-    prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in texts)
-    return replace(task, prompts=prompts, coverage=replace(task.coverage, **count_coverage(prompts)))

@@ -83,6 +83,7 @@ def found_at(
 
     monkeypatch.setattr(selection_job, "prepare_plans", prepare)
     monkeypatch.setattr(selection_job, "measure_context_losses", measure)
+    monkeypatch.setattr(selection_job, "measure_evicted_masses", lambda *_: [0.4, 0.1, 0.2])
     return find_guaranteed_budget(list(chosen), bound, 0.95, choice_at)
 
 
@@ -111,6 +112,7 @@ def test_the_smallest_that_is_shown(monkeypatch: pytest.MonkeyPatch, looks: int,
     shown = selection.plan.guarantee
     assert shown is not None
     assert (shown.loss, shown.confidence, shown.contexts, shown.mean_loss) == (0.1, 0.95, CONTEXTS, 0.0)
+    assert shown.evicted_mass == (0.1, 0.4)
     assert (shown.tasks, shown.protocol) == ({"t": CONTEXTS}, "question-agnostic")
 
 
