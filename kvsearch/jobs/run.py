@@ -564,6 +564,8 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
     sizes = options.sizes
     read_run(options.output, "run")
     tasks = {name: options.find_tasks(options.model, name) for name in ("train", "select", "report")}
+    if options.lose_at_most is not None:
+        refuse_text(tasks["report"])
     options.check_names()
     rule = options.rule
     options.make_fits()  # tells of settings that are wrong before the model is loaded
