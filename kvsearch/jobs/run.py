@@ -17,7 +17,7 @@ from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.fields import Entries, Samples, Time, parse_seconds
 from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
-from kvsearch.evaluation.guarantee import count_contexts, count_needed_contexts, describe_need
+from kvsearch.evaluation.guarantee import count_contexts, count_needed_contexts, describe_need, refuse_text
 from kvsearch.evaluation.statistics import CONFIDENCE
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_calibrations
 from kvsearch.jobs.evolve import EvolveOptions
