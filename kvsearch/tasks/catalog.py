@@ -24,6 +24,8 @@ from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
 from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.retain import FORMS as RETAIN_FORMS
+from kvsearch.tasks.retain import GROUPS, RETAIN, RetainTask
 from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
@@ -42,7 +44,7 @@ AIME = "aime"
 NEEDLE = "niah"
 JSONL = "jsonl"
 TEXT = "ppl"
-TASK_KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, NEEDLE, JSONL, TEXT)
+TASK_KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, NEEDLE, RETAIN, JSONL, TEXT)
 QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
 NO_QA: Final = f"{RULER}:no-qa"
 MANY = "several tasks are joined by +"
@@ -183,6 +185,10 @@ def _list_entries() -> Iterator[Entry]:
         yield _make_dataset_entry(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
     reads = {"length": "lengths", **{name: name for name in ("depths", "haystack", "metric", "split")}}
     yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY_HAYSTACK, NiahTask, reads)
+    reads = {**_GENERATED, "haystack": "haystack"}
+    for name, form in RETAIN_FORMS.items():
+        make = partial(RetainTask, name)
+        yield Entry(f"{RETAIN}:{name}", RETAIN, form.metric, STORY_HAYSTACK, make, reads, split=RetainTask.split)
 
 
 def _join_specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -202,6 +208,8 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     AIME: (f"{AIME}:24", f"{AIME}:25"),
     INFINITEBENCH: _join_specs(INFINITEBENCH, INFINITEBENCH_TASKS),
     f"{INFINITEBENCH}:lava": _join_specs(INFINITEBENCH, INFINITEBENCH_LAVA),
+    RETAIN: _join_specs(RETAIN, RETAIN_FORMS),
+    **{f"{RETAIN}:{group}": _join_specs(RETAIN, names) for group, names in GROUPS.items()},
 }  # specs that stand for several tasks
 SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they are typed
 
