@@ -67,7 +67,7 @@ def commands(loaded: LoadedModel, directory: Path) -> Iterator[tuple[str, Callab
     def calibrate(method: str, tasks: str, samples: int, **more: Any) -> Callable[[], Any]:
         output = directory / f"{method}-{len(more)}-{samples}"
         options = OPTIONS[method].of(method=method, tasks=tasks, samples=samples, output=output, **shared, **more)
-        return lambda: kvsearch.calibrate(options.with_loaded_model(loaded), reporter=NullReporter())
+        return lambda: kvsearch.calibrate(options, loaded=loaded, reporter=NullReporter())
 
     yield "lukv, one policy", calibrate("lukv", TASKS, 2, policy="snapkv", check=False), 6, "context"
     rivals = ("keydiff", "expected_attention", "cake")
@@ -77,12 +77,12 @@ def commands(loaded: LoadedModel, directory: Path) -> Iterator[tuple[str, Callab
     asked = EvaluateOptions.of(
         methods=",".join(METHODS), ratios=(0.8,), tasks=TASKS, samples=2, output=directory / "evaluation", **shared
     )
-    work = lambda: kvsearch.evaluate(asked.with_loaded_model(loaded), reporter=NullReporter())  # noqa: E731
+    work = lambda: kvsearch.evaluate(asked, loaded=loaded, reporter=NullReporter())  # noqa: E731
     yield "evaluate, 15 methods", work, 6 * 15, "context and method"
     bound = HeadroomOptions.of(ratio=0.8, tasks=TASKS, samples=4, **shared)
-    yield "headroom", lambda: kvsearch.headroom(bound.with_loaded_model(loaded), reporter=NullReporter()), 12, "context"
+    yield "headroom", lambda: kvsearch.headroom(bound, loaded=loaded, reporter=NullReporter()), 12, "context"
     quick = RunOptions.of(ratio=0.8, effort="quick", tasks=TASKS, output=directory / "run", **shared)
-    yield "run --effort quick", lambda: kvsearch.run(quick.with_loaded_model(loaded), reporter=NullReporter()), 1, "run"
+    yield "run --effort quick", lambda: kvsearch.run(quick, loaded=loaded, reporter=NullReporter()), 1, "run"
 
 
 def main() -> None:

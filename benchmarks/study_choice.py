@@ -23,8 +23,8 @@ from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import assert_present
 from kvsearch.evaluation.compare import prepare_plans
 from kvsearch.evaluation.reply_store import read_replies
-from kvsearch.jobs.reporter import NullReporter
 from kvsearch.jobs.run import CHOICE_FOLDER, CURVES_FOLDER, FIT_FOLDER, RunOptions, resolve_plan_length
+from kvsearch.models.loading import load
 from kvsearch.plan import Size, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import LEDGER, read_config
@@ -43,7 +43,7 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
     """Return the methods, and what each scores and loses in every context, [contexts, methods]."""
     recorded = assert_present(read_config(args.run), "a run without a configuration").options
     options = RunOptions.of(**{**recorded, "model": args.model, "dtype": args.dtype, "output": args.run})
-    loaded = options.load(options.model, NullReporter())
+    loaded = load(options.model, options.loading())
     rankings = {name: load_profile(args.run / FIT_FOLDER / name / PROFILE) for name in options.rankings}
     calibrated = replace(read_policy_curves(load_profile(args.run / CURVES_FOLDER / PROFILE)), rankings=rankings)
     screened: dict[str, list[float]] = {}

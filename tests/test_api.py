@@ -72,16 +72,20 @@ def test_a_loaded_model_is_not_loaded_again(
     assert again.as_json() == found.as_json()
 
 
-def test_what_is_wrong_is_told_in_the_words_of_python(loaded: dict[str, Any], tmp_path: Path) -> None:
+def test_wrong_calls_say_what_to_do(loaded: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "plan.json").touch()
     run = partial(kvsearch.run, **loaded, output=tmp_path / "run")
     write = partial(kvsearch.plans.uniform, **loaded, policy="snapkv", budget=9, output=tmp_path / "plan.json")
     for call, error, words in [
         (partial(kvsearch.evaluate, loaded["model"], budgets=[64]), TypeError, "give it as tokenizer="),
         (partial(run, device="cpu"), TypeError, "device= is for a model that is loaded by its name"),
-        (run, UsageError, r"Give budget= \(entries per kv head\), several with budgets=, ratio= .* or smallest=True"),
-        (partial(run, budget=3, ratio=0.5), UsageError, "^ratio: cannot be given with budget: leave one of them out"),
-        (write, UsageError, "force=True to replace it"),
+        (run, UsageError, r"Give --budget \(entries per kv head\), several with --budgets, --ratio .* or --smallest"),
+        (
+            partial(run, budget=3, ratio=0.5),
+            UsageError,
+            "^--ratio: cannot be given with --budget: leave one of them out",
+        ),
+        (write, UsageError, "--force to replace it"),
     ]:
         with pytest.raises(error, match=words):
             call()
@@ -94,4 +98,4 @@ def test_what_is_wrong_is_told_in_the_words_of_python(loaded: dict[str, Any], tm
 def test_wrong_options_are_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         kvsearch.evaluate("bundled", samples=0, batch=0, colour="red")
-    assert all(words in str(caught.value) for words in ("  samples: ", "  batch: ", "colour: unknown key"))
+    assert all(words in str(caught.value) for words in ("  --samples: ", "  --batch: ", "colour: unknown key"))

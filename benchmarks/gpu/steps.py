@@ -175,13 +175,13 @@ def benched(where: Settings, sizes: Sequence[Mapping[str, Any]], **options: Any)
     """Return what `bench` finds at the first of some sizes for which there is memory; one round, skewed budgets."""
     from kvsearch.core.errors import EnvironmentFault
     from kvsearch.jobs.bench import BenchOptions, bench, dry_run
-    from kvsearch.jobs.reporter import NullReporter
+    from kvsearch.jobs.public import run_job
 
     given = {**options, "shape": where.shape, "device": where.device, "skewed": True, "rounds": 1}
     for number, size in enumerate(sizes, 1):
         checked = BenchOptions.of(**given, **size)
         try:
-            dry_run(checked, NullReporter())
+            run_job(dry_run, checked, dry=True)
         except EnvironmentFault:
             if number == len(sizes):
                 raise

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from kvsearch.cli.registry import PLAN_VERBS, Output, job_verb, verb, view_output
+from kvsearch.cli.registry import PLAN_VERBS, verb, view_output
 from kvsearch.report.numbers import pluralize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvsearch.cli.console import Console
-    from kvsearch.config.options import JobOptions
     from kvsearch.jobs.export import ExportOptions
-    from kvsearch.jobs.plan import PlanOptions, YamlOptions
-    from kvsearch.report.plans import DifferenceView
+    from kvsearch.jobs.plan import DiffOptions, PlanOptions, YamlOptions
+    from kvsearch.plan import Plan
 
 JOBS = "kvsearch.jobs.plan"
 
 
-def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
-    """Make a plan, and print its file, its size and the next commands; a dry run writes nothing."""
+def make_and_show(job: Callable[..., Plan], make: Callable[..., Plan], options: PlanOptions, console: Console) -> None:
+    """Make a plan, and print its file, its size and the next commands; a dry run makes it without writing it."""
     from kvsearch.jobs.groups import suggest_plan_commands
+    from kvsearch.jobs.public import run_job
 
-    plan = options.make(console) if console.dry_run else resolve_name(job)(options, reporter=console)
+    plan = run_job(make, options, console, dry=True) if console.dry_run else job(options, reporter=console)
     if console.as_json:
         phases = "both" if len(plan.phases) > 1 else next(iter(plan.phases))
         console.print_json(
@@ -44,12 +45,16 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
 
 def run_export(options: ExportOptions, console: Console) -> None:
     """Write a plan or the files of a target, and print the files, their losses and how to load them."""
-    from kvsearch.jobs.export import PLAN, export_to
+    from kvsearch.jobs import export as job
+    from kvsearch.jobs.public import run_job
 
-    if options.to == PLAN:
-        make_and_show("kvsearch.jobs.export:export", options, console)
+    if options.to == job.PLAN:
+        make_and_show(job.export, job.make_plan, options, console)
         return
-    exported = options.make_target_files(console) if console.dry_run else export_to(options, reporter=console)
+    if console.dry_run:
+        exported = run_job(job.make_target_files, options, console, dry=True)
+    else:
+        exported = job.export_to(options, reporter=console)
     usage = [line.format(path=str(options.output)) for line in exported.usage]
     if console.as_json:
         losses = [{"what": what, "entries": entries} for what, entries in exported.losses.items()]
@@ -80,7 +85,9 @@ def uniform(options: PlanOptions, console: Console) -> None:
 
     Example: kvsearch plan uniform bundled --policy h2o --budget 128 --phases both -o h2o.json
     """
-    make_and_show(f"{JOBS}:uniform", options, console)
+    from kvsearch.jobs import plan as job
+
+    make_and_show(job.uniform, job.make_direct, options, console)
 
 
 @verb(f"{JOBS}:PyramidOptions", group=PLAN_VERBS, dry_run=True)
@@ -92,7 +99,9 @@ def pyramid(options: PlanOptions, console: Console) -> None:
 
     Example: kvsearch plan pyramid bundled --policy pyramidkv --budget 64 -o pyramid.json
     """
-    make_and_show(f"{JOBS}:pyramid", options, console)
+    from kvsearch.jobs import plan as job
+
+    make_and_show(job.pyramid, job.make_direct, options, console)
 
 
 @verb(f"{JOBS}:ScaleOptions", group=PLAN_VERBS, dry_run=True)
@@ -104,7 +113,9 @@ def scale(options: PlanOptions, console: Console) -> None:
 
     Example: kvsearch plan scale plan.json --ratio 0.9 -o smaller.json
     """
-    make_and_show(f"{JOBS}:scale", options, console)
+    from kvsearch.jobs import plan as job
+
+    make_and_show(job.scale, job.make_scaled, options, console)
 
 
 @verb(f"{JOBS}:BuildOptions", group=PLAN_VERBS, dry_run=True)
@@ -113,7 +124,9 @@ def build(options: PlanOptions, console: Console) -> None:
 
     Example: kvsearch plan build strategy.yaml -o plan.json
     """
-    make_and_show(f"{JOBS}:build", options, console)
+    from kvsearch.jobs import plan as job
+
+    make_and_show(job.build, job.make_built, options, console)
 
 
 @verb(f"{JOBS}:YamlOptions", group=PLAN_VERBS, dry_run=True)
@@ -124,7 +137,9 @@ def yaml(options: YamlOptions, console: Console) -> None:
 
     Example: kvsearch plan yaml plan.json -o strategy.yaml
     """
-    text = options.make() if console.dry_run else resolve_name(f"{JOBS}:yaml")(options, reporter=console)
+    from kvsearch.jobs import plan as job
+
+    text = options.make() if console.dry_run else job.yaml(options, reporter=console)
     if console.as_json:
         console.print_json({"yaml": str(options.output), "lines": text.count("\n")})
     else:
@@ -134,8 +149,8 @@ def yaml(options: YamlOptions, console: Console) -> None:
             console.say(options.next_command())
 
 
-@job_verb(f"{JOBS}:DiffOptions", group=PLAN_VERBS, dry_run="")
-def diff(options: JobOptions, difference: DifferenceView) -> Output:  # noqa: ARG001 - as others have it
+@verb(f"{JOBS}:DiffOptions", group=PLAN_VERBS)
+def diff(options: DiffOptions, console: Console) -> None:
     """Show what differs between two plans: settings, policies and their parameters, and budgets layer by layer.
 
     Where the plans come from is not compared. A setting that one of them does not state is shown as -.
@@ -145,4 +160,6 @@ def diff(options: JobOptions, difference: DifferenceView) -> Output:  # noqa: AR
 
     Example: kvsearch plan diff plan.json smaller.json
     """
-    return view_output(difference)
+    from kvsearch.jobs import plan as job
+
+    view_output(job.diff(options, reporter=console)).print(console)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from importlib import import_module
+from dataclasses import dataclass
 from inspect import cleandoc
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,10 @@ if TYPE_CHECKING:
     from kvsearch.cli.console import Console
     from kvsearch.core.errors import KvsearchError
     from kvsearch.jobs.listings import Listing
-    from kvsearch.jobs.reporter import Reporter
     from kvsearch.report.figures import ReportPart
     from kvsearch.report.screen import View
 
 Action = Callable[[Any, "Console"], None]
-Present = Callable[[Any, Any], "Output"]
 Printer = Callable[["Console"], None]
 
 
@@ -64,11 +61,11 @@ def listing_output(listing: Listing) -> Output:
     return Output(lambda: content, make_parts_printer(lambda: parts))
 
 
-def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, console: Console) -> None:
-    """Print the forecast of a job."""
+def print_forecast(dry_run: Callable[..., View], options: Any, console: Console) -> None:
+    """Print what a job would cost, as its function `dry_run` forecasts it."""
     from kvsearch.jobs.public import run_job
 
-    view_output(run_job(function, checked, console, dry=True)).print(console)
+    view_output(run_job(dry_run, options, console, dry=True)).print(console)
 
 
 def make_parts_printer(parts: Callable[[], Iterable[ReportPart]]) -> Printer:
@@ -128,32 +125,5 @@ def verb(options: str, *, group: dict[str, Any] = VERBS, **how: Any) -> Callable
         name = action.__name__.replace("_", "-")
         group[name] = Verb(name, cleandoc(action.__doc__ or ""), options, action, **how)
         return action
-
-    return register
-
-
-def job_verb(options: str, *, job: str = "", dry_run: str = "dry_run", **how: Any) -> Callable[[Present], Present]:
-    """Register a verb that runs a job, by the function that makes its output of options and result.
-
-    The job is the function of the verb's name, or `job`, in the module of its options; what a dry run prints is what
-    the function `dry_run` there returns, and what is said of a result is what a function `remarks` there yields.
-    """
-
-    def register(present: Present) -> Present:
-        def action(checked: Any, console: Console) -> None:
-            module = import_module(options.partition(":")[0])
-            if console.dry_run:
-                print_dry_run(getattr(module, dry_run), checked, console)
-                return
-            result = getattr(module, job or present.__name__)(checked, reporter=console)
-            output = present(checked, result)
-            if (remarks := getattr(module, "remarks", None)) is not None:
-                output = replace(output, remarks=remarks(checked, result))
-            output.print(console)
-
-        action.__name__ = present.__name__
-        action.__doc__ = present.__doc__
-        verb(options, dry_run=bool(dry_run), **how)(action)
-        return present
 
     return register

@@ -12,11 +12,10 @@ from kvsearch.cli.plan import run_export
 from kvsearch.cli.registry import (
     VERBS,
     Output,
-    job_verb,
     listing_output,
     make_kind_printer,
     make_parts_printer,
-    print_dry_run,
+    print_forecast,
     verb,
     view_output,
 )
@@ -24,32 +23,28 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.report.numbers import pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from typing import Any
 
     from kvsearch.cli.console import Console
-    from kvsearch.config.options import JobOptions
-    from kvsearch.evaluation.answer import CompressedContext, Reply
+    from kvsearch.jobs.bench import BenchOptions
     from kvsearch.jobs.calibrate import CalibrateOptions
-    from kvsearch.jobs.evaluate import EvaluateOptions
+    from kvsearch.jobs.evaluate import EvaluateOptions, HeadroomOptions
+    from kvsearch.jobs.evolve import EvolveOptions
     from kvsearch.jobs.export import ExportOptions
     from kvsearch.jobs.generate import CompressOptions, GenerateOptions
-    from kvsearch.jobs.listings import Listing
-    from kvsearch.jobs.report import ReportOptions, VerifyOptions
+    from kvsearch.jobs.listings import DoctorOptions, ListingOptions
+    from kvsearch.jobs.lm_eval import LmEvalOptions
+    from kvsearch.jobs.report import ReportOptions, ShowOptions, VerifyOptions
     from kvsearch.jobs.reproduce import ReproduceOptions
-    from kvsearch.plan import Profile
-    from kvsearch.report.costs import SpeedView
-    from kvsearch.report.integrity import Verification
-    from kvsearch.report.screen import View
-    from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
-    from kvsearch.results.search import SearchResult
-    from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
-    from kvsearch.results.validation import ValidationResult
+    from kvsearch.jobs.run import RunOptions
+    from kvsearch.jobs.select import SelectOptions
+    from kvsearch.jobs.validate import ValidateOptions
 
 __all__ = ["VERBS"]
 
 
-@job_verb("kvsearch.jobs.run:RunOptions")
-def run(options: JobOptions, result: RunResult) -> Output:
+@verb("kvsearch.jobs.run:RunOptions", dry_run=True)
+def run(options: RunOptions, console: Console) -> None:
     """Find the best plan of a size: fit rankings, measure budgets, pick on held-out questions, score on others.
 
     A plan is written if it beats the single-policy baselines of equal size, or is likely better; else the best
@@ -57,12 +52,19 @@ def run(options: JobOptions, result: RunResult) -> Output:
 
     Example: kvsearch run bundled --budget 51 -o runs/best
     """
+    from kvsearch.jobs import run as job
+
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    result = job.run(options, reporter=console)
     show = make_kind_printer("selection", result)
-    return Output(result.as_json, lambda console: show(console) if console.verbose else None)
+    lines = job.remarks(options, result)
+    Output(result.as_json, lambda console: show(console) if console.verbose else None, lines).print(console)
 
 
-@job_verb("kvsearch.jobs.calibrate:CalibrateOptions")
-def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
+@verb("kvsearch.jobs.calibrate:CalibrateOptions", dry_run=True)
+def calibrate(options: CalibrateOptions, console: Console) -> None:
     """Measure which cache entries a model can live without, and write a profile.
 
     lukv: from what entries are worth to later answers. lava, cake, adakv: what these rules decide prompt by
@@ -73,14 +75,19 @@ def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
+    from kvsearch.jobs import calibrate as job
     from kvsearch.plan.saved import PROFILE
 
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    profile = job.calibrate(options, reporter=console)
     content = {"profile": str(options.output / PROFILE), **profile.metadata.model_dump(mode="json")}
-    return Output(lambda: content)
+    Output(lambda: content, remarks=job.remarks(options, profile)).print(console)
 
 
-@job_verb("kvsearch.jobs.validate:ValidateOptions")
-def validate(options: JobOptions, result: ValidationResult) -> Output:
+@verb("kvsearch.jobs.validate:ValidateOptions", dry_run=True)
+def validate(options: ValidateOptions, console: Console) -> None:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
     A signal is useful if its strategy is better than its inverse, and than the uniform strategy or random ones by more
@@ -90,11 +97,18 @@ def validate(options: JobOptions, result: ValidationResult) -> Output:
 
     Example: kvsearch validate runs/polykv --samples 40
     """
-    return Output(result.as_json, make_kind_printer("validation", result))
+    from kvsearch.jobs import validate as job
+
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    result = job.validate(options, reporter=console)
+    show = make_kind_printer("validation", result)
+    Output(result.as_json, show, job.remarks(options, result)).print(console)
 
 
-@job_verb("kvsearch.jobs.select:SelectOptions")
-def select(options: JobOptions, result: SelectionResult | SelectionsResult) -> Output:
+@verb("kvsearch.jobs.select:SelectOptions", dry_run=True)
+def select(options: SelectOptions, console: Console) -> None:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
     Candidates and baselines answer questions of split select in rounds; those that are behind beyond chance leave. A
@@ -103,11 +117,18 @@ def select(options: JobOptions, result: SelectionResult | SelectionsResult) -> O
 
     Example: kvsearch select runs/polykv --budget 64 -o plan.json
     """
-    return Output(result.as_json, make_kind_printer("selection", result))
+    from kvsearch.jobs import select as job
+
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    result = job.select(options, reporter=console)
+    show = make_kind_printer("selection", result)
+    Output(result.as_json, show, job.remarks(options, result)).print(console)
 
 
-@job_verb("kvsearch.jobs.evolve:EvolveOptions")
-def evolve(options: JobOptions, result: SearchResult) -> Output:
+@verb("kvsearch.jobs.evolve:EvolveOptions", dry_run=True)
+def evolve(options: EvolveOptions, console: Console) -> None:
     """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
     Searched on split train, chosen on split select, reported on split report, on contexts that no --start was fitted
@@ -116,9 +137,15 @@ def evolve(options: JobOptions, result: SearchResult) -> Output:
 
     Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve
     """
+    from kvsearch.jobs import evolve as job
     from kvsearch.report.search import make_tables
 
-    return Output(result.as_json, make_parts_printer(lambda: make_tables(result)))
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    result = job.evolve(options, reporter=console)
+    show = make_parts_printer(lambda: make_tables(result))
+    Output(result.as_json, show, job.remarks(options, result)).print(console)
 
 
 @verb("kvsearch.jobs.export:ExportOptions", dry_run=True)
@@ -137,8 +164,8 @@ def export(options: ExportOptions, console: Console) -> None:
     run_export(options, console)
 
 
-@job_verb("kvsearch.jobs.evaluate:EvaluateOptions")
-def evaluate(options: EvaluateOptions, result: EvaluationResult) -> Output:
+@verb("kvsearch.jobs.evaluate:EvaluateOptions", dry_run=True)
+def evaluate(options: EvaluateOptions, console: Console) -> None:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
     With --output, a run that is interrupted goes on where it stopped when the same command is given again. --tasks
@@ -147,9 +174,15 @@ def evaluate(options: EvaluateOptions, result: EvaluationResult) -> Output:
 
     Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
+    from kvsearch.jobs import evaluate as job
+
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    result = job.evaluate(options, reporter=console)
     remarks = [] if options.output is None else [f"kept in {options.output}"]
     problem = None if result.doubt is None else IncompatibleError(result.doubt)
-    return Output(result.as_json, make_kind_printer("evaluation", result), remarks, problem)
+    Output(result.as_json, make_kind_printer("evaluation", result), remarks, problem).print(console)
 
 
 @verb("kvsearch.jobs.reproduce:ReproduceOptions", dry_run=True)
@@ -174,21 +207,27 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
         rows = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
         Output(lambda: {"tables": rows, "notes": table.notes}, make_parts_printer(lambda: [table])).print(console)
     elif console.dry_run:
-        print_dry_run(jobs.dry_run, options, console)
+        print_forecast(jobs.dry_run, options, console)
     else:
         reproduced = jobs.reproduce(options, reporter=console)
         remarks = [f"wrote {', '.join(map(str, reproduced.files))}", format_command("show", reproduced.files[0])]
         Output(reproduced.as_json, make_parts_printer(reproduced.tables), remarks).print(console)
 
 
-@job_verb("kvsearch.jobs.generate:GenerateOptions")
-def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
+@verb("kvsearch.jobs.generate:GenerateOptions", dry_run=True)
+def generate(options: GenerateOptions, console: Console) -> None:
     """Read a context into the cache the plan allows, then answer a prompt from it (greedy).
 
     With --cache the context is one that `kvsearch compress` has read before. Several prompts are asked one by one, and
     none sees another. Without --context and --prompt a bundled model answers a question about a text of its own.
     """
+    from kvsearch.jobs import generate as job
     from kvsearch.tasks.given import find_expected_reply
+
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    replies = job.generate(options, reporter=console)
 
     def as_json() -> Any:
         answers = [asdict(reply) for reply in replies]
@@ -208,46 +247,59 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
             f"full {last.full_bytes / 2**20:.2f} MiB) after the context, at most {most} while answering"
         )
 
-    return Output(as_json, show)
+    Output(as_json, show).print(console)
 
 
-@job_verb("kvsearch.jobs.generate:CompressOptions", dry_run="estimate_compression")
-def compress(options: CompressOptions, held: CompressedContext) -> Output:
+@verb("kvsearch.jobs.generate:CompressOptions", dry_run=True)
+def compress(options: CompressOptions, console: Console) -> None:
     """Compress a context once under a plan, and save it to a file that can be queried any time.
 
     `kvsearch generate MODEL --cache FILE --prompt ...` answers from the file with the tokens that follow without the
     detour, on the same kind of device; another one rounds otherwise. Without --context a bundled model reads a text
     of its own.
     """
-    from kvsearch.jobs.generate import describe_written, summarize_saved
+    from kvsearch.jobs import generate as job
 
-    saved = summarize_saved(options, held)
-    return Output(lambda: saved, remarks=describe_written(options, saved))
+    if console.dry_run:
+        print_forecast(job.estimate_compression, options, console)
+        return
+    held = job.compress(options, reporter=console)
+    saved = job.summarize_saved(options, held)
+    Output(lambda: saved, remarks=job.describe_written(options, saved)).print(console)
 
 
-@job_verb("kvsearch.jobs.bench:BenchOptions")
-def bench(options: JobOptions, costs: SpeedView) -> Output:
+@verb("kvsearch.jobs.bench:BenchOptions", dry_run=True)
+def bench(options: BenchOptions, console: Console) -> None:
     """Measure time and memory of plans beside the full cache, on this machine.
 
     The full cache is measured as transformers' DynamicCache, as its StaticCache (where all layers have full attention)
     and on kvsearch's own storage: what the last one gains is not a gain of evicting. All of them are in memory at once.
     """
-    return view_output(costs)
+    from kvsearch.jobs import bench as job
+
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    costs = job.bench(options, reporter=console)
+    view_output(costs).print(console)
 
 
-@job_verb("kvsearch.jobs.report:ShowOptions", dry_run="")
-def show(options: JobOptions, view: View) -> Output:
+@verb("kvsearch.jobs.report:ShowOptions")
+def show(options: ShowOptions, console: Console) -> None:
     """Show a plan or a profile: tables and a heat map of layers and heads.
 
     For a profile: local eviction ratios and whether they are stable across questions and texts; of LU-KV, how far the
     policy's ranking is from the oracle's, and the eviction loss of uniform budgets and of LU-KV's; of a dynamic method,
     how many entries a static table moves. Of PolyKV: what every pattern does to every layer, without --ratio.
     """
-    return view_output(view)
+    from kvsearch.jobs import report as job
+
+    view = job.show(options, reporter=console)
+    view_output(view).print(console)
 
 
-@job_verb("kvsearch.jobs.report:VerifyOptions", dry_run="")
-def verify(options: VerifyOptions, verification: Verification) -> Output:
+@verb("kvsearch.jobs.report:VerifyOptions")
+def verify(options: VerifyOptions, console: Console) -> None:
     """Check that what runs have written is complete: checksums, ledgers, schemas, totals of plans, weights.
 
     One line says how many artefacts are whole, unfinished or damaged; what is not whole is named with what to do. -v
@@ -255,6 +307,9 @@ def verify(options: VerifyOptions, verification: Verification) -> Output:
 
     Example: kvsearch verify runs/best plan.json
     """
+    from kvsearch.jobs import report as job
+
+    verification = job.verify(options, reporter=console)
     problem = None
     if damaged := verification.damaged:
         artefacts = pluralize(len(verification.artefacts), "artefact")
@@ -265,11 +320,11 @@ def verify(options: VerifyOptions, verification: Verification) -> Output:
     def show(console: Console) -> None:
         console.out.print_parts(verification.parts(all_artefacts=bool(console.verbose)))
 
-    return Output(verification.as_json, show, problem=problem)
+    Output(verification.as_json, show, problem=problem).print(console)
 
 
-@job_verb("kvsearch.jobs.report:ReportOptions", job="write_report", dry_run="")
-def report(options: ReportOptions, written: dict[str, Any]) -> Output:
+@verb("kvsearch.jobs.report:ReportOptions")
+def report(options: ReportOptions, console: Console) -> None:
     """Write one self-contained HTML page about runs: figures, tables, and how they were made.
 
     Each run says in one sentence what was found. Every figure and table has its numbers as CSV; tables sort by a click
@@ -277,15 +332,18 @@ def report(options: ReportOptions, written: dict[str, Any]) -> Output:
 
     Example: kvsearch report runs/best runs/table -o report.html
     """
+    from kvsearch.jobs import report as job
+
+    written = job.write_report(options, reporter=console)
     counts = f"{pluralize(written['figures'], 'figure')}, {pluralize(written['tables'], 'table')}"
     lines = [f"wrote {options.output}: {counts}, {written['bytes'] / 1000:.0f} kB"]
     if written["files"]:
         lines.append(f"wrote {pluralize(len(written['files']), 'file')} to {options.figures}")
-    return Output(lambda: written, remarks=lines)
+    Output(lambda: written, remarks=lines).print(console)
 
 
-@job_verb("kvsearch.jobs.evaluate:HeadroomOptions", dry_run="estimate_headroom")
-def headroom(options: JobOptions, result: HeadroomResult) -> Output:
+@verb("kvsearch.jobs.evaluate:HeadroomOptions", dry_run=True)
+def headroom(options: HeadroomOptions, console: Console) -> None:
     """Evict by true importance, by simple policies and at random, and compare with the full cache.
 
     The scores say how much there is to win at this size, and whether these tasks tell methods apart. With --output, the
@@ -293,22 +351,33 @@ def headroom(options: JobOptions, result: HeadroomResult) -> Output:
 
     Example: kvsearch headroom bundled --length 1024
     """
-    return Output(result.as_json, make_kind_printer("headroom", result))
+    from kvsearch.jobs import evaluate as job
+
+    if console.dry_run:
+        print_forecast(job.estimate_headroom, options, console)
+        return
+    result = job.headroom(options, reporter=console)
+    Output(result.as_json, make_kind_printer("headroom", result)).print(console)
 
 
-@job_verb("kvsearch.jobs.lm_eval:LmEvalOptions", job="run_lm_eval")
-def lm_eval(options: JobOptions, results: dict[str, Any]) -> Output:
+@verb("kvsearch.jobs.lm_eval:LmEvalOptions", dry_run=True)
+def lm_eval(options: LmEvalOptions, console: Console) -> None:
     """Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).
 
     Example: kvsearch lm-eval bundled --plan plan.json --tasks arc_easy --limit 100
     """
+    from kvsearch.jobs import lm_eval as job
     from kvsearch.report.scores import list_harness_lines
 
-    return Output(lambda: results, make_parts_printer(lambda: list_harness_lines(results)))
+    if console.dry_run:
+        print_forecast(job.dry_run, options, console)
+        return
+    results = job.run_lm_eval(options, reporter=console)
+    Output(lambda: results, make_parts_printer(lambda: list_harness_lines(results))).print(console)
 
 
-@job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
-def policies(options: JobOptions, listing: Listing) -> Output:
+@verb("kvsearch.jobs.listings:ListingOptions", needs_arguments=False)
+def policies(options: ListingOptions, console: Console) -> None:
     """List the eviction policies, those of other installed packages included, or show one in full.
 
     With --json and NAME, an object with these keys:
@@ -327,11 +396,14 @@ def policies(options: JobOptions, listing: Listing) -> Output:
 
     Example: kvsearch policies snapkv
     """
-    return listing_output(listing)
+    from kvsearch.jobs import listings as job
+
+    listing = job.policies(options, reporter=console)
+    listing_output(listing).print(console)
 
 
-@job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
-def tasks(options: JobOptions, listing: Listing) -> Output:
+@verb("kvsearch.jobs.listings:ListingOptions", needs_arguments=False)
+def tasks(options: ListingOptions, console: Console) -> None:
     """List the tasks that evaluate can ask, or show one in full.
 
     With --json, an object with tasks, a list of objects with these keys, and sets (names that stand for several tasks):
@@ -347,27 +419,34 @@ def tasks(options: JobOptions, listing: Listing) -> Output:
 
     Example: kvsearch tasks ruler:vt
     """
-    return listing_output(listing)
+    from kvsearch.jobs import listings as job
+
+    listing = job.tasks(options, reporter=console)
+    listing_output(listing).print(console)
 
 
-@job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
-def recipes(options: JobOptions, listing: Listing) -> Output:
+@verb("kvsearch.jobs.listings:ListingOptions", needs_arguments=False)
+def recipes(options: ListingOptions, console: Console) -> None:
     """List the recipes that are shipped, which --recipe takes by name, or print one.
 
     Examples: kvsearch recipes run
 
     kvsearch recipes evolve/paper-8b
     """
-    return listing_output(listing)
+    from kvsearch.jobs import listings as job
+
+    listing = job.recipes(options, reporter=console)
+    listing_output(listing).print(console)
 
 
-@job_verb("kvsearch.jobs.listings:DoctorOptions", dry_run="", needs_arguments=False)
-def doctor(options: JobOptions, facts: dict[str, Any]) -> Output:
+@verb("kvsearch.jobs.listings:DoctorOptions", needs_arguments=False)
+def doctor(options: DoctorOptions, console: Console) -> None:
     """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache."""
-    from kvsearch.jobs.listings import MISSING
+    from kvsearch.jobs import listings as job
 
-    missing = [name for name, value in facts.items() if value == MISSING]
+    facts = job.doctor(options, reporter=console)
+    missing = [name for name, value in facts.items() if value == job.MISSING]
     problem = None
     if missing:
         problem = EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")
-    return Output(lambda: facts, make_parts_printer(lambda: [facts]), problem=problem)
+    Output(lambda: facts, make_parts_printer(lambda: [facts]), problem=problem).print(console)

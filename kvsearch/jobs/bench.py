@@ -12,6 +12,7 @@ from pydantic import Field
 from kvsearch.config.options import QUESTIONS, SIZE, Listed, Repeated, option
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.jobs.groups import MODEL, ModelOptions
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -87,12 +88,12 @@ class BenchOptions(ModelOptions):
                 raise UsageError(mistake)
 
 
-def dry_run(options: BenchOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: BenchOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast `bench`: its measurements, maximum bytes and costs; errors as `bench`.
 
     A model is loaded, and plans are checked against it; a `shape` takes no memory, so its time is not known.
     """
-    loaded, programs, memory = _load(options, reporter, weights=False)
+    loaded, programs, memory = _load(options, reporter, models, weights=False)
     content = {
         "model": loaded.name, "batch": list(options.batch), "length": list(options.length),
         "new_tokens": options.new_tokens, "rounds": options.rounds, **memory,
@@ -113,7 +114,7 @@ def dry_run(options: BenchOptions, reporter: Reporter) -> Forecast:
 
 
 @job(BenchOptions)
-def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
+def bench(options: BenchOptions, reporter: Reporter, models: ModelLoader) -> SpeedView:
     """Measure plans and the full cache side by side: see `kvsearch.benchmark.speed.CacheCosts`.
 
     Raises:
@@ -123,7 +124,7 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
     """
     for name, level in (("KINETO_LOG_LEVEL", "99"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)  # read as torch is loaded: its profiler talks on standard error
-    loaded, programs, _ = _load(options, reporter)
+    loaded, programs, _ = _load(options, reporter, models)
     from kvsearch.benchmark.capacity import find_largest_batches
     from kvsearch.benchmark.speed import Workload, list_cache_kinds, measure, measure_roofline
     from kvsearch.runtime.decode.steps import CompiledModel
@@ -152,7 +153,7 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
 
 
 def _load(
-    options: BenchOptions, reporter: Reporter, *, weights: bool = True
+    options: BenchOptions, reporter: Reporter, models: ModelLoader, *, weights: bool = True
 ) -> tuple[LoadedModel, dict[str, Program], dict[str, Any]]:
     """Load the model; return it with the programs to measure by name, and the bytes of the largest workload as JSON.
 
@@ -161,7 +162,7 @@ def _load(
     options.check()
     plans = {str(path): load_checked_plan(path) for path in options.plan}
     if options.shape is None:
-        loaded = options.load(str(options.model), reporter)
+        loaded = models.load(str(options.model))
     else:
         with reporter.loading(options.shape):
             loaded = make_random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)

@@ -24,9 +24,10 @@ from kvsearch.core.fields import Samples
 from kvsearch.core.naming import describe_unknown, suggest
 from kvsearch.core.parsing import list_problems
 from kvsearch.jobs.groups import (
+    MODEL,
     TASK_DETAILS,
     TASKS,
-    ModelArgument,
+    ModelOptions,
     RunDirOptions,
     TaskOptions,
     WorkerOptions,
@@ -34,6 +35,7 @@ from kvsearch.jobs.groups import (
     format_command,
     list_changed_flags,
 )
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, on_interruption
 from kvsearch.models.speed import StageCost
@@ -63,9 +65,10 @@ RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may ha
 OF_TASKS = {"split", "samples", *TASK_DETAILS} - {"data"}  # what only --tasks reads
 
 
-class CalibrateOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, CalibrationOptions):
+class CalibrateOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, CalibrationOptions):
     """Options of all calibrations: output, texts and tasks; methods add their own."""
 
+    model: str = option(..., MODEL)
     data: str | None = option(
         None,
         "Calibration file; of probe and query_bank also FILE.txt,... or a folder of these, a context each; with "
@@ -145,17 +148,17 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: CalibrateOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast a calibration: its configuration, and its cost on this machine.
 
     All checks before the measurement are run; errors as `calibrate`.
     """
-    return forecast_calibrations([options], reporter)
+    return forecast_calibrations([options], reporter, models)
 
 
-def forecast_calibrations(several: Sequence[CalibrateOptions], reporter: Reporter) -> Forecast:
+def forecast_calibrations(several: Sequence[CalibrateOptions], reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast `calibrate_together`, as `dry_run` does for one calibration."""
-    configs, calibrations = _prepare(several, reporter)
+    configs, calibrations = _prepare(several, reporter, models)
     content = configs[0].content
     if not calibrations:
         reporter.say(FINISHED_NOTE)
@@ -177,7 +180,7 @@ def forecast_calibrations(several: Sequence[CalibrateOptions], reporter: Reporte
 
 
 @job(CalibrateOptions)
-def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
+def calibrate(options: CalibrateOptions, reporter: Reporter, models: ModelLoader) -> Profile:
     """Measure which cache entries a model can live without, and write a profile into `output`.
 
     lukv: from what entries are worth to later answers. lava, cake, adakv: what these rules decide prompt by
@@ -191,17 +194,17 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         IncompatibleError: the model computes NaN, or a prompt does not fit it.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    (profile,) = calibrate_together([options], reporter)
+    (profile,) = calibrate_together([options], reporter, models)
     return profile
 
 
-def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter) -> list[Profile]:
+def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter, models: ModelLoader) -> list[Profile]:
     """Write the profile of each of several rankings, which are fitted in one pass over the same contexts.
 
     Each has a directory; steps are kept in the last one until all are finished. One calibration may be of any method.
     Errors are those of `calibrate`.
     """
-    configs, calibrations = _prepare(several, reporter)
+    configs, calibrations = _prepare(several, reporter, models)
     if not calibrations:
         for options in several:
             require_unchanged(options.output, PROFILE, "restore it, or start anew with --force")
@@ -261,7 +264,9 @@ def _prompts(calibrations: Sequence[Any]) -> list[CalibrationPrompt]:
     return max([calibration.prepare() for calibration in calibrations], key=len)
 
 
-def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[list[RunConfig], list[Any]]:
+def _prepare(
+    several: Sequence[CalibrateOptions], reporter: Reporter, models: ModelLoader
+) -> tuple[list[RunConfig], list[Any]]:
     """Return the configurations of the runs, and their calibrations once the policies are known to suit the model.
 
     They are on the same data. There are no calibrations where all are finished.
@@ -274,7 +279,7 @@ def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[l
         if isinstance(options, PolykvOptions):
             for remark in options.remarks():
                 reporter.warn(remark)
-    data, loaded = _data(several[0], reporter)
+    data, loaded = _data(several[0], reporter, models)
     configs = [options.configuration(data) for options in several]
     is_finished = True
     for options, config in zip(several, configs, strict=True):
@@ -288,7 +293,7 @@ def _prepare(several: Sequence[CalibrateOptions], reporter: Reporter) -> tuple[l
         return configs, []
     from kvsearch.runtime.program import warn_unfit
 
-    loaded = loaded or several[0].load(several[0].model, reporter)
+    loaded = loaded or models.load(several[0].model)
     calibrations = []
     for options, measured in zip(several, policies, strict=True):
         for policy in measured:
@@ -364,7 +369,9 @@ def suggest_commands(options: CalibrateOptions, profile: Profile) -> Iterator[li
                 return
 
 
-def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationData, LoadedModel | None]:
+def _data(
+    options: CalibrateOptions, reporter: Reporter, models: ModelLoader
+) -> tuple[CalibrationData, LoadedModel | None]:
     """Load the texts of a file, or of tasks with the model whose tokenizer they need."""
     if options.tasks is None:
         for name in sorted(OF_TASKS & options.model_fields_set):
@@ -379,6 +386,6 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
     read_run(options.output, "calibrate")
     if any(facts.split == "all" for facts in describe_tasks(options.tasks)):
         reporter.say(f"evaluate asks all examples of {options.tasks} by default: add --split report for held-out ones")
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     data = make_task_data(loaded, tasks, options.samples, options.seed, options.max_length, options.used())
     return data.limit_questions(options.questions), loaded

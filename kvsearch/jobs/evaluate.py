@@ -21,15 +21,17 @@ from kvsearch.jobs.export import write_files
 from kvsearch.jobs.groups import (
     ASKED,
     KEPT,
+    MODEL,
     OUTPUT_OPTION,
     PROTOCOL,
     RATIO,
     SAMPLES_OPTION,
     BatchOptions,
-    ModelArgument,
+    ModelOptions,
     TaskOptions,
     WorkerOptions,
 )
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter, open_replies, warn_about_coverage
 from kvsearch.plan import Size, load_plan
@@ -49,13 +51,14 @@ if TYPE_CHECKING:
     from kvsearch.strategies.ready_methods import Request
 
 
-class EvaluateOptions(ModelArgument, WorkerOptions, TaskOptions, BatchOptions):
+class EvaluateOptions(ModelOptions, WorkerOptions, TaskOptions, BatchOptions):
     """Options of `evaluate`: methods or plans, tasks, and output."""
 
     job: ClassVar[str] = "evaluate"
     recipes: ClassVar[bool] = True
     panel: ClassVar[str] = "What is compared"
 
+    model: str = option(..., MODEL)
     plan: Annotated[tuple[Path, ...], Repeated] = option((), "A plan file; repeatable.", SIZE, repeated=True)
     samples: Samples = option(20, SAMPLES_OPTION)
     methods: Commas | None = option(
@@ -150,9 +153,9 @@ class EvaluateOptions(ModelArgument, WorkerOptions, TaskOptions, BatchOptions):
             check_output(self.table, self.force)
 
 
-def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast `evaluate`; errors as `evaluate` before any reply."""
-    request, evaluation = _prepare(options, reporter)
+    request, evaluation = _prepare(options, reporter, models)
     content = {
         "tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol, **request.as_json(),
         "contexts": sum(task.coverage.contexts for task in evaluation.encoded), "replies": evaluation.replies,
@@ -162,7 +165,7 @@ def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
 
 
 @job(EvaluateOptions)
-def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
+def evaluate(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) -> EvaluationResult:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
     With `output`, a run that is interrupted goes on where it stopped when the same call is repeated. The
@@ -172,7 +175,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
         UsageError: options that do not go together, or files that cannot be read or written.
         IncompatibleError: plans, profiles or questions do not fit the model.
     """
-    _, evaluation = _prepare(options, reporter)
+    _, evaluation = _prepare(options, reporter, models)
     directory = options.output
     config = evaluation.config().changed(options=options.to_recipe())
     with (
@@ -193,7 +196,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
     return result
 
 
-def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Evaluation]:
+def _prepare(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) -> tuple[Request, Evaluation]:
     """Prepare the comparison and its evaluation with the model; warn about weak comparisons."""
     options.check_files()
     sampling = options.sampling
@@ -209,7 +212,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     from kvsearch.evaluation.compare import prepare
     from kvsearch.evaluation.totals import find_idle_methods
 
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     split = replace(options.make_split(tasks, options.samples, options.protocol), sampling=sampling)
     evaluation = prepare(loaded, request.prepare(loaded), request.subject, split)
     warn_about_coverage(reporter, evaluation.encoded)
@@ -253,27 +256,28 @@ def read_losses(path: Path) -> list[LayerLoss]:
 # --- headroom ---------------------------------------------------------------------------------------------------------
 
 
-class HeadroomOptions(ModelArgument, WorkerOptions, TaskOptions, Seeded):
+class HeadroomOptions(ModelOptions, WorkerOptions, TaskOptions, Seeded):
     """Options of `headroom`: the ratio to evict, and tasks."""
 
+    model: str = option(..., MODEL)
     ratio: Annotated[float, AfterValidator(lambda ratio: Size(ratio=ratio).ratio)] = option(0.8, RATIO)
     samples: Samples = option(20, SAMPLES_OPTION)
     output: Path | None = option(None, OUTPUT_OPTION)
     force: bool = option(False, "Start the run in --output anew.", recorded=False)
 
 
-def estimate_headroom(options: HeadroomOptions, reporter: Reporter) -> Forecast:
+def estimate_headroom(options: HeadroomOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast `headroom`; errors as `measure_headroom`."""
     from kvsearch.evaluation.headroom import estimate_headroom
 
-    full = _full_cache(options, reporter)
+    full = _full_cache(options, reporter, models)
     stated = {"tasks": [task.task.name for task in full.encoded], "ratio": options.ratio, "samples": options.samples}
     stages = [full.cost("full cache"), estimate_headroom(full.loaded, full.encoded, options.ratio)]
     return Forecast(stated, stages, full.loaded.model)
 
 
 @job(HeadroomOptions)
-def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
+def headroom(options: HeadroomOptions, reporter: Reporter, models: ModelLoader) -> HeadroomResult:
     """Evict by true importance, by simple policies and at random, and compare with the full cache.
 
     With `output`, a run that is interrupted goes on where it stopped when the same call is repeated.
@@ -283,7 +287,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
         IncompatibleError: the model cannot be loaded, a context does not fit it, or the full cache itself scores next
             to nothing.
     """
-    full = _full_cache(options, reporter)
+    full = _full_cache(options, reporter, models)
     from kvsearch.evaluation.headroom import PROGRAMS
     from kvsearch.evaluation.headroom import measure_headroom as measure
     from kvsearch.tasks.encode import name_contexts
@@ -304,7 +308,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
     return result
 
 
-def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
+def _full_cache(options: HeadroomOptions, reporter: Reporter, models: ModelLoader) -> Evaluation:
     """Prepare the evaluation of the full cache, with the model."""
     tasks = options.find_tasks(options.model)
     if options.output is not None:
@@ -312,7 +316,7 @@ def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
     from kvsearch.evaluation.compare import Split, prepare
     from kvsearch.strategies.ready_methods import make_full_cache_method
 
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     full = prepare(loaded, [make_full_cache_method(loaded)], FULL, Split(tasks, options.samples, seed=options.seed))
     warn_about_coverage(reporter, full.encoded)
     return full

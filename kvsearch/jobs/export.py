@@ -14,13 +14,14 @@ from kvsearch.core.files import read_text, require_directory, write_atomically
 from kvsearch.core.parsing import read_json
 from kvsearch.exporters import create_exporter
 from kvsearch.jobs.groups import BUDGET, ModelOptions
-from kvsearch.jobs.plan import PlanOptions, SizeOptions, resolve_size
+from kvsearch.jobs.model_loader import ModelLoader
+from kvsearch.jobs.plan import PlanOptions, SizeOptions, make_checked_plan, resolve_size, write_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.gguf import GGUF_SUFFIX
 from kvsearch.models.loading import MODEL_CONFIG_FILE as MODEL_CONFIG
 from kvsearch.models.real import REAL_MODELS
-from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
+from kvsearch.plan import ModelFingerprint, Plan, Profile, Size, load_plan, load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE
 from kvsearch.results.validation import find_harmful
 from kvsearch.runs.identity import CONFIG
@@ -109,147 +110,158 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
             return CalibrateOptions.of(recipe=self.folder / CONFIG, output=self.folder)
         return self
 
-    def inputs(self, model: ModelFingerprint, reporter: Reporter) -> ExportInputs:
-        """Return the inputs of a target besides a plan or profile of this `model`, which is loaded if needed.
 
-        Raises:
-            UsageError: there is no such target, or no folder of a model to put a plan into.
-            IncompatibleError: `--model` is another one.
-        """
-        from kvsearch.exporters.base import CARD_FILE, ExportInputs
-        from kvsearch.models.architecture import describe
-        from kvsearch.models.saving import make_saved_config
+def prepare_inputs(options: ExportOptions, model: ModelFingerprint, models: ModelLoader) -> ExportInputs:
+    """Return the inputs of a target besides a plan or profile of this `model`, which is loaded if needed.
 
-        if self.to == "model":
-            require_directory(self.output)
-            is_new = not (self.output / MODEL_CONFIG).is_file()
-            loaded = self.load(self.saved_model(model) if is_new else str(self.output), reporter)
-            model.require(loaded.fingerprint, "what is exported")
-            config = make_saved_config(loaded.model) if is_new else read_json(self.output / MODEL_CONFIG)
-            card = read_text(self.output / CARD_FILE) if (self.output / CARD_FILE).exists() else None
-            return ExportInputs(self.length, config=config, card=card, unsaved=loaded if is_new else None)
-        if self.model is None or not create_exporter(self.to).needs_model:
-            return ExportInputs(self.length)
-        loaded = self.load(self.model, reporter)
+    Raises:
+        UsageError: there is no such target, or no folder of a model to put a plan into.
+        IncompatibleError: `--model` is another one.
+    """
+    from kvsearch.exporters.base import CARD_FILE, ExportInputs
+    from kvsearch.models.architecture import describe
+    from kvsearch.models.saving import make_saved_config
+
+    if options.to == "model":
+        require_directory(options.output)
+        is_new = not (options.output / MODEL_CONFIG).is_file()
+        loaded = models.load(find_saved_model(options, model) if is_new else str(options.output))
         model.require(loaded.fingerprint, "what is exported")
-        return ExportInputs(self.length, describe(loaded.model), loaded.model)
+        config = make_saved_config(loaded.model) if is_new else read_json(options.output / MODEL_CONFIG)
+        card = read_text(options.output / CARD_FILE) if (options.output / CARD_FILE).exists() else None
+        return ExportInputs(options.length, config=config, card=card, unsaved=loaded if is_new else None)
+    if options.model is None or not create_exporter(options.to).needs_model:
+        return ExportInputs(options.length)
+    loaded = models.load(options.model)
+    model.require(loaded.fingerprint, "what is exported")
+    return ExportInputs(options.length, describe(loaded.model), loaded.model)
 
-    def saved_model(self, model: ModelFingerprint) -> str:
-        """Return the name of the model to save beside the plan: `--model`, or that of the plan if it is a GGUF file.
 
-        Raises:
-            UsageError: neither is given.
-        """
-        of_file = model.name in REAL_MODELS or model.name.lower().endswith(GGUF_SUFFIX)
-        return require(
-            self.model or (model.name if of_file else None),
-            f"{self.output} is no folder of a model ({MODEL_CONFIG} is not there): give that of the model, or a new "
-            "one and --model, and the model is saved there, too",
+def find_saved_model(options: ExportOptions, model: ModelFingerprint) -> str:
+    """Return the name of the model to save beside the plan: `--model`, or that of the plan if it is a GGUF file.
+
+    Raises:
+        UsageError: neither is given.
+    """
+    of_file = model.name in REAL_MODELS or model.name.lower().endswith(GGUF_SUFFIX)
+    return require(
+        options.model or (model.name if of_file else None),
+        f"{options.output} is no folder of a model ({MODEL_CONFIG} is not there): give that of the model, or a new "
+        "one and --model, and the model is saved there, too",
+    )
+
+
+def make_target_files(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> ExportedFiles:
+    """Make the files of the target from a profile, a plan, or the plan of a profile, without writing them.
+
+    Raises:
+        UsageError: there is no such target, it needs a profile, or as `make_plan`.
+        IncompatibleError: the target cannot express all of it, and `lossy` is off.
+    """
+    from kvsearch.exporters.base import PlanExporter, ProfileExporter
+
+    exporter = create_exporter(options.to)
+    path = options.profile
+    of_plan = path.suffix != ".safetensors"
+    if path.is_dir():  # which may be that of a calibration
+        of_plan = (path / FOLDER_PLAN).is_file() and not (path / PROFILE).exists()
+    if isinstance(exporter, ProfileExporter):
+        if of_plan:
+            raise UsageError(f"target {options.to} is made of a profile, and {path} is none: give the directory of one")
+        profile = load_profile(find_profile_file(path))
+        exported = exporter.export(profile, prepare_inputs(options, profile.metadata.model, models))
+    else:
+        assert isinstance(exporter, PlanExporter)
+        plan = load_plan(path) if of_plan else make_profile_plan(options, reporter)
+        inputs = prepare_inputs(options, plan.model, models)
+        if options.to in ("folder", "custom-generate", "model"):
+            from kvsearch.report.artifacts import run_scores
+
+            inputs = replace(inputs, scores=run_scores(options.folder, plan))
+        exported = exporter.export(plan, inputs)
+    if exported.losses and not options.lossy:
+        raise IncompatibleError(
+            f"target {options.to} cannot express all of the plan: {'; '.join(exported.describe())}; give --lossy to "
+            "write it anyway"
         )
+    return exported
 
-    def make_target_files(self, reporter: Reporter) -> ExportedFiles:
-        """Make the files of the target from a profile, a plan, or the plan of a profile, without writing them.
 
-        Raises:
-            UsageError: there is no such target, it needs a profile, or as `make_plan`.
-            IncompatibleError: the target cannot express all of it, and `lossy` is off.
-        """
-        from kvsearch.exporters.base import PlanExporter, ProfileExporter
-
-        exporter = create_exporter(self.to)
-        path = self.profile
-        of_plan = path.suffix != ".safetensors"
-        if path.is_dir():  # which may be that of a calibration
-            of_plan = (path / FOLDER_PLAN).is_file() and not (path / PROFILE).exists()
-        if isinstance(exporter, ProfileExporter):
-            if of_plan:
-                raise UsageError(
-                    f"target {self.to} is made of a profile, and {path} is none: give the directory of one"
-                )
-            profile = load_profile(find_profile_file(path))
-            exported = exporter.export(profile, self.inputs(profile.metadata.model, reporter))
-        else:
-            assert isinstance(exporter, PlanExporter)
-            plan = load_plan(path) if of_plan else self.make_plan(reporter)
-            inputs = self.inputs(plan.model, reporter)
-            if self.to in ("folder", "custom-generate", "model"):
-                from kvsearch.report.artifacts import run_scores
-
-                inputs = replace(inputs, scores=run_scores(self.folder, plan))
-            exported = exporter.export(plan, inputs)
-        if exported.losses and not self.lossy:
-            raise IncompatibleError(
-                f"target {self.to} cannot express all of the plan: {'; '.join(exported.describe())}; give --lossy to "
-                "write it anyway"
-            )
-        return exported
-
-    def make_plan(self, reporter: Reporter) -> Plan:
-        """Make the plan of the profile by its table or signals; refuse or warn of harmful ones."""
-        profile = load_profile(find_profile_file(self.profile))
-        if profile.metadata.signals is not None:
-            size = resolve_size(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
-            strategy = self.make_strategy(profile)
-            plan = make_strategy_plan(profile, strategy, size)
-            self._refuse_harmful(find_harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
-            return plan
-        several = profile.metadata.policies is not None
-        of_polykv = {
-            option.format_flag(name): getattr(self, name)
-            for name, (_, option) in self.list_options().items()
-            if option.panel == PANEL and not (several and name == "policy")
-        }
-        unused = [flag for flag, value in of_polykv.items() if value is not None and value is not False]  # 0 is given
-        if unused:
-            raise UsageError(
-                f"{', '.join(unused)}: only for profiles of method polykv, this one is of method "
-                f"{profile.metadata.method}"
-            )
-        if several:
-            return self._make_joint_plan(profile, reporter)
-        from kvsearch.selection.table_check import describe_harmful_table
-
-        plan = plan_from_profile(profile, self.size)
-        pool = self.size.pool(profile.metadata)
-        self._refuse_harmful(describe_harmful_table(profile, 1 - pool.mean / pool.length), reporter)
+def make_profile_plan(options: ExportOptions, reporter: Reporter) -> Plan:
+    """Make the plan of the profile by its table or signals; refuse or warn of harmful ones."""
+    profile = load_profile(find_profile_file(options.profile))
+    if profile.metadata.signals is not None:
+        size = resolve_size(options.budget, options.ratio, options.length, SignalTable(profile).axes.budgets)
+        strategy = make_strategy(options, profile)
+        plan = make_strategy_plan(profile, strategy, size)
+        harm = find_harmful(options.folder, strategy, size.pool(profile.metadata).mean)
+        _refuse_harmful(harm, options.allow_harmful, reporter)
         return plan
-
-    def _refuse_harmful(self, warning: str | None, reporter: Reporter) -> None:
-        """Raise UsageError for harmful signals or tables, unless they are allowed."""
-        if warning is not None and not self.allow_harmful:
-            raise UsageError(f"{warning}; give --allow-harmful to write it anyway")
-        if warning is not None:
-            reporter.warn(warning)
-
-    def _make_joint_plan(self, profile: Profile, reporter: Reporter) -> Plan:
-        """Choose a policy for every layer, and budgets."""
-        curves = read_policy_curves(profile)
-        if self.policy is not None:
-            curves = curves.select([self.policy])
-        elif names := curves.fitted_here:
-            reporter.warn(f"{', '.join(names)}: fitted on contexts that the budgets are measured on, so it looks "
-                      "better than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
-        joint = make_joint_plan(curves, self.size)
-        reporter.say(joint.words)
-        return joint.plan
-
-    def make_strategy(self, profile: Profile) -> Strategy:
-        """Make the requested strategy, by default from the measured signals."""
-        table = SignalTable(profile)
-        route = self.route or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
-        if self.least is not None and self.budget_signal in (None, UNIFORM):
-            raise UsageError("--least is for budgets by a signal: name a --budget-signal")
-        return Strategy(
-            route=None if route == "none" else route,
-            budgets=self.budget_signal or UNIFORM,
-            phases=self.phases or table.axes.phases[0],
-            policy=self.policy,
-            least=self.least,
+    several = profile.metadata.policies is not None
+    of_polykv = {
+        option.format_flag(name): getattr(options, name)
+        for name, (_, option) in options.list_options().items()
+        if option.panel == PANEL and not (several and name == "policy")
+    }
+    unused = [flag for flag, value in of_polykv.items() if value is not None and value is not False]  # 0 is given
+    if unused:
+        raise UsageError(
+            f"{', '.join(unused)}: only for profiles of method polykv, this one is of method {profile.metadata.method}"
         )
+    if several:
+        return _make_joint_plan(profile, options.size, options.policy, reporter)
+    from kvsearch.selection.table_check import describe_harmful_table
+
+    plan = plan_from_profile(profile, options.size)
+    pool = options.size.pool(profile.metadata)
+    harm = describe_harmful_table(profile, 1 - pool.mean / pool.length)
+    _refuse_harmful(harm, options.allow_harmful, reporter)
+    return plan
+
+
+def _refuse_harmful(warning: str | None, allowed: bool, reporter: Reporter) -> None:
+    """Raise UsageError for harmful signals or tables, unless they are allowed."""
+    if warning is not None and not allowed:
+        raise UsageError(f"{warning}; give --allow-harmful to write it anyway")
+    if warning is not None:
+        reporter.warn(warning)
+
+
+def _make_joint_plan(profile: Profile, size: Size, policy: str | None, reporter: Reporter) -> Plan:
+    """Choose a policy for every layer, and budgets."""
+    curves = read_policy_curves(profile)
+    if policy is not None:
+        curves = curves.select([policy])
+    elif names := curves.fitted_here:
+        reporter.warn(f"{', '.join(names)}: fitted on contexts that the budgets are measured on, so it looks "
+                  "better than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
+    joint = make_joint_plan(curves, size)
+    reporter.say(joint.words)
+    return joint.plan
+
+
+def make_strategy(options: ExportOptions, profile: Profile) -> Strategy:
+    """Make the requested strategy, by default from the measured signals."""
+    table = SignalTable(profile)
+    route = options.route or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
+    if options.least is not None and options.budget_signal in (None, UNIFORM):
+        raise UsageError("--least is for budgets by a signal: name a --budget-signal")
+    return Strategy(
+        route=None if route == "none" else route,
+        budgets=options.budget_signal or UNIFORM,
+        phases=options.phases or table.axes.phases[0],
+        policy=options.policy,
+        least=options.least,
+    )
+
+
+def make_plan(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> Plan:  # noqa: ARG001
+    """Make and check the plan of `export` without writing it; errors as `export`."""
+    return make_checked_plan(options, lambda: make_profile_plan(options, reporter))
 
 
 @job(ExportOptions)
-def export(options: ExportOptions, reporter: Reporter) -> Plan:
+def export(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> Plan:
     """Write a plan that evicts a share of any prompt (`ratio`) or keeps so many entries (`budget`).
 
     Of several policies that were measured alike (`rivals` of the calibration): every layer takes the policy
@@ -265,11 +277,11 @@ def export(options: ExportOptions, reporter: Reporter) -> Plan:
     """
     if options.to != PLAN:
         raise UsageError(f"export() writes plan files: call export_to() for target {options.to!r}")
-    return options.write(reporter)
+    return write_plan(make_plan(options, reporter, models), options)
 
 
 @job(ExportOptions)
-def export_to(options: ExportOptions, reporter: Reporter) -> ExportedFiles:
+def export_to(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> ExportedFiles:
     """Write a plan or a profile in the files of another tool (`to`), and return its losses.
 
     Raises:
@@ -277,7 +289,7 @@ def export_to(options: ExportOptions, reporter: Reporter) -> ExportedFiles:
         IncompatibleError: the target cannot express all of it, and `lossy` is off.
         EnvironmentFault: a file cannot be written.
     """
-    exported = options.make_target_files(reporter)
+    exported = make_target_files(options, reporter, models)
     for line in exported.describe():
         reporter.warn(f"lost: {line}")
     write_files(exported, options.output, options.force)

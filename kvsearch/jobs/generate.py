@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output
-from kvsearch.jobs.groups import ModelArgument, ModelOptions, format_command, list_changed_flags
+from kvsearch.jobs.groups import LOADING, MODEL, ModelOptions, format_command, list_changed_flags
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 CHUNK = Option("Read the context so many tokens at a time, in less memory for what the model computes with.")
 
 
-class GenerateOptions(ModelArgument, Seeded):
+class GenerateOptions(ModelOptions, Seeded):
     """Options of `generate`: the context, prompts and plan."""
 
+    model: str = option(..., MODEL)
     plan: Path | None = option(None, "A plan file.", SIZE, shown="beside the model, or the full cache")
     context: str | None = option(None, "The context, or @FILE; compressed before the prompt is read.", QUESTIONS)
     cache: Path | None = option(None, "In place of a context: a file that `kvsearch compress` wrote.", QUESTIONS)
@@ -77,13 +79,13 @@ class GenerateOptions(ModelArgument, Seeded):
         return plan
 
 
-def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: GenerateOptions, reporter: Reporter, models: ModelLoader) -> Forecast:  # noqa: ARG001 - as others
     """Forecast `generate`; errors as `generate`."""
     plan, context, prompts, _ = options.inputs
     from kvsearch.tasks.encode import make_token_counter
 
     source = {"context": context} if options.cache is None else {"cache": str(options.cache)}
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     options.plan_for(loaded, plan)
     texts = prompts if options.cache is not None else [context, *prompts]
     steps = len(prompts) * options.max_new_tokens  # one prompt after the other: a pass for each token
@@ -93,7 +95,7 @@ def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
 
 
 @job(GenerateOptions)
-def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
+def generate(options: GenerateOptions, reporter: Reporter, models: ModelLoader) -> list[Reply]:
     """Read a context into the cache that a plan allows, or take it from a file, then answer each prompt (greedy).
 
     Raises:
@@ -104,7 +106,7 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
     from kvsearch.evaluation.answer import answer
     from kvsearch.runtime.decode.next_tokens import describe_generation_settings
 
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     plan = options.plan_for(loaded, plan)
     if settings_note := describe_generation_settings(loaded.model):
         reporter.say(settings_note)
@@ -121,9 +123,10 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
 # --- a context in a file ----------------------------------------------------------------------------------------------
 
 
-class CompressOptions(ModelArgument, Seeded):
+class CompressOptions(ModelOptions, Seeded):
     """Options of `compress`: the context, plan and output."""
 
+    model: str = option(..., MODEL)
     plan: Path = option(..., "A plan file.", SIZE)
     context: str | None = option(
         None, "The context, or @FILE.", QUESTIONS, shown="of bundled models a text of their own"
@@ -143,17 +146,17 @@ class CompressOptions(ModelArgument, Seeded):
         return plan, resolve_example(self.model, None, None, self.seed)[0]
 
 
-def estimate_compression(options: CompressOptions, reporter: Reporter) -> Forecast:
+def estimate_compression(options: CompressOptions, reporter: Reporter, models: ModelLoader) -> Forecast:  # noqa: ARG001
     """Forecast `compress`; UsageError if something is missing."""
     _, context = options.read()
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     work = Work.over([PromptFormat(loaded.tokenizer).context(context).shape[-1]])
     content = {"context": context, "output": str(options.output)}
     return Forecast(content, [StageCost("read and compress", 1, 0, work)], loaded.model)
 
 
 @job(CompressOptions)
-def compress(options: CompressOptions, reporter: Reporter) -> CompressedContext:
+def compress(options: CompressOptions, reporter: Reporter, models: ModelLoader) -> CompressedContext:  # noqa: ARG001
     """Read a context into the cache that a plan allows, and write that to a file: see `PlanCache.save`.
 
     `kvsearch generate --cache` and `PlanCache.load` answer from it with the tokens that follow without the detour.
@@ -166,7 +169,7 @@ def compress(options: CompressOptions, reporter: Reporter) -> CompressedContext:
     plan, context = options.read()  # what is wrong with them is told before anything large is imported
     from kvsearch.evaluation.answer import CompressedContext
 
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     ids, rest = PromptFormat(loaded.tokenizer).open_context(context)
     held = CompressedContext.read(loaded, plan, ids, rest=rest, chunk=options.chunk)
     held.save(options.output, overwrite=options.force)
@@ -189,5 +192,5 @@ def describe_written(options: CompressOptions, saved: Mapping[str, Any]) -> Iter
         f"wrote {options.output}: {saved['context_tokens']} tokens, {saved['entries']} of {saved['full_entries']} "
         f"entries; {on_disk} of the full cache's {saved['full_bytes'] / 2**20:.2f} MiB"
     )
-    how = list_changed_flags(options, ModelOptions.model_fields)
+    how = list_changed_flags(options, LOADING)
     yield format_command("generate", options.model, "--cache", options.output, "--prompt", "...", *how)

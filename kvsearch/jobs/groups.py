@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 
 from kvsearch.config.options import (
     FIRST,
+    MACHINE,
     QUESTIONS,
     RESULT,
     RULE,
@@ -26,16 +26,12 @@ from kvsearch.config.options import (
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.printed import format_command_line
-from kvsearch.jobs.reporter import Reporter
-from kvsearch.models import loading
-from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
+from kvsearch.models.loading import BUNDLED, LoadOptions
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.selection.selection import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, find_tasks
 from kvsearch.tasks.metrics import is_forced
-from kvsearch.workers.models import ModelWorkers
-from kvsearch.workers.ray import import_ray
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Split
@@ -72,43 +68,32 @@ OUTPUT_OPTION = Option(
 BudgetList = Annotated[tuple[Entries, ...] | None, Listed]
 
 
-class ModelOptions(LoadOptions):
-    """Options of jobs that load a model."""
+class ModelOptions(JobOptions):
+    """Options of how a model is loaded."""
 
-    def loading(self, **instead: Any) -> LoadOptions:
-        """Return only the options for loading the model, with those given `instead` replaced."""
-        return LoadOptions(**{**{name: getattr(self, name) for name in LoadOptions.model_fields}, **instead})
+    panel: ClassVar[str] = "The model"
 
-    _loaded: LoadedModel | None = PrivateAttr(default=None)
+    device: str = option("auto", "auto, cpu, cuda or cuda:1.", MACHINE)
+    device_map: str | None = option(None, "Spread the model over several GPUs: auto, balanced, sequential.")
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = option(False, "Run code that a model brings along.", recorded=False)
+    offline: bool = option(False, "Never touch the network.", recorded=False)
 
-    def check_model(self) -> None:
-        """Raise an error for an unknown model, dtype or device, without heavy imports."""
-        if self._loaded is None and (name := getattr(self, "model", None)):
-            loading.find_source(name, self)
-            loading.check_device(self.device)
+    @model_validator(mode="after")
+    def _can_be_loaded(self) -> Self:
+        self.loading()
+        return self
 
-    def with_loaded_model(self, loaded: LoadedModel) -> Self:
-        """Return a copy of the options with a loaded model, for stages of a longer job."""
-        options = self.model_copy()
-        options._loaded = loaded
-        return options
-
-    def load_shape(self, name: str) -> LoadedModel:
-        """Load the shape of a model by name, without weights; errors as `load`."""
-        return self._loaded or loading.load(name, self, weights=False)
-
-    def load(self, name: str, reporter: Reporter, **instead: Any) -> LoadedModel:
-        """Load a model by name with these options, those given `instead` replaced; errors: see `load`."""
-        if self._loaded is not None:
-            return self._loaded
-        with reporter.loading(name):
-            loaded = loading.load(name, self.loading(**instead))
-        if loaded.remark:
-            reporter.say(loaded.remark)
-        return loaded
+    def loading(self) -> LoadOptions:
+        """Return how the model is loaded; UsageError for settings that are unknown or do not go together."""
+        return LoadOptions(**{name: getattr(self, name) for name in LOADING})
 
 
-class WorkerOptions(ModelOptions):
+LOADING = tuple(ModelOptions.model_fields)
+
+
+class WorkerOptions(JobOptions):
     """Options of worker processes; they change no result and are not part of a run's configuration."""
 
     panel: ClassVar[str] = "Who does the work"
@@ -124,36 +109,11 @@ class WorkerOptions(ModelOptions):
         None, "A running Ray cluster: auto, or host:port.", shown="one is started here", recorded=False
     )
 
-    _opened: list[ModelWorkers] = PrivateAttr(default_factory=list)  # copies of the options have the same list
-
     @model_validator(mode="after")
     def _workers_are_named(self) -> Self:
         if self.workers is None and self.ray_address is not None:
             raise UsageError("--ray-address is for Ray workers: say how many with --workers")
         return self
-
-    def load(self, name: str, reporter: Reporter, **instead: Any) -> LoadedModel:
-        """See `Loading.load`; the workers load the model, too, when there is something to do.
-
-        Raises:
-            EnvironmentFault: Ray is missing, the cluster does not answer or has no room for the workers.
-        """
-        if self.workers is None or self._loaded is not None:
-            return super().load(name, reporter, **instead)
-        import_ray()  # before a model is loaded
-        loaded = super().load(name, reporter, **instead)
-        self._opened.append(ModelWorkers(loaded, self.loading(**instead), self.workers, self.ray_address))
-        return replace(loaded, workers=self._opened[-1])
-
-    def close(self) -> None:
-        while self._opened:
-            self._opened.pop().close()
-
-
-class ModelArgument(ModelOptions):
-    """The model by name, and options for loading it."""
-
-    model: str = option(..., MODEL)
 
 
 class RunDirOptions(JobOptions):
@@ -295,7 +255,7 @@ FORWARDED_OPTIONS = (
     "samples",
     *BatchOptions.model_fields,
     "protocol",
-    *ModelOptions.model_fields,
+    *LOADING,
 )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.config.options import JobOptions, Seeded, option
 from kvsearch.config.recipes import JOBS, find_shipped_recipe, list_shipped_recipes, read_description
 from kvsearch.jobs.groups import ModelOptions
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
@@ -130,7 +131,7 @@ class DoctorOptions(ModelOptions, Seeded):
 
 
 @job(DoctorOptions)
-def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
+def doctor(options: DoctorOptions, reporter: Reporter, models: ModelLoader) -> dict[str, Any]:  # noqa: ARG001 - the loader says all
     """Return versions, devices and replies of the bundled models; absent packages are "missing"."""
     import torch
 
@@ -155,6 +156,6 @@ def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
 
     for name in BUNDLED:
         context, prompt, plain = resolve_example(name, None, None, options.seed)
-        (reply,) = answer(options.load(name, reporter), None, context, [prompt], plain, 3)
+        (reply,) = answer(models.load(name), None, context, [prompt], plain, 3)
         facts[f"{name} model"] = f"answers {reply.text!r} from {reply.entries} entries"
     return facts

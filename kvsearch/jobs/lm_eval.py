@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import QUESTIONS, SIZE, Commas, Repeated, Seeded, option
 from kvsearch.core.files import check_output, write_atomically
-from kvsearch.jobs.groups import ModelArgument
+from kvsearch.jobs.groups import MODEL, ModelOptions
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.plan import load_checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from lm_eval.tasks.manager import TaskManager
 
 
-class LmEvalOptions(ModelArgument, Seeded):
+class LmEvalOptions(ModelOptions, Seeded):
     """Options of `lm-eval`: tasks of the harness and the plan."""
 
+    model: str = option(..., MODEL)
     plan: Path = option(..., "A plan file.", SIZE)
     tasks: Commas = option(..., "Tasks, groups and tags of the harness, with commas; wildcards too.", QUESTIONS)
     limit: int | None = option(None, "Documents per task; by default all.", QUESTIONS, ge=1)
@@ -44,7 +46,7 @@ class LmEvalOptions(ModelArgument, Seeded):
     force: bool = option(False, "Replace the file of --log-samples.", recorded=False)
 
 
-def dry_run(options: LmEvalOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it
+def dry_run(options: LmEvalOptions, reporter: Reporter, models: ModelLoader) -> Forecast:  # noqa: ARG001 - as others have it
     """Forecast the run; errors as `run_lm_eval` before a model is loaded."""
     _, _, names = _check(options)
     content = {"tasks": names, "limit": options.limit, "num_fewshot": options.num_fewshot}
@@ -53,7 +55,7 @@ def dry_run(options: LmEvalOptions, reporter: Reporter) -> Forecast:  # noqa: AR
 
 
 @job(LmEvalOptions)
-def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
+def run_lm_eval(options: LmEvalOptions, reporter: Reporter, models: ModelLoader) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness on the cache that a plan leaves, and return the report of the harness.
 
     Raises:
@@ -64,7 +66,7 @@ def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
     from kvsearch.lm_eval.tasks import evaluate_tasks, load_tasks
 
     tasks = load_tasks(manager, names)
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     with reporter.progress("asking: batch") as progress:
         results: dict[str, Any] = evaluate_tasks(
             loaded, plan, manager, tasks, limit=options.limit, num_fewshot=options.num_fewshot,

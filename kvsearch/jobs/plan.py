@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvsearch.budgets.allocator import Uniform
@@ -13,7 +12,8 @@ from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, opti
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output, read_text, write_atomically
 from kvsearch.core.limits import MOST_YAML
-from kvsearch.jobs.groups import BUDGET, RATIO, ModelArgument, format_command
+from kvsearch.jobs.groups import BUDGET, MODEL, RATIO, ModelOptions, format_command
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Plan, Size, arithmetic, load_plan, parse_phases, save_plan
@@ -43,26 +43,27 @@ class PlanOptions(JobOptions):
     output: Path = option(..., "The plan file.", RESULT, short="-o", recorded=False)
     force: bool = option(False, "Replace the plan file.", recorded=False)
 
-    @abstractmethod
-    def make_plan(self, reporter: Reporter) -> Plan:
-        """Return the plan."""
-
     def evaluation_options(self) -> JobOptions:
         """Return the options for evaluating the plan and loading its model."""
         return self
 
-    def make(self, reporter: Reporter) -> Plan:
-        """Make and check the plan without writing it, as a dry run does; UsageError if parts do not fit together."""
-        check_output(self.output, self.force)  # found out before there is a plan
-        plan = self.make_plan(reporter)
-        check_plan(plan, f"the plan for {self.output}")
-        return plan
 
-    def write(self, reporter: Reporter) -> Plan:
-        """Make the plan and write it; EnvironmentFault if it cannot be written."""
-        plan = self.make(reporter)
-        save_plan(plan, self.output, overwrite=self.force)
-        return plan
+def make_checked_plan(options: PlanOptions, make: Callable[[], Plan]) -> Plan:
+    """Make a plan and check it without writing it, as a dry run does.
+
+    Raises:
+        UsageError: the file cannot be written, which is found out before there is a plan, or parts do not fit together.
+    """
+    check_output(options.output, options.force)
+    plan = make()
+    check_plan(plan, f"the plan for {options.output}")
+    return plan
+
+
+def write_plan(plan: Plan, options: PlanOptions) -> Plan:
+    """Write a plan to the file that the options name, and return it; EnvironmentFault if it cannot be written."""
+    save_plan(plan, options.output, overwrite=options.force)
+    return plan
 
 
 def resolve_size(budget: int | None, ratio: float | None, length: int | None, measured: Sequence[int]) -> Size:
@@ -86,9 +87,10 @@ def load_checked_plan(path: Path) -> Plan:
     return plan
 
 
-class UniformOptions(PlanOptions, SizeOptions, ModelArgument):
+class UniformOptions(PlanOptions, SizeOptions, ModelOptions):
     """One policy, how much it keeps, and when."""
 
+    model: str = option(..., MODEL)
     policy: str = option(
         ..., "Eviction policy; see `kvsearch policies`.", SIZE, completes="kvsearch.policies.registry:list_policy_names"
     )
@@ -105,19 +107,6 @@ class UniformOptions(PlanOptions, SizeOptions, ModelArgument):
         "Static budgets, or adakv, cake or lava, which divide their total for each "
         "prompt. With options: lava:layers=planned,floor_share=0.",
     )
-
-    def make_plan(self, reporter: Reporter) -> Plan:
-        """Return the plan; what can be checked without a model is checked before one is loaded."""
-        name, params = parse_policy(self.policy)
-        policy = create_policy(name, {**params, **(self.settings or {})})
-        from kvsearch.strategies.methods import check_request, make_direct_plan, parse_allocation
-
-        allocation = parse_allocation(self.allocation)
-        phases = parse_phases(self.phases)
-        allocator = self.make_allocator(policy)
-        size = self.size
-        check_request(policy, size, allocation)
-        return make_direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation)
 
     def make_allocator(self, policy: Policy) -> Uniform | Pyramid:  # noqa: ARG002 - as a pyramid has it
         """Make the allocator that divides the total among layers and kv heads."""
@@ -140,22 +129,11 @@ class ScaleOptions(PlanOptions, SizeOptions):
     plan: Path = option(..., "The plan to scale.", argument=True)
     length: int | None = option(None, "Prompt length the integer budgets are for.", shown="that of the plan", ge=1)
 
-    def make_plan(self, reporter: Reporter) -> Plan:  # noqa: ARG002
-        """Return the scaled plan."""
-        plan = load_checked_plan(self.plan)
-        return arithmetic.scale(plan, budget=self.budget, ratio=self.ratio, length=self.length)
-
 
 class BuildOptions(PlanOptions):
     """The plan as people edit it."""
 
     strategy: Path = option(..., "A YAML file as `plan yaml` writes it.", argument=True)
-
-    def make_plan(self, reporter: Reporter) -> Plan:  # noqa: ARG002
-        """Return the plan of the YAML; UsageError says all that is wrong with it."""
-        from kvsearch.strategies.from_yaml import plan_from_yaml
-
-        return plan_from_yaml(read_text(self.strategy, max_bytes=MOST_YAML), str(self.strategy))
 
 
 class YamlOptions(JobOptions):
@@ -185,33 +163,75 @@ class DiffOptions(JobOptions):
     after: Path = option(..., "Another plan.", metavar="B", argument=True)
 
 
+# --- the plans --------------------------------------------------------------------------------------------------------
+
+
+def make_direct(options: UniformOptions, reporter: Reporter, models: ModelLoader) -> Plan:  # noqa: ARG001
+    """Make the plan of `uniform` or `pyramid`; what can be checked without a model is checked before one is loaded."""
+
+    def make() -> Plan:
+        name, params = parse_policy(options.policy)
+        policy = create_policy(name, {**params, **(options.settings or {})})
+        from kvsearch.strategies.methods import check_request, make_direct_plan, parse_allocation
+
+        allocation = parse_allocation(options.allocation)
+        phases = parse_phases(options.phases)
+        allocator = options.make_allocator(policy)
+        size = options.size
+        check_request(policy, size, allocation)
+        return make_direct_plan(models.load(options.model), policy, size, phases, allocator, allocation)
+
+    return make_checked_plan(options, make)
+
+
+def make_scaled(options: ScaleOptions, reporter: Reporter) -> Plan:  # noqa: ARG001
+    """Make the plan of `scale`."""
+
+    def make() -> Plan:
+        plan = load_checked_plan(options.plan)
+        return arithmetic.scale(plan, budget=options.budget, ratio=options.ratio, length=options.length)
+
+    return make_checked_plan(options, make)
+
+
+def make_built(options: BuildOptions, reporter: Reporter) -> Plan:  # noqa: ARG001
+    """Make the plan of `build`; UsageError says all that is wrong with its YAML."""
+
+    def make() -> Plan:
+        from kvsearch.strategies.from_yaml import plan_from_yaml
+
+        return plan_from_yaml(read_text(options.strategy, max_bytes=MOST_YAML), str(options.strategy))
+
+    return make_checked_plan(options, make)
+
+
 @job(UniformOptions)
-def uniform(options: UniformOptions, reporter: Reporter) -> Plan:
+def uniform(options: UniformOptions, reporter: Reporter, models: ModelLoader) -> Plan:
     """Write a plan of one policy with the same budget for every layer and kv head.
 
     Raises:
         UsageError: an unknown policy or setting, a size that it does not allow, or a file that cannot be written.
         IncompatibleError: the model cannot be loaded.
     """
-    return options.write(reporter)
+    return write_plan(make_direct(options, reporter, models), options)
 
 
 @job(PyramidOptions)
-def pyramid(options: PyramidOptions, reporter: Reporter) -> Plan:
+def pyramid(options: PyramidOptions, reporter: Reporter, models: ModelLoader) -> Plan:
     """Write a plan of one policy with PyramidKV's budgets; errors as for `uniform`."""
-    return options.write(reporter)
+    return write_plan(make_direct(options, reporter, models), options)
 
 
 @job(ScaleOptions)
 def scale(options: ScaleOptions, reporter: Reporter) -> Plan:
     """Write a plan with the shape of another at another size; UsageError if it cannot be scaled to it."""
-    return options.write(reporter)
+    return write_plan(make_scaled(options, reporter), options)
 
 
 @job(BuildOptions)
 def build(options: BuildOptions, reporter: Reporter) -> Plan:
     """Write the plan of a YAML file; UsageError says all that is wrong with it, with its lines."""
-    return options.write(reporter)
+    return write_plan(make_built(options, reporter), options)
 
 
 @job(YamlOptions)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from kvsearch.config.options import JobOptions, Option
-from kvsearch.core.errors import KvsearchError
-from kvsearch.jobs.groups import WorkerOptions
+from kvsearch.config.options import JobOptions
+from kvsearch.jobs.groups import LOADING, ModelOptions, WorkerOptions
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.reporter import NullReporter, Reporter
 from kvsearch.models.foreign import blame_checkpoint
 from kvsearch.models.loading import LoadedModel, from_loaded, stay_offline
@@ -24,32 +23,30 @@ from kvsearch.runs.run import lock_for_writing
 Result = TypeVar("Result")
 
 
-def job(options: type[Any]) -> Callable[[Callable[[Any, Reporter], Result]], Callable[..., Result]]:
+def job(options: type[Any]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Make a function of the public API of one that takes checked options and a `Reporter`; see `run_job`.
 
-    It takes either the options as one object or each as a keyword (what the command line takes by its place may come
-    first), a `recipe`, and `reporter`. The model may be a loaded one, with its `tokenizer`. Errors name keywords.
+    It takes either the options as one object, with a `loaded` model in place of the one they name if there is one, or
+    each as a keyword (what the command line takes by its place may come first) and a `recipe`; and a `reporter`. As a
+    keyword the model may be a loaded one, with its `tokenizer`. Errors name options as they are typed: `--max-length`
+    is the keyword max_length.
     """
 
-    def decorated(function: Callable[[Any, Reporter], Result]) -> Callable[..., Result]:
-        offered = options.list_options()
-        places = [name for name, (_, option) in offered.items() if option.argument]
+    def decorated(function: Callable[..., Result]) -> Callable[..., Result]:
+        places = [name for name, (_, option) in options.list_options().items() if option.argument]
 
         @wraps(function)
         def public(*arguments: Any, reporter: Reporter | None = None, **keywords: Any) -> Result:
-            checked = arguments[0] if arguments else None
-            if isinstance(checked, options):
+            if arguments and isinstance(arguments[0], options):
+                loaded = keywords.pop("loaded", None)
                 if len(arguments) > 1 or keywords:
                     raise TypeError(f"{function.__name__}() takes options as one object or as keywords, not both")
-                return run_job(function, checked, reporter)
+                return run_job(function, arguments[0], reporter, loaded)
             if len(arguments) > len(places):
                 raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
-            try:
-                checked = read_keywords(options, {**dict(zip(places, arguments, strict=False)), **keywords})
-                return run_job(function, checked, reporter)
-            except KvsearchError as error:
-                error.args = (translate_flags(str(error), offered),)
-                raise
+            given = {**dict(zip(places, arguments, strict=False)), **keywords}
+            loaded = take_loaded_model(given)
+            return run_job(function, options.of(**given), reporter, loaded)
 
         public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]
         return public
@@ -58,67 +55,64 @@ def job(options: type[Any]) -> Callable[[Callable[[Any, Reporter], Result]], Cal
 
 
 def run_job(
-    function: Callable[[Any, Reporter], Result], checked: Any, reporter: Reporter | None = None, dry: bool = False
+    function: Callable[..., Result],
+    options: Any,
+    reporter: Reporter | None = None,
+    loaded: LoadedModel | None = None,
+    *,
+    dry: bool = False,
 ) -> Result:
-    """Call a function of checked options.
+    """Call a function of checked options and a reporter, and of a `ModelLoader` if the options say how models load.
 
     Before anything is read it takes the locks of the directories that the options name; one that is `dry`, as it writes
-    nothing, finds out whether another process has them.
+    nothing, finds out whether another process has them, and has no workers.
     """
-    with stay_offline(bool(getattr(checked, "offline", False))), ExitStack() as locks:
-        checked.check_model()
-        for place in sorted(set(checked.directories)):
+    reporter = reporter or NullReporter()
+    given: list[Any] = [options, reporter]
+    with ExitStack() as stack:
+        name = None
+        if isinstance(options, ModelOptions):
+            stack.enter_context(stay_offline(options.offline))
+            name = getattr(options, "model", None)
+            models = ModelLoader(reporter, options.loading(), loaded)
+            if isinstance(options, WorkerOptions) and not dry:
+                models.workers, models.ray_address = options.workers, options.ray_address
+            if name:
+                models.check(name)
+            given.append(models)
+        for place in sorted(set(options.directories)):
             if dry:
                 refuse_locked(place)
             else:
-                locks.enter_context(lock_for_writing(place))
-        if dry and isinstance(checked, WorkerOptions):
-            checked = checked.model_copy(update={"workers": None})
-        locks.callback(checked.close)
+                stack.enter_context(lock_for_writing(place))
+        if isinstance(options, ModelOptions):
+            stack.callback(models.close)
         began = perf_counter()
-        model = getattr(checked, "model", None)
-        with blame_checkpoint(str(model)) if model else nullcontext():
-            result = function(checked, reporter or NullReporter())
+        with blame_checkpoint(name) if name else nullcontext():
+            result = function(*given)
         if isinstance(result, Forecast):
             result.start = perf_counter() - began
         return result
 
 
-def read_keywords(options: type[Any], given: dict[str, Any]) -> Any:
-    """Return checked options of keywords; a loaded model is taken as it is.
+def take_loaded_model(given: dict[str, Any]) -> LoadedModel | None:
+    """Take a loaded model out of keywords, and leave its name in its place; None if it is given by its name.
 
     Raises:
         TypeError: a loaded model without a tokenizer, or with options of loading one.
-        UsageError: see `JobOptions.of`.
     """
     tokenizer = given.pop("tokenizer", None)
     model = given.get("model")
     if isinstance(model, Path):
         given["model"] = str(model)
     if not (isinstance(model, LoadedModel) or hasattr(model, "config")):
-        return options.of(**given)
-    loading = [name for name in WorkerOptions.model_fields if name != "offline" and given.get(name) is not None]
-    if loading:
-        raise TypeError(f"{loading[0]}= is for a model that is loaded by its name: leave it out")
+        return None
+    for name in (*LOADING, *WorkerOptions.model_fields):
+        if name != "offline" and given.get(name) is not None:
+            raise TypeError(f"{name}= is for a model that is loaded by its name: leave it out")
     loaded = model if isinstance(model, LoadedModel) else from_loaded(model, tokenizer)
-    return options.of(**{**given, "model": loaded.name}).with_loaded_model(loaded)
-
-
-def translate_flags(message: str, offered: Mapping[str, tuple[Any, Option]]) -> str:
-    """Translate flags in an error message to keywords; commands in backticks stay as they are."""
-    words = {
-        option.format_flag(name): f"{name}={not option.negated}" if field.annotation is bool else f"{name}="
-        for name, (field, option) in offered.items()
-    }
-
-    def keyword(match: re.Match[str]) -> str:
-        word = words.get(match["flag"], match["flag"].removeprefix("--").replace("-", "_") + "=")
-        return word.partition("=")[0] + ":" if match["colon"] else word
-
-    known = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-    flags = rf"(?<![\w-])(?P<flag>{known}|--[a-z][a-z-]*)(?![\w-])(?P<colon>:)?"
-    parts = message.split("`")
-    return "`".join(part if number % 2 else re.sub(flags, keyword, part) for number, part in enumerate(parts))
+    given["model"] = loaded.name
+    return loaded
 
 
 def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspect.Parameter]:

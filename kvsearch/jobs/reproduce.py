@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvsearch.config.options import QUESTIONS, RESULT, Specs, option
+from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.config.options import QUESTIONS, RESULT, JobOptions, Specs, option
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Samples
@@ -18,6 +18,7 @@ from kvsearch.core.files import write_atomically
 from kvsearch.jobs.groups import (
     ASKED,
     BUDGETS,
+    LOADING,
     MODEL,
     TASK_DETAILS,
     BatchOptions,
@@ -26,6 +27,7 @@ from kvsearch.jobs.groups import (
     TaskOptions,
     WorkerOptions,
 )
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, show_stages
 from kvsearch.models.loading import BUNDLED, LoadedModel
@@ -47,8 +49,7 @@ from kvsearch.tasks.catalog import describe_tasks, find_tasks
 RUNS = Path("runs") / "reproduce"
 FORMS = ".json", ".csv", ".md", ".tex"
 DECIDING = ("model", "seed", "max_length", "dtype", "revision")  # what every stage depends on
-PLANS: frozenset[str] = frozenset({"scale", "uniform", "pyramid"})  # commands of `kvsearch plan`
-MADE: frozenset[str] = PLANS | {"export"}  # a file, made in a moment
+MADE: frozenset[str] = frozenset({"scale", "uniform", "pyramid", "export"})  # a plan file, made in a moment
 KEPT: frozenset[str] = frozenset({"evolve", "select", "bench"})  # what is finished is not run again
 
 
@@ -60,7 +61,7 @@ RESULTS: Mapping[str, str] = {
 LAST = {**RESULTS, "evolve": REPORT}  # the last file that it writes
 
 
-class ReproduceOptions(TaskOptions, WorkerOptions, BatchOptions):
+class ReproduceOptions(TaskOptions, ModelOptions, WorkerOptions, BatchOptions):
     """Options of `reproduce`: the table, the model, and changes to the paper's setup."""
 
     table: str = option("", "A table, such as lukv-table1; --list has them all.", metavar="TABLE", argument=True)
@@ -145,6 +146,25 @@ def list_read_options(spec: str) -> set[str]:
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def find_job(name: str) -> tuple[type[JobOptions], Callable[..., Any]]:
+    """Find the options and the function of a stage's job."""
+    from kvsearch.jobs import bench, calibrate, evaluate, evolve, export, plan, select, validate
+
+    jobs: dict[str, tuple[type[JobOptions], Callable[..., Any]]] = {
+        "bench": (bench.BenchOptions, bench.bench),
+        "calibrate": (calibrate.CalibrateOptions, calibrate.calibrate),
+        "evaluate": (evaluate.EvaluateOptions, evaluate.evaluate),
+        "evolve": (evolve.EvolveOptions, evolve.evolve),
+        "export": (export.ExportOptions, export.export),
+        "pyramid": (plan.PyramidOptions, plan.pyramid),
+        "scale": (plan.ScaleOptions, plan.scale),
+        "select": (select.SelectOptions, select.select),
+        "uniform": (plan.UniformOptions, plan.uniform),
+        "validate": (validate.ValidateOptions, validate.validate),
+    }
+    return jobs[name]
 
 
 class TableStages:
@@ -245,15 +265,12 @@ class TableStages:
         place = self.place(stage)
         is_finished = stage.job in KEPT and (place / LAST[stage.job]).exists() and self.output(stage).exists()
         if not is_finished:
-            module = import_module(f"kvsearch.jobs.{'plan' if stage.job in PLANS else stage.job}")
-            kind = getattr(module, f"{stage.job.capitalize()}Options")
+            kind, run = find_job(stage.job)
             try:
                 options = kind.of(**self._given(usable, kind.model_fields.keys()))
-                if stage.options.get("method") == "polykv":
+                if isinstance(options, PolykvOptions):
                     remarks = options.remarks()
-                if isinstance(options, ModelOptions):
-                    options = options.with_loaded_model(loaded)
-                made = getattr(module, stage.job)(options, reporter=reporter)
+                made = run(options, reporter=reporter, loaded=loaded)
                 if stage.job == "bench":  # which writes no file
                     place.mkdir(parents=True, exist_ok=True)
                     write_atomically(place / LAST["bench"], canonical_json(made.as_json()))
@@ -275,7 +292,7 @@ class TableStages:
         """Return all options of a stage's job, which has these `fields`; the folder of a plan is made."""
         own = self.options
         output = self.output(stage)
-        named = {*ModelOptions.model_fields, "model", "seed", "max_length"} & set(fields)
+        named = {*LOADING, "model", "seed", "max_length"} & set(fields)
         given = {**{name: getattr(own, name) for name in named}, **_filled(stage.options, self.outputs)}
         if output == self.plan_file(stage):
             require_lock(own.place)
@@ -348,14 +365,14 @@ def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
-def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it
+def dry_run(options: ReproduceOptions, reporter: Reporter, models: ModelLoader) -> Forecast:  # noqa: ARG001 - as others have it
     """Forecast the stages and the contexts they read.
 
     Of the model its configuration and tokenizer are read, of all tasks a context; errors as `reproduce`.
     """
     table = options.chosen_table()
     stages = TableStages(options, table.stages(options.scale(table)))
-    stages.require_data(options.load_shape(options.model))
+    stages.require_data(models.load_shape(options.model))
     content = {
         "table": table.name, "model": options.model, "directory": str(options.place),
         "paper_numbers": model_of(table, options.model) is not None,
@@ -369,7 +386,7 @@ def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:  # noqa:
 
 
 @job(ReproduceOptions)
-def reproduce(options: ReproduceOptions, reporter: Reporter) -> ReproducedTable:
+def reproduce(options: ReproduceOptions, reporter: Reporter, models: ModelLoader) -> ReproducedTable:
     """Make a table of a paper again: calibrate, search and ask as it did, as far as that is known, on any model.
 
     Writes TABLE.json, .csv, .md and .tex to the directory; every stage has a directory of its own there, named by its
@@ -384,7 +401,7 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> ReproducedTable:
     table = options.chosen_table()
     stages = TableStages(options, table.stages(options.scale(table)))
     files = [f"{table.name}{suffix}" for suffix in FORMS]
-    loaded = options.load(options.model, reporter)
+    loaded = models.load(options.model)
     stages.require_data(loaded)
     mark_unfinished(options.place, files)
     work = {stage.name: 1.0 + stages.count_contexts(stage) for stage in stages.all}  # beside each other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
@@ -24,11 +24,12 @@ from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import (
     BUDGET,
     BUDGETS,
+    LOADING,
+    MODEL,
     PROTOCOL,
     RATIO,
     TASK_DETAILS,
     BudgetList,
-    ModelArgument,
     ModelOptions,
     RunDirOptions,
     SelectionOptions,
@@ -37,6 +38,7 @@ from kvsearch.jobs.groups import (
     choose_default_tasks,
     suggest_plan_commands,
 )
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import (
     FINISHED_NOTE,
@@ -65,16 +67,16 @@ from kvsearch.strategies.joint import PolicyCurves, read_policy_curves
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import StageStore
+    from kvsearch.evaluation.compare import Split, StageStore
     from kvsearch.jobs.searching import RefinedPlans, Refinement
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
     from kvsearch.plan.origin import Use
     from kvsearch.policies import Policy
     from kvsearch.runtime import Program
-    from kvsearch.selection.selection import PhaseResult, Selection, TriedBudget
+    from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
-    from kvsearch.tasks.base import TokenCount
+    from kvsearch.tasks.base import Task, TokenCount
     from kvsearch.tasks.encode import TaskPrompts
 
 SIZES_PANEL = "How much is kept"
@@ -160,7 +162,7 @@ def resolve_plan_length(size: Size, measured: int, longest: int) -> Size:
     return replace(size, length=longest if is_all else measured)
 
 
-class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, SelectionOptions):
+class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, SelectionOptions):
     """Options of `run`: sizes, policies and rankings, and the questions of every stage."""
 
     job: ClassVar[str] = "run"
@@ -168,6 +170,7 @@ class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Selec
     alternatives: ClassVar[tuple[str, ...]] = SIZE_OPTIONS
     panel: ClassVar[str] = "What is fitted"
 
+    model: str = option(..., MODEL)
     budget: Entries | None = option(None, BUDGET, panel=SIZES_PANEL)
     ratio: float | None = option(None, RATIO, panel=SIZES_PANEL)
     budgets: BudgetList = option(None, BUDGETS, panel=SIZES_PANEL)
@@ -305,7 +308,7 @@ class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Selec
 
         How many `samples` these are is not known before the model is.
         """
-        names = (*ModelOptions.model_fields, *TASK_DETAILS, "max_length")
+        names = (*LOADING, *TASK_DETAILS, "max_length")
         shared = {name: getattr(self, name) for name in names}
         return kind.of(
             model=self.model, output=self.output / stage, method=kind.model_fields["method"].default, seed=seed,
@@ -346,30 +349,31 @@ class RunOptions(ModelArgument, WorkerOptions, RunDirOptions, TaskOptions, Selec
         """Make the search that refines plans, on contexts of the tasks' split train."""
         from kvsearch.jobs.searching import Refinement
 
-        names = (*ModelOptions.model_fields, "max_length", "batch", "max_memory", "protocol")
+        names = (*LOADING, "max_length", "batch", "max_memory", "protocol")
         search = EvolveOptions.of(
             model=self.model, output=self.output / REFINE_FOLDER, space="joint", seed=self.seed + 2,
             samples=max(self.measure or 1, 2), generations=self.evaluations,
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
         searched = search.split("train", self.find_tasks(self.model, "train"), search.protocol)
-        return Refinement(loaded, search, searched)
+        return Refinement(loaded, search.settings(), search.output, search.config, searched)
 
 
 # --- what can be done in a time ---------------------------------------------------------------------------------------
 
 
-def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions, RunStages]:
+def prepare_form(options: RunOptions, reporter: Reporter, models: ModelLoader) -> tuple[RunOptions, RunStages]:
     """Prepare the options and stages of a run; with --time, the most thorough form that fits into the time.
 
     A form of this run that was started is resumed.
 
     Raises:
-        UsageError: the time is too short for the shortest form; else as `RunStages`.
+        UsageError: the time is too short for the shortest form; else as `prepare_run`.
     """
-    stages = RunStages(options, reporter)
+    stages = prepare_run(options, reporter, models)
     if options.time is None:
         return options, stages
+    loaded = ModelLoader(given=stages.loaded)
     speed = Speed.of(stages.loaded.model, stages.costs)
     began = None if options.force else read_run(options.output, "run")
     needed = 0.0
@@ -378,12 +382,12 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
         if form is not options:
             with warnings.catch_warnings():  # of forms that are not taken nothing is told
                 warnings.simplefilter("ignore", KvsearchWarning)
-                tried = RunStages(form.with_loaded_model(stages.loaded), NullReporter())
+                tried = prepare_run(form, NullReporter(), loaded)
         needed = sum(speed.seconds(cost.work) for cost in tried.costs)
         if form.to_recipe() == began.options if began is not None else needed <= parse_seconds(options.time):
             takes = " to ".join(map(format_clock, speed.range_of(needed)))
             reporter.say(f"--time {options.time}: {left_out}, takes about {takes}")
-            return (options, stages) if form is options else (form, RunStages(tried.given, reporter))
+            return form, stages if form is options else prepare_run(form, reporter, loaded)
     if began is not None:
         return options, stages  # another run is there, which is refused
     raise UsageError(
@@ -396,9 +400,9 @@ def prepare_stages(options: RunOptions, reporter: Reporter) -> tuple[RunOptions,
 def find_forms(options: RunOptions, stages: RunStages) -> Iterator[tuple[RunOptions, str]]:
     """Yield forms of a run, each shorter than the one before, with a description of what is left out."""
     yield options, "nothing is left out"
-    counted = stages.options  # with the contexts of all stages
     selection_contexts = max(task.coverage.contexts for task in stages.encoded["select"])
-    full_counts = {"fit": counted.fit, "measure": counted.measure, "samples": selection_contexts}
+    fitted = next((fit.samples for fit in stages.fits.values()), None)
+    full_counts = {"fit": fitted, "measure": stages.curves.samples, "samples": selection_contexts}
     if options.effort != QUICK:
         for part in (2, 4, 8):
             counts = {
@@ -429,15 +433,15 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
     yield from suggest_plan_commands(files[0], options.model, options)
 
 
-def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: RunOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast the stages of `run` with their costs; errors as `run` before any measurement."""
-    options, stages = prepare_stages(options, reporter)
+    options, stages = prepare_form(options, reporter, models)
     content = {"model": options.model, "sizes": [size.as_json() for size in options.sizes]}
     return Forecast(content, stages.costs, stages.loaded.model)
 
 
 @job(RunOptions)
-def run(options: RunOptions, reporter: Reporter) -> RunResult:
+def run(options: RunOptions, reporter: Reporter, models: ModelLoader) -> RunResult:
     """Fit rankings, measure budgets, pick the best plan on held-out questions, score it on others.
 
     Writes plan.json (plan-N.json of several budgets) and run.json to `output`. Every stage is kept in a directory of
@@ -449,10 +453,10 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
         IncompatibleError: the model computes NaN, or its full cache scores next to nothing.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    options, stages = prepare_stages(options, reporter)
+    options, stages = prepare_form(options, reporter, models)
     directory = options.output
     recorded = options.to_recipe()
-    config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
+    config = RunConfig(job="run", options=recorded, content=stages.describe(recorded))
     with Run.open(directory, config, force=options.force, files=FILES) as opened:
         forecast = Forecast({}, stages.costs, stages.loaded.model)
         with show_stages(reporter, forecast.work, directory, forecast.words) as display:
@@ -461,7 +465,7 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
             selections = stages.select(calibrated, refined, display)
             tried: Sequence[TriedBudget] = ()
             if options.smallest:
-                selection, tried = stages.find_smallest(calibrated, display)
+                selection, tried = stages.find_smallest(options.within / 100, calibrated, display)
                 selections.append(selection)
         sizes = {}
         for selection in selections:
@@ -481,15 +485,25 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
     return result
 
 
-def collect_warnings(options: RunOptions, encoded: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
-    """Yield warnings about the choice: few contexts, and kinds of questions that rankings are not fitted on."""
+def collect_warnings(
+    encoded: Sequence[TaskPrompts], fitted_on: Sequence[Task], fit: int, seed: int, count: TokenCount
+) -> Iterator[str]:
+    """Yield warnings about the choice: few contexts, and kinds of questions that rankings are not fitted on.
+
+    Args:
+        encoded: what is chosen by.
+        fitted_on: the tasks that rankings are fitted on, `fit` contexts of each; none if none are fitted.
+        fit: how many contexts of a task they are fitted on.
+        seed: draws these contexts.
+        count: counts the tokens of a text.
+    """
     contexts = sum(task.distinct for task in encoded)
     if contexts < MIN_CONTEXTS_FOR_PROOF:
         yield (
             f"there are {contexts} contexts to choose by, and {MIN_CONTEXTS_FOR_PROOF} are needed to show that a plan "
             "beats the baselines: what is written is likely better at most"
         )
-    if not options.rankings:
+    if not fitted_on:
         return
     kinds = {
         (task.task.name, question.query.category)
@@ -499,8 +513,8 @@ def collect_warnings(options: RunOptions, encoded: Sequence[TaskPrompts], count:
     }
     fitted = {
         (task.name, query.category)
-        for task in options.find_tasks(options.model, "train")
-        for example in task.examples(options.fit or 1, options.seed, count)
+        for task in fitted_on
+        for example in task.examples(fit, seed, count)
         for query in example.queries
     }
     absent = sorted(f"{task} ({category})" if category else task for task, category in kinds - fitted)
@@ -508,73 +522,113 @@ def collect_warnings(options: RunOptions, encoded: Sequence[TaskPrompts], count:
         yield (f"asked but not fitted on: {', '.join(absent)}; a ranking may be far worse on what it was not fitted on")
 
 
-class RunStages:
-    """The stages of a run, with model and questions checked as far as possible before the first one.
-
-    `options` say how many contexts are fitted and measured on, `splits` are select and report, `encoded` their
-    questions before anything was fitted, `policies` the built-in ones that can be used on this model. `refinement` is
-    the search that begins at the solved plans, None where that is not wanted; `costs` are those of the stages, in their
-    order, as far as they can be told before the first one has run. `longest`: tokens of the longest context that is
-    chosen by.
+def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) -> RunStages:
+    """Load the model and the questions of a run, and check all that can be checked before its first stage.
 
     Raises:
         UsageError, IncompatibleError, EnvironmentFault: see `run`; sizes are checked against the longest context.
     """
+    sizes = options.sizes
+    read_run(options.output, "run")
+    tasks = {name: options.find_tasks(options.model, name) for name in ("train", "select", "report")}
+    options.check_names()
+    rule = options.rule
+    options.make_fits()  # tells of settings that are wrong before the model is loaded
+    measured = options.make_curves().policies()
+    from kvsearch.runtime import Program
+    from kvsearch.selection.candidates import find_policy_candidates
+    from kvsearch.selection.splits import halve_contexts, refuse_shared
+    from kvsearch.tasks.encode import make_token_counter
 
-    def __init__(self, options: RunOptions, reporter: Reporter) -> None:
-        self.given = options
-        sizes = options.sizes
-        read_run(options.output, "run")
-        tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
-        options.check_names()
-        self.rule = options.rule
-        options.make_fits()  # tells of settings that are wrong before the model is loaded
-        measured = options.make_curves().policies()
-        from kvsearch.runtime import Program
-        from kvsearch.runtime.cache import check_rotary
-        from kvsearch.selection.candidates import find_policy_candidates
-        from kvsearch.selection.splits import halve_contexts, refuse_shared
-        from kvsearch.tasks.encode import make_token_counter
+    splits = {name: options.split(name, tasks[name], options.protocol) for name in ("select", "report")}
+    loaded = models.load(options.model)
+    usable = find_usable_policies(loaded, dict(zip(options.policies, measured, strict=True)), reporter)
+    encoded = {name: split.encode(loaded) for name, split in splits.items()}
+    refuse_shared(encoded)
+    warn_about_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
+    if options.smallest:
+        halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
+    lengths = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
+    count = make_token_counter(loaded.tokenizer)
+    counted = options.with_counts(sum(lengths) / len(lengths), count)
+    fitted_on = tasks["train"] if options.rankings else []
+    for warning in collect_warnings(encoded["select"], fitted_on, counted.fit or 1, options.seed, count):
+        reporter.warn(warning)
+    refinement = counted.refinement(loaded) if options.refine and sizes else None
+    curves = counted.make_curves()
+    floor = min(policy.least for policy in curves.policies())
+    baseline_programs = {}
+    for size in sizes:
+        if size.mean(max(lengths)) < floor:
+            raise UsageError(
+                f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {floor} "
+                "at least: keep more"
+            )
+        baselines = find_policy_candidates(loaded, None, replace(size, length=max(lengths))).baselines
+        baseline_programs[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()]
+    stages = RunStages(
+        loaded=loaded, output=options.output, sizes=sizes, rule=rule, seed=options.seed, splits=splits,
+        encoded=encoded, longest=max(lengths), fits=counted.make_fits(), curves=curves.with_policies(usable),
+        refinement=refinement,
+    )  # fmt: skip
+    return replace(stages, costs=stages.estimate_costs(baseline_programs, options.smallest, reporter))
 
-        splits = {name: options.split(name, questions, options.protocol) for name, questions in tasks.items()}
-        loaded = options.load(options.model, reporter)
-        self.policies: list[str] = []
-        for spec, policy in zip(options.policies, measured, strict=True):
-            try:
-                check_rotary(loaded.model, [policy])
-                self.policies.append(spec)
-            except IncompatibleError as error:  # it needs what this model does not have
-                reporter.warn(f"no budgets for {policy.name}: {error}")
-        if not self.policies:
-            raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
-        encoded = {name: split.encode(loaded) for name, split in splits.items()}
-        refuse_shared(encoded)
-        warn_about_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
-        if options.smallest:
-            halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
-        contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
-        options = options.with_counts(sum(contexts) / len(contexts), make_token_counter(loaded.tokenizer))
-        for warning in collect_warnings(options, encoded["select"], make_token_counter(loaded.tokenizer)):
-            reporter.warn(warning)
-        self.refinement = options.refinement(loaded) if options.refine and sizes else None
-        floor = min(policy.least for policy in options.make_curves().policies())
-        baseline_programs = {}
-        for size in sizes:
-            if size.mean(max(contexts)) < floor:
-                raise UsageError(
-                    f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {floor} "
-                    "at least: keep more"
-                )
-            baselines = find_policy_candidates(loaded, None, replace(size, length=max(contexts))).baselines
-            baseline_programs[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()]
-        self.options = options
-        self.loaded = loaded
-        self.splits = splits
-        self.encoded = encoded
-        self.longest = max(contexts)
-        self.costs = self._check_costs(reporter, baseline_programs)
 
-    def _check_costs(self, reporter: Reporter, programs_by_size: Mapping[Size, list[Program]]) -> list[StageCost]:
+def find_usable_policies(loaded: LoadedModel, policies: Mapping[str, Policy], reporter: Reporter) -> list[str]:
+    """Find the policies, by their names, that can be used on a model; the others are warned of.
+
+    Raises:
+        UsageError: none can be.
+    """
+    from kvsearch.runtime.cache import check_rotary
+
+    usable = []
+    for name, policy in policies.items():
+        try:
+            check_rotary(loaded.model, [policy])
+            usable.append(name)
+        except IncompatibleError as error:  # it needs what this model does not have
+            reporter.warn(f"no budgets for {policy.name}: {error}")
+    if not usable:
+        raise UsageError(f"none of --policies {','.join(policies)} can be used on this model: name others")
+    return usable
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStages:
+    """The stages of a run on a model, each of which keeps what it has finished in a folder below `output`.
+
+    Args:
+        loaded: the model.
+        output: the directory of the run.
+        sizes: the sizes to choose a plan for; none where the smallest is searched for.
+        rule: how a plan is chosen.
+        seed: draws the questions that are screened with.
+        splits: the contexts to choose by ("select") and to report on ("report").
+        encoded: their questions before anything was fitted.
+        longest: tokens of the longest context that is chosen by.
+        fits: how every ranking is fitted, by its name.
+        curves: how budgets are measured, of the built-in policies that can be used on this model.
+        refinement: the search that begins at the solved plans; None: there is none.
+        costs: of the stages, in their order, as far as they can be told before the first one has run.
+    """
+
+    loaded: LoadedModel
+    output: Path
+    sizes: Sequence[Size]
+    rule: Rule
+    seed: int
+    splits: Mapping[str, Split]
+    encoded: Mapping[str, list[TaskPrompts]]
+    longest: int
+    fits: Mapping[str, CalibrateOptions]
+    curves: LukvCurveOptions
+    refinement: Refinement | None
+    costs: Sequence[StageCost] = ()
+
+    def estimate_costs(
+        self, programs_by_size: Mapping[Size, list[Program]], smallest: bool, reporter: Reporter
+    ) -> list[StageCost]:
         """Estimate the costs of the stages; contexts too short or too long for a stage are refused here.
 
         `programs_by_size` are the programs of the baselines, which are about all that is screened.
@@ -584,17 +638,17 @@ class RunStages:
         from kvsearch.selection.comparison import choose_screening_questions, estimate_choice
         from kvsearch.selection.race import FINALISTS
 
-        calibrations = {FIT_STAGE: list(self.options.make_fits().values())} if self.options.rankings else {}
-        # the rankings add a look at what is read anyway
-        calibrations[MEASURE_STAGE] = [self.options.make_curves().with_policies(self.policies)]
+        calibrations = {FIT_STAGE: list(self.fits.values())} if self.fits else {}
+        calibrations[MEASURE_STAGE] = [self.curves]  # the rankings add a look at what is read anyway
         costs = []
         quiet = StageReporter(reporter, lambda *_: None)
         for name, several in calibrations.items():
-            anew = [each.model_copy(update={"force": True}).with_loaded_model(self.loaded) for each in several]
-            costs += [replace(cost, name=name) for cost in forecast_calibrations(anew, quiet).stages]
+            anew = [each.model_copy(update={"force": True}) for each in several]
+            forecast = forecast_calibrations(anew, quiet, ModelLoader(given=self.loaded))
+            costs += [replace(cost, name=name) for cost in forecast.stages]
         if self.refinement is not None:
             costs.append(self.refinement.estimate_cost(SEARCH_STAGE, len(programs_by_size)))
-        screened = choose_screening_questions(self.encoded["select"], self.options.seed)
+        screened = choose_screening_questions(self.encoded["select"], self.seed)
         for size, programs in programs_by_size.items():
             name = f"choose at {size.words}"
             costs.append(estimate_choice(name, self.encoded["select"], self.splits["select"], programs, screened))
@@ -603,7 +657,7 @@ class RunStages:
             costs.append(
                 estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
             )
-        if self.options.smallest:  # some six budgets on half of the questions, under a few methods
+        if smallest:  # some six budgets on half of the questions, under a few methods
             programs = [make_full_program(self.loaded.model)] * METHODS_PER_BUDGET
             tried = estimate_replies(SMALLEST_STAGE, self.encoded["select"], self.splits["select"], programs)
             costs.append(replace(tried, work=tried.work * 4))
@@ -619,11 +673,11 @@ class RunStages:
             "reported": list_context_hashes(self.encoded["report"]),
         }
 
-    def content(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    def describe(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return all settings that decide the result, as JSON; contexts to fit on are in the stages' configurations."""
         from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
 
-        left_out = {"batch", "max_memory", *ModelOptions.model_fields}
+        left_out = {"batch", "max_memory", *LOADING}
         stated = {name: value for name, value in recorded.items() if name not in left_out}
         rows = {split: {task.task.name: hash_rows(task) for task in tasks} for split, tasks in self.encoded.items()}
         metrics = {task.task.name: find_metric_name(task.task) for task in self.encoded["select"]}
@@ -634,20 +688,21 @@ class RunStages:
     def calibrate(self, display: StagedProgress) -> PolicyCurves:
         """Fit the rankings, then measure the importance that every policy and ranking keeps."""
         rankings = {}
-        if fits := self.options.make_fits():
+        if self.fits:
             with display.stage(FIT_STAGE) as stage, ExitStack() as locks:
-                for fit in fits.values():
+                for fit in self.fits.values():
                     locks.enter_context(lock_for_writing(fit.output))
-                profiles = calibrate_together([fit.with_loaded_model(self.loaded) for fit in fits.values()], stage)
-                for name, profile in zip(fits, profiles, strict=True):
+                profiles = calibrate_together([*self.fits.values()], stage, ModelLoader(given=self.loaded))
+                for name, profile in zip(self.fits, profiles, strict=True):
                     if is_last(profile.arrays):
                         stage.warn(f"the ranking {name} is left out: the built-in ones are better on held-out contexts")
                     else:
                         rankings[name] = profile
         with display.stage(MEASURE_STAGE) as stage:
-            fitted = [f"{name}={self.options.output / FIT_FOLDER / name}" for name in rankings]
-            curves = self.options.make_curves().with_policies((*self.policies, *fitted)).with_loaded_model(self.loaded)
-            return replace(read_policy_curves(calibrate(curves, reporter=stage)), rankings=rankings)
+            fitted = [f"{name}={self.output / FIT_FOLDER / name}" for name in rankings]
+            curves = self.curves.with_policies((self.curves.policy, *self.curves.rivals, *fitted))
+            profile = calibrate(curves, reporter=stage, loaded=self.loaded)
+            return replace(read_policy_curves(profile), rankings=rankings)
 
     def refine(self, calibrated: PolicyCurves, display: StagedProgress) -> RefinedPlans | None:
         """Refine the solved plans of every size by search; None if that is not wanted or not possible."""
@@ -658,7 +713,7 @@ class RunStages:
             return None
         with display.stage(SEARCH_STAGE) as stage:
             starts = {}
-            for size in self.options.sizes:
+            for size in self.sizes:
                 planned = resolve_plan_length(size, calibrated.profile.metadata.length, self.longest)
                 plans = find_policy_candidates(self.loaded, calibrated, planned).plans
                 starts[planned] = calibrated.select_plans(plans)
@@ -668,13 +723,12 @@ class RunStages:
         self, calibrated: PolicyCurves, refined: RefinedPlans | None, display: StagedProgress
     ) -> list[Selection]:
         """Choose at every size; then report, as sizes share the chance of a wrong choice."""
-        sizes = self.options.sizes
         decided: list[tuple[SelectionJob, PhaseResult]] = []
 
         def level() -> float:
-            return compute_shared_level(self.rule.level, len(sizes), (result for _, result in decided))
+            return compute_shared_level(self.rule.level, len(self.sizes), (result for _, result in decided))
 
-        for size in sizes:
+        for size in self.sizes:
             with display.stage(f"choose at {size.words}") as stage:
                 selection = self._prepare_selection(calibrated, size, refined)
                 stage.part = ROUND_SHARE
@@ -688,12 +742,15 @@ class RunStages:
         return selections
 
     def find_smallest(
-        self, calibrated: PolicyCurves, display: StagedProgress
+        self, within: float, calibrated: PolicyCurves, display: StagedProgress
     ) -> tuple[Selection, Sequence[TriedBudget]]:
-        """Find the smallest budget between the protected entries and the longest context, and report."""
+        """Find the smallest budget that loses at most `within` of the full cache's score, and report.
+
+        It is between the protected entries and the longest context.
+        """
         from kvsearch.selection.selection_job import find_smallest_budget, list_budgets
 
-        floor = min(policy.least for policy in self.options.make_curves().with_policies(self.policies).policies())
+        floor = min(policy.least for policy in self.curves.policies())
         with display.stage(SMALLEST_STAGE) as stage:
             budgets = list_budgets(floor + 1, self.longest - 1)
             stage.part = ROUND_SHARE
@@ -702,7 +759,7 @@ class RunStages:
                 selection = self._prepare_selection(calibrated, Size(budget), None)
                 return selection, self._reply_store(selection, stage)
 
-            return find_smallest_budget(budgets, self.options.within / 100, selection_at)
+            return find_smallest_budget(budgets, within, selection_at)
 
     def _prepare_selection(self, calibrated: PolicyCurves, size: Size, refined: RefinedPlans | None) -> SelectionJob:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""
@@ -726,4 +783,4 @@ class RunStages:
 
     def _reply_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
         """Return what keeps the replies of all rounds and of the report at a size."""
-        return make_stage_store(self.options.output / CHOICE_FOLDER / str(selection.size), selection.config, reporter)
+        return make_stage_store(self.output / CHOICE_FOLDER / str(selection.size), selection.config, reporter)

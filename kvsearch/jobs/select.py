@@ -11,6 +11,7 @@ from kvsearch.config.options import RESULT, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output, read_bytes
 from kvsearch.jobs.groups import BUDGET, BUDGETS, BudgetList, SelectionOptions, suggest_plan_commands
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.plan import resolve_size
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
@@ -83,9 +84,9 @@ def remarks(options: SelectOptions, result: SelectionResult | SelectionsResult) 
     yield from suggest_plan_commands(first.plan, first.model, evaluated)
 
 
-def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: SelectOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast `select`; errors as `select` before any reply."""
-    selections = [selection for *_, selection in _prepare(options, reporter)]
+    selections = [selection for *_, selection in _prepare(options, reporter, models)]
     content = {
         "tasks": [task.task.name for task in selections[0].race.encoded],
         "candidates": {
@@ -97,7 +98,7 @@ def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
 
 
 @job(SelectOptions)
-def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | SelectionsResult:
+def select(options: SelectOptions, reporter: Reporter, models: ModelLoader) -> SelectionResult | SelectionsResult:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
     The plan is written to `output`, everything that was found to selection.json in `run`, where finished replies are
@@ -109,7 +110,7 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
         IncompatibleError: model, profile and questions do not fit together, or the full cache itself scores next to
             nothing.
     """
-    prepared = _prepare(options, reporter)
+    prepared = _prepare(options, reporter, models)
     recorded = options.to_recipe()
     results = []
     were_finished = True
@@ -143,7 +144,7 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
     return SelectionsResult(sizes={str(result.size): result for result in results})
 
 
-def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Path, SelectionJob]]:
+def _prepare(options: SelectOptions, reporter: Reporter, models: ModelLoader) -> list[tuple[Path, Path, SelectionJob]]:
     """Check all options and load the model; return the directory, plan file and selection of each size."""
     profile = options.table.profile
     rule = options.rule
@@ -163,7 +164,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
         read_run(place, "select")
         if options.force or not (place / SELECTION).exists():
             check_output(output, options.force)
-    loaded = options.load_calibrated(reporter)
+    loaded = options.load_calibrated(models)
     selections = []
     for size in sizes:
         explored = find_measured(profile, size, options.routes, options.allocators)

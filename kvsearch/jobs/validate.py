@@ -19,12 +19,14 @@ from kvsearch.jobs.groups import (
     SAMPLES_OPTION,
     TASKS,
     BatchOptions,
+    ModelOptions,
     TaskOptions,
     WorkerOptions,
     changed_flags,
     format_command,
     list_changed_flags,
 )
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
 from kvsearch.plan import Size
@@ -46,7 +48,7 @@ JUDGED = "What is judged"
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
 
-class SignalOptions(TaskOptions, WorkerOptions, BatchOptions):
+class SignalOptions(TaskOptions, ModelOptions, WorkerOptions, BatchOptions):
     """Options of jobs on a PolyKV calibration, with tasks for its model."""
 
     recipes: ClassVar[bool] = True
@@ -95,7 +97,7 @@ class SignalOptions(TaskOptions, WorkerOptions, BatchOptions):
         stated = {"dtype": dtype, "revision": None if is_other else _stated(self.directory, "revision")}
         return {name: value for name, value in stated.items() if value is not None}
 
-    def load_calibrated(self, reporter: Reporter) -> LoadedModel:
+    def load_calibrated(self, models: ModelLoader) -> LoadedModel:
         """Load the model of the calibration, in the dtype and revision that were measured unless others are given.
 
         Raises:
@@ -105,7 +107,7 @@ class SignalOptions(TaskOptions, WorkerOptions, BatchOptions):
         """
         if self.measured is None:
             raise UsageError(f"{self.directory / CONFIG} does not say which model was calibrated: give --model")
-        loaded = self.load(self.measured, reporter, **self.stated_loading())
+        loaded = models.load(self.measured, **self.stated_loading())
         self.table.profile.metadata.model.require(loaded.fingerprint, f"the profile in {self.directory}")
         return loaded
 
@@ -166,9 +168,9 @@ def remarks(options: ValidateOptions, found: ValidationResult) -> Iterator[str]:
         yield format_command("select", options.directory, *size, "-o", options.directory / "selected.json", *flags)
 
 
-def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast the work of `validate`; errors as `validate` before any evaluation."""
-    prepared = _prepare(options, reporter)
+    prepared = _prepare(options, reporter, models)
     first = prepared[0]
     if not options.force:
         require_same((options.directory / VALIDATION_FILE).parent, _config(options, first))
@@ -183,7 +185,7 @@ def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
 
 
 @job(ValidateOptions)
-def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
+def validate(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -> ValidationResult:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
     What was found is kept in the directory validation of the calibration, with finished replies, so the same call goes
@@ -195,7 +197,7 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
         IncompatibleError: model, profile and questions do not fit together, or the full cache itself scores next to
             nothing.
     """
-    prepared = _prepare(options, reporter)
+    prepared = _prepare(options, reporter, models)
     conditions = prepared[0].conditions
     path = options.directory / VALIDATION_FILE
     if not options.force:
@@ -224,7 +226,7 @@ def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig
     return RunConfig(job="validate", options=options.to_recipe(), content=content)
 
 
-def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValidation]:
+def _prepare(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -> list[PreparedValidation]:
     """Check all options and load the model; prepare the validation of every size."""
     tasks = options.find_tasks(options.measured, options.split)
     from kvsearch.selection.splits import refuse_reported
@@ -237,7 +239,7 @@ def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValid
     if options.budget is not None or options.ratio is not None:
         sizes = [Size(options.budget, options.ratio)]
     split = options.make_split(tasks, options.samples, options.asked_protocol).without(options.used)
-    loaded = options.load_calibrated(reporter)
+    loaded = options.load_calibrated(models)
     prepared = [prepare_validation(loaded, table.profile, size, split, uses, options.permutations) for size in sizes]
     warn_about_coverage(reporter, prepared[0].evaluation.encoded)
     for note in dict.fromkeys(note for validation in prepared for note in validation.notes):

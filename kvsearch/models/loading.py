@@ -11,11 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pydantic import model_validator
-
-from kvsearch.config.options import MACHINE, JobOptions, option
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError, warn_once
 from kvsearch.core.limits import MOST_LAYERS
 from kvsearch.core.naming import require_known, suggest_nearest
@@ -55,26 +52,35 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 MIN_PROMPT_ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
 
 
-class LoadOptions(JobOptions):
-    """How a model is loaded."""
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded: where to, in which numbers, and what may be fetched or run for it.
 
-    panel: ClassVar[str] = "The model"
+    Args:
+        device: auto, cpu, cuda, cuda:1 or another device of PyTorch.
+        device_map: one of `DEVICE_MAPS` spreads the model over several GPUs.
+        dtype: one of `DTYPE_NAMES`.
+        revision: a branch, tag or commit of a hub model.
+        trust_remote_code: whether code that a model brings along is run.
+        offline: whether the network is never touched.
 
-    device: str = option("auto", "auto, cpu, cuda or cuda:1.", MACHINE)
-    device_map: str | None = option(None, "Spread the model over several GPUs: auto, balanced, sequential.")
-    dtype: str = option("auto", "auto, float32, bfloat16 or float16.")
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    trust_remote_code: bool = option(False, "Run code that a model brings along.", recorded=False)
-    offline: bool = option(False, "Never touch the network.", recorded=False)
+    Raises:
+        UsageError: an unknown dtype or device map, or a device map beside a device.
+    """
 
-    @model_validator(mode="after")
-    def _are_known(self) -> Self:
+    device: str = "auto"
+    device_map: str | None = None
+    dtype: str = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    offline: bool = False
+
+    def __post_init__(self) -> None:
         if self.device_map is not None:
             require_known("device map", self.device_map, DEVICE_MAPS)
             if self.device != "auto":
                 raise UsageError("give either --device or --device-map, not both")
         require_known("dtype", self.dtype, DTYPE_NAMES)
-        return self
 
 
 class Workers(Protocol):

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ class ModelSource:
         import torch
 
         self.model = str(Path(loaded.name).resolve()) if Path(loaded.name).exists() else loaded.name
-        self.options = options.model_copy(update={"device": loaded.device.type, "device_map": None})
+        self.options = replace(options, device=loaded.device.type, device_map=None)
         self.fingerprint = loaded.fingerprint
         self.threads = torch.get_num_threads()
 

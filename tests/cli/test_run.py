@@ -12,7 +12,8 @@ from huggingface_hub import ModelCard
 
 from kvsearch.cli.console import Console
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.run import RunOptions, prepare_stages, resolve_plan_length
+from kvsearch.jobs.model_loader import ModelLoader
+from kvsearch.jobs.run import RunOptions, prepare_form, resolve_plan_length
 from kvsearch.models.speed import Speed
 from kvsearch.plan import Size, load_plan
 from kvsearch.report.integrity import Verification
@@ -199,11 +200,11 @@ def test_what_can_be_had_in_a_time(
     monkeypatch.setattr(Speed, "seconds", lambda _, work: work.tokens / 100)
     options = {"model": "bundled", "tasks": f"jsonl:{questions}", "output": tmp_path / "run", "budget": 40}
     console = Console()
-    whole, stages = prepare_stages(RunOptions.of(**options), console)
+    whole, stages = prepare_form(RunOptions.of(**options), console, ModelLoader())
     full = sum(cost.work.tokens for cost in stages.costs) / 100
 
     def form_in(seconds: float) -> tuple[RunOptions, str]:
-        options_of_form, _ = prepare_stages(RunOptions.of(**options, time=f"{round(seconds)}s"), console)
+        options_of_form, _ = prepare_form(RunOptions.of(**options, time=f"{round(seconds)}s"), console, ModelLoader())
         return options_of_form, capsys.readouterr().err
 
     taken, talk = form_in(full + 1)
@@ -212,7 +213,7 @@ def test_what_can_be_had_in_a_time(
     assert f"{taken.samples} of {max(task.distinct for task in stages.encoded['select'])} for --samples" in talk
     assert taken.rankings == whole.rankings
     quick = RunOptions.of(**options, effort="quick")
-    _, stages = prepare_stages(quick, console)
+    _, stages = prepare_form(quick, console, ModelLoader())
     needed = sum(cost.work.tokens for cost in stages.costs) / 100
     taken, talk = form_in(needed + 1)
     assert (taken.to_recipe(), "--effort quick: left out are rankings" in talk) == (quick.to_recipe(), True)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvsearch.models.loading
 from kvsearch.calibration.steps import find_profile_file
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.groups import ModelOptions
-from kvsearch.jobs.reporter import NullReporter
+from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.validate import SignalOptions
+from kvsearch.models.loading import LoadOptions
 from kvsearch.plan.saved import PROFILE
 
-TALK = NullReporter()
 RECIPE = {"recipe": {"method": "polykv"}}
 
 
@@ -29,16 +30,16 @@ class Asked(Exception):
 
 @pytest.fixture(autouse=True)
 def loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(options: ModelOptions, name: str, reporter: object, **instead: Any) -> None:
-        assert reporter is TALK
-        raise Asked(name, **{**options.loading().__dict__, **instead})
+    def load(name: str, options: LoadOptions) -> None:
+        raise Asked(name, **asdict(options))
 
-    monkeypatch.setattr(ModelOptions, "load", load)
+    monkeypatch.setattr(kvsearch.models.loading, "load", load)
 
 
 def asked_for(directory: Path, typed: str | None = None, **options: Any) -> tuple[str, str, str | None]:
     with pytest.raises(Asked) as found:
-        SignalOptions(directory=directory, model=typed, **options).load_calibrated(TALK)
+        signals = SignalOptions(directory=directory, model=typed, **options)
+        signals.load_calibrated(ModelLoader(options=signals.loading()))
     return found.value.model, found.value.loading["dtype"], found.value.loading["revision"]
 
 
