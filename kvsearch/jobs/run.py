@@ -58,7 +58,12 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, is_last, load_fitted_profile
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
+from kvsearch.report.selections import (
+    describe_retained,
+    describe_selection,
+    describe_smallest,
+    make_selection_result,
+)
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
@@ -480,6 +485,9 @@ def run(options: RunOptions, reporter: Reporter, models: ModelLoader) -> RunResu
     if tried:
         on_text = bool(selections[0].report.nats)
         reporter.say(describe_smallest(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
+    for choice in result.choices:
+        if warning := describe_retained(choice):
+            reporter.warn(warning if len(sizes) == 1 else f"{choice.size.words}: {warning}")
     if opened.state == "finished":
         reporter.say(FINISHED_NOTE)
     return result
