@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -135,3 +137,12 @@ def test_one_task_has_its_share_beside_its_score(comparison: Evaluation) -> None
     )
     scores, *_ = tables_of(alone)
     assert scores.header == ["method", "kept", RETAINED]
+
+
+def test_the_table_of_results(comparison: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    write_retained = importlib.import_module("real_results").write_retained
+    text = write_retained(EvaluationResult.of(comparison))
+    assert "Scores of the full cache: kept 100 [2 contexts: no interval], cannot 0" in text
+    assert "| mine | 25 [2 contexts: no interval] |\n| snapkv | 0 [2 contexts: no interval] |" in text
+    assert "kept, score in percent:" in text
