@@ -331,7 +331,7 @@ def _encode_prompts(
     form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
 ) -> Iterator[Prompt]:
     for example in examples:
-        form = replace(form, system=example.system)
+        form = replace(form, system=example.system) if example.system != form.system else form
         queries = list(_usable_queries(form, example, excluded))
         texts = [QuestionText(query.question, query.prefix, query.right_reply) for _, query in queries]
         try:

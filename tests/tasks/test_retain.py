@@ -10,10 +10,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import kvsearch
+from kvsearch.calibration.prompts import encode_prompts, make_task_data
 from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import load
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.encode import encode, hash_example
+from kvsearch.tasks.encode import encode, hash_example, make_token_counter
 from kvsearch.tasks.retain import FORMS, GROUPS, RetainTask
 from kvsearch.tasks.splits import ALL, SPLITS
 from tests.families import build
@@ -153,6 +155,15 @@ def save_model(path: Path, template: str | None) -> Path:
 
 
 ASKED: dict[str, Any] = {"length": 300, "samples": 2, "methods": "snapkv", "ratios": "0.5"}
+
+
+def test_a_calibration_reads_the_rule_too(tmp_path: Path) -> None:
+    loaded = load(str(save_model(tmp_path / "model", TEMPLATE)))
+    data = make_task_data(loaded, [RetainTask("json", 400)], 2, 0)
+    examples_of_it = RetainTask("json", 400).examples(2, 0, make_token_counter(loaded.tokenizer))
+    assert data.hashes == [hash_example(example)[0] for example in examples_of_it]
+    for prompt, example in zip(encode_prompts(loaded, data), examples_of_it, strict=True):
+        assert loaded.tokenizer.decode(prompt.ids[0]) == f"<system>{example.system}<user>{example.context}"
 
 
 @pytest.mark.slow
