@@ -18,7 +18,19 @@ from kvsearch.core.items import Progress, group_by_key
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, describe_environment, find_metric_name, hash_rows, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample
-from kvsearch.evaluation.statistics import MACRO, SizeBlock, TraceLength, contrast_scores, make_blocks, summarize
+from kvsearch.evaluation.statistics import (
+    LEAST_DONE,
+    MACRO,
+    RETAINED,
+    SizeBlock,
+    TraceLength,
+    contrast_scores,
+    find_retained,
+    group_scores,
+    make_blocks,
+    measure_retained_gap,
+    summarize,
+)
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -46,6 +58,7 @@ from kvsearch.tasks.encode import (
 from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import FORCED, MOST_LOST, read_losses
+from kvsearch.tasks.retain import RETAIN
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
@@ -320,6 +333,20 @@ class Evaluation:
         return {MACRO: tuple(task.name for task in tasks), **of_papers}
 
     @cached_property
+    def retained(self) -> tuple[str, ...]:
+        """The tasks that the average `RETAINED` is of."""
+        return tuple(find_retained(group_scores(self.samples, self.contexts)))
+
+    def retained_shares(self) -> dict[str, Estimate]:
+        """Return what every plan retains, by name, see `summarize_retained`; empty where that cannot be said."""
+        row = next((row for row in self.blocks[0].rows if (row.kind, row.task) == ("average", RETAINED)), None)
+        return {} if row is None else {name: row.scores[label] for name, label in self.names.items()}
+
+    def retained_gap(self, name: str) -> Estimate | None:
+        """Return how much less a plan retains than it keeps of the score, see `measure_retained_gap`."""
+        return measure_retained_gap(self.samples, self.names[name], self.contexts)
+
+    @cached_property
     def contexts(self) -> Contexts:
         """Which samples share a context, see `name_contexts`."""
         return name_contexts(self.encoded)
@@ -421,6 +448,7 @@ class Evaluation:
             *self.size_notes,
             *self._hopeless_notes(),
             *self._loss_notes(),
+            *self._retained_notes(),
             *(note for covered in self.coverage for note in self._coverage_notes(covered)),
             *(note for block in self.blocks for note in self._size_notes(block)),
         ]
@@ -459,6 +487,15 @@ class Evaluation:
             if set(self.metrics.values()) != {FORCED}:  # else no score is shown
                 note += f"; its score in averages is 100 less a point for every {MOST_LOST / 100:g} nats more, or 0"
             yield note
+
+    def _retained_notes(self) -> Iterator[str]:
+        for covered in self.coverage:
+            if covered.category == RETAIN and covered.task not in self.retained:
+                done = fmean(s.score for s in self.samples if (s.task, s.method) == (covered.task, FULL))
+                yield (
+                    f"{covered.task}: the full cache does it in {100 * done:.0f}%, below {100 * LEAST_DONE:.0f}%: not "
+                    f"counted in {RETAINED!r}"
+                )
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
         if covered.shortfall is not None:

@@ -60,7 +60,12 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, is_last, load_fitted_profile
 from kvsearch.policies.registry import has_parameters, is_fitted
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
+from kvsearch.report.selections import (
+    describe_retained,
+    describe_selection,
+    describe_smallest,
+    make_selection_result,
+)
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
@@ -512,6 +517,9 @@ def run(options: RunOptions, reporter: Reporter, models: ModelLoader) -> RunResu
         opened.finish()
     if tried:
         reporter.say(describe_smallest(tried, stages.longest, selections[0].plan))
+    for choice in result.choices:
+        if warning := describe_retained(choice):
+            reporter.warn(warning if len(sizes) == 1 else f"{choice.size.words}: {warning}")
     if opened.state == "finished":
         reporter.say(FINISHED_NOTE)
     return result

@@ -16,7 +16,7 @@ from kvsearch.core.files import write_atomically
 from kvsearch.core.items import group_by_key
 from kvsearch.core.printed import format_csv
 from kvsearch.evaluation.samples import LayerLoss
-from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
+from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL, RETAINED
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
@@ -342,11 +342,11 @@ def _select_columns(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow
     """
     if len(result.tasks) == 1:
         first, *others = result.rows
-        return [first, *(row for row in others if row.kind == "category")]
+        return [first, *(row for row in others if row.kind == "category" or row.name == RETAINED)]
     seen = set[frozenset[str]]()
     chosen = []
     for row in result.rows:
-        if row.kind == "average":
+        if row.kind == "average" and row.name != RETAINED:
             tasks = frozenset(result.averages[row.name])
             if tasks in seen:
                 continue
@@ -365,9 +365,10 @@ def _make_header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str
     """Return the headings of columns; averages over the same tasks share one."""
     header = ["method"]
     for row in rows:
-        if row.kind == "average":
+        if row.kind == "average" and row.name != RETAINED:
             tasks = set(result.averages[row.name])
-            header.append(" = ".join(name for name, others in result.averages.items() if set(others) == tasks))
+            same = (name for name, others in result.averages.items() if set(others) == tasks and name != RETAINED)
+            header.append(" = ".join(same))
         else:
             header.append(row.name)
     return header

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvsearch.core.arrays import TIE
+from kvsearch.evaluation.statistics import RETAINED
 from kvsearch.plan import Plan
 from kvsearch.report.numbers import (
     describe_questions,
@@ -153,6 +154,20 @@ def describe_higher_plans(ahead: Mapping[str, Estimate], others: int, *, on_text
     return f"{len(ahead)} of {pluralize(others, 'other')} in the report {better}, {chance}: {name} by {lead_text}"
 
 
+def describe_retained(selection: SelectionResult) -> str | None:
+    """Warn of a plan that keeps less of what a model was told than of its score; None unless that is beyond chance."""
+    gap = selection.report.retained_gap
+    if gap is None or not gap.low > 0:
+        return None
+    name = selection.chosen.written
+    share = format_percent(selection.report.retained[name].mean, 0)
+    return (
+        f"{name} keeps {share}% of what the full cache does of retain:* (formats, instructions, refusals), which is "
+        f"{format_interval(gap, '.0f', noun=' points')} less than it keeps of the other scores: keep more, or look at "
+        "its replies before it is used where that matters"
+    )
+
+
 def describe_results(result: SelectionResult | SelectionsResult) -> str:
     """Say which plan to deploy at every size, and what it scores."""
     plans = []
@@ -266,11 +281,13 @@ def make_report_table(selection: SelectionResult) -> Table:
     rows = [
         [
             Cell(name, name == chosen.written), Cell(roles[name]), score,
+            *([Cell.mean(report.retained[name])] if report.retained else []),
             Cell.number(report.held[name].entries, ".0f"), Cell.number(report.held[name].most, ".0f"),
         ]
         for name, score in scores.items()
     ]  # fmt: skip
-    header = ["report", "what it is", _find_heading(report), "entries", "most entries"]
+    retained = [RETAINED] if report.retained else []
+    header = ["report", "what it is", _find_heading(report), *retained, "entries", "most entries"]
     title = f"report split: {describe_questions(report.asked)}, phases: {chosen.phases}"
     return Table(title, header, [("", rows)], (selection.reported, *selection.notes))
 

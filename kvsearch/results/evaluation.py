@@ -16,7 +16,7 @@ from pydantic import FailFast, Field, PlainSerializer, model_validator
 from kvsearch.core.fields import is_none
 from kvsearch.core.items import group_by_key
 from kvsearch.evaluation.samples import Footprint, LayerLoss
-from kvsearch.evaluation.statistics import MACRO, Kind, Row, TraceLength
+from kvsearch.evaluation.statistics import MACRO, RETAINED, Kind, Row, TraceLength
 from kvsearch.plan import Size
 from kvsearch.plan.origin import Guarantee
 from kvsearch.plan.schema import Protocol
@@ -175,10 +175,11 @@ class EvaluationResult(Result):
             held=found.held[FULL], scores=_scores(block, FULL), traces=found.traces.get(FULL, {}),
             nats=_nats(block, FULL),
         )  # fmt: skip
+        averages = found.averages | ({RETAINED: found.retained} if found.retained else {})
         return cls(
             model=found.loaded.name, **found.split.as_json(), subject=found.subject, phases=found.phases,
             environment=found.environment, most_tokens=found.most_tokens, tasks=tuple(tasks),
-            averages=found.averages, full=full, blocks=tuple(_size(block, found) for block in found.blocks),
+            averages=averages, full=full, blocks=tuple(_size(block, found) for block in found.blocks),
             notes=tuple(found.notes), different_settings=found.different, needle=make_needle_grids(found.samples),
             losses=None if losses is None else tuple(losses), guarantees=dict(guarantees or {}),
         )  # fmt: skip
@@ -189,7 +190,7 @@ class EvaluationResult(Result):
         order: Mapping[Kind, list[str]] = {
             "task": [task.task for task in self.tasks],
             "category": [task.category for task in self.tasks],
-            "average": [MACRO, *AVERAGES],
+            "average": [MACRO, RETAINED, *AVERAGES],
         }
         rows = []
         for kind, names in order.items():

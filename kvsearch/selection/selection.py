@@ -199,7 +199,9 @@ class ReportScores:
     a winner, `share` also where the full cache is not above the best baseline. `lead` is of the foremost candidate over
     the best baseline; None without one. `nats` are losses by name with differences to what was written, where all tasks
     are teacher-forced. `parts` are what each part of the written plan adds to those before it, from the even baseline
-    on: in scores, or nats per token less where there are `nats`.
+    on: in scores, or nats per token less where there are `nats`. `retained` are shares of what the full cache does of
+    the tasks retain:*, by name, and `retained_gap` how much less that is than what the written plan keeps of the other
+    tasks' scores; empty and None where these are not asked.
     """
 
     asked: QuestionCount
@@ -212,6 +214,8 @@ class ReportScores:
     notes: tuple[str, ...] = ()
     nats: Annotated[dict[str, TextLoss], Field(exclude_if=lambda nats: not nats)] = field(default_factory=dict)
     parts: Annotated[dict[PlanPart, Estimate], Field(exclude_if=lambda parts: not parts)] = field(default_factory=dict)
+    retained: Annotated[dict[str, Estimate], Field(exclude_if=lambda shares: not shares)] = field(default_factory=dict)
+    retained_gap: Annotated[Estimate | None, Field(exclude_if=is_none)] = None
 
 
 @dataclass(frozen=True, eq=False)

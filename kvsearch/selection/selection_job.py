@@ -154,6 +154,8 @@ class SelectionJob:
             notes=tuple(report.notes),
             nats=report.nats(chosen.written),
             parts=measure_parts(report, candidate_set.even, {part: name for part, (name, _) in partial_plans.items()}),
+            retained=report.retained_shares(),
+            retained_gap=report.retained_gap(chosen.written),
         )
         return Selection(self, chosen, reported, report.gain(FULL, [chosen.written]), self._make_plan(chosen))
 

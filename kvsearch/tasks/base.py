@@ -23,10 +23,10 @@ TokenCount = Callable[[str], int]  # how many tokens a text has
 class Query:
     """One question about a context, the answers that count as right, and how many tokens a reply may have.
 
-    `prefix` is how the reply begins: it is given to the model, not generated. `options` are all classes there are, for
-    metrics that need them. `id` is what its author calls it, `category` the group that it is averaged in; empty ones
-    are none, and that of the task. `written` is a right reply in full, in the form that the task asks for, where no
-    single answer is one: all answers of a list, or the steps that lead to the answer.
+    `prefix` is how the reply begins: it is given to the model, not generated. `options` are all classes there are, or
+    what a rule is about, for metrics that need them. `id` is what its author calls it, `category` the group that it is
+    averaged in; empty ones are none, and that of the task. `written` is a right reply in full, in the form that the
+    task asks for, where no single answer is one: all answers of a list, or the steps that lead to the answer.
     """
 
     question: str
@@ -48,7 +48,8 @@ class Query:
 class Example:
     """A context and the questions asked of it, after it was compressed or as its end.
 
-    In `turns`, every question follows those before it and the replies to them; else none sees another.
+    In `turns`, every question follows those before it and the replies to them; else none sees another. `system` is
+    the system prompt before the context, for models with a chat template.
     """
 
     task: str
@@ -56,6 +57,7 @@ class Example:
     context: str
     queries: tuple[Query, ...]
     turns: bool = False
+    system: str = ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_T
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
+from kvsearch.tasks.retain import FORMS as RETAIN_FORMS
+from kvsearch.tasks.retain import GROUPS, RETAIN, RetainTask
 from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
@@ -43,7 +45,7 @@ AIME = "aime"
 NEEDLE = "niah"
 JSONL = "jsonl"
 TEXT = "ppl"
-KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME)
+KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, RETAIN)
 OF_FILES: Final = (JSONL, TEXT)  # kinds that are given with a file of the user's own
 # tasks that are a class each; other packages add theirs by the entry point group
 TASKS: Final[PluginRegistry[type[Task]]] = PluginRegistry(
@@ -206,6 +208,10 @@ def _list_entries() -> Iterator[Entry]:
     for name in TracedTask.specs:
         yield _make_dataset_entry(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
     yield from map(find_task_entry, TASKS.built_in)
+    reads = {**_GENERATED, "haystack": "haystack"}
+    for name, form in RETAIN_FORMS.items():
+        make = partial(RetainTask, name)
+        yield Entry(f"{RETAIN}:{name}", RETAIN, form.metric, STORY_HAYSTACK, make, reads, split=RetainTask.split)
 
 
 def _join_specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -225,6 +231,8 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     AIME: (f"{AIME}:24", f"{AIME}:25"),
     INFINITEBENCH: _join_specs(INFINITEBENCH, INFINITEBENCH_TASKS),
     f"{INFINITEBENCH}:lava": _join_specs(INFINITEBENCH, INFINITEBENCH_LAVA),
+    RETAIN: _join_specs(RETAIN, RETAIN_FORMS),
+    **{f"{RETAIN}:{group}": _join_specs(RETAIN, names) for group, names in GROUPS.items()},
 }  # specs that stand for several tasks
 
 

@@ -100,7 +100,9 @@ class TaskContract:
         drawn = {split: self.examples(self.samples, split=split) for split in self.splits}
         alike = len({example.context for examples in drawn.values() for example in examples}) == 1
         texts = {
-            split: {(example.context, example.queries[0].question if alike else "") for example in examples}
+            split: {
+                (example.system, example.context, example.queries[0].question if alike else "") for example in examples
+            }
             for split, examples in drawn.items()
         }
         for one, other in combinations(texts, 2):

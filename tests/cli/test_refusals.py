@@ -50,6 +50,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--methods lava --budgets 64 --table NEW/t.md", "its folder does not exist"),
         ("--methods lava --budgets 64 --tasks ppl:", "a file is given as ppl:FILE"),
         ("--methods lava --budgets 64 --tasks ppl:x", "no file x"),
+        ("--methods lava --budgets 64 --tasks retain:jsn", "unknown retain task 'jsn'; did you mean 'json'?"),
         (f"--methods lava --budgets 64 --tasks {SHORT}", "and a window needs 4184: give more text, or lower --length"),
         ("--methods lava --budgets 64 --tasks ppl:LICENSE --length 4097", "takes 4096: lower --length"),
         ("--methods lava --budgets 64 --temperature -0.1", "--temperature: must be at least 0"),
