@@ -242,6 +242,12 @@ class Policy(ABC):
 
     name: ClassVar[str]
     source: ClassVar[str]
+    summary: ClassVar[str] = ""  # the score of an entry, in a line
+    weakness: ClassVar[str] = ""  # when it fails, in a line
+    # of a class itself, its subclasses do not inherit them:
+    is_baseline: ClassVar[bool] = False  # whether `run` compares its plans with this policy under even budgets
+    is_rival: ClassVar[bool] = False  # whether fitted rankings are compared with it: it orders all entries of a prompt
+    is_fitted: ClassVar[bool] = False  # whether its weights lie in a file: it is given as NAME=DIR
 
     # whether scores may be below 0: they have no shares and no entropy
     signed_scores: ClassVar[bool] = False

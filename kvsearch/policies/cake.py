@@ -24,6 +24,12 @@ class CAKE(Policy):
 
     name: ClassVar[str] = "cake"
     source: ClassVar[str] = "CAKE, arXiv 2503.12491; pooled as in the official code, w=32, k=5, avg, gamma=200"
+    summary: ClassVar[str] = "mean_g pool(mean_t a + gamma var_t a), t in the last w"
+    weakness: ClassVar[str] = (
+        "question-agnostic prompts, whose last rows are no question; while decoding it has one row and no variance"
+    )
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
     row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "pooled"
 

@@ -32,6 +32,13 @@ class CaM(Wrapper):
 
     name: ClassVar[str] = "cam"
     source: ClassVar[str] = "CaM, ICML 2024 (PMLR 235:58840); accumulated attention, the next m=32, one merge per step"
+    summary: ClassVar[str] = (
+        "as `streaming` or `h2o`; the value that leaves is added to the next m with p = min(1, A_i / mean A_j)"
+    )
+    weakness: ClassVar[str] = (
+        "what leaves a prompt is lost: merging all of it there gained 380 in perplexity in one layer"
+    )
+    is_baseline: ClassVar[bool] = True
     row: ClassVar[AttentionRow] = "group"
     merges: ClassVar[bool] = True
     merges_prompt: ClassVar[bool] = False

@@ -31,6 +31,12 @@ class D2O(H2O):
 
     name: ClassVar[str] = "d2o"
     source: ClassVar[str] = "D2O, arXiv 2406.13035; 4 sinks, halves and ema=0.5 as in the official code, tau per head"
+    summary: ClassVar[str] = "as `h2o`; what leaves merges into the most similar entry if cos(k_e, k_c) >= tau"
+    weakness: ClassVar[str] = (
+        "low layers: merged keys mix positions (perplexity +11.2 in layer 0; 0.0008 with `keys_frozen=true`). Its "
+        "authors leave layers 0, 1 and the last alone"
+    )
+    is_baseline: ClassVar[bool] = True
     merges: ClassVar[bool] = True
 
     sinks: int = 4

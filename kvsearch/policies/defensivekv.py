@@ -26,6 +26,17 @@ class DefensiveKV(Policy):
 
     name: ClassVar[str] = "defensivekv"
     source: ClassVar[str] = "DefensiveKV, arXiv 2510.13334; w=32, k=5, mass=0.9 as in the authors' code"
+    summary: ClassVar[str] = (
+        "max(m, mean of m) times the share of value norms, m the largest attention of any query of window and "
+        "group; the entries that make up 90% of the mean attention come first; `aggregate=mean` and `floor=none` "
+        "switch parts off"
+    )
+    weakness: ClassVar[str] = (
+        "a stray query keeps an entry; spread attention, where 90% of it are most entries: `mass=0`. Its authors' "
+        "budgets are the [methods](evaluation.md#what-is-compared) `defensivekv` and `layer-defensivekv`"
+    )
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
 
     window: int = 32
     kernel: int = 5

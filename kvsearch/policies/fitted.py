@@ -18,7 +18,7 @@ from kvsearch.core.parsing import format_value
 from kvsearch.policies.base import Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.ranking import score_entries
-from kvsearch.policies.registry import FITTED, find_policy_class
+from kvsearch.policies.registry import find_policy_class, is_fitted, list_fitted
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Fitted(Policy):
     other tokens that came while all of them are protected (`arriving`).
     """
 
+    is_fitted: ClassVar[bool] = True
     running: ClassVar[Running] = "stored"
     made_by: ClassVar[str]  # what writes a directory with weights, in words
     published: ClassVar[str | None] = None  # the file of such a directory; None: a profile
@@ -127,7 +128,7 @@ def split_settings(text: str, what: str, form: str, max_count: int) -> tuple[lis
         UsageError: no name, too many, one after a setting, or a setting twice.
     """
     pieces = text.split(":")
-    names = list(takewhile(lambda piece: "=" not in piece or piece.partition("=")[0] in FITTED, pieces))
+    names = list(takewhile(lambda piece: "=" not in piece or is_fitted(piece.partition("=")[0]), pieces))
     if not 1 <= len(names) <= max_count or not all("=" in piece for piece in pieces[len(names) :]):
         raise UsageError(f"{what} {text}: it is {form} with :KEY=VALUE after it")
     settings = [parse_setting(piece, what) for piece in pieces[len(names) :]]
@@ -145,12 +146,12 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
         UsageError: a text of another form, another policy than the fitted ones with a directory, no such file, or one
             without weights of it; a fit that every built-in ranking is better than.
     """
-    form = f"NAME or one of {', '.join(f'{name}=DIR' for name in FITTED)},"
+    form = f"NAME or one of {', '.join(f'{name}=DIR' for name in list_fitted())},"
     (spec,), settings = split_settings(text, "policy", form, max_count=1)
     from kvsearch.plan.saved import PROFILE, WEIGHTS, register_weights
 
     name, given, source = spec.partition("=")
-    if name not in FITTED:
+    if not is_fitted(name):
         return name, settings
     policy = find_policy_class(name)
     assert issubclass(policy, Fitted)

@@ -23,6 +23,10 @@ class H2O(Policy):
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048; halves as in the official scripts, mean over the query group"
+    summary: ClassVar[str] = "sum over t >= i of mean_g a[t, i]; half of the budget is for recent entries"
+    weakness: ClassVar[str] = "early entries, seen by more queries, add up more; the cost of column sums"
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
     row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "mass"
 

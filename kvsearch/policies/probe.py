@@ -145,6 +145,8 @@ class Probe(CalibratedRanking):
 
     name: ClassVar[str] = "probe"
     source: ClassVar[str] = "kvsearch; cf. KVzap, arXiv 2601.07891, which fits hidden states to KVzip's scores"
+    summary: ClassVar[str] = "exp(log importance, fitted per kv head)"
+    weakness: ClassVar[str] = "kinds of content that it was not fitted on: [rankings](rankings.md)"
 
     made_by: ClassVar[str] = "`calibrate --method probe`"
 

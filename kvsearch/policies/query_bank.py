@@ -51,6 +51,8 @@ class QueryBank(CalibratedRanking):
 
     name: ClassVar[str] = QUERY_BANK_METHOD
     source: ClassVar[str] = "kvsearch; importance as LU-KV, arXiv 2602.08585, Eq. 4, over stored queries"
+    summary: ClassVar[str] = "max over stored queries of sum_g A |v W_O|"
+    weakness: ClassVar[str] = "as `probe`"
     made_by: ClassVar[str] = "`calibrate --method query_bank`"
 
     @classmethod

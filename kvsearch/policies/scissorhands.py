@@ -32,6 +32,9 @@ class Scissorhands(Policy):
 
     name: ClassVar[str] = "scissorhands"
     source: ClassVar[str] = "Scissorhands, arXiv 2305.17118; persistence ratio, history 400, recent 10"
+    summary: ClassVar[str] = "share of the last 400 queries that gave it more than an even share"
+    weakness: ClassVar[str] = "+17% of a prefill; an even share is little in a long prompt"
+    is_baseline: ClassVar[bool] = True
     row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "persistence"
 

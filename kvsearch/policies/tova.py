@@ -21,6 +21,12 @@ class TOVA(Policy):
 
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, arXiv 2401.06104; layer mean as in the official code"
+    summary: ClassVar[str] = "mean over all query heads of the layer of a[n-1, i]"
+    weakness: ClassVar[str] = (
+        "one row decides for all heads; while decoding the first token or the newest may leave (`protect_last=true`)"
+    )
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
     row: ClassVar[AttentionRow] = "layer"
     running: ClassVar[Running] = "row"
 
