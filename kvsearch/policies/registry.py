@@ -66,7 +66,7 @@ def list_fitted() -> tuple[str, ...]:
 
 
 def _select_policies(holds: Callable[[type[Policy]], bool]) -> tuple[str, ...]:
-    """Select policies by their class; those of broken packages, which say so when they are named, are left out."""
+    """Select policies by their class, without policies of broken packages, which say so when they are named."""
     selected = []
     for name in POLICIES.list_names():
         with suppress(EnvironmentFault):
