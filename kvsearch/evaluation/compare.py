@@ -517,8 +517,7 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
     labels = {FULL: FULL}
     known: dict[str, str] = {}
     for name, plan in plans.items():
-        # Where a plan comes from does not change what it does.
-        content = hash_json(plan.model_dump(mode="json", exclude={"provenance"}))
+        content = plan.content_sha256
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:
             methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})

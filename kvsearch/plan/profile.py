@@ -18,7 +18,7 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Count, End, Entries, Floor, Index, Record, Text, is_none, refuse
 from kvsearch.core.files import read_bytes, write_atomically
-from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
+from kvsearch.core.limits import MOST_ARRAYS, MOST_LAYERS
 from kvsearch.core.parsing import format_value, list_problems, list_validation_problems, parse_json, require_header
 from kvsearch.plan.methods import name_methods_with
 from kvsearch.plan.origin import Provenance
@@ -238,9 +238,7 @@ def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], lis
     problems = [f"header.{key}: unknown key: remove it" for key in sorted(header.keys() - {_HEADER_KEY})]
     arrays: dict[str, Array] = {}
     for key, tensor in sorted(tensors.items()):
-        if len(tensor["shape"]) > MOST_DIMENSIONS:
-            problems.append(f"arrays.{key}: has {len(tensor['shape'])} dimensions, {MOST_DIMENSIONS} are the most")
-        elif tensor["dtype"] in ARRAY_DTYPES:
+        if tensor["dtype"] in ARRAY_DTYPES:
             arrays[key] = np.frombuffer(tensor["data"], ARRAY_DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
         else:
             problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(ARRAY_DTYPES)}")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, UsageError
-from kvsearch.core.limits import MOST_ROWS
 from kvsearch.core.plugins import PluginRegistry, name_package
 from kvsearch.plan.schema import PolicySpec, check_values
 from kvsearch.policies.base import Policy
@@ -102,10 +101,7 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
     required = (field.name for field in fields if is_required(field) and field.name not in values)
     if missing := ", ".join(required):
         raise UsageError(f"policy {name} has no default for {missing}: give a value")
-    made = policy_type(**values)
-    if made.needs().query_rows > MOST_ROWS:
-        raise UsageError(f"policy {name}: looks at {made.needs().query_rows} query rows, {MOST_ROWS} are the most")
-    return made
+    return policy_type(**values)
 
 
 def build_policy(spec: PolicySpec) -> Policy:

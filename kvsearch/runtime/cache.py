@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -60,6 +61,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         prompt_length: tokens of the prompt, needed when it arrives in several forward passes (chunked prefill):
             eviction waits for the last of them. Default: the first forward pass is the prompt.
         exact: see above.
+        monitor: measure `evicted_mass` of every prompt.
 
     Raises:
         IncompatibleError: the model or the plan does not fit (see `Program.from_plan`, `architecture.describe`).
@@ -88,7 +90,13 @@ class PlanCache(Cache):  # type: ignore[misc]
         return cache
 
     def __init__(
-        self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
+        self,
+        model: Any,
+        plan: Plan | Program,
+        *,
+        prompt_length: int | None = None,
+        exact: bool = False,
+        monitor: bool = False,
     ) -> None:
         refuse_offloaded(model, find_class_name(model))
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
@@ -116,7 +124,9 @@ class PlanCache(Cache):  # type: ignore[misc]
                 prompt_length=prompt_length,
                 rotary_switch=switch,
                 exact=exact,
+                monitor=monitor,
             )
+        self.monitor = monitor
         # Not super(): the class of a model may stand in between, and takes other arguments.
         Cache.__init__(self, layers=layers)
         watch_hidden_states(model, (need for layer in self.planned.values() for need in layer.needs()))
@@ -224,6 +234,20 @@ class PlanCache(Cache):  # type: ignore[misc]
     def entries(self) -> torch.Tensor:
         """Count entries held, [planned layers, B, Hkv] int64, without padding; UsageError before the prompt ends."""
         return torch.stack([layer.evicted.entries() for layer in self.planned.values()])
+
+    @property
+    def evicted_mass(self) -> list[float]:
+        """How much of the attention at the end of each prompt [B] is on entries that have left since, in [0, 1].
+
+        It is 1 - exp(logsumexp over what is held - logsumexp over the whole prompt) of the logits of the last
+        `MONITOR_ROWS` queries, the mean over them and all query heads of the planned layers. What entries carry of
+        others is not counted.
+
+        Raises:
+            UsageError: the prompt is not complete, or the cache has no `monitor`.
+        """
+        masses = [layer.measure_evicted_mass() for layer in self.planned.values()]
+        return [math.fsum(each) / len(each) for each in zip(*masses, strict=True)] or [0.0]
 
     def most_entries(self) -> torch.Tensor:
         """Return the most entries held at any time since the prompt passed or the last `rewind`, as `entries`.

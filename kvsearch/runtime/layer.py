@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -16,6 +17,7 @@ from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import RotarySwitch, require_continuation
 from kvsearch.policies.base import Needs, Observation, SecondPass
 from kvsearch.policies.checks import DeferredCheck, read_lengths
+from kvsearch.policies.scoring import sum_columns
 from kvsearch.runtime.attention import (
     NO_SHARED_DRAFTS,
     Output,
@@ -33,6 +35,7 @@ from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.store.storage import RaggedStore
 
+MONITOR_ROWS = 16  # last queries of a prompt whose attention tells what has left
 READS_PADDING = "padding was read again as part of a prompt (kvzip): give `generate` the attention_mask"
 
 
@@ -43,7 +46,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     have been seen (default: with the first forward pass); `decode` after every token that follows. None: nothing is
     evicted in that phase. With `sharing`, budgets come from there. `implementation` tells which attention the model
     runs now, `read_mask` what masks say of the tokens that were read; all layers of a cache share it. `rotary_switch`
-    is where the rotary factors of the model change (None: nowhere): no sequence may have both here.
+    is where the rotary factors of the model change (None: nowhere): no sequence may have both here. With `monitor` the
+    attention at the end of the prompt is remembered, see `measure_evicted_mass`.
     """
 
     # transformers reads these of every cache layer. A layer that changes its size cannot be compiled by `generate`
@@ -65,6 +69,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         prompt_length: int | None = None,
         rotary_switch: RotarySwitch | None = None,
         exact: bool = False,
+        monitor: bool = False,
     ) -> None:
         super().__init__()
         self.index = index
@@ -77,6 +82,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.prompt_length = prompt_length
         self.rotary_switch = rotary_switch
         self.exact = exact
+        self.monitor = monitor
         self._clear()
 
     def _clear(self) -> None:
@@ -84,6 +90,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.foreseen_positions: Tensor | None = None  # rotary positions [B or 1, 1] of a token that was foreseen
         self.asked = False  # whether something asked for lengths while it came
         self.rereads: Mapping[SecondPass, Tensor] = {}  # what the prompt's entries got when it was read again
+        self.received: Tensor | None = None  # [B, Hkv, T] by token: attention of the prompt's last queries
         self._holder: RaggedStore | Decoding | None = None
         self._prompt = self._new_prompt()
         if self.sharing is not None:
@@ -114,9 +121,10 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def needs(self) -> list[Needs]:
         """Return what eviction needs of the prompt."""
-        return collect_needs(self.prefill, self.decode) + (
-            [] if self.sharing is None else self.sharing.needs(self.index)
-        )
+        needs = collect_needs(self.prefill, self.decode)
+        if self.sharing is not None:
+            needs += self.sharing.needs(self.index)
+        return [*needs, Needs(query_rows=MONITOR_ROWS)] if self.monitor else needs
 
     @property
     def is_croppable(self) -> bool:
@@ -260,12 +268,15 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._prompt.states is not None:
             raise UsageError("sequences cannot be rearranged in the middle of a prompt: finish it first")
         if self.holder is not None:
-            self.holder = self.holder.select_rows(rows_of(self.holder.batch))
+            rows = rows_of(self.holder.batch)
+            self.holder = self.holder.select_rows(rows)
+            self.received = None if self.received is None else self.received[rows]
 
     def of_rows(self, rows: Sequence[int], read_mask: ReadMask) -> EvictingLayer:
         """Return an independent layer with copies of sequences `rows`, for a cache with this `read_mask`."""
         chosen = copy(self)
         chosen.holder = self.evicted.select_rows(rows)
+        chosen.received = None if self.received is None else self.received[list(rows)]
         chosen.read_mask = read_mask
         return chosen
 
@@ -427,6 +438,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def evict_prompt(self, observation: Observation) -> None:
         """Evict after prefill, or state this layer's demand where layers share their budgets."""
+        if self.monitor:
+            queries = observation.last_queries[:, :, -MONITOR_ROWS:]
+            how = (observation.scaling, observation.softcap, observation.sinks)
+            received = sum_columns(queries, observation.keys, observation.valid, *how)
+            width = received.shape[2]
+            columns = torch.arange(width, device=received.device) + width - observation.lengths[:, None]
+            self.received = received.gather(2, (columns % width)[:, None].expand_as(received))  # padding comes last
         if self.sharing is None:
             self.holder = evict(observation, self.prefill, self.decode)
         else:
@@ -434,6 +452,25 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         # All layers share it; the first one to end its prompt fills it in.
         if not self.read_mask.begun:
             self.read_mask.begin(observation.valid, read_lengths(observation))
+
+    def measure_evicted_mass(self) -> list[float]:
+        """Measure the share of the attention at the end of each prompt [B] that is on entries no longer held.
+
+        Raises:
+            UsageError: the prompt is not complete, or the layer has no `monitor`.
+        """
+        holder = self.evicted
+        if self.received is None:
+            raise UsageError("the evicted mass is measured where it is wanted: PlanCache(model, plan, monitor=True)")
+        masses = []
+        for row, by_head in enumerate(self.received.cpu()):
+            shares = [
+                float(of_head[[place for place in holder.kept_positions(row, head) if place < len(of_head)]].sum())
+                / float(of_head.sum())
+                for head, of_head in enumerate(by_head)
+            ]
+            masses.append(min(max(1 - math.fsum(shares) / len(shares), 0.0), 1.0))
+        return masses
 
     def nbytes(self) -> int:
         """Return the bytes held for this layer."""

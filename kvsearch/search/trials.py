@@ -146,7 +146,7 @@ class TrialLog(Ledger[TrialRecord]):
 
     go_on = "give the same command again to go on"
 
-    def __init__(self, path: Path, identity: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         self.trials: dict[str, Trial] = {}
         self.best: BestRecord | None = None  # the best candidate that was written last
         self.failed: dict[str, Trial] = {}  # that the optimiser was not told yet
@@ -154,7 +154,7 @@ class TrialLog(Ledger[TrialRecord]):
         self._told: set[tuple[str, int]] = set()
         self.tokens = 0  # that were read in all sessions
         self._at = 0.0
-        super().__init__(path, identity)
+        super().__init__(path)
         self._opened = time.monotonic()
         self._before = self._at
 

@@ -57,6 +57,7 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
         shapes.make_random_model("llama-3.1-8b")
 
 
+@pytest.mark.nightly
 def test_compiled_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(

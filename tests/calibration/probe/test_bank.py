@@ -29,6 +29,7 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibrations import calibrate_query_bank
+from tests.combinations import first_value
 
 RIVALS = list_rivals()
 
@@ -92,6 +93,7 @@ def fitted(model: LoadedModel, names: tuple[str, ...], directory: Path | None) -
     return fit_rankings(calibrations, calibrations[0].prepare())
 
 
+@pytest.mark.nightly
 def test_rankings_that_share_their_passes_are_those_that_have_their_own(model: LoadedModel) -> None:
     together = fitted(model, ("probe", "query_bank"), None)
     for name, profile in zip(FITS, together, strict=True):
@@ -118,7 +120,7 @@ class Passes:
         self.plain(*given, **named)
 
 
-@pytest.mark.parametrize("names", [("probe",), ("query_bank",), ("query_bank", "probe")], ids="+".join)
+@first_value("names", [("query_bank", "probe"), ("probe",), ("query_bank",)])
 def test_it_ends_as_one_that_was_never_stopped(
     names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

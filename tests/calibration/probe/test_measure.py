@@ -69,6 +69,7 @@ def test_scores_are_sorted_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch)
         assert keep[..., :4].sum(-1).eq(min(4, count)).all()
 
 
+@pytest.mark.nightly
 def test_contexts_that_fit_in_memory_are_read_once_and_say_the_same(
     model: LoadedModel, data: CalibrationData, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     assert next(list_ranking_remarks(profile)) == "fitted on 4 contexts, chosen on 1, reported on 1"
 
 
+@pytest.mark.nightly
 def test_all_are_compared_where_that_is_asked_for(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
     """Those that lose least are reported, and what is fitted is the same."""
     found = calibrate_probe(model, data, SMALL.model_copy(update={"compare": "all"}))
