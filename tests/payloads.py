@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import re
 import unicodedata
-from collections.abc import Iterator
 
 from kvsearch.core.printed import UNSEEN
 
-COUNT = 500
 ATOMS = (
     "\x1b[2J", "\x1b[31m", "\x1b[1;1H", "\x1bc", "\x1b]0;title\x07", "\x1b]52;c;ZWNobyBoaQ==\x1b\\",
     "\x1b]8;;http://e.example\x1b\\here\x1b]8;;\x1b\\", "\x1bP1$r\x1b\\", "\x1b_app\x1b\\", "\x9b2J",
@@ -25,18 +22,7 @@ ATOMS = (
 )  # fmt: skip
 
 
-def payloads(seed: int = 0, count: int = COUNT) -> list[str]:
-    """Return so many texts, one to four of the atoms between letters and any other characters."""
-    rng = random.Random(seed)
-
-    def part() -> Iterator[str]:
-        for _ in range(rng.randint(1, 4)):
-            yield rng.choice(ATOMS)
-            yield rng.choice(
-                ("", "x", " y ", chr(rng.randrange(0x110000)), chr(rng.randrange(0x20)), chr(rng.randrange(0x80, 0xA0)))
-            )
-
-    return ["".join(part()) for _ in range(count)]
+PAYLOADS = tuple(f"x{atom}y" for atom in ATOMS)
 
 
 def file_name(payload: str) -> str:

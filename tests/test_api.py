@@ -51,8 +51,8 @@ def loaded() -> dict[str, Any]:
     return {"model": model, "tokenizer": AutoTokenizer.from_pretrained(place)}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::kvsearch.core.errors.KvsearchWarning")
-@pytest.mark.slow
 def test_a_loaded_model_is_not_loaded_again(
     loaded: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from kvsearch.core.printed import (
     format_csv,
     truncate_lines,
 )
-from tests.payloads import passed, payloads
+from tests.payloads import PAYLOADS, passed
 
 ANY = st.text() | st.text("[]<>|`*_$&;=+-@\t\r\n\\'\" aé0.,")
 
@@ -44,7 +44,7 @@ def test_no_data_begins_a_line_of_its_own(text: str) -> None:
 
 
 def test_payloads() -> None:
-    for text in payloads():
+    for text in PAYLOADS:
         assert passed(escape_invisible(text)) == passed(escape_line(text)) == set()
         assert passed(escape_reply(text), "\n\t\u200c\u200d") == set()
         assert passed(escape_markdown(text), "") == passed(format_command_line([text]), "") == set()

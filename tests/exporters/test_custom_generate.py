@@ -118,7 +118,7 @@ def test_beams_and_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(replies(model, folder, num_beams=2), theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_needs_no_kvsearch(tmp_path: Path) -> None:
     """A moved folder, in a process that cannot import kvsearch."""
     model = build("llama")

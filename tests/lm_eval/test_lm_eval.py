@@ -84,7 +84,14 @@ def planned(model: LoadedModel, **options: Any) -> PlannedLM:
     return PlannedLM(model, program(model), **options)
 
 
-@every_value(options=[{}, {"batch": 1}, {"max_length": 70}], chat=[False, True])
+@every_value(
+    options=[
+        {"max_length": 70},
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"batch": 1}, marks=pytest.mark.nightly),
+    ],
+    chat=[True, False],
+)
 def test_a_full_plan_gives_what_the_harness_own_model_gives(
     model: LoadedModel, manager: TaskManager, options: dict[str, int], chat: bool
 ) -> None:

@@ -55,6 +55,7 @@ def test_the_full_cache_answers(loaded: LoadedModel) -> None:
     assert fmean(sample.score for sample in samples) >= 0.95
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_how_many_layers_retrieve(loaded: LoadedModel) -> None:
     """Nats that answers lose when one layer sees nothing but the ends of the context, and when none sees more."""

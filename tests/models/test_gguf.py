@@ -104,6 +104,7 @@ def test_a_file_is_the_model_that_was_written(tiny: tuple[Path, Any, Any], tmp_p
     assert reply.entries < reply.full_entries
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("computes", [True, False])
 def test_what_the_processor_computes_in_is_the_default(
     tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computes: bool
@@ -135,7 +136,7 @@ def plan_of(source: object, path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(
     tiny: tuple[Path, Any, Any], tmp_path: Path, dtype: str
@@ -177,7 +178,7 @@ def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(
     assert "Keeps 12 entries per kv head on average, 96 in 8 heads" in card.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_no_folder_of_a_model_can_be_made(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
     plan, folder = plan_of(tiny[0], tmp_path / "plan.json"), tmp_path / "folder"
     export = ("export", plan, "--to", "model", "--dtype", "float32", "-o")

@@ -85,6 +85,7 @@ def test_a_run_begins_with_what_to_deploy_then_score_against_entries_names_and_t
     assert "ratio 0.8" not in text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
 def test_figures_are_in_the_ink_of_the_page_and_always_the_same(figure: Figure) -> None:
     drawing = draw_svg(figure, "f1")

@@ -66,16 +66,10 @@ FIRST = {policy.name: name for name, policy in reversed(SMALL.items())}  # setti
 KINDS = ("streaming", "tova", "h2o", "scissorhands", "cake", "d2o", "probe", "keydiff", "snapkv")
 
 
-def kinds_of_rules() -> list[Any]:
+def policies_of(names: Iterable[str] = SMALL) -> list[Any]:
     """Parameters of a test, by name: one policy of every kind of decode rule; others are nightly."""
     usual = {FIRST[name] for name in KINDS}
-    return [pytest.param(name, marks=[] if name in usual else [pytest.mark.nightly]) for name in SMALL]
-
-
-def policies_of(names: Iterable[str] = SMALL) -> list[Any]:
-    """Parameters of a test, by name: the first settings of every policy; others are nightly."""
-    first = FIRST.values()
-    return [pytest.param(name, marks=[] if name in first else [pytest.mark.nightly]) for name in names]
+    return [pytest.param(name, marks=[] if name in usual else [pytest.mark.nightly]) for name in names]
 
 
 def for_model(policy: Policy) -> Policy:

@@ -17,7 +17,7 @@ from kvsearch.runtime.store.flat import FlatBlock
 from tests.families import build, prompts
 from tests.policies.probes import zap
 from tests.runtime.layers import Layer, Scene, held
-from tests.runtime.policies import FIRST, SMALL
+from tests.runtime.policies import FIRST, SMALL, policies_of
 from tests.torture.device import counting
 
 EVEN, RAGGED = (7, 7), (7, 10)  # budgets of two heads
@@ -113,7 +113,7 @@ def compiles_whole(name: str, phases: int, budgets: tuple[int, int]) -> PlanCach
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", policies_of())
 def test_room_that_is_reserved_changes_nothing(name: str) -> None:
     found, expected = (steps(name, RAGGED, reserve=reserve) for reserve in (True, False))
     torch.testing.assert_close(found[0], expected[0])

@@ -70,7 +70,7 @@ def compare(family: str, policy: Policy, prefilled: bool, device: str) -> None:
         assert bool((cache.entries() <= limits).all())
 
 
-@in_turn(name=SMALL, dtype=[torch.float32, torch.bfloat16])
+@in_turn(name=policies_of(), dtype=[torch.float32, torch.bfloat16])
 def test_a_budget_above_the_length_is_the_full_cache_bit_for_bit(name: str, dtype: torch.dtype, device: str) -> None:
     model = build("llama", device).to(dtype)
     ids, mask = prompts(1, 20, device=device)

@@ -23,7 +23,7 @@ from tests.combinations import in_turn
 from tests.examples import fixed
 from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
-from tests.runtime.policies import SMALL, kinds_of_rules, policies_of
+from tests.runtime.policies import SMALL, policies_of
 
 every_policy = pytest.mark.parametrize("name", policies_of())
 
@@ -40,7 +40,7 @@ def feed(layer: Layer, holder: Decoding, first: int, count: int, valid: Tensor |
     return holder.attend(query, key, value, positions, layer.logits, arrived=valid)
 
 
-@pytest.mark.parametrize("name", kinds_of_rules())
+@every_policy
 def test_decoding(name: str) -> None:
     policy = SMALL[name]
 

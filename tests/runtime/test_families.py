@@ -14,7 +14,7 @@ from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.shared_prefill import join_caches, prefill_all
-from tests.families import REFUSED, SPECIAL, TINY, build, prompts
+from tests.families import FAMILIES, REFUSED, SPECIAL, TINY, build, prompts
 from tests.runtime.family_check import FamilyReport, check_family
 from tests.runtime.helpers import (
     assert_close,
@@ -34,6 +34,9 @@ STATEFUL = ("jamba", *CONTINUING)
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MARK, END = "<!-- the list is made by tests/runtime/test_families.py -->", "<!-- end of the list -->"
+
+
+EACH_KIND = [pytest.param(name, marks=[] if name in (*FAMILIES, *SPECIAL) else [pytest.mark.nightly]) for name in TINY]
 
 
 def describe_verdict(report: FamilyReport) -> str:
@@ -61,7 +64,7 @@ def write_page() -> None:
     PAGE.write_text(before + "\n".join([MARK, "", *lines, "", END]) + rest.partition(END)[2], encoding="utf-8")
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", EACH_KIND)
 def test_a_family_does_what_it_should(family: str) -> None:
     report = check_family(family)
     partly = (*WINDOWS, *INTERLEAVED, *GATED, *SPECIAL)

@@ -24,7 +24,7 @@ from tests.combinations import every_value, in_turn
 from tests.families import FAMILIES, SPECIAL, build, prompts
 from tests.runtime.modes import BATCH, LENGTH, MODES, OPTIONS, Mode, Side, more, ones
 from tests.runtime.places import SLOW_PLACES, at
-from tests.runtime.policies import SMALL, for_model
+from tests.runtime.policies import SMALL, for_model, policies_of
 
 ENOUGH = 10**6
 TOLERANCE = 1e-4
@@ -133,7 +133,7 @@ def test_modes_of_all_families(family: str, mode: str, phases: str) -> None:
 HIDING = ("masks_that_hide_what_was_read", "taken_back", "finished_sequences_are_fed_pads", "gradients")
 
 
-@in_turn(policy=SMALL, mode=HIDING)
+@in_turn(policy=policies_of(), mode=HIDING)
 def test_masks_and_gradients_under_every_policy(policy: str, mode: str) -> None:
     compare("llama", mode, policy, "both")
     evict("llama", mode, policy, "both")

@@ -25,6 +25,7 @@ from kvsearch.runtime.decode.next_tokens import (
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.tasks.base import Sampling
+from tests.combinations import first_value
 from tests.families import build, prompts
 
 LENGTHS = (23, 40, 31, 40)
@@ -62,6 +63,10 @@ WHOLE = [torch.cat(both) for both in zip(CONTEXTS, QUESTIONS, strict=True)]
 PLAIN = [generated(model_with(eos_token_id=None), ids, limit) for ids, limit in zip(WHOLE, NEW, strict=True)]
 FIRST, SECOND = PLAIN[0][0], PLAIN[0][1]
 OPTIONS: dict[str, dict[str, Any]] = {
+    "forced_eos_token_id": {"forced_eos_token_id": [SECOND], "eos_token_id": None},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [reply[0] for reply in PLAIN]},
+    "guidance_scale": {"guidance_scale": 3.0},
+    "several": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "suppress_tokens": [FIRST]},
     "repetition_penalty": {"repetition_penalty": 1.8},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
@@ -69,17 +74,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bad_words_ids": {"bad_words_ids": [[FIRST, SECOND], [PLAIN[1][2]]]},
     "min_length": {"min_length": len(WHOLE[0]) + 4, "eos_token_id": SECOND},
     "min_new_tokens": {"min_new_tokens": 4, "eos_token_id": SECOND},
-    "forced_eos_token_id": {"forced_eos_token_id": [SECOND], "eos_token_id": None},
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 2},
     "suppress_tokens": {"suppress_tokens": [FIRST, PLAIN[1][1]]},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [reply[0] for reply in PLAIN]},
     "sequence_bias": {"sequence_bias": [[[SECOND], -20.0], [[7, 9], 5.0], [[7], 5.0]]},
-    "guidance_scale": {"guidance_scale": 3.0},
-    "several": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "suppress_tokens": [FIRST]},
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@first_value("name", OPTIONS, usual=4)
 def test_replies_are_those_of_generate(name: str) -> None:
     settings = {"eos_token_id": None, **OPTIONS[name]}
     model = model_with(**settings)
@@ -152,7 +153,7 @@ def test_what_is_not_followed_is_said() -> None:
         assert replies(model, CONTEXTS, QUESTIONS, NEW) == PLAIN
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@first_value("drawn", [True, False])
 @pytest.mark.parametrize("name", ["guidance_scale", "several", "begin_suppress_tokens"])
 def test_rows_that_leave_a_batch_change_nothing_for_those_processed_with_them(name: str, drawn: bool) -> None:
     """Prompts of one length share processors, some of which remember how many rows there were."""

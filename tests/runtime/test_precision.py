@@ -20,7 +20,7 @@ from kvsearch.search.bank.passes import VisibleKV, attend_prefix
 from kvsearch.testing.policy_contract import DIM
 from tests.combinations import in_turn
 from tests.runtime.layers import Layer, Scene
-from tests.runtime.policies import SMALL
+from tests.runtime.policies import SMALL, policies_of
 
 HALF = [torch.float16, torch.bfloat16]
 EXACT = {torch.float16: 4e-3, torch.bfloat16: 1e-2}  # of outputs
@@ -72,7 +72,7 @@ def test_products_on_cuda_ask_for_what_torch_2_8_has(monkeypatch: pytest.MonkeyP
     assert error(multiply(query, keys, 0.5, added), expected + added) < 1e-6
 
 
-@in_turn(name=SMALL, dtype=HALF)
+@in_turn(name=policies_of(), dtype=HALF)
 def test_outputs_while_decoding(name: str, dtype: torch.dtype) -> None:
     policy, made = SMALL[name], layer(dtype)
     observation = made.observation(policy)
@@ -99,7 +99,7 @@ def _next_outputs(holder: Decoding, query: Tensor, key: Tensor, value: Tensor, l
     return outputs.view(len(query), -1, value.shape[-1])
 
 
-@in_turn(name=SMALL, dtype=HALF)
+@in_turn(name=policies_of(), dtype=HALF)
 def test_scores_of_a_prompt(name: str, dtype: torch.dtype) -> None:
     """Scored in half precision or in fp32, a prompt of the same numbers has the same scores."""
     made = layer(dtype, large=10.0)
@@ -111,7 +111,7 @@ def test_scores_of_a_prompt(name: str, dtype: torch.dtype) -> None:
     assert torch.allclose(found[shown], expected[shown], rtol=1e-4, atol=1e-6)
 
 
-@in_turn(name=SMALL, dtype=HALF)
+@in_turn(name=policies_of(), dtype=HALF)
 def test_nothing_evicted_is_sdpa(name: str, dtype: torch.dtype) -> None:
     scene = replace(SCENE, budgets=(40, 40), pads=(0,))
     made, policy = layer(dtype, scene), SMALL[name]

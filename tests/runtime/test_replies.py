@@ -259,7 +259,7 @@ def test_the_row_that_breaks_a_model_is_known_when_others_have_left() -> None:
     assert caught.value.row == 3
 
 
-@pytest.mark.parametrize("program", [third, both_phases])
+@first_value("program", [both_phases, third])
 def test_captured_steps_reply_as_others_do(program: Callable[[Any], Program]) -> None:
     """To two questions in turn, which no graph outlives, and as the prompts go on."""
     model = build("llama")

@@ -24,7 +24,7 @@ from kvsearch.runtime.decode import steps
 from kvsearch.runtime.decode.steps import CudaGraphs, find_graphs
 from kvsearch.runtime.stock import CACHE
 from tests.families import DEVICES, build, prompts
-from tests.runtime.policies import FIRST, SMALL, for_model
+from tests.runtime.policies import FIRST, SMALL, for_model, policies_of
 from tests.runtime.recorder import Recorder, capturing
 
 TOKENS = 20
@@ -327,7 +327,7 @@ class TestStandIn:
 
 @pytest.mark.cuda
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", policies_of())
 def test_a_gpu_replays_every_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As tests/torture/device has it with a stand-in: here the graphs are those of CUDA."""
     replayed: list[str] = []
