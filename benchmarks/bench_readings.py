@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import kvsearch
-from kvsearch.jobs.calibrate import OPTIONS
-from kvsearch.jobs.evaluate import EvaluateOptions, HeadroomOptions
-from kvsearch.jobs.reporter import NullReporter
-from kvsearch.jobs.run import RunOptions
+from kvsearch.commands.calibrate import OPTIONS
+from kvsearch.commands.evaluate import EvaluateOptions, HeadroomOptions
+from kvsearch.commands.reporter import NullReporter
+from kvsearch.commands.run import RunOptions
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 
 TASKS = "ruler:niah_single_2,niah_multikey_1,niah_multivalue"

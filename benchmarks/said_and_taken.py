@@ -24,7 +24,7 @@ COMMAND = "from kvsearch.cli import main; main()"
 # said before a command: what is timed is timed in seconds of this process
 CPU = """
 import time
-from kvsearch.jobs import public
+from kvsearch.commands import public
 from kvsearch.models import speed
 speed.perf_counter = public.perf_counter = time.process_time
 """

@@ -19,11 +19,11 @@ from statistics import fmean
 
 import numpy as np
 
+from kvsearch.commands.run import CHOICE_FOLDER, CURVES_FOLDER, FIT_FOLDER, RunOptions, resolve_plan_length
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import assert_present
 from kvsearch.evaluation.compare import prepare_plans
 from kvsearch.evaluation.reply_store import read_replies
-from kvsearch.jobs.run import CHOICE_FOLDER, CURVES_FOLDER, FIT_FOLDER, RunOptions, resolve_plan_length
 from kvsearch.models.loading import load
 from kvsearch.plan import Size, load_profile
 from kvsearch.plan.saved import PROFILE

@@ -22,9 +22,9 @@ from typing import Any
 from scipy.stats import beta
 
 import kvsearch
+from kvsearch.commands.run import RUN_FILE, RunOptions
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.statistics import contrast_scores
-from kvsearch.jobs.run import RUN_FILE, RunOptions
 from kvsearch.report.numbers import format_interval, format_percent
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.identity import read_config

@@ -48,21 +48,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvsearch.commands import plan as plans
+    from kvsearch.commands.bench import bench
+    from kvsearch.commands.calibrate import calibrate
+    from kvsearch.commands.evaluate import evaluate, headroom
+    from kvsearch.commands.evolve import evolve
+    from kvsearch.commands.export import export, export_to
+    from kvsearch.commands.generate import compress, generate
+    from kvsearch.commands.listings import doctor
+    from kvsearch.commands.lm_eval import run_lm_eval
+    from kvsearch.commands.report import show, verify, write_report
+    from kvsearch.commands.reproduce import reproduce
+    from kvsearch.commands.run import run
+    from kvsearch.commands.select import select
+    from kvsearch.commands.validate import validate
     from kvsearch.core.errors import KvsearchError
-    from kvsearch.jobs import plan as plans
-    from kvsearch.jobs.bench import bench
-    from kvsearch.jobs.calibrate import calibrate
-    from kvsearch.jobs.evaluate import evaluate, headroom
-    from kvsearch.jobs.evolve import evolve
-    from kvsearch.jobs.export import export, export_to
-    from kvsearch.jobs.generate import compress, generate
-    from kvsearch.jobs.listings import doctor
-    from kvsearch.jobs.lm_eval import run_lm_eval
-    from kvsearch.jobs.report import show, verify, write_report
-    from kvsearch.jobs.reproduce import reproduce
-    from kvsearch.jobs.run import run
-    from kvsearch.jobs.select import select
-    from kvsearch.jobs.validate import validate
     from kvsearch.plan import Plan, Profile, load_plan
     from kvsearch.plan.profile import load_profile
     from kvsearch.runtime import PlanCache, attach
@@ -71,19 +71,32 @@ if TYPE_CHECKING:
 
 # resolved on first use, so that `import kvsearch` stays light
 _HOMES = {
-    "KvsearchError": "kvsearch.core.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
-    "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
-    "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
-    "compress": "kvsearch.jobs.generate", "doctor": "kvsearch.jobs.listings", "headroom": "kvsearch.jobs.evaluate",
-    "run_lm_eval": "kvsearch.jobs.lm_eval",
-    "show": "kvsearch.jobs.report", "verify": "kvsearch.jobs.report", "write_report": "kvsearch.jobs.report",
-    **{
-        verb: f"kvsearch.jobs.{verb}"
-        for verb in (
-            "bench", "calibrate", "evaluate", "evolve", "export", "generate", "reproduce", "run", "select", "validate",
-        )
-    },
-}  # fmt: skip
+    "KvsearchError": "kvsearch.core.errors",
+    "Plan": "kvsearch.plan",
+    "PlanCache": "kvsearch.runtime",
+    "Profile": "kvsearch.plan",
+    "attach": "kvsearch.runtime",
+    "load_plan": "kvsearch.plan",
+    "load_profile": "kvsearch.plan.profile",
+    "bench": "kvsearch.commands.bench",
+    "calibrate": "kvsearch.commands.calibrate",
+    "compress": "kvsearch.commands.generate",
+    "doctor": "kvsearch.commands.listings",
+    "evaluate": "kvsearch.commands.evaluate",
+    "evolve": "kvsearch.commands.evolve",
+    "export": "kvsearch.commands.export",
+    "export_to": "kvsearch.commands.export",
+    "generate": "kvsearch.commands.generate",
+    "headroom": "kvsearch.commands.evaluate",
+    "reproduce": "kvsearch.commands.reproduce",
+    "run": "kvsearch.commands.run",
+    "run_lm_eval": "kvsearch.commands.lm_eval",
+    "select": "kvsearch.commands.select",
+    "show": "kvsearch.commands.report",
+    "validate": "kvsearch.commands.validate",
+    "verify": "kvsearch.commands.report",
+    "write_report": "kvsearch.commands.report",
+}
 
 __all__ = [
     "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "bench", "calibrate", "compress",
@@ -98,7 +111,7 @@ def __getattr__(name: str) -> Any:
 
         return version("kvsearch")
     if name == "plans":
-        return import_module("kvsearch.jobs.plan")
+        return import_module("kvsearch.commands.plan")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'kvsearch' has no attribute {name!r}")

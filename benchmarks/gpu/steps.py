@@ -173,9 +173,9 @@ def versions(where: Settings) -> dict[str, Any]:
 
 def benched(where: Settings, sizes: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
     """Return what `bench` finds at the first of some sizes for which there is memory; one round, skewed budgets."""
+    from kvsearch.commands.bench import BenchOptions, bench, dry_run
+    from kvsearch.commands.public import run_job
     from kvsearch.core.errors import EnvironmentFault
-    from kvsearch.jobs.bench import BenchOptions, bench, dry_run
-    from kvsearch.jobs.public import run_job
 
     given = {**options, "shape": where.shape, "device": where.device, "skewed": True, "rounds": 1}
     for number, size in enumerate(sizes, 1):

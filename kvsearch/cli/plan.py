@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvsearch.cli.console import Console
-    from kvsearch.jobs.export import ExportOptions
-    from kvsearch.jobs.plan import DiffOptions, PlanOptions, YamlOptions
+    from kvsearch.commands.export import ExportOptions
+    from kvsearch.commands.plan import DiffOptions, PlanOptions, YamlOptions
     from kvsearch.plan import Plan
 
-JOBS = "kvsearch.jobs.plan"
+JOBS = "kvsearch.commands.plan"
 
 
 def make_and_show(job: Callable[..., Plan], make: Callable[..., Plan], options: PlanOptions, console: Console) -> None:
     """Make a plan, and print its file, its size and the next commands; a dry run makes it without writing it."""
-    from kvsearch.jobs.groups import suggest_plan_commands
-    from kvsearch.jobs.public import run_job
+    from kvsearch.commands.groups import suggest_plan_commands
+    from kvsearch.commands.public import run_job
 
     plan = run_job(make, options, console, dry=True) if console.dry_run else job(options, reporter=console)
     if console.as_json:
@@ -45,16 +45,16 @@ def make_and_show(job: Callable[..., Plan], make: Callable[..., Plan], options: 
 
 def run_export(options: ExportOptions, console: Console) -> None:
     """Write a plan or the files of a target, and print the files, their losses and how to load them."""
-    from kvsearch.jobs import export as job
-    from kvsearch.jobs.public import run_job
+    from kvsearch.commands import export as command
+    from kvsearch.commands.public import run_job
 
-    if options.to == job.PLAN:
-        make_and_show(job.export, job.make_plan, options, console)
+    if options.to == command.PLAN:
+        make_and_show(command.export, command.make_plan, options, console)
         return
     if console.dry_run:
-        exported = run_job(job.make_target_files, options, console, dry=True)
+        exported = run_job(command.make_target_files, options, console, dry=True)
     else:
-        exported = job.export_to(options, reporter=console)
+        exported = command.export_to(options, reporter=console)
     usage = [line.format(path=str(options.output)) for line in exported.usage]
     if console.as_json:
         losses = [{"what": what, "entries": entries} for what, entries in exported.losses.items()]
@@ -85,9 +85,9 @@ def uniform(options: PlanOptions, console: Console) -> None:
 
     Example: kvsearch plan uniform bundled --policy h2o --budget 128 --phases both -o h2o.json
     """
-    from kvsearch.jobs import plan as job
+    from kvsearch.commands import plan as command
 
-    make_and_show(job.uniform, job.make_direct, options, console)
+    make_and_show(command.uniform, command.make_direct, options, console)
 
 
 @verb(f"{JOBS}:PyramidOptions", group=PLAN_VERBS, dry_run=True)
@@ -99,9 +99,9 @@ def pyramid(options: PlanOptions, console: Console) -> None:
 
     Example: kvsearch plan pyramid bundled --policy pyramidkv --budget 64 -o pyramid.json
     """
-    from kvsearch.jobs import plan as job
+    from kvsearch.commands import plan as command
 
-    make_and_show(job.pyramid, job.make_direct, options, console)
+    make_and_show(command.pyramid, command.make_direct, options, console)
 
 
 @verb(f"{JOBS}:ScaleOptions", group=PLAN_VERBS, dry_run=True)
@@ -113,9 +113,9 @@ def scale(options: PlanOptions, console: Console) -> None:
 
     Example: kvsearch plan scale plan.json --ratio 0.9 -o smaller.json
     """
-    from kvsearch.jobs import plan as job
+    from kvsearch.commands import plan as command
 
-    make_and_show(job.scale, job.make_scaled, options, console)
+    make_and_show(command.scale, command.make_scaled, options, console)
 
 
 @verb(f"{JOBS}:BuildOptions", group=PLAN_VERBS, dry_run=True)
@@ -124,9 +124,9 @@ def build(options: PlanOptions, console: Console) -> None:
 
     Example: kvsearch plan build strategy.yaml -o plan.json
     """
-    from kvsearch.jobs import plan as job
+    from kvsearch.commands import plan as command
 
-    make_and_show(job.build, job.make_built, options, console)
+    make_and_show(command.build, command.make_built, options, console)
 
 
 @verb(f"{JOBS}:YamlOptions", group=PLAN_VERBS, dry_run=True)
@@ -137,9 +137,9 @@ def yaml(options: YamlOptions, console: Console) -> None:
 
     Example: kvsearch plan yaml plan.json -o strategy.yaml
     """
-    from kvsearch.jobs import plan as job
+    from kvsearch.commands import plan as command
 
-    text = options.make() if console.dry_run else job.yaml(options, reporter=console)
+    text = options.make() if console.dry_run else command.yaml(options, reporter=console)
     if console.as_json:
         console.print_json({"yaml": str(options.output), "lines": text.count("\n")})
     else:
@@ -160,6 +160,6 @@ def diff(options: DiffOptions, console: Console) -> None:
 
     Example: kvsearch plan diff plan.json smaller.json
     """
-    from kvsearch.jobs import plan as job
+    from kvsearch.commands import plan as command
 
-    view_output(job.diff(options, reporter=console)).print(console)
+    view_output(command.diff(options, reporter=console)).print(console)

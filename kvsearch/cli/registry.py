@@ -13,8 +13,8 @@ from kvsearch.cli.command import DRY_RUN, GENERAL_FLAGS, describe_flags, make_co
 if TYPE_CHECKING:
     from kvsearch.cli.command import VerbCommand
     from kvsearch.cli.console import Console
+    from kvsearch.commands.listings import Listing
     from kvsearch.core.errors import KvsearchError
-    from kvsearch.jobs.listings import Listing
     from kvsearch.report.figures import ReportPart
     from kvsearch.report.screen import View
 
@@ -63,7 +63,7 @@ def listing_output(listing: Listing) -> Output:
 
 def print_forecast(dry_run: Callable[..., View], options: Any, console: Console) -> None:
     """Print what a job would cost, as its function `dry_run` forecasts it."""
-    from kvsearch.jobs.public import run_job
+    from kvsearch.commands.public import run_job
 
     view_output(run_job(dry_run, options, console, dry=True)).print(console)
 
@@ -89,7 +89,7 @@ class Verb:
     """A command: its name, help, options and action.
 
     Args:
-        options: module and class, as in "kvsearch.jobs.run:RunOptions"; imported when the verb runs.
+        options: module and class, as in "kvsearch.commands.run:RunOptions"; imported when the verb runs.
         action: takes checked options and a console.
         dry_run: whether it has that flag.
         needs_arguments: whether the help is shown when nothing else is typed.

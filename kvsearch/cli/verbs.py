@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvsearch.cli.console import Console
-    from kvsearch.jobs.bench import BenchOptions
-    from kvsearch.jobs.calibrate import CalibrateOptions
-    from kvsearch.jobs.evaluate import EvaluateOptions, HeadroomOptions
-    from kvsearch.jobs.evolve import EvolveOptions
-    from kvsearch.jobs.export import ExportOptions
-    from kvsearch.jobs.generate import CompressOptions, GenerateOptions
-    from kvsearch.jobs.listings import DoctorOptions, ListingOptions
-    from kvsearch.jobs.lm_eval import LmEvalOptions
-    from kvsearch.jobs.report import ReportOptions, ShowOptions, VerifyOptions
-    from kvsearch.jobs.reproduce import ReproduceOptions
-    from kvsearch.jobs.run import RunOptions
-    from kvsearch.jobs.select import SelectOptions
-    from kvsearch.jobs.validate import ValidateOptions
+    from kvsearch.commands.bench import BenchOptions
+    from kvsearch.commands.calibrate import CalibrateOptions
+    from kvsearch.commands.evaluate import EvaluateOptions, HeadroomOptions
+    from kvsearch.commands.evolve import EvolveOptions
+    from kvsearch.commands.export import ExportOptions
+    from kvsearch.commands.generate import CompressOptions, GenerateOptions
+    from kvsearch.commands.listings import DoctorOptions, ListingOptions
+    from kvsearch.commands.lm_eval import LmEvalOptions
+    from kvsearch.commands.report import ReportOptions, ShowOptions, VerifyOptions
+    from kvsearch.commands.reproduce import ReproduceOptions
+    from kvsearch.commands.run import RunOptions
+    from kvsearch.commands.select import SelectOptions
+    from kvsearch.commands.validate import ValidateOptions
 
 __all__ = ["VERBS"]
 
 
-@verb("kvsearch.jobs.run:RunOptions", dry_run=True)
+@verb("kvsearch.commands.run:RunOptions", dry_run=True)
 def run(options: RunOptions, console: Console) -> None:
     """Find the best plan of a size: fit rankings, measure budgets, pick on held-out questions, score on others.
 
@@ -52,18 +52,18 @@ def run(options: RunOptions, console: Console) -> None:
 
     Example: kvsearch run bundled --budget 51 -o runs/best
     """
-    from kvsearch.jobs import run as job
+    from kvsearch.commands import run as command
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    result = job.run(options, reporter=console)
+    result = command.run(options, reporter=console)
     show = make_kind_printer("selection", result)
-    lines = job.remarks(options, result)
+    lines = command.remarks(options, result)
     Output(result.as_json, lambda console: show(console) if console.verbose else None, lines).print(console)
 
 
-@verb("kvsearch.jobs.calibrate:CalibrateOptions", dry_run=True)
+@verb("kvsearch.commands.calibrate:CalibrateOptions", dry_run=True)
 def calibrate(options: CalibrateOptions, console: Console) -> None:
     """Measure which cache entries a model can live without, and write a profile.
 
@@ -75,18 +75,18 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
-    from kvsearch.jobs import calibrate as job
+    from kvsearch.commands import calibrate as command
     from kvsearch.plan.saved import PROFILE
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    profile = job.calibrate(options, reporter=console)
+    profile = command.calibrate(options, reporter=console)
     content = {"profile": str(options.output / PROFILE), **profile.metadata.model_dump(mode="json")}
-    Output(lambda: content, remarks=job.remarks(options, profile)).print(console)
+    Output(lambda: content, remarks=command.remarks(options, profile)).print(console)
 
 
-@verb("kvsearch.jobs.validate:ValidateOptions", dry_run=True)
+@verb("kvsearch.commands.validate:ValidateOptions", dry_run=True)
 def validate(options: ValidateOptions, console: Console) -> None:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
@@ -97,17 +97,17 @@ def validate(options: ValidateOptions, console: Console) -> None:
 
     Example: kvsearch validate runs/polykv --samples 40
     """
-    from kvsearch.jobs import validate as job
+    from kvsearch.commands import validate as command
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    result = job.validate(options, reporter=console)
+    result = command.validate(options, reporter=console)
     show = make_kind_printer("validation", result)
-    Output(result.as_json, show, job.remarks(options, result)).print(console)
+    Output(result.as_json, show, command.remarks(options, result)).print(console)
 
 
-@verb("kvsearch.jobs.select:SelectOptions", dry_run=True)
+@verb("kvsearch.commands.select:SelectOptions", dry_run=True)
 def select(options: SelectOptions, console: Console) -> None:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
@@ -117,17 +117,17 @@ def select(options: SelectOptions, console: Console) -> None:
 
     Example: kvsearch select runs/polykv --budget 64 -o plan.json
     """
-    from kvsearch.jobs import select as job
+    from kvsearch.commands import select as command
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    result = job.select(options, reporter=console)
+    result = command.select(options, reporter=console)
     show = make_kind_printer("selection", result)
-    Output(result.as_json, show, job.remarks(options, result)).print(console)
+    Output(result.as_json, show, command.remarks(options, result)).print(console)
 
 
-@verb("kvsearch.jobs.evolve:EvolveOptions", dry_run=True)
+@verb("kvsearch.commands.evolve:EvolveOptions", dry_run=True)
 def evolve(options: EvolveOptions, console: Console) -> None:
     """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
@@ -137,18 +137,18 @@ def evolve(options: EvolveOptions, console: Console) -> None:
 
     Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve
     """
-    from kvsearch.jobs import evolve as job
+    from kvsearch.commands import evolve as command
     from kvsearch.report.search import make_tables
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    result = job.evolve(options, reporter=console)
+    result = command.evolve(options, reporter=console)
     show = make_parts_printer(lambda: make_tables(result))
-    Output(result.as_json, show, job.remarks(options, result)).print(console)
+    Output(result.as_json, show, command.remarks(options, result)).print(console)
 
 
-@verb("kvsearch.jobs.export:ExportOptions", dry_run=True)
+@verb("kvsearch.commands.export:ExportOptions", dry_run=True)
 def export(options: ExportOptions, console: Console) -> None:
     """Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).
 
@@ -164,7 +164,7 @@ def export(options: ExportOptions, console: Console) -> None:
     run_export(options, console)
 
 
-@verb("kvsearch.jobs.evaluate:EvaluateOptions", dry_run=True)
+@verb("kvsearch.commands.evaluate:EvaluateOptions", dry_run=True)
 def evaluate(options: EvaluateOptions, console: Console) -> None:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
@@ -174,18 +174,18 @@ def evaluate(options: EvaluateOptions, console: Console) -> None:
 
     Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
-    from kvsearch.jobs import evaluate as job
+    from kvsearch.commands import evaluate as command
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    result = job.evaluate(options, reporter=console)
+    result = command.evaluate(options, reporter=console)
     remarks = [] if options.output is None else [f"kept in {options.output}"]
     problem = None if result.doubt is None else IncompatibleError(result.doubt)
     Output(result.as_json, make_kind_printer("evaluation", result), remarks, problem).print(console)
 
 
-@verb("kvsearch.jobs.reproduce:ReproduceOptions", dry_run=True)
+@verb("kvsearch.commands.reproduce:ReproduceOptions", dry_run=True)
 def reproduce(options: ReproduceOptions, console: Console) -> None:
     """Make a table of a paper again, on any model: calibrate, search and ask as the paper did.
 
@@ -198,8 +198,8 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
 
     kvsearch reproduce lava-table10 bundled -o runs/reproduce
     """
-    from kvsearch.jobs import reproduce as jobs
-    from kvsearch.jobs.groups import format_command
+    from kvsearch.commands import reproduce as command
+    from kvsearch.commands.groups import format_command
     from kvsearch.report.paper_table import list_tables
 
     if options.listed:
@@ -207,27 +207,27 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
         rows = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
         Output(lambda: {"tables": rows, "notes": table.notes}, make_parts_printer(lambda: [table])).print(console)
     elif console.dry_run:
-        print_forecast(jobs.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
     else:
-        reproduced = jobs.reproduce(options, reporter=console)
+        reproduced = command.reproduce(options, reporter=console)
         remarks = [f"wrote {', '.join(map(str, reproduced.files))}", format_command("show", reproduced.files[0])]
         Output(reproduced.as_json, make_parts_printer(reproduced.tables), remarks).print(console)
 
 
-@verb("kvsearch.jobs.generate:GenerateOptions", dry_run=True)
+@verb("kvsearch.commands.generate:GenerateOptions", dry_run=True)
 def generate(options: GenerateOptions, console: Console) -> None:
     """Read a context into the cache the plan allows, then answer a prompt from it (greedy).
 
     With --cache the context is one that `kvsearch compress` has read before. Several prompts are asked one by one, and
     none sees another. Without --context and --prompt a bundled model answers a question about a text of its own.
     """
-    from kvsearch.jobs import generate as job
+    from kvsearch.commands import generate as command
     from kvsearch.tasks.given import find_expected_reply
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    replies = job.generate(options, reporter=console)
+    replies = command.generate(options, reporter=console)
 
     def as_json() -> Any:
         answers = [asdict(reply) for reply in replies]
@@ -251,7 +251,7 @@ def generate(options: GenerateOptions, console: Console) -> None:
     Output(as_json, show).print(console)
 
 
-@verb("kvsearch.jobs.generate:CompressOptions", dry_run=True)
+@verb("kvsearch.commands.generate:CompressOptions", dry_run=True)
 def compress(options: CompressOptions, console: Console) -> None:
     """Compress a context once under a plan, and save it to a file that can be queried any time.
 
@@ -259,33 +259,33 @@ def compress(options: CompressOptions, console: Console) -> None:
     detour, on the same kind of device; another one rounds otherwise. Without --context a bundled model reads a text
     of its own.
     """
-    from kvsearch.jobs import generate as job
+    from kvsearch.commands import generate as command
 
     if console.dry_run:
-        print_forecast(job.estimate_compression, options, console)
+        print_forecast(command.estimate_compression, options, console)
         return
-    held = job.compress(options, reporter=console)
-    saved = job.summarize_saved(options, held)
-    Output(lambda: saved, remarks=job.describe_written(options, saved)).print(console)
+    held = command.compress(options, reporter=console)
+    saved = command.summarize_saved(options, held)
+    Output(lambda: saved, remarks=command.describe_written(options, saved)).print(console)
 
 
-@verb("kvsearch.jobs.bench:BenchOptions", dry_run=True)
+@verb("kvsearch.commands.bench:BenchOptions", dry_run=True)
 def bench(options: BenchOptions, console: Console) -> None:
     """Measure time and memory of plans beside the full cache, on this machine.
 
     The full cache is measured as transformers' DynamicCache, as its StaticCache (where all layers have full attention)
     and on kvsearch's own storage: what the last one gains is not a gain of evicting. All of them are in memory at once.
     """
-    from kvsearch.jobs import bench as job
+    from kvsearch.commands import bench as command
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    costs = job.bench(options, reporter=console)
+    costs = command.bench(options, reporter=console)
     view_output(costs).print(console)
 
 
-@verb("kvsearch.jobs.report:ShowOptions")
+@verb("kvsearch.commands.report:ShowOptions")
 def show(options: ShowOptions, console: Console) -> None:
     """Show a plan or a profile: tables and a heat map of layers and heads.
 
@@ -293,13 +293,13 @@ def show(options: ShowOptions, console: Console) -> None:
     policy's ranking is from the oracle's, and the eviction loss of uniform budgets and of LU-KV's; of a dynamic method,
     how many entries a static table moves. Of PolyKV: what every pattern does to every layer, without --ratio.
     """
-    from kvsearch.jobs import report as job
+    from kvsearch.commands import report as command
 
-    view = job.show(options, reporter=console)
+    view = command.show(options, reporter=console)
     view_output(view).print(console)
 
 
-@verb("kvsearch.jobs.report:VerifyOptions")
+@verb("kvsearch.commands.report:VerifyOptions")
 def verify(options: VerifyOptions, console: Console) -> None:
     """Check that what runs have written is complete: checksums, ledgers, schemas, totals of plans, weights.
 
@@ -308,9 +308,9 @@ def verify(options: VerifyOptions, console: Console) -> None:
 
     Example: kvsearch verify runs/best plan.json
     """
-    from kvsearch.jobs import report as job
+    from kvsearch.commands import report as command
 
-    verification = job.verify(options, reporter=console)
+    verification = command.verify(options, reporter=console)
     problem = None
     if damaged := verification.damaged:
         artefacts = pluralize(len(verification.artefacts), "artefact")
@@ -324,7 +324,7 @@ def verify(options: VerifyOptions, console: Console) -> None:
     Output(verification.as_json, show, problem=problem).print(console)
 
 
-@verb("kvsearch.jobs.report:ReportOptions")
+@verb("kvsearch.commands.report:ReportOptions")
 def report(options: ReportOptions, console: Console) -> None:
     """Write one self-contained HTML page about runs: figures, tables, and how they were made.
 
@@ -333,9 +333,9 @@ def report(options: ReportOptions, console: Console) -> None:
 
     Example: kvsearch report runs/best runs/table -o report.html
     """
-    from kvsearch.jobs import report as job
+    from kvsearch.commands import report as command
 
-    written = job.write_report(options, reporter=console)
+    written = command.write_report(options, reporter=console)
     counts = f"{pluralize(written['figures'], 'figure')}, {pluralize(written['tables'], 'table')}"
     lines = [f"wrote {options.output}: {counts}, {written['bytes'] / 1000:.0f} kB"]
     if written["files"]:
@@ -343,7 +343,7 @@ def report(options: ReportOptions, console: Console) -> None:
     Output(lambda: written, remarks=lines).print(console)
 
 
-@verb("kvsearch.jobs.evaluate:HeadroomOptions", dry_run=True)
+@verb("kvsearch.commands.evaluate:HeadroomOptions", dry_run=True)
 def headroom(options: HeadroomOptions, console: Console) -> None:
     """Evict by true importance, by simple policies and at random, and compare with the full cache.
 
@@ -352,32 +352,32 @@ def headroom(options: HeadroomOptions, console: Console) -> None:
 
     Example: kvsearch headroom bundled --length 1024
     """
-    from kvsearch.jobs import evaluate as job
+    from kvsearch.commands import evaluate as command
 
     if console.dry_run:
-        print_forecast(job.estimate_headroom, options, console)
+        print_forecast(command.estimate_headroom, options, console)
         return
-    result = job.headroom(options, reporter=console)
+    result = command.headroom(options, reporter=console)
     Output(result.as_json, make_kind_printer("headroom", result)).print(console)
 
 
-@verb("kvsearch.jobs.lm_eval:LmEvalOptions", dry_run=True)
+@verb("kvsearch.commands.lm_eval:LmEvalOptions", dry_run=True)
 def lm_eval(options: LmEvalOptions, console: Console) -> None:
     """Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).
 
     Example: kvsearch lm-eval bundled --plan plan.json --tasks arc_easy --limit 100
     """
-    from kvsearch.jobs import lm_eval as job
+    from kvsearch.commands import lm_eval as command
     from kvsearch.report.scores import list_harness_lines
 
     if console.dry_run:
-        print_forecast(job.dry_run, options, console)
+        print_forecast(command.dry_run, options, console)
         return
-    results = job.run_lm_eval(options, reporter=console)
+    results = command.run_lm_eval(options, reporter=console)
     Output(lambda: results, make_parts_printer(lambda: list_harness_lines(results))).print(console)
 
 
-@verb("kvsearch.jobs.listings:ListingOptions", needs_arguments=False)
+@verb("kvsearch.commands.listings:ListingOptions", needs_arguments=False)
 def policies(options: ListingOptions, console: Console) -> None:
     """List the eviction policies, those of other installed packages included, or show one in full.
 
@@ -397,13 +397,13 @@ def policies(options: ListingOptions, console: Console) -> None:
 
     Example: kvsearch policies snapkv
     """
-    from kvsearch.jobs import listings as job
+    from kvsearch.commands import listings as command
 
-    listing = job.policies(options, reporter=console)
+    listing = command.policies(options, reporter=console)
     listing_output(listing).print(console)
 
 
-@verb("kvsearch.jobs.listings:ListingOptions", needs_arguments=False)
+@verb("kvsearch.commands.listings:ListingOptions", needs_arguments=False)
 def tasks(options: ListingOptions, console: Console) -> None:
     """List the tasks that evaluate can ask, or show one in full.
 
@@ -420,13 +420,13 @@ def tasks(options: ListingOptions, console: Console) -> None:
 
     Example: kvsearch tasks ruler:vt
     """
-    from kvsearch.jobs import listings as job
+    from kvsearch.commands import listings as command
 
-    listing = job.tasks(options, reporter=console)
+    listing = command.tasks(options, reporter=console)
     listing_output(listing).print(console)
 
 
-@verb("kvsearch.jobs.listings:ListingOptions", needs_arguments=False)
+@verb("kvsearch.commands.listings:ListingOptions", needs_arguments=False)
 def recipes(options: ListingOptions, console: Console) -> None:
     """List the recipes that are shipped, which --recipe takes by name, or print one.
 
@@ -434,19 +434,19 @@ def recipes(options: ListingOptions, console: Console) -> None:
 
     kvsearch recipes evolve/paper-8b
     """
-    from kvsearch.jobs import listings as job
+    from kvsearch.commands import listings as command
 
-    listing = job.recipes(options, reporter=console)
+    listing = command.recipes(options, reporter=console)
     listing_output(listing).print(console)
 
 
-@verb("kvsearch.jobs.listings:DoctorOptions", needs_arguments=False)
+@verb("kvsearch.commands.listings:DoctorOptions", needs_arguments=False)
 def doctor(options: DoctorOptions, console: Console) -> None:
     """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache."""
-    from kvsearch.jobs import listings as job
+    from kvsearch.commands import listings as command
 
-    facts = job.doctor(options, reporter=console)
-    missing = [name for name, value in facts.items() if value == job.MISSING]
+    facts = command.doctor(options, reporter=console)
+    missing = [name for name, value in facts.items() if value == command.MISSING]
     problem = None
     if missing:
         problem = EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")

@@ -45,7 +45,7 @@ class Stage:
     """
 
     name: str
-    job: str  # a verb, of `kvsearch.jobs.reproduce.RESULTS` or a plan's
+    job: str  # a verb, of `kvsearch.commands.reproduce.RESULTS` or a plan's
     words: str
     options: Mapping[str, Any]
     methods: tuple[str, ...] = ()

@@ -12,12 +12,12 @@ from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.options import DynamicOptions, LukvOptions
-from kvsearch.config.options import parse_setting
-from kvsearch.core.errors import UsageError
-from kvsearch.jobs.calibrate import (
+from kvsearch.commands.calibrate import (
     OPTIONS,
     CalibrateOptions,
 )
+from kvsearch.config.options import parse_setting
+from kvsearch.core.errors import UsageError
 from kvsearch.policies import Policy, list_policy_names
 from kvsearch.policies.registry import list_fitted
 

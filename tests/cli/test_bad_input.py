@@ -61,7 +61,7 @@ def test_a_bug_is_no_request_that_cannot_be_done(
     def broken(*_: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr("kvsearch.jobs.calibrate._check_table", broken)
+    monkeypatch.setattr("kvsearch.commands.calibrate._check_table", broken)
     asked = ("calibrate", "bundled", "--data", inputs / "texts.json", "--method", "query_statistics")
     assert run(*asked, "-o", tmp_path / "run")[0] == BUG
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]

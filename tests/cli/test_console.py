@@ -14,8 +14,8 @@ import pytest
 
 from kvsearch.cli.console import Console
 from kvsearch.cli.progress import Count, print_lines
+from kvsearch.commands.reporter import StagedProgress, on_interruption
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.jobs.reporter import StagedProgress, on_interruption
 from kvsearch.models.speed import Speed, StageCost, Work
 from kvsearch.report.costs import Forecast
 from tests import tiny
@@ -117,7 +117,7 @@ def test_a_time_left_rises_only_with_the_reason() -> None:
 def test_stages_have_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that was finished before is left out of the whole."""
     now = [0.0]
-    monkeypatch.setattr("kvsearch.jobs.reporter.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvsearch.commands.reporter.time.monotonic", lambda: now[0])
     stages = [StageCost(name, 1, 0, Work(seconds=seconds)) for name, seconds in WORK.items()]
     forecast = Forecast({}, stages)
     forecast.speed = Speed(tiny.loaded("llama").model)

@@ -227,6 +227,6 @@ def test_contexts_of_one_text_are_one_for_headroom(tmp_path: Path, monkeypatch: 
         return summarize(samples, subject, contexts)
 
     summarize = statistics.summarize
-    monkeypatch.setattr("kvsearch.jobs.evaluate.summarize", watched)
+    monkeypatch.setattr("kvsearch.commands.evaluate.summarize", watched)
     done("headroom", "bundled", "--tasks", f"jsonl:{tmp_path / 'mine.jsonl'}", "--samples", 3)
     assert given[-1] == (3, 2)

@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.cli.console import Console
-from kvsearch.jobs.searching import search_progress
+from kvsearch.commands.searching import search_progress
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.origin import ContextSet

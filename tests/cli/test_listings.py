@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from kvsearch.cli.command import describe_flags, make_group
 from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
+from kvsearch.commands.groups import TASK_DETAILS, TaskOptions
 from kvsearch.config.options import option
 from kvsearch.config.recipes import list_shipped_recipes
 from kvsearch.core import plugins
-from kvsearch.jobs.groups import TASK_DETAILS, TaskOptions
 from kvsearch.policies import registry
 from kvsearch.tasks.catalog import ENTRIES, SETS, format_flag
 from tests.cli.conftest import Run, done

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvsearch.commands.calibrate import CalibrateOptions, suggest_commands
+from kvsearch.commands.evolve import EvolveOptions
+from kvsearch.commands.groups import suggest_plan_commands
+from kvsearch.commands.run import RunOptions
+from kvsearch.commands.run import remarks as remarks_on_run
+from kvsearch.commands.select import SelectOptions
+from kvsearch.commands.select import remarks as remarks_on_selection
+from kvsearch.commands.validate import ValidateOptions
+from kvsearch.commands.validate import remarks as remarks_on_signals
 from kvsearch.core.resources import find_resource
-from kvsearch.jobs.calibrate import CalibrateOptions, suggest_commands
-from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.groups import suggest_plan_commands
-from kvsearch.jobs.run import RunOptions
-from kvsearch.jobs.run import remarks as remarks_on_run
-from kvsearch.jobs.select import SelectOptions
-from kvsearch.jobs.select import remarks as remarks_on_selection
-from kvsearch.jobs.validate import ValidateOptions
-from kvsearch.jobs.validate import remarks as remarks_on_signals
 from tests import tiny
 from tests.cli.conftest import done
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvsearch.commands.reproduce import ReproduceOptions, TableStages
 from kvsearch.core.resources import find_resource
-from kvsearch.jobs.reproduce import ReproduceOptions, TableStages
 from kvsearch.models.loading import load
 from kvsearch.papers.tables import TABLES, Stage
 from kvsearch.report.artifacts import open_path

@@ -11,9 +11,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from kvsearch.cli.console import Console
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.run import RunOptions, prepare_form, resolve_plan_length
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.run import RunOptions, prepare_form, resolve_plan_length
 from kvsearch.models.speed import Speed
 from kvsearch.plan import Size, load_plan
 from kvsearch.plan.origin import Guarantee

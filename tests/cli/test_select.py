@@ -115,7 +115,7 @@ def test_the_evidence_is_there_before_the_plan(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvsearch.jobs.select.save_plan", killed)
+        patch.setattr("kvsearch.commands.select.save_plan", killed)
         assert choose(*asked)[0] == 130
     assert not (directory.parent / "plan.json").exists()
     evidence = (run_of(directory) / "selection.json").read_bytes()

@@ -16,6 +16,8 @@ from kvsearch.cli import registry
 from kvsearch.cli.command import describe_flags, make_group
 from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import NullReporter, Reporter
 from kvsearch.config.options import (
     SIZE,
     JobOptions,
@@ -28,8 +30,6 @@ from kvsearch.config.options import (
     option,
 )
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import NullReporter, Reporter
 from kvsearch.runs.identity import RunConfig
 
 

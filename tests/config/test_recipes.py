@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kvsearch.commands.calibrate import CalibrateOptions
+from kvsearch.commands.evaluate import EvaluateOptions
+from kvsearch.commands.evolve import EvolveOptions
+from kvsearch.commands.run import RunOptions
 from kvsearch.config.recipes import JOBS, find_recipe, find_shipped_recipe, list_shipped_recipes, read_description
 from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import find_resource
-from kvsearch.jobs.calibrate import CalibrateOptions
-from kvsearch.jobs.evaluate import EvaluateOptions
-from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.run import RunOptions
 
 OPTIONS = {"calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "run": RunOptions}
 MODELS = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-32b")

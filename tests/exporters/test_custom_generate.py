@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import kvsearch
+from kvsearch.commands.export import write_files
 from kvsearch.exporters import planned_generate
 from kvsearch.exporters.base import ExportInputs
 from kvsearch.exporters.folder import CustomGenerate
-from kvsearch.jobs.export import write_files
 from kvsearch.models.architecture import describe
 from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import Plan

@@ -13,11 +13,11 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 import kvsearch
+from kvsearch.commands.export import write_files
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.resources import find_resource
 from kvsearch.exporters.base import ExportInputs
 from kvsearch.exporters.folder import Folder
-from kvsearch.jobs.export import write_files
 from kvsearch.plan import Plan
 from tests.cli.conftest import invoke
 from tests.plan.builders import make_plan

@@ -8,17 +8,17 @@ from statistics import fmean
 
 import pytest
 
+from kvsearch.commands.bench import BenchOptions
+from kvsearch.commands.calibrate import CalibrateOptions
+from kvsearch.commands.evaluate import EvaluateOptions
+from kvsearch.commands.evolve import EvolveOptions
+from kvsearch.commands.export import ExportOptions
+from kvsearch.commands.plan import PyramidOptions, ScaleOptions, UniformOptions
+from kvsearch.commands.reproduce import ReproduceOptions, TableStages
+from kvsearch.commands.select import SelectOptions
+from kvsearch.commands.validate import ValidateOptions
 from kvsearch.config.options import JobOptions
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.bench import BenchOptions
-from kvsearch.jobs.calibrate import CalibrateOptions
-from kvsearch.jobs.evaluate import EvaluateOptions
-from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.export import ExportOptions
-from kvsearch.jobs.plan import PyramidOptions, ScaleOptions, UniformOptions
-from kvsearch.jobs.reproduce import ReproduceOptions, TableStages
-from kvsearch.jobs.select import SelectOptions
-from kvsearch.jobs.validate import ValidateOptions
 from kvsearch.papers.tables import TABLES, PaperTable, Scale, find_table, model_of, numbers
 
 JOBS: dict[str, type[JobOptions]] = {

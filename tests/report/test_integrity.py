@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from kvsearch.commands.export import write_files
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.reply_store import REPLY_FILES, open_run
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.exporters.base import ExportedFiles
-from kvsearch.jobs.export import write_files
 from kvsearch.plan import save_plan
 from kvsearch.report.integrity import CHECKSUM_MISMATCH, Verification
 from kvsearch.results.evaluation import EvaluationResult

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.plan_checks import check_plan
+from kvsearch.commands.reporter import NullReporter, make_stage_store
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore, read_replies
 from kvsearch.evaluation.statistics import contrast_scores, summarize
-from kvsearch.jobs.reporter import NullReporter, make_stage_store
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selections import DECODE_ONLY, describe_decision, make_selection_result, make_tables

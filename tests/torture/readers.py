@@ -13,14 +13,14 @@ from typing import Any
 
 from kvsearch.calibration.data import load_calibration_data
 from kvsearch.cli.console import Screen
+from kvsearch.commands import report as report_job
+from kvsearch.commands.calibrate import CalibrateOptions
+from kvsearch.commands.evaluate import EvaluateOptions
+from kvsearch.commands.evolve import EvolveOptions
+from kvsearch.commands.run import RunOptions
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchError
 from kvsearch.core.resources import find_resource
-from kvsearch.jobs import report as report_job
-from kvsearch.jobs.calibrate import CalibrateOptions
-from kvsearch.jobs.evaluate import EvaluateOptions
-from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.run import RunOptions
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.report.artifacts import open_path

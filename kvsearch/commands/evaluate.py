@@ -8,6 +8,24 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, TypeAdapter
 
+from kvsearch.commands.export import write_files
+from kvsearch.commands.groups import (
+    ASKED,
+    KEPT,
+    LOSE_AT_MOST,
+    MODEL,
+    OUTPUT_OPTION,
+    PROTOCOL,
+    RATIO,
+    SAMPLES_OPTION,
+    BatchOptions,
+    ModelOptions,
+    TaskOptions,
+    WorkerOptions,
+)
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter, open_replies, warn_about_coverage
 from kvsearch.config.options import RULE, SIZE, Commas, Repeated, Seeded, Share, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
@@ -28,24 +46,6 @@ from kvsearch.evaluation.guarantee import (
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import CONFIDENCE, summarize
 from kvsearch.exporters.base import ExportedFiles
-from kvsearch.jobs.export import write_files
-from kvsearch.jobs.groups import (
-    ASKED,
-    KEPT,
-    LOSE_AT_MOST,
-    MODEL,
-    OUTPUT_OPTION,
-    PROTOCOL,
-    RATIO,
-    SAMPLES_OPTION,
-    BatchOptions,
-    ModelOptions,
-    TaskOptions,
-    WorkerOptions,
-)
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter, open_replies, warn_about_coverage
 from kvsearch.plan import Size, load_plan
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report.costs import Forecast

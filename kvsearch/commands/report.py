@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import JobOptions, Repeated, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_target, read_bytes, require_directory, write_atomically
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification

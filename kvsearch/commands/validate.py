@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.calibration.steps import read_calibration_content
-from kvsearch.config.options import RULE, Names, option
-from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Samples
-from kvsearch.jobs.groups import (
+from kvsearch.commands.groups import (
     ASKED,
     BUDGET,
     MODEL,
@@ -26,9 +23,12 @@ from kvsearch.jobs.groups import (
     format_command,
     list_changed_flags,
 )
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
+from kvsearch.config.options import RULE, Names, option
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Samples
 from kvsearch.plan import Size
 from kvsearch.plan.origin import ContextRecord, ContextSet
 from kvsearch.plan.profile import load_profile

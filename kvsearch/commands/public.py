@@ -10,10 +10,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+from kvsearch.commands.groups import LOADING, ModelOptions, WorkerOptions
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.reporter import NullReporter, Reporter
 from kvsearch.config.options import JobOptions
-from kvsearch.jobs.groups import LOADING, ModelOptions, WorkerOptions
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.reporter import NullReporter, Reporter
 from kvsearch.models.foreign import blame_checkpoint
 from kvsearch.models.loading import LoadedModel, from_loaded, stay_offline
 from kvsearch.report.costs import Forecast

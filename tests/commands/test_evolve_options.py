@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvsearch.commands.evolve import EvolveOptions
+from kvsearch.commands.reporter import NullReporter
+from kvsearch.commands.searching import Refinement
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Split
-from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.reporter import NullReporter
-from kvsearch.jobs.searching import Refinement
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
 from tests import tiny

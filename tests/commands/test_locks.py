@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-import kvsearch.jobs
+import kvsearch.commands
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import JobOptions
 from kvsearch.core.errors import InternalError
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter
 from kvsearch.runs.run import write_json
 
 
 def option_models() -> Iterator[type[JobOptions]]:
     """The options of every job."""
-    for module in pkgutil.iter_modules(kvsearch.jobs.__path__):
-        found = vars(import_module(f"kvsearch.jobs.{module.name}")).values()
+    for module in pkgutil.iter_modules(kvsearch.commands.__path__):
+        found = vars(import_module(f"kvsearch.commands.{module.name}")).values()
         yield from (
             one for one in found if isinstance(one, type) and issubclass(one, JobOptions)
-            and one.__module__ == f"kvsearch.jobs.{module.name}"
+            and one.__module__ == f"kvsearch.commands.{module.name}"
         )  # fmt: skip
 
 

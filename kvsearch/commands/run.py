@@ -10,17 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_PARAMETERS, LukvOptions
-from kvsearch.config.options import MACHINE, RULE, SIZE, Names, Share, drop_alternatives, option
-from kvsearch.config.recipes import find_shipped_recipe, read_recipe
-from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.core.fields import Entries, Samples, Time, parse_seconds
-from kvsearch.core.items import format_clock
-from kvsearch.core.naming import require_known
-from kvsearch.evaluation.guarantee import count_contexts, count_needed_contexts, describe_need, refuse_text
-from kvsearch.evaluation.statistics import CONFIDENCE
-from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_calibrations
-from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.groups import (
+from kvsearch.commands.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_calibrations
+from kvsearch.commands.evolve import EvolveOptions
+from kvsearch.commands.groups import (
     ASKED,
     BUDGET,
     BUDGETS,
@@ -39,9 +31,9 @@ from kvsearch.jobs.groups import (
     choose_default_tasks,
     suggest_plan_commands,
 )
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import (
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import (
     FINISHED_NOTE,
     NullReporter,
     Reporter,
@@ -51,6 +43,14 @@ from kvsearch.jobs.reporter import (
     show_stages,
     warn_about_coverage,
 )
+from kvsearch.config.options import MACHINE, RULE, SIZE, Names, Share, drop_alternatives, option
+from kvsearch.config.recipes import find_shipped_recipe, read_recipe
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.core.fields import Entries, Samples, Time, parse_seconds
+from kvsearch.core.items import format_clock
+from kvsearch.core.naming import require_known
+from kvsearch.evaluation.guarantee import count_contexts, count_needed_contexts, describe_need, refuse_text
+from kvsearch.evaluation.statistics import CONFIDENCE
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.methods import create_method
@@ -74,8 +74,8 @@ from kvsearch.strategies.joint import PolicyCurves, read_policy_curves
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
+    from kvsearch.commands.searching import RefinedPlans, Refinement
     from kvsearch.evaluation.compare import Evaluation, Split, StageStore
-    from kvsearch.jobs.searching import RefinedPlans, Refinement
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
     from kvsearch.plan.origin import Use
@@ -381,7 +381,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
 
     def refinement(self, loaded: LoadedModel) -> Refinement:
         """Make the search that refines plans, on contexts of the tasks' split train."""
-        from kvsearch.jobs.searching import Refinement
+        from kvsearch.commands.searching import Refinement
 
         names = (*LOADING, "max_length", "batch", "max_memory", "protocol")
         search = EvolveOptions.of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
-from kvsearch.jobs.reporter import NullReporter, Reporter
+from kvsearch.commands.reporter import NullReporter, Reporter
 from kvsearch.models import loading
 from kvsearch.models.loading import LoadedModel, LoadOptions
 

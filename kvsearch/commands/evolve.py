@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from kvsearch.calibration.options import ANSWERS_OPTION
-from kvsearch.config.options import RULE, Option, Params, Repeated, drop_alternatives, merge_params, option
-from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Entries
-from kvsearch.core.limits import MOST_NUMBER
-from kvsearch.core.naming import check_unique
-from kvsearch.jobs.groups import (
+from kvsearch.commands.groups import (
     BUDGET,
     BUDGETS,
     MODEL,
@@ -25,10 +20,15 @@ from kvsearch.jobs.groups import (
     WorkerOptions,
     suggest_plan_commands,
 )
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.plan import load_checked_plan
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.plan import load_checked_plan
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
+from kvsearch.config.options import RULE, Option, Params, Repeated, drop_alternatives, merge_params, option
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Entries
+from kvsearch.core.limits import MOST_NUMBER
+from kvsearch.core.naming import check_unique
 from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES, QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
@@ -160,7 +160,7 @@ def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
 def dry_run(options: EvolveOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast `evolve`; errors as `evolve` before the search."""
     searches = _prepare(options, reporter, models)
-    from kvsearch.jobs.searching import describe_searches
+    from kvsearch.commands.searching import describe_searches
 
     first = searches[0]
     candidates = options.count_candidates(searches)
@@ -193,7 +193,7 @@ def evolve(options: EvolveOptions, reporter: Reporter, models: ModelLoader) -> S
     config = options.config
     force = options.force
     searches = _prepare(options, reporter, models)
-    from kvsearch.jobs.searching import open_search, search_progress
+    from kvsearch.commands.searching import open_search, search_progress
     from kvsearch.search.evolve import keep_hard_questions, run_searches
 
     if force or not (directory / CONFIG).exists():

@@ -7,14 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from kvsearch.commands.groups import LOADING, MODEL, ModelOptions, format_command, list_changed_flags
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.plan import load_checked_plan
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output
-from kvsearch.jobs.groups import LOADING, MODEL, ModelOptions, format_command, list_changed_flags
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.plan import load_checked_plan
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan

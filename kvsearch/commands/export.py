@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsearch.calibration.steps import find_profile_file
+from kvsearch.commands.groups import BUDGET, ModelOptions
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.plan import PlanOptions, SizeOptions, make_checked_plan, resolve_size, write_plan
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import RULE, JobOptions, option
 from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.core.files import read_text, require_directory, write_atomically
 from kvsearch.core.parsing import read_json
 from kvsearch.exporters import TARGETS, create_exporter
-from kvsearch.jobs.groups import BUDGET, ModelOptions
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.plan import PlanOptions, SizeOptions, make_checked_plan, resolve_size, write_plan
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter
 from kvsearch.methods.base import CalibrationMethod
 from kvsearch.models.gguf import GGUF_SUFFIX
 from kvsearch.models.loading import MODEL_CONFIG_FILE as MODEL_CONFIG
@@ -99,7 +99,7 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
 
     def evaluation_options(self) -> JobOptions:
         """Return the options of the calibration, if its directory has them."""
-        from kvsearch.jobs.calibrate import CalibrateOptions
+        from kvsearch.commands.calibrate import CalibrateOptions
 
         with suppress(UsageError):
             return CalibrateOptions.of(recipe=self.folder / CONFIG, output=self.folder)

@@ -16,12 +16,7 @@ from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.options import CalibrationOptions
 from kvsearch.calibration.steps import STEPS_FOLDER, StepCache, count_steps, hash_step_inputs
 from kvsearch.calibration.tables import HELD_OUT, MIN_CONTEXTS_TO_JUDGE
-from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs, option
-from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.fields import Samples
-from kvsearch.core.naming import describe_unknown, suggest
-from kvsearch.core.parsing import list_problems
-from kvsearch.jobs.groups import (
+from kvsearch.commands.groups import (
     MODEL,
     TASK_DETAILS,
     TASKS,
@@ -33,9 +28,14 @@ from kvsearch.jobs.groups import (
     format_command,
     list_changed_flags,
 )
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, on_interruption
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import FINISHED_NOTE, Reporter, on_interruption
+from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs, option
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.fields import Samples
+from kvsearch.core.naming import describe_unknown, suggest
+from kvsearch.core.parsing import list_problems
 from kvsearch.methods.base import CalibratedRun
 from kvsearch.models.speed import StageCost
 from kvsearch.plan.methods import CALIBRATION_METHODS, create_method

@@ -11,9 +11,9 @@ import pytest
 
 import kvsearch.models.loading
 from kvsearch.calibration.steps import find_profile_file
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.validate import SignalOptions
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.validate import SignalOptions
 from kvsearch.models.loading import LoadOptions
 from kvsearch.plan.saved import PROFILE
 

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from kvsearch.commands.groups import ModelOptions
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import JobOptions, Seeded, option
 from kvsearch.config.recipes import JOBS, find_shipped_recipe, list_shipped_recipes, read_description
-from kvsearch.jobs.groups import ModelOptions
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
 from kvsearch.models.real import REAL_MODELS
 from kvsearch.policies.registry import PolicyFacts, describe_policy, load_catalog

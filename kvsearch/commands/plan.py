@@ -8,14 +8,14 @@ from pathlib import Path
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.commands.groups import BUDGET, MODEL, RATIO, ModelOptions, format_command
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output, read_text, write_atomically
 from kvsearch.core.limits import MOST_YAML
-from kvsearch.jobs.groups import BUDGET, MODEL, RATIO, ModelOptions, format_command
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Plan, Size, arithmetic, load_plan, parse_phases, save_plan
 from kvsearch.plan.size import LAID_OUT
 from kvsearch.plan.yaml import plan_to_yaml

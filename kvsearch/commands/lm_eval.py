@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from kvsearch.commands.groups import MODEL, ModelOptions
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.plan import load_checked_plan
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import QUESTIONS, SIZE, Commas, Repeated, Seeded, option
 from kvsearch.core.files import check_output, write_atomically
-from kvsearch.jobs.groups import MODEL, ModelOptions
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.plan import load_checked_plan
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.report.costs import Forecast

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvsearch.commands.reporter import Reporter, on_interruption
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split, estimate_replies
 from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
-from kvsearch.jobs.reporter import Reporter, on_interruption
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan, Size, load_plan, save_plan

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from kvsearch.commands.groups import MODEL, ModelOptions
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.plan import load_checked_plan
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import QUESTIONS, SIZE, Listed, Repeated, option
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.jobs.groups import MODEL, ModelOptions
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.plan import load_checked_plan
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.shapes import find_device, make_random_model
 from kvsearch.models.speed import StageCost, Work

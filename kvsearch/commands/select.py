@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from kvsearch.budgets.plan_checks import check_plan
+from kvsearch.commands.groups import BUDGET, BUDGETS, BudgetList, SelectionOptions, suggest_plan_commands
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.plan import resolve_size
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
+from kvsearch.commands.validate import SignalOptions
 from kvsearch.config.options import RESULT, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output, read_bytes
-from kvsearch.jobs.groups import BUDGET, BUDGETS, BudgetList, SelectionOptions, suggest_plan_commands
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.plan import resolve_size
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
-from kvsearch.jobs.validate import SignalOptions
 from kvsearch.plan import Size, canonical_json, parse_phases, save_plan
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import describe_retained, make_selection_result, report_ahead_words

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.config.options import QUESTIONS, RESULT, JobOptions, Specs, option
-from kvsearch.core.canonical import canonical_json
-from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.fields import Samples
-from kvsearch.core.files import write_atomically
-from kvsearch.jobs.groups import (
+from kvsearch.commands.groups import (
     ASKED,
     BUDGETS,
     LOADING,
@@ -27,9 +22,14 @@ from kvsearch.jobs.groups import (
     TaskOptions,
     WorkerOptions,
 )
-from kvsearch.jobs.model_loader import ModelLoader
-from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, show_stages
+from kvsearch.commands.model_loader import ModelLoader
+from kvsearch.commands.public import job
+from kvsearch.commands.reporter import FINISHED_NOTE, Reporter, show_stages
+from kvsearch.config.options import QUESTIONS, RESULT, JobOptions, Specs, option
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.fields import Samples
+from kvsearch.core.files import write_atomically
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, find_table, model_of
@@ -150,7 +150,7 @@ def list_read_options(spec: str) -> set[str]:
 
 def find_job(name: str) -> tuple[type[JobOptions], Callable[..., Any]]:
     """Find the options and the function of a stage's job."""
-    from kvsearch.jobs import bench, calibrate, evaluate, evolve, export, plan, select, validate
+    from kvsearch.commands import bench, calibrate, evaluate, evolve, export, plan, select, validate
 
     jobs: dict[str, tuple[type[JobOptions], Callable[..., Any]]] = {
         "bench": (bench.BenchOptions, bench.bench),
