@@ -254,7 +254,7 @@ select
     select runs/polykv --budget 64 $trio -o plans/selected.json
 select-both
     select runs/polykv --budget 64 --phases both
-    --sure 0.5 $pair --run runs/select-both --json -o plans/selected-both.json
+    --confidence 0.5 $pair --run runs/select-both --json -o plans/selected-both.json
 build-again
     plan build plans/polykv-entropy.yaml --json -o plans/polykv-built.json
 show-evolved

@@ -10,7 +10,8 @@ repeated once it is finished. Three kinds of questions are asked: needles in ess
 and plain text, of which the rest is predicted. Needles are RULER's kinds of which the full cache finds about half or
 more, on contexts that nothing else uses. For each kind `kvsearch run` writes a plan per size (50, 25, 20, 10 and 5% of
 the entries), on contexts of its own; then plans, policies with even budgets and the
-allocations of papers answer the same questions about other contexts. Plans for needles answer about longer ones, too.
+allocations of papers answer the same questions about other contexts. Plans for needles answer about longer ones, too,
+and they and the policies are asked what they keep of rules that were told before a text (the tasks retain:*).
 """
 
 from __future__ import annotations
@@ -34,22 +35,26 @@ from kvsearch.core.errors import KvsearchError, assert_present
 from kvsearch.core.files import write_atomically
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import contrast_scores, estimate_by_student, group_scores
+from kvsearch.evaluation.statistics import RETAINED, contrast_scores, estimate_by_student, group_scores
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.numbers import describe_coverage, format_interval, format_percent
-from kvsearch.results.evaluation import EvaluationResult, MethodScores, SizeScores
+from kvsearch.results.evaluation import EvaluationResult, MethodScores, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import LEDGER
+from kvsearch.tasks.retain import FORMS, RETAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 ITEMS = ROOT / "docs" / "results"
 MODEL = "smollm2"
-LENGTHS = {"needles": 1024, "needles-2048": 2048, "text": 1024}  # tokens, with the question and the longest reply
+# tokens, with the question and the longest reply
+LENGTHS = {"needles": 1024, "needles-2048": 2048, "text": 1024, RETAIN: 470}
 NEEDLES = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multiquery", "niah_multivalue", "niah_turns",
 )  # fmt: skip
+GATED = {"needles": ("ruler", NEEDLES), RETAIN: (RETAIN, tuple(FORMS))}  # of which the full cache has to answer half
+RETAIN_BUDGETS = (208, 83, 42)  # sizes of plans for needles: about half, a fifth and a tenth of such a context
 COSTS = "costs.json"  # processor time of each step
 COSTS_LOCK = Lock()
 GATE = 0.45  # of the questions that the full cache has to answer: half, but for what 12 contexts are off by chance
@@ -66,6 +71,8 @@ NAMES = {
     "questions": "questions about documentation",
     "text": "documentation, nats per token lost",
 }
+KINDS = (*NAMES, RETAIN)
+LATER = ("needles-2048", RETAIN)  # asked under plans for needles
 MARK = re.compile(r"<!-- (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
@@ -246,7 +253,7 @@ def main() -> None:
     """Measure what is missing, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, default=Path("runs/real"), help="where the steps are kept")
-    parser.add_argument("--kinds", default=",".join(NAMES), help="which kinds of questions")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="which kinds of questions")
     parser.add_argument("--jobs", type=int, default=1, help="how many kinds are measured side by side")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--tables", action="store_true", help="write the tables of what was measured, measure nothing")
@@ -265,7 +272,7 @@ def main() -> None:
 
 
 def measure(home: Path, names: Sequence[str], jobs: int) -> None:
-    """Run every step that is not finished; those of one kind follow each other."""
+    """Run every step that is not finished; those of one kind follow each other, those of `LATER` all others."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
 
     def measure_kind(name: str) -> None:
@@ -273,7 +280,8 @@ def measure(home: Path, names: Sequence[str], jobs: int) -> None:
             step.run(home, threads)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(measure_kind, names))  # raises what a kind has raised
+        for later in (False, True):
+            list(pool.map(measure_kind, [name for name in names if (name in LATER) == later]))  # raises what it raised
 
 
 def list_steps(home: Path, names: Sequence[str]) -> None:
@@ -288,8 +296,11 @@ def list_steps(home: Path, names: Sequence[str]) -> None:
 def find_steps(home: Path, names: Sequence[str]) -> Iterator[Step]:
     """Yield the steps of some kinds of questions; those after the first are known once it is finished."""
     for name in names:
-        if name == "needles":
-            yield gate_step(home)
+        if name in GATED:
+            yield gate_step(home, name)
+        if name == RETAIN:
+            yield retain_step(home)
+            continue
         kind = find_kind(home, name)
         yield from kind.searches(home)
         yield from kind.comparisons(home)
@@ -297,20 +308,27 @@ def find_steps(home: Path, names: Sequence[str]) -> Iterator[Step]:
 
 def write_page(home: Path, names: Sequence[str]) -> None:
     """Write the tables into the page, pack the replies, and stop with an error if a control came out wrong."""
-    comparisons = [Comparison.read(find_kind(home, name), home) for name in names]
-    parts = {"costs": write_costs(find_steps(home, names), read_costs(home / COSTS))}
+    comparisons = [Comparison.read(find_kind(home, name), home) for name in names if name != RETAIN]
+    parts = {}
+    if RETAIN in names:
+        directory = home / RETAIN / "evaluation"
+        result = open_path(directory).content
+        parts = {RETAIN: write_retained(result), f"{RETAIN}-gate": write_gate(home, RETAIN)}
+        pack(directory, ITEMS / f"{RETAIN}.tar.xz")
     for comparison in comparisons:
         name = comparison.kind.name
         if name == "needles":
-            parts["needles-gate"] = write_gate(home)
+            parts["needles-gate"] = write_gate(home, name)
         parts |= {name: write_methods(comparison), f"{name}-leads": write_leads(comparison)}
         if len(comparison.result.tasks) > 1:
             parts[f"{name}-tasks"] = write_tasks(comparison)
         for step in comparison.kind.comparisons(home):
             pack(step.directory, ITEMS / f"{name}{step.directory.name.removeprefix('evaluation')}.tar.xz")
     controls = [control for comparison in comparisons for control in find_controls(comparison)]
-    parts["controls"] = "\n".join(f"- {words}: {'yes' if holds else '**no**'}" for words, holds in controls)
-    parts["summary"] = write_summary(comparisons)
+    if {*KINDS} <= {*names}:  # of all kinds together
+        parts["controls"] = "\n".join(f"- {words}: {'yes' if holds else '**no**'}" for words, holds in controls)
+        parts["summary"] = write_summary(comparisons)
+        parts["costs"] = write_costs(find_steps(home, names), read_costs(home / COSTS))
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         write_atomically(page, MARK.sub(lambda place: fill(place, parts), text).encode())
@@ -320,18 +338,49 @@ def write_page(home: Path, names: Sequence[str]) -> None:
         sys.exit(f"a control came out wrong: {'; '.join(failed)}")
 
 
-def gate_step(home: Path) -> Step:
-    """Return the step that asks the full cache, beside a control, all needles, on contexts that nothing else uses."""
-    length = str(LENGTHS["needles"])
-    asked = ("--tasks", f"ruler:{','.join(NEEDLES)}", "--length", length, "--split", "select", "--seed", "7")
+def gate_step(home: Path, name: str) -> Step:
+    """Return the step that asks the full cache, beside a control, all tasks of a kind, on contexts of their own."""
+    source, tasks = GATED[name]
+    asked = (
+        "--tasks",
+        f"{source}:{','.join(tasks)}",
+        "--length",
+        str(LENGTHS[name]),
+        "--split",
+        "select",
+        "--seed",
+        "7",
+    )
     options = ("--samples", "12", "--methods", "streaming", "--ratios", "0.8")
-    return Step(home / "needles" / "gate", ("evaluate", *asked, *options))
+    return Step(home / name / "gate", ("evaluate", *asked, *options))
 
 
-def gate_scores(home: Path) -> dict[str, float]:
+def gate_scores(home: Path, name: str) -> dict[str, float]:
     """Return the scores of the full cache by task."""
-    scores = open_path(gate_step(home).directory).content.full.scores["tasks"]
-    return {task: scores[task].mean for task in NEEDLES}
+    scores = open_path(gate_step(home, name).directory).content.full.scores["tasks"]
+    return {task: scores[task].mean for task in GATED[name][1]}
+
+
+def find_passed(home: Path, name: str) -> str:
+    """Return the tasks of a kind of which the full cache does enough; the script ends where there are none."""
+    passed = [task for task, score in gate_scores(home, name).items() if score >= GATE]
+    if not passed:
+        sys.exit(f"the full cache does less than {GATE:.0%} of every task of {name}: nothing can be compared on them")
+    return f"{GATED[name][0]}:{','.join(passed)}"
+
+
+def retain_step(home: Path) -> Step:
+    """Return the step that asks policies, and plans for needles, what they keep of rules told before a text."""
+    needles = find_kind(home, "needles")
+    folders = {
+        budget: search.directory
+        for search, group in zip(needles.searches(home), needles.groups, strict=True)
+        for budget in group
+    }
+    plans = [word for budget in RETAIN_BUDGETS for word in ("--plan", str(folders[budget] / f"plan-{budget}.json"))]
+    asked = ("--tasks", find_passed(home, RETAIN), "--length", str(LENGTHS[RETAIN]), "--samples", "20", "--batch", "2")
+    sizes = ("--methods", ",".join([*POLICIES, "random"]), "--budgets", ",".join(map(str, RETAIN_BUDGETS)))
+    return Step(home / RETAIN / "evaluation", ("evaluate", *asked, "--split", "report", *sizes, *plans))
 
 
 def find_kind(home: Path, name: str) -> Kind:
@@ -345,12 +394,7 @@ def find_kind(home: Path, name: str) -> Kind:
         tasks = f"jsonl:{home / 'data' / 'questions.jsonl'}"
         groups = ((205, 102), (512, 256, 51))
         return Kind(name, tasks, (205, 102), groups, fit=10, measure=10, choose=12, report=(26, 26))
-    passed = [task for task, score in gate_scores(home).items() if score >= GATE]
-    if not passed:
-        sys.exit(
-            f"the full cache answers less than {GATE:.0%} of every kind of needles: nothing can be compared on them"
-        )
-    tasks = f"ruler:{','.join(passed)}"
+    tasks = find_passed(home, "needles")
     groups = ((167, 83), (417, 208, 42))
     needles = Kind("needles", tasks, (167, 83), groups, fit=3, measure=3, choose=4, report=(12, 8))
     if name == "needles":
@@ -374,9 +418,9 @@ def read_costs(path: Path) -> dict[str, float]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def write_gate(home: Path) -> str:
-    """Say which needles are asked, and which are not."""
-    scores = gate_scores(home)
+def write_gate(home: Path, name: str) -> str:
+    """Say which tasks of a kind are asked, and which are not."""
+    scores = gate_scores(home, name)
     passed = {name: score for name, score in scores.items() if score >= GATE}
     asked, left_out = (
         ", ".join(f"{name} {format_percent(score, 0)}" for name, score in some.items())
@@ -480,6 +524,48 @@ def write_tasks(comparison: Comparison) -> str:
     for share in map(comparison.share, comparison.kind.main_budgets):
         header += [f"plan, {share}", f"best even policy, {share}"]
     return table(header, rows)
+
+
+def write_retained(result: EvaluationResult) -> str:
+    """Return a table of the share that is kept of what the full cache does, by size, and one of scores by form.
+
+    Methods come with the one that keeps most on average first, plans as one row.
+    """
+    kept = next((row for row in result.rows if row.name == RETAINED), None)
+    if kept is None:
+        return "The full cache does less than half of every form: nothing can be kept."
+    forms = [row for row in result.rows if row.kind == "task"]
+    by_name: dict[str, dict[int, MethodScores]] = {}
+    for number, block in enumerate(result.blocks):
+        for method in block.methods:
+            name = "plan for needles" if method.name.startswith("plan-") else label_of(method.name)
+            by_name.setdefault(name, {})[number] = method
+
+    def mean(name: str) -> float:
+        return sum(kept.of(method.scores).mean for method in by_name[name].values()) / len(by_name[name])
+
+    names = sorted(by_name, key=mean, reverse=True)
+    sizes = range(len(result.blocks))
+    shares = [block.methods[0].held.entries / result.full.held.entries for block in result.blocks]
+    header = [f"{format_percent(share, 0)}% kept" for share in shares]
+
+    def cells(row: ScoreRow, name: str) -> list[str]:
+        methods = map(by_name[name].get, sizes)
+        return ["" if method is None else format_interval(row.of(method.scores), ".0f") for method in methods]
+
+    full = [row.of(result.full.scores) for row in forms]
+    listed = ", ".join(f"{row.name} {format_interval(score, '.0f')}" for row, score in zip(forms, full, strict=True))
+    tables = [
+        f"{describe_coverage(result.tasks)}. Scores of the full cache: {listed}.",
+        "Share of these that is kept, in percent:",
+        table(["", *header], [[name, *cells(kept, name)] for name in names]),
+    ]
+    for row in forms:
+        tables += [
+            f"{row.name}, score in percent:",
+            table(["", *header], [[name, *cells(row, name)] for name in names]),
+        ]
+    return "\n\n".join(tables)
 
 
 def write_costs(steps: Iterable[Step], spent: dict[str, float]) -> str:

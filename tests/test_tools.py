@@ -209,12 +209,14 @@ def test_steps_of_the_results_are_commands(
     results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Console, "run", read_options)
-    monkeypatch.setattr(results, "gate_scores", lambda home: {"niah_single_2": 1.0, "niah_single_3": 0.4})
-    steps = [*results.find_steps(tmp_path, [*results.NAMES])]
+    passed = {"needles": {"niah_single_2": 1.0, "niah_single_3": 0.4}, "retain": {"json": 0.9, "closing": 0.1}}
+    monkeypatch.setattr(results, "gate_scores", lambda home, name: passed[name])
+    steps = [*results.find_steps(tmp_path, results.KINDS)]
     assert [step.arguments[0] for step in steps] == [
         *["evaluate", *["run"] * 2, *["evaluate"] * 2],  # needles: the gate, and two groups of sizes
         *["evaluate", *["run"] * 2, *["evaluate"] * 2],  # those of twice the length, and questions
         *["run", "evaluate"],  # text
+        *["evaluate"] * 2,  # what is retained: the gate, and plans for needles
     ]
     for step in steps:
         assert not step.is_finished
@@ -222,6 +224,12 @@ def test_steps_of_the_results_are_commands(
         assert answer.exit_code == 0, answer.exception or answer.output
     asked = steps[1].arguments
     assert asked[asked.index("--tasks") + 1] == "ruler:niah_single_2"  # the other did not pass
+    asked = steps[-1].arguments
+    assert asked[asked.index("--tasks") + 1] == "retain:json"
+    made = {
+        word for step in steps for word in (step.directory / f"plan-{size}.json" for size in (417, 208, 167, 83, 42))
+    }
+    assert made >= {Path(word) for word in asked if word.endswith(".json")}
 
 
 def test_tables_of_results_that_were_not_measured_are_one_line(tmp_path: Path) -> None:

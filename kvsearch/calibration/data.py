@@ -108,7 +108,7 @@ class Context:
     chat template is used where there is one, `verbatim` that answers are parts of a text, see `PromptFormat`.
     `recorded` is what the context is known by, see `kvsearch.plan.origin` (none: its text). `taken` has for every
     question what is teacher-forced of the model's own reply, nothing where it is not right, and `ended` says whether a
-    reply has ended; both in token ids. Without a metric every reply is taken.
+    reply has ended; both in token ids. Without a metric every reply is taken. `system` is the system prompt before it.
     """
 
     text: str
@@ -119,6 +119,7 @@ class Context:
     taken: tuple[TakeTokens, ...] = ()
     ended: Callable[[list[int]], bool] | None = None
     verbatim: bool = False
+    system: str = ""
 
     @property
     def hashes(self) -> tuple[str, ...]:
@@ -250,6 +251,7 @@ def hash_contexts(prompt: str, contexts: Sequence[Context]) -> str:
             context.text,
             [pair.content for pair in context.questions],
             *([] if context.prompt is None else [context.prompt, context.chat]),
+            *([context.system] if context.system else []),
         ]
         for context in contexts
     ]

@@ -163,7 +163,7 @@ def encode_prompts(
     text_of = {number: text[0] for text in data.by_text for number in text}
     for number, context in enumerate(data.contexts):
         plain = context.prompt or data.prompt
-        form = PromptFormat(loaded.tokenizer, plain, context.chat, verbatim=context.verbatim)
+        form = PromptFormat(loaded.tokenizer, plain, context.chat, verbatim=context.verbatim, system=context.system)
         texts = [QuestionText(pair.question, pair.prefix, pair.answer) for pair in context.questions]
         whole, encoded = form.encode(context.text, texts)
         pairs = [
@@ -345,13 +345,13 @@ def make_task_data(
             raise UsageError(f"task {task.name} has no question with an answer to calibrate on: leave it out")
         encoded = encode(loaded.tokenizer, task, list(examples.values()))
         ended = reply_end(encoded)
-        contexts += (_context(encoded, prompt, examples[prompt.key].context, ended) for prompt in encoded.prompts)
+        contexts += (_context(encoded, prompt, examples[prompt.key], ended) for prompt in encoded.prompts)
     return CalibrationData(
         "+".join(task.name for task in tasks), PLAIN_PROMPT, tuple(contexts), hash_contexts("", contexts)
     )
 
 
-def _context(encoded: TaskPrompts, prompt: Prompt, text: str, ended: Finished | None) -> Context:
+def _context(encoded: TaskPrompts, prompt: Prompt, example: Example, ended: Finished | None) -> Context:
     """Make a context with its hashes, its questions, and the acceptance of own replies."""
     task = encoded.task
     key = prompt.key
@@ -366,4 +366,5 @@ def _context(encoded: TaskPrompts, prompt: Prompt, text: str, ended: Finished | 
     )
     judged = replace(encoded, prompts=())  # a reply is judged without what others are asked
     taken = tuple(partial(right_reply, judged, key, question.number, question.query) for question in prompt.questions)
-    return Context(text, pairs, task.prompt, task.chat, encoded.recorded[key], taken, ended, is_forced(task))
+    settings = (task.prompt, task.chat, encoded.recorded[key], taken, ended, is_forced(task), example.system)
+    return Context(example.context, pairs, *settings)

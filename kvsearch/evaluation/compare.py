@@ -18,7 +18,19 @@ from kvsearch.core.items import Progress, group_by_key
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, describe_environment, find_metric_name, hash_rows, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample
-from kvsearch.evaluation.statistics import MACRO, SizeBlock, TraceLength, contrast_scores, make_blocks, summarize
+from kvsearch.evaluation.statistics import (
+    LEAST_DONE,
+    MACRO,
+    RETAINED,
+    SizeBlock,
+    TraceLength,
+    contrast_scores,
+    find_retained,
+    group_scores,
+    make_blocks,
+    measure_retained_gap,
+    summarize,
+)
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -46,6 +58,7 @@ from kvsearch.tasks.encode import (
 from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import FORCED, MOST_LOST, read_losses
+from kvsearch.tasks.retain import RETAIN
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
@@ -153,13 +166,14 @@ def _format_entries(entries: Mapping[str, float | None]) -> str:
 
 
 def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, programs: Sequence[Program]) -> StageCost:
-    """Return what the stage `name` costs that asks under some programs.
+    """Estimate the cost of the stage `name`, which asks all questions under some programs.
 
     A prompt is read once for all of them, and compressed for each. Replies are decoded in one batch, but for programs
     that evict while they reply.
     """
     work = Work()
     contexts = questions = 0
+    # Programs that evict nothing while decoding decode as one batch; each of the others has steps of its own.
     together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
@@ -180,7 +194,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
 
 
 def _estimate_compression(programs: Sequence[Program]) -> float:
-    """Return how many times as long as reading a prompt it takes to compress it; policies share what they need."""
+    """Estimate the time to compress a prompt, in times of reading it; policies share what they need."""
     phases = [program.prefill for program in programs if program.prefill is not None]
     needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
     divided = sum(phase.allocation is not None for phase in phases)
@@ -265,6 +279,8 @@ class Evaluation:
         replies by rounding alone.
         """
         whole = self.config()
+        # Methods come and go between rounds, and a batch changes last bits: neither makes the replies of a stage
+        # others.
         left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING_SETTINGS)}
         rounding = {name: whole.content[name] for name in ROUNDING_SETTINGS}
         return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
@@ -315,6 +331,20 @@ class Evaluation:
         known = {task.name for task in tasks if isinstance(task, LongBenchTask)}
         of_papers = {name: datasets for name, datasets in AVERAGES.items() if known.issuperset(datasets)}
         return {MACRO: tuple(task.name for task in tasks), **of_papers}
+
+    @cached_property
+    def retained(self) -> tuple[str, ...]:
+        """The tasks that the average `RETAINED` is of."""
+        return tuple(find_retained(group_scores(self.samples, self.contexts)))
+
+    def retained_shares(self) -> dict[str, Estimate]:
+        """Return what every plan retains, by name, see `summarize_retained`; empty where that cannot be said."""
+        row = next((row for row in self.blocks[0].rows if (row.kind, row.task) == ("average", RETAINED)), None)
+        return {} if row is None else {name: row.scores[label] for name, label in self.names.items()}
+
+    def retained_gap(self, name: str) -> Estimate | None:
+        """Return how much less a plan retains than it keeps of the score, see `measure_retained_gap`."""
+        return measure_retained_gap(self.samples, self.names[name], self.contexts)
 
     @cached_property
     def contexts(self) -> Contexts:
@@ -418,6 +448,7 @@ class Evaluation:
             *self.size_notes,
             *self._hopeless_notes(),
             *self._loss_notes(),
+            *self._retained_notes(),
             *(note for covered in self.coverage for note in self._coverage_notes(covered)),
             *(note for block in self.blocks for note in self._size_notes(block)),
         ]
@@ -456,6 +487,15 @@ class Evaluation:
             if set(self.metrics.values()) != {FORCED}:  # else no score is shown
                 note += f"; its score in averages is 100 less a point for every {MOST_LOST / 100:g} nats more, or 0"
             yield note
+
+    def _retained_notes(self) -> Iterator[str]:
+        for covered in self.coverage:
+            if covered.category == RETAIN and covered.task not in self.retained:
+                done = fmean(s.score for s in self.samples if (s.task, s.method) == (covered.task, FULL))
+                yield (
+                    f"{covered.task}: the full cache does it in {100 * done:.0f}%, below {100 * LEAST_DONE:.0f}%: not "
+                    f"counted in {RETAINED!r}"
+                )
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
         if covered.shortfall is not None:
@@ -514,7 +554,7 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
     labels = {FULL: FULL}
     known: dict[str, str] = {}
     for name, plan in plans.items():
-        content = hash_json(plan.model_dump(mode="json", exclude={"provenance"}))
+        content = plan.content_sha256
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:
             methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})

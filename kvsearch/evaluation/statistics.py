@@ -27,6 +27,7 @@ from kvsearch.plan import Size
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics.likelihood import read_losses
+from kvsearch.tasks.retain import RETAIN
 
 if TYPE_CHECKING:
     from kvsearch.strategies.ready_methods import ReadyMethod
@@ -38,6 +39,8 @@ SCORE_ENDS: Final = (0.0, 1.0)
 DIFFERENCE_ENDS: Final = (-1.0, 1.0)
 AVERAGE = "average"
 MACRO = "macro"  # the plain mean over all tasks
+RETAINED: Final = "retained"  # the mean share that is kept of what the full cache does of the tasks `RETAIN`
+LEAST_DONE: Final = 0.5  # of the cases of such a task, else nothing is there to be kept
 
 Kind = Literal["task", "category", "average"]
 # what the questions of each context of a task add up to, [..., contexts], and how many they are, [contexts]
@@ -277,6 +280,78 @@ def _compare_paired(
     return Difference(**asdict(_estimate(tasks, differences, ends)), wins=wins, ties=ties, losses=losses)
 
 
+def _relate_to_full(task: TaskScores) -> dict[str, Floats]:
+    """Return scores [questions] as shares of the full cache's mean, by method.
+
+    A share is a ratio of two means over the same questions, so its deviations are the linearised ones: the mean is the
+    ratio, and a question that the method answers just as the full cache does deviates where the ratio is not one.
+    """
+    full = task.by_method[FULL]
+    mean = full.mean()
+    shares = {method: scores.mean() / mean for method, scores in task.by_method.items()}
+    return {
+        method: shares[method] + (scores - shares[method] * full) / mean for method, scores in task.by_method.items()
+    }
+
+
+def find_retained(tasks: Mapping[str, TaskScores]) -> dict[str, TaskScores]:
+    """Return the tasks `RETAIN` of which the full cache does half or more: what others keep of it can be said."""
+    return {
+        name: task
+        for name, task in tasks.items()
+        if {*task.categories} == {RETAIN} and task.by_method[FULL].mean() >= LEAST_DONE
+    }
+
+
+def summarize_retained(samples: Sequence[Sample], subject: str, contexts: Contexts | None = None) -> Row | None:
+    """Return the row `RETAINED`: scores relative to the full cache's, the mean over the tasks of `find_retained`.
+
+    Differences are of these shares; None without such a task. Arguments as for `summarize`.
+    """
+    tasks = list(find_retained(group_scores(samples, contexts)).values())
+    if not tasks:
+        return None
+    row = _make_row(RETAINED, "average", tasks, subject)
+    shares = [_relate_to_full(task) for task in tasks]
+    most = float(np.mean([1 / task.by_method[FULL].mean() for task in tasks]))
+    scores = {method: _estimate(tasks, [share[method] for share in shares], (0.0, most)) for method in row.scores}
+    scores[FULL] = replace(scores[FULL], low=1.0, high=1.0)  # by definition
+    differences = {
+        method: replace(
+            difference,
+            **asdict(_estimate(tasks, [share[subject] - share[method] for share in shares], (-most, most))),
+        )
+        for method, difference in row.differences.items()
+    }
+    return replace(row, scores=scores, differences=differences)
+
+
+def measure_retained_gap(samples: Sequence[Sample], method: str, contexts: Contexts | None = None) -> Estimate | None:
+    """Return by how much a method keeps more of the other tasks' scores than of the tasks `RETAIN`.
+
+    Both are shares of the full cache's score, question by question, and each task counts the same on its side; the
+    interval is Student's. None without tasks of both kinds of which the full cache does something.
+    """
+    tasks = group_scores([sample for sample in samples if sample.method in (FULL, method)], contexts)
+    retained = find_retained(tasks).values()
+    others = [
+        task
+        for task in tasks.values()
+        if RETAIN not in task.categories and not task.losses and task.by_method[FULL].mean() > 0
+    ]
+    if not (retained and others):
+        return None
+    sides = [(others, 1), (retained, -1)]
+    count = len(others) + len(retained)
+    return estimate_by_student(
+        *(
+            task.average_by_context(_relate_to_full(task)[method]) * (sign * count / len(side))
+            for side, sign in sides
+            for task in side
+        )
+    )
+
+
 @dataclass(frozen=True)
 class TraceLength:
     """The length of a method's replies to one task in tokens: the mean, and how many replies reached the limit.
@@ -321,7 +396,8 @@ class TraceLength:
 class SizeBlock:
     """Methods of one size (None: of plans and their baselines), by name and label; the full cache is in all blocks.
 
-    The rows are the tasks, then categories if there are several, then the named averages.
+    The rows are the tasks, then categories if there are several, then the named averages, and `RETAINED`, if that can
+    be said.
     """
 
     size: Size | None
@@ -364,5 +440,7 @@ def make_blocks(
             if chosen not in whole:
                 whole[chosen] = summarize([sample for sample in compared if sample.task in chosen], label, contexts)[-1]
             rows.append(replace(whole[chosen], task=name, kind="average"))
+        if (retained := summarize_retained(compared, label, contexts)) is not None:
+            rows.append(retained)
         blocks.append(SizeBlock(size, labels, label, rows))
     return blocks

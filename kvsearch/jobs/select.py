@@ -18,7 +18,7 @@ from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, make_stage_store, wa
 from kvsearch.jobs.validate import SignalOptions
 from kvsearch.plan import Size, canonical_json, parse_phases, save_plan
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import make_selection_result, report_ahead_words
+from kvsearch.report.selections import describe_retained, make_selection_result, report_ahead_words
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, read_run, write_contexts
@@ -135,8 +135,10 @@ def select(options: SelectOptions, reporter: Reporter, models: ModelLoader) -> S
             were_finished &= run.state == "finished"
         if ahead := report_ahead_words(selected.report):
             reporter.warn(ahead)
-        reporter.say(f"wrote {output} and {place / SELECTION}")
         results.append(make_selection_result(selected, plan=str(output)))
+        if warning := describe_retained(results[-1]):
+            reporter.warn(warning)
+        reporter.say(f"wrote {output} and {place / SELECTION}")
     if were_finished:
         reporter.say(FINISHED_NOTE)
     if options.budgets is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import FailFast, Field, ValidationInfo, field_validator
 
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import (
     Count,
@@ -25,7 +26,7 @@ from kvsearch.core.fields import (
 from kvsearch.core.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_NUMBER
 from kvsearch.core.naming import require_known, suggest
 from kvsearch.core.parsing import format_value
-from kvsearch.plan.origin import Provenance
+from kvsearch.plan.origin import Guarantee, Provenance
 
 if TYPE_CHECKING:
     from kvsearch.core.arrays import Ints
@@ -226,6 +227,17 @@ class Plan(Record):
         """The phases that the plan has, by name; its total is that of the first."""
         phases: dict[Phase, PhasePlan | None] = {"prefill": self.prefill, "decode": self.decode}
         return {name: phase for name, phase in phases.items() if phase is not None}
+
+    @property
+    def content_sha256(self) -> str:
+        """The hash of everything but where the plan came from: equal plans are run alike."""
+        return hash_json(self.model_dump(mode="json", exclude={"provenance"}))
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        """What this plan was shown to lose at most; None if it was not, or was changed since."""
+        shown = self.provenance.guarantee
+        return shown if shown is not None and shown.plan_sha256 == self.content_sha256 else None
 
     @property
     def heads(self) -> int:

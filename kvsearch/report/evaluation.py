@@ -16,7 +16,7 @@ from kvsearch.core.files import write_atomically
 from kvsearch.core.items import group_by_key
 from kvsearch.core.printed import format_csv
 from kvsearch.evaluation.samples import LayerLoss
-from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
+from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL, RETAINED
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
@@ -28,6 +28,7 @@ from kvsearch.report.numbers import (
     format_outcomes,
     format_percent,
 )
+from kvsearch.report.plans import describe_shown
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
@@ -313,6 +314,12 @@ def _list_notes(result: EvaluationResult, *notes: str) -> tuple[str, ...]:
         if result.blocks[0].method("uniform") is not None:
             plans.append(f"uniform: the policy of {result.subject} with even budgets")
         plans.append("all methods but full hold as many entries as the plan")
+    together = " (all plans together)" if len(result.guarantees) > 1 else ""
+    for name, shown in result.guarantees.items():
+        verdict = ""
+        if shown.wished is not None:
+            verdict = f": at most {100 * shown.wished:g} points is {'shown' if shown.holds else 'not shown'}"
+        plans.append(f"{name} {describe_shown(shown.guarantee)}{together}{verdict}")
     return (*plans, *notes, *result.notes)
 
 
@@ -335,11 +342,11 @@ def _select_columns(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow
     """
     if len(result.tasks) == 1:
         first, *others = result.rows
-        return [first, *(row for row in others if row.kind == "category")]
+        return [first, *(row for row in others if row.kind == "category" or row.name == RETAINED)]
     seen = set[frozenset[str]]()
     chosen = []
     for row in result.rows:
-        if row.kind == "average":
+        if row.kind == "average" and row.name != RETAINED:
             tasks = frozenset(result.averages[row.name])
             if tasks in seen:
                 continue
@@ -358,9 +365,10 @@ def _make_header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str
     """Return the headings of columns; averages over the same tasks share one."""
     header = ["method"]
     for row in rows:
-        if row.kind == "average":
+        if row.kind == "average" and row.name != RETAINED:
             tasks = set(result.averages[row.name])
-            header.append(" = ".join(name for name, others in result.averages.items() if set(others) == tasks))
+            same = (name for name, others in result.averages.items() if set(others) == tasks and name != RETAINED)
+            header.append(" = ".join(same))
         else:
             header.append(row.name)
     return header

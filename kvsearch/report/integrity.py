@@ -27,7 +27,7 @@ from kvsearch.plan.saved import (
     read_weights,
 )
 from kvsearch.plan.schema import PolicySpec
-from kvsearch.policies.registry import BUILT_IN, FITTED, build_policy
+from kvsearch.policies.registry import BUILT_IN, build_policy, is_fitted
 from kvsearch.report.artifacts import is_cache, open_path
 from kvsearch.report.figures import ReportPart
 from kvsearch.report.numbers import pluralize
@@ -221,5 +221,5 @@ def _check_policies(specs: Iterable[PolicySpec], path: Path) -> None:
         beside = locate_weights(spec, path)
         if beside is not None:
             read_weights(beside, path, str(spec.params[WEIGHTS]))
-        if spec.name in BUILT_IN and spec.name not in FITTED:  # others may be of a package that is not here
+        if spec.name in BUILT_IN and not is_fitted(spec.name):  # others may be of a package that is not here
             build_policy(spec)

@@ -47,7 +47,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.sure < 1:
-            raise UsageError(f"--sure {self.sure:g} is outside [0.5, 1): 0.9 is 'likely better', 0.95 'beats'")
+            raise UsageError(f"--confidence {self.sure:g} is outside [0.5, 1): 0.9 is 'likely better', 0.95 'beats'")
         if not 0 < self.level < 1:
             raise UsageError(f"a level of {self.level:g} is no probability of a wrong choice")
         object.__setattr__(self, "level", min(self.level, round(1 - self.sure, 12)))
@@ -199,7 +199,9 @@ class ReportScores:
     a winner, `share` also where the full cache is not above the best baseline. `lead` is of the foremost candidate over
     the best baseline; None without one. `nats` are losses by name with differences to what was written, where all tasks
     are teacher-forced. `parts` are what each part of the written plan adds to those before it, from the even baseline
-    on: in scores, or nats per token less where there are `nats`.
+    on: in scores, or nats per token less where there are `nats`. `retained` are shares of what the full cache does of
+    the tasks retain:*, by name, and `retained_gap` how much less that is than what the written plan keeps of the other
+    tasks' scores; empty and None where these are not asked.
     """
 
     asked: QuestionCount
@@ -212,6 +214,8 @@ class ReportScores:
     notes: tuple[str, ...] = ()
     nats: Annotated[dict[str, TextLoss], Field(exclude_if=lambda nats: not nats)] = field(default_factory=dict)
     parts: Annotated[dict[PlanPart, Estimate], Field(exclude_if=lambda parts: not parts)] = field(default_factory=dict)
+    retained: Annotated[dict[str, Estimate], Field(exclude_if=lambda shares: not shares)] = field(default_factory=dict)
+    retained_gap: Annotated[Estimate | None, Field(exclude_if=is_none)] = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,9 +234,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class TriedBudget:
-    """The loss of the best plan of a budget against the full cache, in [0, 1].
+    """The mean loss of the chosen plan of a budget to the full cache on the report split, in [0, 1].
 
-    `confirmed`: measured on other contexts than the search for the budget.
+    `confirmed`: it was shown to lose no more than was wished, as were all larger ones.
     """
 
     budget: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -23,10 +23,10 @@ TokenCount = Callable[[str], int]  # how many tokens a text has
 class Query:
     """One question about a context, the answers that count as right, and how many tokens a reply may have.
 
-    `prefix` is how the reply begins: it is given to the model, not generated. `options` are all classes there are, for
-    metrics that need them. `id` is what its author calls it, `category` the group that it is averaged in; empty ones
-    are none, and that of the task. `written` is a right reply in full, in the form that the task asks for, where no
-    single answer is one: all answers of a list, or the steps that lead to the answer.
+    `prefix` is how the reply begins: it is given to the model, not generated. `options` are all classes there are, or
+    what a rule is about, for metrics that need them. `id` is what its author calls it, `category` the group that it is
+    averaged in; empty ones are none, and that of the task. `written` is a right reply in full, in the form that the
+    task asks for, where no single answer is one: all answers of a list, or the steps that lead to the answer.
     """
 
     question: str
@@ -48,7 +48,8 @@ class Query:
 class Example:
     """A context and the questions asked of it, after it was compressed or as its end.
 
-    In `turns`, every question follows those before it and the replies to them; else none sees another.
+    In `turns`, every question follows those before it and the replies to them; else none sees another. `system` is
+    the system prompt before the context, for models with a chat template.
     """
 
     task: str
@@ -56,6 +57,7 @@ class Example:
     context: str
     queries: tuple[Query, ...]
     turns: bool = False
+    system: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,16 @@ class Sampling:
 class Task(ABC):
     """A named source of examples with a metric in [0, 1].
 
-    Replies of a `traced` task are traces of thought: models may think, and how long replies are is reported.
+    Replies of a `traced` task are traces of thought: models may think, and how long replies are is reported. A task
+    that is registered by itself (see `kvsearch.tasks.catalog.TASKS`) says by `reads` which options of the command line
+    are which of its parameters, such as {"length": "length", "split": "split"}, and by `texts` where its texts are
+    from.
     """
 
     name: str
     traced: ClassVar[bool] = False
+    reads: ClassVar[Mapping[str, str]] = {}
+    texts: ClassVar[str] = "generated"
 
     @property
     @abstractmethod

@@ -216,6 +216,11 @@ def encode(
     `wanted` contexts were asked for and `used` ones left out, which is only counted.
     """
     form = PromptFormat.of(tokenizer, task)
+    if not form.chat and any(example.system for example in examples):
+        raise IncompatibleError(
+            f"task {task.name} begins with a system prompt, and the model's tokenizer has no chat template: take an "
+            "instruct model, or leave the task out"
+        )
     excluded = Counter[str]()
     prompts: list[Prompt] = []
     for example in examples:
@@ -260,8 +265,9 @@ def hash_example(example: Example) -> tuple[str, ...]:
 
     One of them stands in a record of what was asked: where all contexts of a task are equal, those with questions.
     """
-    question_hashes = (hash_context(example.context, query.question) for query in example.queries)
-    return hash_context(example.context), *question_hashes
+    text = f"{example.system}\n\n{example.context}" if example.system else example.context
+    question_hashes = (hash_context(text, query.question) for query in example.queries)
+    return hash_context(text), *question_hashes
 
 
 def draw_unseen_examples(
@@ -325,6 +331,7 @@ def _encode_prompts(
     form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
 ) -> Iterator[Prompt]:
     for example in examples:
+        form = replace(form, system=example.system) if example.system != form.system else form
         queries = list(_usable_queries(form, example, excluded))
         texts = [QuestionText(query.question, query.prefix, query.right_reply) for _, query in queries]
         try:

@@ -72,7 +72,8 @@ class PromptFormat:
 
     `plain` is how a question follows the context where there is no chat template; `template` off leaves the template
     out even where there is one. Hybrid models (Qwen3) would spend most replies on `thinking`. Answers follow after a
-    blank, unless they are `verbatim` parts of a text.
+    blank, unless they are `verbatim` parts of a text. `system` is the system prompt, which needs a chat template; where
+    that takes none (Gemma 2), it is the beginning of the user's message.
     """
 
     tokenizer: Any
@@ -80,6 +81,7 @@ class PromptFormat:
     template: bool = True
     thinking: bool = False
     verbatim: bool = False
+    system: str = ""
 
     @classmethod
     def of(cls, tokenizer: Any, task: Task) -> PromptFormat:
@@ -222,6 +224,22 @@ class PromptFormat:
     def _render_template(self, *roles: str, content: str = _MARK, **options: Any) -> str:
         """Return the template with a mark as the message of each role."""
         messages = [{"role": role, "content": content} for role in roles]
+        if self.system and self._takes_system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        elif self.system:
+            messages[0]["content"] = f"{self.system}\n\n{content}"
+        return self._apply_template(messages, **options)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template has a place for a system prompt; some raise an error, some drop it."""
+        messages = [{"role": "system", "content": _MARK}, {"role": "user", "content": "a"}]
+        try:
+            return _MARK in self._apply_template(messages)
+        except Exception:  # noqa: BLE001 - a template raises what it likes
+            return False
+
+    def _apply_template(self, messages: list[dict[str, str]], **options: Any) -> str:
         options |= {"enable_thinking": self.thinking, "tokenize": False, **TEMPLATE_OPTIONS}
         text: str = self.tokenizer.apply_chat_template(messages, **options)
         return text

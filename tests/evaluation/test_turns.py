@@ -46,7 +46,7 @@ def test_without_a_plan_the_full_cache_answers(model: LoadedModel) -> None:
     assert reply.text == plain_reply(model, tiny.ids_of(CONTEXT + " ? vote"), 6)
     length = len(CONTEXT.split()) + 1
     size, most = 8 * length * 2 * 16 * 4, 8 * (length + 2 + len(reply.text.split()) - 1)  # the last word is never fed
-    assert reply == Reply(reply.text, length, 8 * length, 8 * length, size + 4 * 8 * length, size, most)
+    assert reply == Reply(reply.text, length, 8 * length, 8 * length, size + 4 * 8 * length, size, most, 0.0)
     assert model.model.config._attn_implementation == "sdpa"
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kvsearch.kernels.rows import Rows
 from kvsearch.policies.scoring import find_kernel_rows
+from kvsearch.testing.policy_contract import Case, observe
 from tests.combinations import first_value
 from tests.kernels.reference import relative_error
 from tests.kernels.serving import interpreted
 from tests.policies import test_cake, test_scoring
-from tests.policies.contract import Case, observe
 from tests.runtime.policies import SMALL
 from tests.signals import test_oracle
 

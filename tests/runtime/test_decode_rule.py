@@ -18,9 +18,9 @@ from kvsearch.policies.ranking import apply_to_each
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
+from kvsearch.testing.policy_contract import DIM, properties
 from tests.combinations import in_turn
 from tests.examples import fixed
-from tests.policies.contract import DIM, properties
 from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
 from tests.runtime.policies import SMALL, policies_of

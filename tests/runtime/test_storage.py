@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -229,6 +231,26 @@ def test_room_grows_by_an_eighth(place: str, monkeypatch: pytest.MonkeyPatch) ->
             pair.check(1)
             assert pair.store.nbytes() <= 1.125 * (before + row * token) + 3 * row
         assert before < pair.store.nbytes()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_growing_frees_each_tensor_before_the_next_is_copied(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with at(place) as device:
+        pair = Pair(1, 2, 64, 3, device)
+        grown = pair.store.blocks[0]
+        old = {name: weakref.ref(tensor) for name, tensor in blocks.list_entry_tensors(grown).items()}
+        kept: list[int] = []
+
+        def count_kept(block: Any, name: str, value: Any) -> None:
+            object.__setattr__(block, name, value)
+            if block is grown and name in old:
+                kept.append(sum(ref() is not None for ref in old.values()))
+
+        monkeypatch.setattr(type(grown), "__setattr__", count_kept, raising=False)
+        pair.store.reserve(16)
+        pair.store.prepare_step()
+        assert len(kept) == len(old) == 3
+        assert all(count <= limit for count, limit in zip(kept, (3, 2, 1), strict=True))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.naming import require_known
-from kvsearch.tasks.metrics import infinitebench, likelihood, longbench, maths, strings
+from kvsearch.tasks.metrics import infinitebench, likelihood, longbench, maths, rules, strings
 from kvsearch.tasks.metrics.packages import import_optional
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ _OF_ANSWERS = (
     likelihood.likelihood,
 )  # fmt: skip
 # scores of a reply and its whole question
-_OF_QUESTION = (longbench.classification, infinitebench.choice, infinitebench.choice_of_function)
+_OF_QUESTION = (
+    longbench.classification, infinitebench.choice, infinitebench.choice_of_function,
+    rules.json_keys, rules.all_capitals, rules.word_avoided, rules.closing_words, rules.refusal,
+)  # fmt: skip
 
 
 def _make_metric(metric: Callable[[str, Any], float]) -> Metric:

@@ -107,6 +107,6 @@ class AllocatorContract:
         """What a raised signal must not lower; a subclass whose signal is a layer's may sum over its heads."""
         return int(budgets[layer, head])
 
-    def slack(self, signals: Signals, floors: Ints, caps: Ints) -> int:
+    def slack(self, signals: Signals, floors: Ints, caps: Ints) -> int:  # noqa: ARG002
         """Entries by which the allocator may miss monotony in its signal; 0 unless a subclass says why not."""
         return 0

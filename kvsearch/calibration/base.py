@@ -1,23 +1,12 @@
-"""The interface of calibration methods, and the methods by name."""
+"""The passes of a calibration method: prompts, work, and the profile that is measured."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvsearch.calibration.options import (
-    AdakvOptions,
-    CakeOptions,
-    CalibrationOptions,
-    LavaOptions,
-    LukvOptions,
-    ProbeOptions,
-    QueryBankOptions,
-    QueryStatisticsOptions,
-)
-from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.calibration.options import CalibrationOptions
 from kvsearch.calibration.steps import StepCache
 
 if TYPE_CHECKING:
@@ -71,6 +60,20 @@ class Calibration(ABC, Generic[Options]):
             IncompatibleError: the model computes NaN.
         """
 
+    @classmethod
+    def estimate_together(cls, calibrations: Sequence[Any], prompts: Sequence[CalibrationPrompt]) -> Work:
+        """Return the work of `measure_together`."""
+        (calibration,) = calibrations
+        return calibration.estimate(prompts)  # type: ignore[no-any-return]
+
+    @classmethod
+    def measure_together(
+        cls, calibrations: Sequence[Any], prompts: Sequence[CalibrationPrompt], progress: Progress | None = None
+    ) -> list[Profile]:
+        """Return the profiles of calibrations on the same prompts, by default of a single one; errors as `measure`."""
+        (calibration,) = calibrations
+        return [calibration.measure(prompts, progress)]
+
     def describe(
         self,
         policy: PolicySpec,
@@ -99,25 +102,3 @@ class Calibration(ABC, Generic[Options]):
             policies=(policy, *rivals) if rivals else None,
             provenance=make_provenance(self.options.method, self.options.seed, self.data.sha256, settings, record),
         )
-
-
-# the options of methods, and their calibrations, whose modules are imported when a method is used: torch takes seconds
-_METHODS: dict[str, tuple[type[CalibrationOptions], str]] = {
-    "lukv": (LukvOptions, "lukv:LukvCalibration"),
-    "lava": (LavaOptions, "dynamic:DynamicCalibration"),
-    "cake": (CakeOptions, "dynamic:DynamicCalibration"),
-    "adakv": (AdakvOptions, "dynamic:DynamicCalibration"),
-    "polykv": (PolykvOptions, "polykv.measure:PolykvCalibration"),
-    "probe": (ProbeOptions, "probe.measure:ProbeCalibration"),
-    "query_bank": (QueryBankOptions, "probe.bank:QueryBankCalibration"),
-    "query_statistics": (QueryStatisticsOptions, "query_statistics:QueryStatisticsCalibration"),
-}
-METHODS = {name: options for name, (options, _) in _METHODS.items()}
-
-
-def create_calibration(
-    loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: CalibrationOptions
-) -> Calibration[Any]:
-    """Return the calibration that `options` are of."""
-    kind: type[Calibration[Any]] = resolve_name(f"kvsearch.calibration.{_METHODS[options.method][1]}")
-    return kind(loaded, data, policies, options)

@@ -31,18 +31,22 @@ from kvsearch.policies import (
     rank_under,
 )
 from kvsearch.policies.base import Norm
+from kvsearch.policies.checks import read_lengths
 from kvsearch.policies.decoding import State
-from kvsearch.policies.ranking import apply_to_each
+from kvsearch.policies.ranking import apply_to_each, find_limits, keep_at
 from kvsearch.policies.scoring import sum_columns
-from tests.examples import fixed
-from tests.policies.examples import keep_under
 
 DIM = 4
 MODEL_DIM = 5
-MISSING = {"queries": None, "statistics": {}, "column_sums": None, "projection": None}
-# Subclasses run the same test function, which hypothesis takes for a mistake; those in packages of others have no
-# conftest that takes the deadline away.
-properties = settings(fixed(), suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow])
+MISSING: dict[str, Any] = {"queries": None, "statistics": {}, "column_sums": None, "projection": None}
+# The same examples at every run: floats that tie in one draw of a million are no failure. No deadline: how fast a
+# machine is says nothing about the code. Subclasses run the same test function, which hypothesis takes for a mistake.
+properties = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class OutputWeights:
         """|v W_O[q]|, [B, Hkv, G, T] fp32."""
         weight = self.weight.view(values.shape[1], -1, *self.weight.shape[1:])
         projected = torch.einsum("bhtd,hgdm->bhgtm", values.float(), weight)
-        return projected.norm(p={"l1": 1, "l2": 2}[order], dim=-1)
+        norms: Tensor = projected.norm(p={"l1": 1, "l2": 2}[order], dim=-1)
+        return norms
 
 
 def observe(policy: Policy, case: Case, dtype: torch.dtype = torch.float32) -> Observation:
@@ -100,10 +105,13 @@ def observe(policy: Policy, case: Case, dtype: torch.dtype = torch.float32) -> O
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    batch, heads, query_heads = case.batch, case.heads, case.heads * case.group
+    batch = case.batch
+    heads = case.heads
+    query_heads = case.heads * case.group
     needs = policy.needs()
     queries = normal(batch, query_heads, case.length, DIM)
-    keys, values = normal(batch, heads, case.length, DIM), normal(batch, heads, case.length, DIM)
+    keys = normal(batch, heads, case.length, DIM)
+    values = normal(batch, heads, case.length, DIM)
     valid = torch.arange(case.length)[None] >= torch.tensor(case.pads)[:, None]
     statistics = {}
     if needs.query_statistics_from is not None:
@@ -131,7 +139,8 @@ def with_more_pads(observation: Observation, pads: int) -> Observation:
     def longer(states: Tensor) -> Tensor:
         return torch.cat([states.new_full((*states.shape[:2], pads, DIM), 50.0), states], 2)
 
-    queries, received = observation.queries, observation.column_sums
+    queries = observation.queries
+    received = observation.column_sums
     if queries is not None and queries.shape[2] == observation.keys.shape[2]:
         queries = longer(queries)  # fewer rows than the policy wants: the prompt was shorter than the window
     return dataclasses.replace(
@@ -187,7 +196,9 @@ class Shifted:
     """A policy that repeats, for an observation with `pads` more columns of padding, the scores it gave without."""
 
     def __init__(self, policy: Policy, observation: Observation, pads: int) -> None:
-        self.policy, self.observation, self.pads = policy, observation, pads
+        self.policy = policy
+        self.observation = observation
+        self.pads = pads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
@@ -200,6 +211,11 @@ class Shifted:
         return None if first is None else torch.nn.functional.pad(first, (self.pads, 0), value=1e9)
 
 
+def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
+    """Return what a policy keeps at `budgets` [B, Hkv] int64, [B, Hkv, T] bool; exempt heads keep everything."""
+    return keep_at(policy, observation, find_limits(policy, budgets, read_lengths(observation)))
+
+
 def start_of(policy: Policy, observation: Observation) -> State:
     """The state in which a policy starts to decode; without any where it has no decode rule of its own."""
     return policy.start(observation) if policy.has_decode_rule else State()
@@ -207,7 +223,8 @@ def start_of(policy: Policy, observation: Observation) -> State:
 
 def first_to_protect(policy: Policy, length: int, budget: int) -> set[int]:
     """The protected entries, as indices among the real tokens, that a budget must cover."""
-    sinks, window = policy.sink_count, policy.recent_count
+    sinks = policy.sink_count
+    window = policy.recent_count
     if budget < sinks + window:
         if window:
             sinks = min(sinks, budget - 1)
@@ -228,9 +245,13 @@ class Drawn:
     """One example: an observation for a policy, and what several invariants look at."""
 
     def __init__(self, policy: Policy, case: Case) -> None:
-        self.policy, self.case, self.observation = policy, case, observe(policy, case)
-        self.valid, self.lengths = self.observation.valid, self.observation.lengths
-        self.scores, self.ranks = policy.score(self.observation), rank_under(policy, self.observation)
+        self.policy = policy
+        self.case = case
+        self.observation = observe(policy, case)
+        self.valid = self.observation.valid
+        self.lengths = self.observation.lengths
+        self.scores = policy.score(self.observation)
+        self.ranks = rank_under(policy, self.observation)
         self.budgets = torch.arange(1, case.length + 2)
         self.uniform = self.budgets[:, None, None].expand(-1, case.batch, case.heads)  # [N, B, Hkv]
         self.masks = torch.stack([self.keep(budgets) for budgets in self.uniform])  # [N, B, Hkv, T]
@@ -290,7 +311,8 @@ class PolicyContract:
     def the_state_at_the_start_of_decoding(self, observation: Observation) -> None:
         """Of the right shape, the same again, and the caller's: it shares no memory with the observation."""
         batch, heads, length = observation.keys.shape[:3]
-        state, again = start_of(self.policy, observation), start_of(self.policy, observation)
+        state = start_of(self.policy, observation)
+        again = start_of(self.policy, observation)
         for name, tensor in state.entries.items():
             assert tensor.shape[:3] == (batch, heads, length), name
             torch.testing.assert_close(tensor, again.entries[name], rtol=0, atol=0, equal_nan=True)
@@ -318,7 +340,8 @@ class PolicyContract:
                     rank_under(self.policy, poor), start_of(self.policy, poor)
 
     def ranks_are_permutations_with_protected_first_and_pads_last(self, drawn: Drawn) -> None:
-        ranks, length = drawn.ranks, drawn.case.length
+        ranks = drawn.ranks
+        length = drawn.case.length
         assert ranks.dtype == torch.int32
         assert torch.equal(ranks.sort(-1).values, torch.arange(length).int().expand_as(ranks))
         assert torch.equal(ranks < drawn.lengths[:, None, None], drawn.valid[:, None].expand_as(ranks))
@@ -329,7 +352,9 @@ class PolicyContract:
 
     def kept_sets(self, drawn: Drawn) -> None:
         """Nested, no padding, as many as there is room for, protected ones first, by rank; all of exempt heads."""
-        masks, budgets, real = drawn.masks, drawn.uniform, drawn.valid[:, None]
+        masks = drawn.masks
+        budgets = drawn.uniform
+        real = drawn.valid[:, None]
         lengths = drawn.lengths[:, None].expand_as(budgets)
         exempt = apply_to_each(self.policy.keeps_all, budgets, lengths).bool()
         assert not (masks & ~real).any()
