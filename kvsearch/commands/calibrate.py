@@ -43,7 +43,7 @@ from kvsearch.plan.profile import load_profile, save_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.report.costs import Forecast
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
-from kvsearch.runs.run import Run, read_run, read_sums, require_same, require_unchanged, write_contexts
+from kvsearch.runs.run import Run, read_run, read_sums, require_equal, require_unchanged, write_contexts
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
@@ -278,16 +278,16 @@ def _prepare(
     for options in several:
         for remark in options.remarks():
             reporter.warn(remark)
+    # before a model is loaded
+    earlier = {options.output: read_run(options.output, "calibrate") for options in several}
     data, loaded = _data(several[0], reporter, models)
     configs = [options.configuration(data) for options in several]
     is_finished = True
     for options, config in zip(several, configs, strict=True):
-        if options.force:
-            read_run(options.output, config.job)
-            is_finished = False
-        else:
-            known = require_same(options.output, config) is not None
-            is_finished = is_finished and known and CONFIG in read_sums(options.output)
+        known = None if options.force else earlier[options.output]
+        if known is not None:
+            require_equal(options.output, known, config)
+        is_finished = is_finished and known is not None and CONFIG in read_sums(options.output)
     if is_finished:
         return configs, []
     from kvsearch.runtime.program import warn_unfit
@@ -363,7 +363,6 @@ def _data(
     from kvsearch.selection.splits import refuse_reported
 
     refuse_reported(tasks)
-    read_run(options.output, "calibrate")
     if any(facts.split == "all" for facts in describe_tasks(options.tasks)):
         reporter.say(f"evaluate asks all examples of {options.tasks} by default: add --split report for held-out ones")
     loaded = models.load(options.model)

@@ -103,15 +103,19 @@ def require_same(directory: Path, config: RunConfig, unknown: Sequence[str] = ()
         UsageError: another run is there, with the first difference, or something else; see `read_run`.
     """
     earlier = read_run(directory, config.job)
-    if earlier is None:
-        return None
+    if earlier is not None:
+        require_equal(directory, earlier, config, unknown)
+    return earlier
+
+
+def require_equal(directory: Path, earlier: RunConfig, config: RunConfig, unknown: Sequence[str] = ()) -> None:
+    """Raise UsageError, with the first difference, if the run that is in `directory` is another one."""
     difference = config.difference(earlier, unknown)
     if difference is not None:
         raise UsageError(
             f"{directory} holds another run: {difference}; repeat its command to go on with it, choose another "
             "--output, or --force to start anew"
         )
-    return earlier
 
 
 JOB_NOUNS: dict[Job, str] = {

@@ -17,7 +17,7 @@ from tests.cli.conftest import invoke, polykv_in
 from tests.cli.test_bad_input import USAGE, refused
 
 RETRIEVING = 3  # the layer in which the bundled model retrieves
-CONTEXTS, SAMPLES = 92, 32
+CONTEXTS, SAMPLES = 56, 20
 pytestmark = pytest.mark.slow
 choose = partial(invoke, "select")
 
@@ -25,7 +25,7 @@ choose = partial(invoke, "select")
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task file of short contexts in the bundled model's language."""
-    return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", CONTEXTS, length=200, facts=4)
+    return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", CONTEXTS, length=140, facts=4)
 
 
 def calibrated(directory: Path) -> Path:

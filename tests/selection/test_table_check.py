@@ -101,7 +101,7 @@ def test_export_refuses_a_table_that_lost(measured: Any, tmp_path: Path) -> None
     path = tmp_path / "profile.safetensors"
     save_profile(checked(measured[2], "harmful", "unproven", "unproven"), path)
     assert load_profile(path).metadata.checks is not None
-    with pytest.raises(UsageError, match=r"lose to even ones: at ratio 0.8 40.0%.*allow_harmful=True") as refused:
+    with pytest.raises(UsageError, match=r"lose to even ones: at ratio 0.8 40.0%.*--allow-harmful") as refused:
         kvsearch.export(path, ratio=0.8, output=tmp_path / "plan.json")
     assert refused.value.exit_code == 2
     assert not (tmp_path / "plan.json").exists()
@@ -143,7 +143,7 @@ def test_a_table_of_the_wrong_layers_is_found_out(tmp_path: Path, monkeypatch: p
     given = {"answers": "given", "shrink": False, "output": tmp_path / "one"}
     with pytest.warns(KvsearchWarning, match="the table loses to even budgets: at ratio 0.8"):
         kvsearch.calibrate("bundled", **given)
-    with pytest.raises(UsageError, match="allow_harmful=True"):
+    with pytest.raises(UsageError, match="--allow-harmful"):
         kvsearch.export(tmp_path / "one", ratio=0.8, output=tmp_path / "plan.json")
 
 
