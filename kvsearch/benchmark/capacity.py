@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import cache, partial
+from itertools import count
+from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import StaticCache
 
+from kvsearch.benchmark.break_even import CostModel, Forecaster, StepCosts, choose_checks
 from kvsearch.benchmark.speed import (
     DYNAMIC,
     FULL_CACHE,
@@ -18,6 +24,7 @@ from kvsearch.benchmark.speed import (
     Workload,
     count_cache_bytes,
     draw_prompts,
+    iterate_rounds,
     list_cache_kinds,
     measure_peak_bytes,
     time_decode,
@@ -25,17 +32,21 @@ from kvsearch.benchmark.speed import (
     time_steps,
 )
 from kvsearch.core.errors import EnvironmentFault
-from kvsearch.core.items import Progress
+from kvsearch.core.items import Progress, group_by_key
 from kvsearch.models.architecture import describe
 from kvsearch.models.memory import find_default_memory, is_out_of_memory, measure_free_bytes, release_memory
+from kvsearch.models.speed import PATIENCE, Speed, Work
 from kvsearch.models.weights import list_named_tensors
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import use_attention
-from kvsearch.runtime.program import estimate_memory, make_full_program
+from kvsearch.runtime.program import count_entries, estimate_memory, make_full_program
 
 FREE_SHARE_FOR_BATCH = 0.95  # of what is free, for the largest batch
 BATCH_REDUCTION = 16  # a batch that does not fit is tried again with a sixteenth less
 SPARE_SHARE = 1 / 4  # of what a cache holds may be padding, or room for tokens to come
+LONGEST_PROMPT = 8192  # of a curve, where no lengths are given
+SHORTEST_PROMPT = 512
+PROMPT_SECONDS = 120  # that the prompts of a curve may take
 PROBE_STEPS = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
 
 
@@ -145,3 +156,114 @@ def _repeat_cache(kind: CacheKind, one: Any, batch: int) -> Any:
     cache = deepcopy(one)
     cache.batch_repeat_interleave(batch)
     return cache
+
+
+def choose_lengths(model: Any, programs: dict[str, Program], batches: Sequence[int], steps: int) -> tuple[int, ...]:
+    """Choose four lengths of a curve, each twice the one before, that this device reads in time and has memory for.
+
+    Raises:
+        EnvironmentFault: not even short ones fit into memory.
+    """
+    limit = (describe(model).max_positions or LONGEST_PROMPT + steps) - steps
+    longest = 2 ** (min(LONGEST_PROMPT, limit).bit_length() - 1)
+    speed = None if model.device.type == "meta" else Speed(model, SHORTEST_PROMPT)
+    while True:
+        lengths = tuple(longest // share for share in (8, 4, 2, 1))
+        prompts = [*lengths, *{length for length, _ in choose_checks(lengths, batches)}]
+        in_time = speed is None or speed.seconds(Work.over(prompts, 2 + len(programs))) <= PROMPT_SECONDS
+        try:
+            require_memory(model, programs, Workload(max(batches), longest, steps, 1), model.device)
+        except EnvironmentFault:
+            if longest <= SHORTEST_PROMPT:
+                raise
+        else:
+            if in_time or longest <= SHORTEST_PROMPT:
+                return lengths
+        longest //= 2
+
+
+@torch.no_grad()
+def measure_steps(
+    model: Any, programs: dict[str, Program], workloads: Sequence[Workload], progress: Progress
+) -> list[StepCosts]:
+    """Measure decode steps of workloads, with transformers' own cache, the full cache on ours, and all `programs`.
+
+    A prompt of every length is read, for each kind of cache, and the cache repeated to the batches. Kinds take turns.
+    """
+    kinds = [kind for kind in list_cache_kinds(model, programs, 0) if kind.name != STATIC_CACHE]
+    measured = []
+    turns = count(1)
+    with use_attention(model, model.config._attn_implementation):
+        for length, group in group_by_key(workloads, lambda work: work.length).items():
+            rounds = max(work.rounds for work in group)
+            singles, prefill = _read_prompts(model, kinds, length, rounds)
+            sizes = {}
+            for kind in kinds:
+                model.set_attn_implementation(kind.implementation)
+                single = singles[kind.name]
+                held = count_cache_bytes(single)
+                beside = measure_peak_bytes(model.device, partial(time_decode, model, single, 1, PROBE_STEPS))
+                sizes[kind.name] = held + beside
+            for work in group:
+                token = _time_batches(model, kinds, singles, work)
+                measured += [
+                    StepCosts(
+                        kind.name, length, work.batch, *count_kept_entries(model, programs.get(kind.name), length),
+                        token[kind.name], prefill[kind.name], sizes[kind.name],
+                    )
+                    for kind in kinds
+                ]  # fmt: skip
+                progress(next(turns), len(workloads))
+    return measured
+
+
+def count_kept_entries(model: Any, program: Program | None, length: int) -> tuple[int, int]:
+    """Count the entries of a sequence that a decode step reads, and those after its prompt; None: the full cache."""
+    if program is None:
+        program = make_full_program(model)
+    after_prompt = count_entries(model, program.prefill, length)
+    if program.decode is None:
+        return after_prompt, after_prompt
+    return min(after_prompt, count_entries(model, program.decode, length)), after_prompt
+
+
+def _read_prompts(
+    model: Any, kinds: Sequence[CacheKind], length: int, rounds: int
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Read one prompt into a cache of each kind; return the caches, and median seconds of rounds within `PATIENCE`."""
+    ids = draw_prompts(model, 1, length)
+    caches = {}
+    seconds = defaultdict[str, list[float]](list)
+    started = perf_counter()
+    for number, kind in enumerate(iterate_rounds(kinds, rounds)):
+        if number >= len(kinds) and number % len(kinds) == 0 and perf_counter() - started > PATIENCE:
+            break
+        model.set_attn_implementation(kind.implementation)
+        caches[kind.name] = kind.make()
+        seconds[kind.name].append(time_prefill(model, caches[kind.name], ids))
+    return caches, {name: statistics.median(times[1:] or times) for name, times in seconds.items()}
+
+
+def _time_batches(
+    model: Any, kinds: Sequence[CacheKind], singles: Mapping[str, Any], work: Workload
+) -> dict[str, float]:
+    """Time a decode step of batches of equal sequences, median seconds by kind of cache."""
+    caches = {}
+    seconds = defaultdict[str, list[float]](list)
+    for kind in iterate_rounds(kinds, work.rounds):
+        model.set_attn_implementation(kind.implementation)
+        if kind.name not in caches:
+            caches[kind.name] = _repeat_cache(kind, singles[kind.name], work.batch)
+            time_steps(model, caches[kind.name], work.batch, PROBE_STEPS)
+        seconds[kind.name].append(time_decode(model, caches[kind.name], work.batch, work.steps) / work.steps)
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+
+
+def fit_forecaster(model: Any, programs: dict[str, Program], measured: Sequence[StepCosts]) -> Forecaster:
+    """Fit the costs of every kind of cache that was measured, for the memory that `find_largest_batches` fills."""
+    return Forecaster(
+        {name: CostModel.fit(costs) for name, costs in group_by_key(measured, lambda cost: cost.cache).items()},
+        cache(lambda name, length: count_kept_entries(model, programs.get(name), length)),
+        (DYNAMIC, FULL_CACHE),
+        find_default_memory(model.device, gpu_share=FREE_SHARE_FOR_BATCH),
+    )

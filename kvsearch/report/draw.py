@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsearch.core.files import require_directory, write_atomically, write_fault
 from kvsearch.core.printed import escape_invisible
-from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Series, is_light
+from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Panels, Series, is_light
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
@@ -43,11 +43,14 @@ LINE = 0.15  # of the height of a name
 
 WIDTH = 5.5  # inches of a figure over both columns of a page
 HEIGHT = 3.4
+PANEL = 3.6  # of each of several charts
+LEGEND_LINE = 0.15  # of a legend below a chart
 DPI = 200
 CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
 LONGEST_NAME = 48  # letters
 MOST_WORDS = 16  # names of columns that fit side by side
 MOST_NUMBERS = 160  # cells of a map that have their number in them
+DATED = {".pdf": "CreationDate", ".png": "Software", ".svg": "Date"}  # what would make every file of a kind another
 DRAW_SETTINGS = {
     "font.family": "serif", "font.serif": ["STIXGeneral", "DejaVu Serif"], "mathtext.fontset": "stix", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.linewidth": 0.6,
@@ -71,26 +74,31 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
         EnvironmentFault: the disk is full, permissions are missing.
     """
     require_directory(directory)
-    import matplotlib
-
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_fault(error, directory, "give the same command again") from error
     written = list[Path]()
-    with matplotlib.rc_context(DRAW_SETTINGS):
-        for figure in figures:
-            picture = draw(figure)
-            for suffix in ("pdf", "png"):
-                data = io.BytesIO()
-                # without the date, which would make every file another
-                dated: dict[str, Any] = {"CreationDate": None} if suffix == "pdf" else {"Software": None}
-                picture.savefig(data, format=suffix, dpi=DPI, bbox_inches="tight", metadata=dated)
-                written.append(directory / f"{figure.name}.{suffix}")
-                write_atomically(written[-1], data.getvalue())
-            written.append(directory / f"{figure.name}.csv")
-            write_atomically(written[-1], figure.csv().encode())
+    for figure in figures:
+        for suffix in (".pdf", ".png"):
+            written.append(directory / f"{figure.name}{suffix}")
+            write_picture(figure, written[-1])
+        written.append(directory / f"{figure.name}.csv")
+        write_atomically(written[-1], figure.csv().encode())
     return written
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write a figure as PDF, PNG or SVG, told by the suffix; equal figures give equal bytes. Errors as above."""
+    import matplotlib
+
+    data = io.BytesIO()
+    with matplotlib.rc_context(DRAW_SETTINGS | {"svg.hashsalt": figure.name}):
+        # without the date, which would make every file another
+        draw(figure).savefig(
+            data, format=path.suffix[1:], dpi=DPI, bbox_inches="tight", metadata={DATED[path.suffix]: None}
+        )
+    write_atomically(path, data.getvalue())
 
 
 def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Picture:
@@ -100,7 +108,11 @@ def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Pictur
     picture = Picture(figsize=(width, HEIGHT), layout="constrained")
     match _as_shown(figure.body):
         case LineChart(full=None) as lines:
-            _draw_lines(picture, lines)
+            _draw_lines(picture.add_subplot(), lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        case Panels(charts):
+            picture.set_size_inches(PANEL * len(charts), HEIGHT + LEGEND_LINE * max(len(c.series) for c in charts))
+            for axes, chart in zip(picture.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
+                _draw_lines(axes, chart, loc="upper center", bbox_to_anchor=(0.5, -0.18))
         case LineChart() as plans:
             _draw_plans(picture, plans)
         case HeatMap() as maps:
@@ -131,8 +143,8 @@ def _as_shown(data: Any) -> Any:
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _draw_lines(picture: Picture, body: LineChart) -> None:
-    axes = picture.add_subplot()
+def _draw_lines(axes: Axes, body: LineChart, **legend: Any) -> None:
+    """Draw a line chart, with its `legend` at that place where it has several lines."""
     counts = Counter[str]()  # by role
     for series in body.series:
         _draw_series(axes, series, counts[series.role])
@@ -141,7 +153,7 @@ def _draw_lines(picture: Picture, body: LineChart) -> None:
     axes.set_xlabel(body.x)
     _begin_at_tick(axes.yaxis, body)
     if sum(series.style != "level" for series in body.series) > 1:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        axes.legend(**legend)
 
 
 def _draw_series(axes: Axes, series: Series, number: int) -> None:

@@ -1,0 +1,153 @@
+"""What `bench --curve` says: where a plan starts to pay, what fits into memory, and how far off predictions are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from statistics import median
+from typing import Any, ClassVar
+
+from kvsearch.benchmark.break_even import PAYS, BreakEven, CostCheck, CostModel, CurvePoint, StepCosts
+from kvsearch.core.fields import Index
+from kvsearch.core.items import group_by_key
+from kvsearch.report.costs import format_machine
+from kvsearch.report.figures import Figure, LineChart, Panels, Role, Series
+from kvsearch.report.table import Cell, Table
+from kvsearch.results.base import Result
+from kvsearch.strategies.names import FULL
+
+MEANING = (
+    "full cache -> plan; the full cache is the faster of transformers' DynamicCache and kvsearch's own storage. "
+    "prompt s: to read one prompt. requests: how many fit into memory at once",
+    "*: longer than what was measured; the tokens per second of all requests that fit are beyond the measured batches",
+)
+
+
+class BreakEvenView(Result):
+    """Measured steps, the costs fitted to them, checks of these, and what they say over length and batch.
+
+    `memory` are the bytes that all requests may take together.
+    """
+
+    SCHEMA: ClassVar[str] = "kvsearch.break-even/1"
+
+    machine: dict[str, Any]
+    memory: Index
+    measured: tuple[StepCosts, ...]
+    checks: tuple[CostCheck, ...]
+    costs: dict[str, CostModel]
+    points: tuple[CurvePoint, ...]
+    break_evens: tuple[BreakEven, ...]
+
+    @property
+    def plans(self) -> dict[str, list[CurvePoint]]:
+        """The points of every plan, by its name."""
+        return group_by_key((point for point in self.points if point.cache != FULL), attrgetter("cache"))
+
+    def headline(self) -> str:
+        """Return in a sentence from where on every plan pays."""
+        return "; ".join(self._describe_start(plan) for plan in self.plans)
+
+    def parts(self) -> Iterator[str | Table]:
+        """Yield on what it was measured, where plans pay and where not, a table for every plan, and the checks."""
+        yield f"{format_machine(self.machine)}; one prompt at a time"
+        for plan, points in self.plans.items():
+            first = points[0]
+            last = max((point for point in points if point.is_measured), key=attrgetter("length"))
+            full = self._find_full(last)
+            place = f"{first.length:,} tokens and batch {first.batch}"
+            yield f"{self._describe_start(plan)}."
+            yield (
+                f"At {place} it does{' not' if first.speedup < PAYS else ''}: {first.speedup:.2f} times the full "
+                f"cache's tokens per second. {self.memory / 1e9:.1f} GB hold {full.requests:,} requests of "
+                f"{last.length:,} tokens with the full cache, and {last.requests:,} with the plan."
+            )
+        for plan, points in self.plans.items():
+            batches = list(dict.fromkeys(point.batch for point in points))
+            header = ["tokens", *(f"batch {batch}" for batch in batches), "prompt s", "requests", "their tokens/s"]
+            rows = [self._make_row(row) for row in group_by_key(points, attrgetter("length")).values()]
+            yield Table.plain(f"tokens per second: {plan}", header, rows, notes=MEANING)
+        if self.checks:
+            header = ["cache", "tokens", "batch", "ms per step", "foretold", "error"]
+            checks = [
+                [
+                    check.cache, f"{check.length:,}", check.batch, Cell.number(1e3 * check.token_seconds, ".2f"),
+                    Cell.number(1e3 * check.foretold_token_seconds, ".2f"), Cell.number(check.error, "+.1%"),
+                ]
+                for check in self.checks
+            ]  # fmt: skip
+            yield Table.plain(f"points that were not measured for the fit: {self.describe_errors()}", header, checks)
+
+    def describe_errors(self) -> str:
+        """Return how far off the foretold times of steps are at the points that were left out."""
+        errors = sorted(abs(check.error) for check in self.checks)
+        return f"errors of {median(errors):.0%} (median) and up to {errors[-1]:.0%}"
+
+    def _describe_start(self, plan: str) -> str:
+        """Return from which length on a plan pays at each batch."""
+        longest = max(point.length for point in self.points)
+        starts = [
+            f"from {float(f'{at.length:.2g}'):,.0f} tokens" if at.length else f"at no length up to {longest:,} tokens"
+            for at in self.break_evens
+            if at.cache == plan
+        ]
+        batches = [at.batch for at in self.break_evens if at.cache == plan]
+        places = ", ".join(f"{start} at batch {batch}" for start, batch in zip(starts, batches, strict=True))
+        return f"{plan} decodes at least {PAYS - 1:.0%} faster than the full cache {places}"
+
+    def _find_full(self, point: CurvePoint) -> CurvePoint:
+        """Return the point of the full cache at the same length and batch."""
+        place = (FULL, point.length, point.batch)
+        return next(other for other in self.points if (other.cache, other.length, other.batch) == place)
+
+    def _make_row(self, points: Sequence[CurvePoint]) -> list[Cell]:
+        """Return the cells of a length: a plan and the full cache at every batch, and what holds for all of them."""
+        pairs = [(self._find_full(point), point) for point in points]
+        full, first = pairs[0]
+        rates = [
+            Cell(
+                f"{full.tokens_per_second:,.1f} -> {point.tokens_per_second:,.1f} ({point.speedup:.2f}x)",
+                point.speedup >= PAYS, point.speedup,
+            )
+            for full, point in pairs
+        ]  # fmt: skip
+        return [
+            Cell(f"{first.length:,}{'' if first.is_measured else '*'}", value=first.length),
+            *rates,
+            Cell(f"{full.prefill_seconds:.3g} -> {first.prefill_seconds:.3g}"),
+            Cell(f"{full.requests:,} -> {first.requests:,}"),
+            Cell(f"{full.requests_per_second:,.0f} -> {first.requests_per_second:,.0f}"),
+        ]
+
+
+def make_break_even_figures(view: BreakEvenView) -> Iterator[Figure]:
+    """Yield tokens per second, how many times the full cache's these are, and requests that fit, over length."""
+    lines = group_by_key(view.points, lambda point: (point.cache, point.batch))
+    rates = [_make_line(points, "tokens_per_second", batch) for (_, batch), points in lines.items()]
+    speedups = [_make_line(points, "speedup", batch) for (cache, batch), points in lines.items() if cache != FULL]
+    caches = {cache: points for (cache, _), points in reversed(lines.items())}
+    requests = [_make_line(points, "requests") for points in reversed(caches.values())]
+    x = "tokens of a prompt"
+    charts = (
+        LineChart(x, "tokens per second", tuple(rates), log_x=True, log_y=True),
+        LineChart(
+            x,
+            "times the full cache's",
+            (Series("break-even", (), (1.0,), style="level", role="muted"), *speedups),
+            log_x=True,
+        ),
+        LineChart(x, f"requests that fit in {view.memory / 1e9:.1f} GB", tuple(requests), log_x=True, log_y=True),
+    )
+    longest = max(cost.length for cost in view.measured)
+    caption = f"{format_machine(view.machine)}; beyond {longest:,} tokens extrapolated"
+    if view.checks:
+        caption += f"; {view.describe_errors()} at points that were not measured for the fit"
+    yield Figure("break-even", "Where a plan starts to pay", caption, Panels(charts), leads=True)
+
+
+def _make_line(points: Sequence[CurvePoint], value: str, batch: int | None = None) -> Series:
+    """Return a value over length as a line of its cache and, where it depends on it, batch."""
+    name = points[0].cache if points[0].cache != FULL else "full cache"
+    x, y = zip(*((point.length, getattr(point, value)) for point in points), strict=True)
+    role: Role = "muted" if points[0].cache == FULL else ""
+    return Series(name if batch is None else f"{name}, batch {batch}", x, y, role=role)
