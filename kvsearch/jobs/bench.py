@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from itertools import product
@@ -12,7 +13,7 @@ from pydantic import Field
 
 from kvsearch.benchmark.break_even import choose_checks, list_lengths
 from kvsearch.config.options import QUESTIONS, SIZE, Listed, Repeated, option
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.core.files import check_target, write_atomically
 from kvsearch.jobs.groups import MODEL, ModelOptions
 from kvsearch.jobs.model_loader import ModelLoader
@@ -27,7 +28,7 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.break_even import BreakEvenView, make_break_even_figures
 from kvsearch.report.costs import Forecast, SpeedView, describe_machine
-from kvsearch.report.draw import DATED, write_picture
+from kvsearch.report.draw import DATED, write_row
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
@@ -68,15 +69,14 @@ class BenchOptions(ModelOptions):
         metavar="FILE",
     )
     batch: Sizes = option(
-        (1,), "Prompts at a time; several are measured in turn; with --curve 1,4,16.", QUESTIONS, metavar="N[,N...]"
-    )
+        (1,), "Prompts at a time; several are measured in turn.", QUESTIONS, metavar="N[,N...]",
+        shown="1; with --curve 1,4,16",
+    )  # fmt: skip
     length: Sizes = option(
-        (1024,),
-        "Tokens of a prompt; several are measured in turn; with --curve four that the device reads in time.",
-        QUESTIONS,
-        metavar="N[,N...]",
-    )
-    new_tokens: int = option(32, "Tokens that are decoded in every round; with --curve 8.", QUESTIONS, ge=1)
+        (1024,), "Tokens of a prompt; several are measured in turn.", QUESTIONS, metavar="N[,N...]",
+        shown="1024; with --curve four lengths that are read in time",
+    )  # fmt: skip
+    new_tokens: int = option(32, "Tokens that are decoded in every round.", QUESTIONS, shown="32; with --curve 8", ge=1)
     rounds: int = option(5, "Rounds that are counted; one more warms up.", ge=1)
 
     @property
@@ -122,7 +122,7 @@ class BenchOptions(ModelOptions):
         if self.curve is not None and self.curve.suffix not in (".html", *DATED):
             raise UsageError(f"cannot write a curve to {self.curve}: name a .html, .svg, .png or .pdf file")
         if self.curve is not None:
-            check_target(self.curve)
+            check_report_target(self.curve) if self.curve.suffix == ".html" else check_target(self.curve)
 
     def fill_curve(self, model: Any, programs: dict[str, Program]) -> BenchOptions:
         """Return these options with lengths, batches and tokens of a curve where none are given; errors as `bench`."""
@@ -179,7 +179,11 @@ def bench(options: BenchOptions, reporter: Reporter, models: ModelLoader) -> Spe
     options, loaded, programs, _ = _load(options, reporter, models)
     if options.curve is not None:
         view = _measure_curve(options, loaded, programs, reporter)
-        _write_curve(view, options.curve)
+        try:
+            _write_curve(view, options.curve)
+        except KvsearchError:
+            reporter.say(f"what was measured, as --json prints it: {json.dumps(view.as_json())}")
+            raise
         return view
     from kvsearch.benchmark.capacity import find_largest_batches
     from kvsearch.benchmark.speed import Workload, list_cache_kinds, measure, measure_roofline
@@ -243,8 +247,7 @@ def _measure_curve(
 def _write_curve(view: BreakEvenView, path: Path) -> None:
     """Write a picture, or a page with tables, too; told by the suffix."""
     if path.suffix != ".html":
-        [figure] = make_break_even_figures(view)
-        write_picture(figure, path)
+        write_row(list(make_break_even_figures(view)), path)
         return
     from kvsearch.report.artifacts import LoadedArtifact
     from kvsearch.report.page import group_by_model, render

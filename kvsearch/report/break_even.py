@@ -11,7 +11,7 @@ from kvsearch.benchmark.break_even import PAYS, BreakEven, CostCheck, CostModel,
 from kvsearch.core.fields import Index
 from kvsearch.core.items import group_by_key
 from kvsearch.report.costs import format_machine
-from kvsearch.report.figures import Figure, LineChart, Panels, Role, Series
+from kvsearch.report.figures import Figure, LineChart, Role, Series
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
 from kvsearch.strategies.names import FULL
@@ -123,26 +123,27 @@ class BreakEvenView(Result):
 def make_break_even_figures(view: BreakEvenView) -> Iterator[Figure]:
     """Yield tokens per second, how many times the full cache's these are, and requests that fit, over length."""
     lines = group_by_key(view.points, lambda point: (point.cache, point.batch))
+    first = view.points[0].batch
+    caches = {cache: points for (cache, batch), points in lines.items() if batch == first}
     rates = [_make_line(points, "tokens_per_second", batch) for (_, batch), points in lines.items()]
     speedups = [_make_line(points, "speedup", batch) for (cache, batch), points in lines.items() if cache != FULL]
-    caches = {cache: points for (cache, _), points in reversed(lines.items())}
-    requests = [_make_line(points, "requests") for points in reversed(caches.values())]
-    x = "tokens of a prompt"
-    charts = (
-        LineChart(x, "tokens per second", tuple(rates), log_x=True, log_y=True),
-        LineChart(
-            x,
-            "times the full cache's",
-            (Series("break-even", (), (1.0,), style="level", role="muted"), *speedups),
-            log_x=True,
-        ),
-        LineChart(x, f"requests that fit in {view.memory / 1e9:.1f} GB", tuple(requests), log_x=True, log_y=True),
-    )
+    requests = [_make_line(points, "requests") for points in caches.values()]
+    level = Series(FULL, (), (1.0,), style="level", role="muted")
     longest = max(cost.length for cost in view.measured)
-    caption = f"{format_machine(view.machine)}; beyond {longest:,} tokens extrapolated"
+    x = "tokens of a prompt"
+    if longest < max(point.length for point in view.points):
+        x += f"; extrapolated beyond {longest:,}"
+    caption = format_machine(view.machine)
     if view.checks:
         caption += f"; {view.describe_errors()} at points that were not measured for the fit"
-    yield Figure("break-even", "Where a plan starts to pay", caption, Panels(charts), leads=True)
+    for name, title, y, series in (
+        ("tokens", "Tokens per second", "tokens per second", rates),
+        ("speed", "Where a plan starts to pay", "times the full cache's tokens per second", [level, *speedups]),
+        ("requests", "Requests that fit at once", f"requests in {view.memory / 1e9:.1f} GB", requests),
+    ):
+        yield Figure(
+            name, title, caption, LineChart(x, y, tuple(series), log_x=True, log_y=name != "speed"), leads=True
+        )
 
 
 def _make_line(points: Sequence[CurvePoint], value: str, batch: int | None = None) -> Series:

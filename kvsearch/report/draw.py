@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsearch.core.files import require_directory, write_atomically, write_fault
 from kvsearch.core.printed import escape_invisible
-from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Panels, Series, is_light
+from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Series, is_light
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ LINE = 0.15  # of the height of a name
 
 WIDTH = 5.5  # inches of a figure over both columns of a page
 HEIGHT = 3.4
-PANEL = 3.6  # of each of several charts
-LEGEND_LINE = 0.15  # of a legend below a chart
+PANEL = 3.6  # of each of several charts side by side
+ROW_HEIGHT = 4.2  # of these, with legends below
 DPI = 200
 CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
 LONGEST_NAME = 48  # letters
@@ -74,31 +74,42 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
         EnvironmentFault: the disk is full, permissions are missing.
     """
     require_directory(directory)
+    import matplotlib
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_fault(error, directory, "give the same command again") from error
     written = list[Path]()
-    for figure in figures:
-        for suffix in (".pdf", ".png"):
-            written.append(directory / f"{figure.name}{suffix}")
-            write_picture(figure, written[-1])
-        written.append(directory / f"{figure.name}.csv")
-        write_atomically(written[-1], figure.csv().encode())
+    with matplotlib.rc_context(DRAW_SETTINGS):
+        for figure in figures:
+            picture = draw(figure)
+            for suffix in ("pdf", "png"):
+                written.append(directory / f"{figure.name}.{suffix}")
+                write_picture(picture, written[-1])
+            written.append(directory / f"{figure.name}.csv")
+            write_atomically(written[-1], figure.csv().encode())
     return written
 
 
-def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure as PDF, PNG or SVG, told by the suffix; equal figures give equal bytes. Errors as above."""
-    import matplotlib
-
+def write_picture(picture: Picture, path: Path) -> None:
+    """Write a picture as PDF, PNG or SVG, by the suffix; equal pictures give equal bytes. Errors as `write_figures`."""
     data = io.BytesIO()
-    with matplotlib.rc_context(DRAW_SETTINGS | {"svg.hashsalt": figure.name}):
-        # without the date, which would make every file another
-        draw(figure).savefig(
-            data, format=path.suffix[1:], dpi=DPI, bbox_inches="tight", metadata={DATED[path.suffix]: None}
-        )
+    picture.savefig(data, format=path.suffix[1:], dpi=DPI, bbox_inches="tight", metadata={DATED[path.suffix]: None})
     write_atomically(path, data.getvalue())
+
+
+def write_row(figures: Sequence[Figure], path: Path) -> None:
+    """Write line charts side by side as one picture, see `write_picture`."""
+    import matplotlib
+    from matplotlib.figure import Figure as Picture
+
+    with matplotlib.rc_context(DRAW_SETTINGS | {"svg.hashsalt": figures[0].name}):
+        picture = Picture(figsize=(PANEL * len(figures), ROW_HEIGHT), layout="constrained")
+        for axes, figure in zip(picture.subplots(1, len(figures), squeeze=False)[0], figures, strict=True):
+            _draw_lines(axes, _as_shown(figure.body), loc="upper center", bbox_to_anchor=(0.5, -0.16))
+            axes.set_title(_as_shown(figure.title))
+        write_picture(picture, path)
 
 
 def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Picture:
@@ -109,10 +120,6 @@ def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Pictur
     match _as_shown(figure.body):
         case LineChart(full=None) as lines:
             _draw_lines(picture.add_subplot(), lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
-        case Panels(charts):
-            picture.set_size_inches(PANEL * len(charts), HEIGHT + LEGEND_LINE * max(len(c.series) for c in charts))
-            for axes, chart in zip(picture.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
-                _draw_lines(axes, chart, loc="upper center", bbox_to_anchor=(0.5, -0.18))
         case LineChart() as plans:
             _draw_plans(picture, plans)
         case HeatMap() as maps:

@@ -106,19 +106,7 @@ class HeatMap:
                 yield from ((panel, name, column, value) for column, value in zip(self.columns, row, strict=True))
 
 
-@dataclass(frozen=True)
-class Panels:
-    """Line charts side by side, each with axes and a legend of its own."""
-
-    charts: tuple[LineChart, ...]
-
-    def table(self) -> Iterator[Cells]:
-        """Yield the rows of each chart, headers among them, as they differ."""
-        for chart in self.charts:
-            yield from chart.table()
-
-
-Body = LineChart | HeatMap | Panels
+Body = LineChart | HeatMap
 
 
 @dataclass(frozen=True)
