@@ -96,8 +96,9 @@ class JobOptions(Record):
     """Base of the options of a job, validated as a whole.
 
     `job` is the name of its runs, `recipes` tells whether it takes a recipe. A field without an `Option` is not
-    offered on the command line. A class may have a `panel` for the fields that it brings. Of `alternatives` one is
-    given: it takes the place of another that a recipe states.
+    offered on the command line, unless the class describes it in `flags`, as it does fields of plain settings. A class
+    may have a `panel` for the fields that it brings. Of `alternatives` one is given: it takes the place of another that
+    a recipe states.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -105,6 +106,7 @@ class JobOptions(Record):
     job: ClassVar[str] = "this command"
     recipes: ClassVar[bool] = False
     alternatives: ClassVar[tuple[str, ...]] = ()
+    flags: ClassVar[Mapping[str, Option]] = {}
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -153,9 +155,12 @@ class JobOptions(Record):
                 for item in model.model_fields[name].metadata
                 if isinstance(item, Option)
             ]
+            owner = next(model for model in reversed(annotations) if name in annotations[model])
+            if name in cls.flags:
+                stated, owner = [cls.flags[name]], cls
             if stated:
-                panel = next(vars(model).get("panel") for model in reversed(annotations) if name in annotations[model])
-                offered[name] = (cls.model_fields[name], replace(stated[0], panel=stated[0].panel or panel))
+                panel = stated[0].panel or vars(owner).get("panel")
+                offered[name] = (cls.model_fields[name], replace(stated[0], panel=panel))
         return offered
 
     @classmethod

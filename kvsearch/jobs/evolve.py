@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvsearch.config.options import RULE, Params, Repeated, drop_alternatives, merge_params, option
+from kvsearch.calibration.options import ANSWERS_OPTION
+from kvsearch.config.options import RULE, Option, Params, Repeated, drop_alternatives, merge_params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.limits import MOST_NUMBER
@@ -38,7 +39,7 @@ from kvsearch.report.search import describe_decisions, make_search_result
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import read_run, write_contexts
-from kvsearch.search.settings import SEARCH_PANEL, EvolveSettings
+from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.trials import TrialLog
 from kvsearch.tasks.metrics import is_forced
 
@@ -48,10 +49,43 @@ if TYPE_CHECKING:
     from kvsearch.results.search import SearchResult
     from kvsearch.search.evolve import PreparedSearch
 
-LIMITS = "When to stop"
+SEARCH_PANEL, LIMITS = "What is searched", "When to stop"
 DEFAULT_POLICY = "snapkv"
 SPLITS = {"search": "train", "choice": "select", "report": "report"}
 FILES = (BEST, REPORT, PLAN, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
+
+
+SETTINGS: dict[str, Option] = {
+    "space": Option(
+        "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
+        "--start; joint: the policy of every layer, of those of the --start plans and --policy, and multipliers "
+        "around the best start."
+    ),
+    "phases": Option(
+        "When to evict: prefill, decode or both, each phase with the budget as its size. Prefill candidates share "
+        "one reading of every prompt; with decode each is run whole, exact and slower."
+    ),
+    "group_size": Option("Layers of a group.", shown="8, or all"),
+    "objective": Option(
+        "What the search lowers or raises: nll of teacher-forced answers (cheap), or metric, the task's own of "
+        "free replies. The best are judged by the metric in any case."
+    ),
+    "answers": ANSWERS_OPTION,
+    "generations": Option("Of each group."),
+    "population": Option("Of each generation.", shown="4 + 3 ln dimension"),
+    "sigma": Option("First step, in units of the budget."),
+    "parity": Option("The paper's literal choices (soft total, cache term)."),
+    "lam": Option("With --parity: weight of the cache term (Eq. 1).", flag="--lambda"),
+    "gamma": Option("With --parity: penalty for unused budget in the cache term (Eq. 2)."),
+    "hard_below": Option(
+        "Search only on questions that the full cache answers right and that score below so many percent under "
+        "even budgets (the paper's needles: 60).",
+        metavar="PERCENT",
+        shown="all questions",
+    ),
+    "hard_most": Option("With --hard-below: at most so many of them (the paper's needles: 35).", shown="all"),
+    "finalists": Option("Candidates that are judged by the metric at the end."),
+}  # the flags of `EvolveSettings`
 
 
 class EvolveOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, SelectionOptions, EvolveSettings):
@@ -61,6 +95,7 @@ class EvolveOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Sel
     recipes: ClassVar[bool] = True
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
     panel: ClassVar[str] = SEARCH_PANEL
+    flags: ClassVar[Mapping[str, Option]] = SETTINGS
 
     model: str = option(..., MODEL)
     budget: Entries | None = option(None, BUDGET)
@@ -95,6 +130,11 @@ class EvolveOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Sel
         """Return the options for config.json, without a default group size, so that it suits other models."""
         stated = "group_size" in self.model_fields_set
         return {key: value for key, value in super().to_recipe().items() if stated or key != "group_size"}
+
+    def settings(self) -> EvolveSettings:
+        """Return what decides the search itself; a group size that is not given stays open."""
+        given = EvolveSettings.model_fields.keys() & self.model_fields_set
+        return EvolveSettings(**{name: getattr(self, name) for name in given})
 
     def plan_file(self, budget: int) -> Path:
         """Return the path of the plan of a budget."""
@@ -215,7 +255,9 @@ def _prepare(options: EvolveOptions, reporter: Reporter, models: ModelLoader) ->
     else:
         setup = SearchSetup.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
     splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
-    searches = prepare_searches(setup, dict.fromkeys(sorted(budgets), plans), options, splits, rule=options.rule)
+    searches = prepare_searches(
+        setup, dict.fromkeys(sorted(budgets), plans), options.settings(), splits, rule=options.rule
+    )
     if options.samples is not None:
         warn_about_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
     return searches

@@ -356,7 +356,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
         searched = search.split("train", self.find_tasks(self.model, "train"), search.protocol)
-        return Refinement(loaded, search, searched)
+        return Refinement(loaded, search.settings(), search.output, search.config, searched)
 
 
 # --- what can be done in a time ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
@@ -41,12 +41,10 @@ from kvsearch.search.bank.prepared import resolve_policies
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
+from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import RESERVED_NAMES, SearchSetup
 from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog
 from kvsearch.strategies.joint import PolicyCurves
-
-if TYPE_CHECKING:
-    from kvsearch.jobs.evolve import EvolveOptions
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 NAME = "refined"
@@ -213,12 +211,16 @@ class Refinement:
 
     Args:
         loaded: the model.
-        options: how to search, and where what was measured is kept, so that the same call goes on where it was killed.
+        settings: how to search.
+        output: where what was measured is kept, so that the same call goes on where it was killed.
+        config: of the run of the search, still without the content of its searches.
         searched: what is searched on.
     """
 
     loaded: LoadedModel
-    options: EvolveOptions
+    settings: EvolveSettings
+    output: Path
+    config: RunConfig
     searched: Split
 
     def estimate_cost(self, name: str, sizes: int) -> StageCost:
@@ -228,7 +230,7 @@ class Refinement:
         prompts = [prompt for task in encoded for prompt in task.prompts]
         following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
         read = Work.over(len(prompt.context) for prompt in prompts)
-        return replace(replies, work=replies.work + read + Work(tokens=sizes * self.options.generations * following))
+        return replace(replies, work=replies.work + read + Work(tokens=sizes * self.settings.generations * following))
 
     def run(
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
@@ -246,13 +248,13 @@ class Refinement:
         except (UsageError, IncompatibleError) as error:
             reporter.warn(f"nothing is searched on: {error}")
             return None
-        with lock_for_writing(self.options.output):
-            if CONFIG in read_sums(self.options.output):
-                config = self.options.config.changed(content=describe_searches(searches))
-                require_same(self.options.output, config, unknown=(SEARCHED,))
+        with lock_for_writing(self.output):
+            if CONFIG in read_sums(self.output):
+                config = self.config.changed(content=describe_searches(searches))
+                require_same(self.output, config, unknown=(SEARCHED,))
             else:
                 self._search(searches, reporter)
-        plans = {size: _read_plans(self.options.output, size) for size in starts}
+        plans = {size: _read_plans(self.output, size) for size in starts}
         return plans, searches[0].record(searched=True)
 
     def _prepare(
@@ -265,22 +267,22 @@ class Refinement:
             _count_budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED_NAMES}
             for size, solved in starts.items()
         }
-        return prepare_searches(setup, named, self.options, {"search": self.searched}, calibrated.contexts)
+        return prepare_searches(setup, named, self.settings, {"search": self.searched}, calibrated.contexts)
 
     def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
         """Search at every budget, and write the best plans."""
         files = (CONTEXTS, "plan-*.json")
-        maximum = self.options.generations * len(searches)
-        opening = open_search(self.options.output, self.options.config, searches, files, reporter)
+        maximum = self.settings.generations * len(searches)
+        opening = open_search(self.output, self.config, searches, files, reporter)
         with opening as (searches, executor, run, log), closing(SearchProgress(reporter, log, maximum)) as watcher:
-            write_contexts(self.options.output, {"fitted": searches[0].hashes["fitted"]})
+            write_contexts(self.output, {"fitted": searches[0].hashes["fitted"]})
             for number, search in enumerate(searches, 1):
-                allowed = number * self.options.generations  # one log has all searches
+                allowed = number * self.settings.generations  # one log has all searches
                 outcome = search.search(executor, log, allowed, watcher, f"budget {search.budget}: ")
                 for rank, candidate in enumerate(_find_better(search, outcome), 1):
                     origin = {**search.as_json(), "found": candidate.where, "value": candidate.value}
                     plan = search.plan(candidate.table, origin, search.record(searched=True))
-                    save_plan(plan, self.options.output / f"plan-{search.budget}-{rank}.json", overwrite=True)
+                    save_plan(plan, self.output / f"plan-{search.budget}-{rank}.json", overwrite=True)
             run.finish()
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_searched_is_said(family: str, policies: tuple[str, ...],
     specs = [create_policy(name).spec for name in policies]
     measured: Any = SimpleNamespace(policies=specs, contexts=None)
     options = EvolveOptions.of(model=family, output=tmp_path / "refine", space="joint")
-    refinement = Refinement(tiny.loaded(family), options, Split([]))
+    refinement = Refinement(tiny.loaded(family), options.settings(), options.output, options.config, Split([]))
     with pytest.warns(KvsearchWarning, match=words):
         found = refinement.run(measured, {Size(40, length=100): {}}, NullReporter())
     assert found is None
