@@ -91,8 +91,11 @@ class CostModel:
 
     def check(self, cost: StepCosts) -> CostCheck:
         """Put what this says beside what was measured."""
-        foretold = self.estimate_step(cost.batch, cost.entries), self.estimate_prompt(cost.length)
-        return CostCheck(**asdict(cost), foretold_token_seconds=foretold[0], foretold_prefill_seconds=foretold[1])
+        return CostCheck(
+            **asdict(cost),
+            foretold_token_seconds=self.estimate_step(cost.batch, cost.entries),
+            foretold_prefill_seconds=self.estimate_prompt(cost.length),
+        )
 
 
 def _step_terms(batch: int, entries: int) -> tuple[float, float, float]:
@@ -203,12 +206,10 @@ class Forecaster:
 
 def choose_checks(lengths: Sequence[int], batches: Sequence[int]) -> list[tuple[int, int]]:
     """Choose `CHECKS` points of length and batch that lie between those that are measured; fewer where none do."""
-    between = _list_middles(lengths), _list_middles(batches)
-    points = [*product(*between), *product(between[0], batches)]
-    if len(points) <= CHECKS:
-        return points
-    inner = list(product(*between)) if len(between[0]) * len(between[1]) >= CHECKS else points[:CHECKS]
-    return [inner[round(at)] for at in np.linspace(0, len(inner) - 1, CHECKS)]
+    lengths_between = _list_middles(lengths)
+    inner = list(product(lengths_between, _list_middles(batches)))
+    points = inner if len(inner) >= CHECKS else [*inner, *product(lengths_between, batches)][:CHECKS]
+    return [points[round(at)] for at in np.linspace(0, len(points) - 1, min(CHECKS, len(points)))]
 
 
 def _list_middles(values: Iterable[int]) -> list[int]:

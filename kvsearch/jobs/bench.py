@@ -14,7 +14,7 @@ from pydantic import Field
 from kvsearch.benchmark.break_even import choose_checks, list_lengths
 from kvsearch.config.options import QUESTIONS, SIZE, Listed, Repeated, option
 from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
-from kvsearch.core.files import check_target, write_atomically
+from kvsearch.core.files import write_atomically
 from kvsearch.jobs.groups import MODEL, ModelOptions
 from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.plan import load_checked_plan
@@ -26,16 +26,19 @@ from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Size, parse_phases
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
+from kvsearch.report.artifacts import LoadedArtifact
 from kvsearch.report.break_even import BreakEvenView, make_break_even_figures
 from kvsearch.report.costs import Forecast, SpeedView, describe_machine
-from kvsearch.report.draw import DATED, write_row
+from kvsearch.report.draw import check_picture_target, write_row
+from kvsearch.report.page import check_page_target, group_by_model, render
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
     from kvsearch.benchmark.cache_costs import CacheCosts
     from kvsearch.runtime import Program
 
-CURVE_DEFAULTS: dict[str, Any] = {"batch": (1, 4, 16), "new_tokens": 8}
+CURVE_BATCHES = (1, 4, 16)
+CURVE_STEPS = 8
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Listed, Field(min_length=1)]
 
 
@@ -119,10 +122,10 @@ class BenchOptions(ModelOptions):
         for is_made, mistake in mistakes:
             if is_made:
                 raise UsageError(mistake)
-        if self.curve is not None and self.curve.suffix not in (".html", *DATED):
-            raise UsageError(f"cannot write a curve to {self.curve}: name a .html, .svg, .png or .pdf file")
-        if self.curve is not None:
-            check_report_target(self.curve) if self.curve.suffix == ".html" else check_target(self.curve)
+        if self.curve is not None and self.curve.suffix == ".html":
+            check_page_target(self.curve)
+        elif self.curve is not None:
+            check_picture_target(self.curve)
 
     def fill_curve(self, model: Any, programs: dict[str, Program]) -> BenchOptions:
         """Return these options with lengths, batches and tokens of a curve where none are given; errors as `bench`."""
@@ -130,13 +133,11 @@ class BenchOptions(ModelOptions):
 
         if self.curve is None:
             return self
-        given = {
-            name: getattr(self, name) for name in ("batch", "length", "new_tokens") if name in self.model_fields_set
-        }
-        filled = CURVE_DEFAULTS | given
-        if "length" not in filled:
-            filled["length"] = choose_lengths(model, programs, filled["batch"], filled["new_tokens"])
-        return self.model_copy(update=filled)
+        given = self.model_fields_set
+        batches = tuple(sorted(set(self.batch))) if "batch" in given else CURVE_BATCHES
+        steps = self.new_tokens if "new_tokens" in given else CURVE_STEPS
+        lengths = sorted(set(self.length)) if "length" in given else choose_lengths(model, programs, batches, steps)
+        return self.model_copy(update={"batch": batches, "length": tuple(lengths), "new_tokens": steps})
 
     @property
     def points(self) -> list[tuple[int, int]]:
@@ -180,7 +181,11 @@ def bench(options: BenchOptions, reporter: Reporter, models: ModelLoader) -> Spe
     if options.curve is not None:
         view = _measure_curve(options, loaded, programs, reporter)
         try:
-            _write_curve(view, options.curve)
+            if options.curve.suffix == ".html":
+                page = render(group_by_model([LoadedArtifact(options.curve, "break-even", view)]))
+                write_atomically(options.curve, page)
+            else:
+                write_row(list(make_break_even_figures(view)), options.curve)
         except KvsearchError:
             reporter.say(f"what was measured, as --json prints it: {json.dumps(view.as_json())}")
             raise
@@ -242,17 +247,6 @@ def _measure_curve(
             for plan, batch in product(programs, options.batch)
         ),
     )
-
-
-def _write_curve(view: BreakEvenView, path: Path) -> None:
-    """Write a picture, or a page with tables, too; told by the suffix."""
-    if path.suffix != ".html":
-        write_row(list(make_break_even_figures(view)), path)
-        return
-    from kvsearch.report.artifacts import LoadedArtifact
-    from kvsearch.report.page import group_by_model, render
-
-    write_atomically(path, render(group_by_model([LoadedArtifact(path, "break-even", view)])))
 
 
 def _load(

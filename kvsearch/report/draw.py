@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.core.files import require_directory, write_atomically, write_fault
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import check_target, require_directory, write_atomically, write_fault
 from kvsearch.core.printed import escape_invisible
 from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Series, is_light
 from kvsearch.strategies.names import FULL
@@ -90,6 +91,13 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
             written.append(directory / f"{figure.name}.csv")
             write_atomically(written[-1], figure.csv().encode())
     return written
+
+
+def check_picture_target(path: Path) -> None:
+    """Raise UsageError if no picture can be written to `path`: another suffix, or there can be no such file."""
+    if path.suffix not in DATED:
+        raise UsageError(f"cannot write a picture to {path}: name a {', '.join(DATED)} or .html file")
+    check_target(path)
 
 
 def write_picture(picture: Picture, path: Path) -> None:
