@@ -30,8 +30,9 @@ class StepCosts:
     Args:
         entries: of one sequence that a step reads, in all full-attention layers and kv heads.
         prompt_entries: those that are held when the prompt was read, before anything leaves while decoding.
-        token_seconds: of a decode step of the batch, the median.
-        prefill_seconds: of one prompt, the median.
+        token_seconds: of a decode step of the batch, in the fastest round.
+        token_spread: how many times as long a step takes in the median round; well above 1 where a machine is busy.
+        prefill_seconds: of one prompt, the fastest.
         request_bytes: of one sequence: its cache, and what a step takes beside it.
     """
 
@@ -41,6 +42,7 @@ class StepCosts:
     entries: Index
     prompt_entries: Index
     token_seconds: float
+    token_spread: float
     prefill_seconds: float
     request_bytes: Index
 

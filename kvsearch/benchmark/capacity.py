@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache, partial
-from itertools import count
-from time import perf_counter
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from kvsearch.benchmark.speed import (
     Workload,
     count_cache_bytes,
     draw_prompts,
-    iterate_rounds,
     list_cache_kinds,
     measure_peak_bytes,
     time_decode,
@@ -188,33 +186,46 @@ def measure_steps(
 ) -> list[StepCosts]:
     """Measure decode steps of workloads, with transformers' own cache, the full cache on ours, and all `programs`.
 
-    A prompt of every length is read, for each kind of cache, and the cache repeated to the batches. Kinds take turns.
+    A prompt of every length is read into each kind of cache, which is repeated to the batches. Every round visits all
+    workloads, so that what else the machine does for a while meets all of them, and the fastest round counts.
     """
     kinds = [kind for kind in list_cache_kinds(model, programs, 0) if kind.name != STATIC_CACHE]
-    measured = []
-    turns = count(1)
+    rounds = max(work.rounds for work in workloads)
+    lengths = dict.fromkeys(work.length for work in workloads)
+    turns = (len(lengths) + len(workloads) * rounds) * len(kinds)
+    turn = count(1)
+    prompts = {}
+    seconds = defaultdict[tuple[CacheKind, Workload], list[float]](list)
     with use_attention(model, model.config._attn_implementation):
-        for length, group in group_by_key(workloads, lambda work: work.length).items():
-            rounds = max(work.rounds for work in group)
-            singles, prefill = _read_prompts(model, kinds, length, rounds)
-            sizes = {}
-            for kind in kinds:
-                model.set_attn_implementation(kind.implementation)
-                single = singles[kind.name]
-                held = count_cache_bytes(single)
-                beside = measure_peak_bytes(model.device, partial(time_decode, model, single, 1, PROBE_STEPS))
-                sizes[kind.name] = held + beside
-            for work in group:
-                token = _time_batches(model, kinds, singles, work)
-                measured += [
-                    StepCosts(
-                        kind.name, length, work.batch, *count_kept_entries(model, programs.get(kind.name), length),
-                        token[kind.name], prefill[kind.name], sizes[kind.name],
-                    )
-                    for kind in kinds
-                ]  # fmt: skip
-                progress(next(turns), len(workloads))
-    return measured
+        for length, kind in product(lengths, kinds):
+            prompts[length, kind.name] = _read_prompt(model, kind, length, rounds)
+            progress(next(turn), turns)
+        for _, work, kind in product(range(rounds), workloads, kinds):
+            model.set_attn_implementation(kind.implementation)
+            cache = _repeat_cache(kind, prompts[work.length, kind.name][0], work.batch)
+            time_steps(model, cache, work.batch, PROBE_STEPS)
+            seconds[kind, work].append(time_decode(model, cache, work.batch, work.steps) / work.steps)
+            progress(next(turn), turns)
+    return [
+        StepCosts(
+            kind.name, work.length, work.batch, *count_kept_entries(model, programs.get(kind.name), work.length),
+            min(times), statistics.median(times) / min(times), *prompts[work.length, kind.name][1:],
+        )
+        for (kind, work), times in seconds.items()
+    ]  # fmt: skip
+
+
+def _read_prompt(model: Any, kind: CacheKind, length: int, rounds: int) -> tuple[Any, float, int]:
+    """Read one prompt a few times; return its cache, the seconds of the fastest, and its bytes with those of a step."""
+    ids = draw_prompts(model, 1, length)
+    model.set_attn_implementation(kind.implementation)
+    seconds = list[float]()
+    while len(seconds) < rounds and sum(seconds) < PATIENCE:
+        cache = kind.make()
+        seconds.append(time_prefill(model, cache, ids))
+    held = count_cache_bytes(cache)
+    beside = measure_peak_bytes(model.device, partial(time_decode, model, cache, 1, PROBE_STEPS))
+    return cache, min(seconds), held + beside
 
 
 def count_kept_entries(model: Any, program: Program | None, length: int) -> tuple[int, int]:
@@ -225,38 +236,6 @@ def count_kept_entries(model: Any, program: Program | None, length: int) -> tupl
     if program.decode is None:
         return after_prompt, after_prompt
     return min(after_prompt, count_entries(model, program.decode, length)), after_prompt
-
-
-def _read_prompts(
-    model: Any, kinds: Sequence[CacheKind], length: int, rounds: int
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Read one prompt into a cache of each kind; return the caches, and median seconds of rounds within `PATIENCE`."""
-    ids = draw_prompts(model, 1, length)
-    caches = {}
-    seconds = defaultdict[str, list[float]](list)
-    started = perf_counter()
-    for number, kind in enumerate(iterate_rounds(kinds, rounds)):
-        if number >= len(kinds) and number % len(kinds) == 0 and perf_counter() - started > PATIENCE:
-            break
-        model.set_attn_implementation(kind.implementation)
-        caches[kind.name] = kind.make()
-        seconds[kind.name].append(time_prefill(model, caches[kind.name], ids))
-    return caches, {name: statistics.median(times[1:] or times) for name, times in seconds.items()}
-
-
-def _time_batches(
-    model: Any, kinds: Sequence[CacheKind], singles: Mapping[str, Any], work: Workload
-) -> dict[str, float]:
-    """Time a decode step of batches of equal sequences, median seconds by kind of cache."""
-    caches = {}
-    seconds = defaultdict[str, list[float]](list)
-    for kind in iterate_rounds(kinds, work.rounds):
-        model.set_attn_implementation(kind.implementation)
-        if kind.name not in caches:
-            caches[kind.name] = _repeat_cache(kind, singles[kind.name], work.batch)
-            time_steps(model, caches[kind.name], work.batch, PROBE_STEPS)
-        seconds[kind.name].append(time_decode(model, caches[kind.name], work.batch, work.steps) / work.steps)
-    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def fit_forecaster(model: Any, programs: dict[str, Program], measured: Sequence[StepCosts]) -> Forecaster:

@@ -153,13 +153,13 @@ def measure(
         for kind in kinds:
             turn(kind)
             peaks[kind.name] = _measure_peak(model, kind, ids, min(work.steps, 4))
-        for kind in iterate_rounds(kinds, work.rounds):
+        for kind in _iterate_rounds(kinds, work.rounds):
             turn(kind)
             caches.pop(kind.name, None)  # before there is another
             caches[kind.name] = kind.make()
             prefill[kind.name].append(time_prefill(model, caches[kind.name], ids))
         held = {name: _measure_held(model, cache, work) for name, cache in caches.items()}
-        for kind in iterate_rounds(kinds, work.rounds):
+        for kind in _iterate_rounds(kinds, work.rounds):
             turn(kind)
             cache = caches[kind.name]
             token[kind.name].append(time_decode(model, cache, work.batch, work.steps) / work.steps)
@@ -201,7 +201,7 @@ def draw_prompts(model: Any, batch: int, length: int) -> Tensor:
     return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
-def iterate_rounds(kinds: Sequence[CacheKind], rounds: int) -> Iterator[CacheKind]:
+def _iterate_rounds(kinds: Sequence[CacheKind], rounds: int) -> Iterator[CacheKind]:
     """Yield every kind once per round, in rotated order, with one round to warm up."""
     for number in range(rounds + 1):
         first = number % len(kinds)

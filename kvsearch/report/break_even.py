@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from kvsearch.benchmark.break_even import PAYS, BreakEven, CostCheck, CostModel, CurvePoint, StepCosts
 from kvsearch.core.fields import Index
 from kvsearch.core.items import group_by_key
+from kvsearch.models.speed import SURE
 from kvsearch.report.costs import format_machine
 from kvsearch.report.figures import Figure, LineChart, Role, Series
 from kvsearch.report.table import Cell, Table
@@ -50,11 +51,14 @@ class BreakEvenView(Result):
 
     def parts(self) -> Iterator[str | Table]:
         """Yield on what it was measured, where plans pay and where not, a table for every plan, and the checks."""
-        yield f"{format_machine(self.machine)}; one prompt at a time"
+        yield self.measured_on()
+        spread = median(cost.token_spread for cost in self.measured)
+        if spread > SURE:
+            yield f"This machine is busy: a step took {spread:.1f} times as long in most rounds as in the fastest."
         for plan, points in self.plans.items():
             first = points[0]
             last = max((point for point in points if point.is_measured), key=attrgetter("length"))
-            full = self._find_full(last)
+            full = self.full[last.length, last.batch]
             place = f"{first.length:,} tokens and batch {first.batch}"
             yield f"{self._describe_start(plan)}."
             yield (
@@ -78,6 +82,11 @@ class BreakEvenView(Result):
             ]  # fmt: skip
             yield Table.plain(f"points that were not measured for the fit: {self.describe_errors()}", header, checks)
 
+    def measured_on(self) -> str:
+        """Return on what it was measured, and how."""
+        rounds = f"the fastest of {self.machine['rounds']} rounds of {self.machine['new_tokens']} new tokens"
+        return f"{format_machine(self.machine)}; {rounds}, prompts read one at a time"
+
     def describe_errors(self) -> str:
         """Return how far off the foretold times of steps are at the points that were left out."""
         errors = sorted(abs(check.error) for check in self.checks)
@@ -85,24 +94,24 @@ class BreakEvenView(Result):
 
     def _describe_start(self, plan: str) -> str:
         """Return from which length on a plan pays at each batch."""
-        longest = max(point.length for point in self.points)
-        starts = [
-            f"from {float(f'{at.length:.2g}'):,.0f} tokens" if at.length else f"at no length up to {longest:,} tokens"
-            for at in self.break_evens
-            if at.cache == plan
-        ]
-        batches = [at.batch for at in self.break_evens if at.cache == plan]
-        places = ", ".join(f"{start} at batch {batch}" for start, batch in zip(starts, batches, strict=True))
-        return f"{plan} decodes at least {PAYS - 1:.0%} faster than the full cache {places}"
+        ends = (self.points[0].length, max(point.length for point in self.points))
+        places = []
+        for at in self.break_evens:
+            if at.cache == plan and at.length is None:
+                places.append(f"at no length up to {ends[1]:,} tokens at batch {at.batch}")
+            elif at.cache == plan:
+                length = at.length if at.length in ends else float(f"{at.length:.2g}")
+                places.append(f"from {length:,.0f} tokens at batch {at.batch}")
+        return f"{plan} decodes at least {PAYS - 1:.0%} faster than the full cache {', '.join(places)}"
 
-    def _find_full(self, point: CurvePoint) -> CurvePoint:
-        """Return the point of the full cache at the same length and batch."""
-        place = (FULL, point.length, point.batch)
-        return next(other for other in self.points if (other.cache, other.length, other.batch) == place)
+    @property
+    def full(self) -> dict[tuple[int, int], CurvePoint]:
+        """The points of the full cache, by length and batch."""
+        return {(point.length, point.batch): point for point in self.points if point.cache == FULL}
 
     def _make_row(self, points: Sequence[CurvePoint]) -> list[Cell]:
         """Return the cells of a length: a plan and the full cache at every batch, and what holds for all of them."""
-        pairs = [(self._find_full(point), point) for point in points]
+        pairs = [(self.full[point.length, point.batch], point) for point in points]
         full, first = pairs[0]
         rates = [
             Cell(
@@ -133,7 +142,7 @@ def make_break_even_figures(view: BreakEvenView) -> Iterator[Figure]:
     x = "tokens of a prompt"
     if longest < max(point.length for point in view.points):
         x += f"; extrapolated beyond {longest:,}"
-    caption = format_machine(view.machine)
+    caption = view.measured_on()
     if view.checks:
         caption += f"; {view.describe_errors()} at points that were not measured for the fit"
     for name, title, y, series in (

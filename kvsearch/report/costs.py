@@ -157,7 +157,8 @@ class SpeedView(Result):
         """Return on what it was measured, and how."""
         at = self.machine
         rates = f"here {at['bandwidth'] / 1e9:,.1f} GB/s, {at['flops'] / 1e12:,.2f} TFLOP/s"
-        return f"{format_machine(at)}; {rates}"
+        how = f"medians of {at['rounds']} rounds of {at['new_tokens']} new tokens, caches in turn"
+        return f"{format_machine(at)}; {how}; {rates}"
 
 
 def describe_machine(loaded: LoadedModel, steps: int, rounds: int) -> dict[str, Any]:
@@ -179,10 +180,10 @@ def describe_machine(loaded: LoadedModel, steps: int, rounds: int) -> dict[str, 
 
 
 def format_machine(at: Mapping[str, Any]) -> str:
-    """Return where and how something was measured, in words."""
+    """Return where something was measured, in words."""
     return (
         f"{at['model']}, {at['dtype']}, {at['device']}, {at['threads']} threads, torch {at['torch']}, transformers "
-        f"{at['transformers']}; medians of {at['rounds']} rounds of {at['new_tokens']} new tokens, caches in turn"
+        f"{at['transformers']}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -44,6 +43,7 @@ def costs_of(step: Sequence[float], share: float = 1.0, noise: Sequence[float] =
         StepCosts(
             "cache", length, batch, entries := int(share * length) * HEADS, entries,
             token_seconds=(step[0] + step[1] * batch + step[2] * batch * entries) * factor,
+            token_spread=1.0,
             prefill_seconds=PROMPT[0] + PROMPT[1] * length + PROMPT[2] * length**2,
             request_bytes=int(REQUEST[0] + REQUEST[1] * entries),
         )
@@ -157,7 +157,7 @@ def test_lengths_that_a_device_reads_in_time(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Speed, "seconds", seconds)
     assert capacity.choose_lengths(model, programs, (1, 4), 8) == (4, 8, 16, 32)
-    assert slow[0] == 3 * sum(length for length in (16, 32, 64, 128)) + 3 * sum({math.isqrt(512), 45, 90})
+    assert slow[0] == 3 * (16 + 32 + 64 + 128 + 22 + 45 + 90)  # with those of the checks, for three kinds of caches
     monkeypatch.setattr(capacity, "measure_free_bytes", lambda _: 0)
     with pytest.raises(EnvironmentFault, match="lower --batch"):
         capacity.choose_lengths(model, programs, (1, 4), 8)

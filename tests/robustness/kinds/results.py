@@ -54,7 +54,7 @@ def curves() -> list[bytes]:
     """Return what `bench --curve --json` prints."""
     caches = ("DynamicCache", "kvsearch, full", "snapkv")
     measured = [
-        StepCosts(cache, length, batch, 8 * length, 8 * length, 0.01, 0.25, 4096 * length)
+        StepCosts(cache, length, batch, 8 * length, 8 * length, 0.01, 2.0, 0.25, 4096 * length)
         for length in (64, 256)
         for batch in (1, 4)
         for cache in caches
