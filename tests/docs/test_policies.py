@@ -13,13 +13,12 @@ WEIGHTS = "as its weights say"
 
 
 def listed() -> str:
-    lines = ["| name | phases | needs | while decoding | source |", "|---|---|---|---|---|"]
+    lines = ["| name | needs | while decoding | source |", "|---|---|---|---|"]
     for facts in load_catalog()[0]:
         if facts.package == OWN_PACKAGE:
             needs = WEIGHTS if facts.needs is None else ", ".join(facts.needs) or "keys and values"
             rule = facts.decode or WEIGHTS
-            phases = " ".join(facts.phases) or "-"
-            lines.append(f"| `{facts.name}` | {phases} | {needs} | {rule} | {facts.source} |")
+            lines.append(f"| `{facts.name}` | {needs} | {rule} | {facts.source} |")
     return "\n".join(lines)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsearch.papers.tables import TABLES, numbers
+from kvsearch.papers.tables import TABLES
 
 DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
 MARK = "<!-- the list is made by tests/papers/test_docs.py -->"
 
 
 def listed() -> str:
-    lines = ["| table | in the paper | what it shows | the paper's numbers |", "|---|---|---|---|"]
-    for table in TABLES.values():
-        known = len(numbers(table.name))
-        lines.append(f"| `{table.name}` | {table.source}, {table.where} | {table.shows} | {known or '-'} |")
+    lines = ["| paper | tables |", "|---|---|"]
+    for paper in dict.fromkeys(table.source for table in TABLES.values()):
+        names = [f"`{table.name}` ({table.where})" for table in TABLES.values() if table.source == paper]
+        lines.append(f"| {paper} | {', '.join(names)} |")
     return "\n".join(lines) + "\n"
 
 
