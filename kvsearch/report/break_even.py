@@ -147,7 +147,7 @@ def make_break_even_figures(view: BreakEvenView) -> Iterator[Figure]:
         caption += f"; {view.describe_errors()} at points that were not measured for the fit"
     for name, title, y, series in (
         ("tokens", "Tokens per second", "tokens per second", rates),
-        ("speed", "Where a plan starts to pay", "times the full cache's tokens per second", [level, *speedups]),
+        ("speed", "Where a plan starts to pay", "times the full cache's", [level, *speedups]),
         ("requests", "Requests that fit at once", f"requests in {view.memory / 1e9:.1f} GB", requests),
     ):
         yield Figure(

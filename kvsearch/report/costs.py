@@ -166,12 +166,15 @@ def describe_machine(loaded: LoadedModel, steps: int, rounds: int) -> dict[str, 
     import torch
     import transformers
 
+    from kvsearch.benchmark.speed import choose_clock
+
     device = loaded.model.device
     return {
         "model": loaded.name,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
+        "clock": choose_clock(device).__name__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "new_tokens": steps,
@@ -181,9 +184,10 @@ def describe_machine(loaded: LoadedModel, steps: int, rounds: int) -> dict[str, 
 
 def format_machine(at: Mapping[str, Any]) -> str:
     """Return where something was measured, in words."""
+    clock = ", processor time" if at.get("clock") == "process_time" else ""
     return (
-        f"{at['model']}, {at['dtype']}, {at['device']}, {at['threads']} threads, torch {at['torch']}, transformers "
-        f"{at['transformers']}"
+        f"{at['model']}, {at['dtype']}, {at['device']}, {at['threads']} threads{clock}, torch {at['torch']}, "
+        f"transformers {at['transformers']}"
     )
 
 
