@@ -6,7 +6,7 @@ REAL_DEMO := runs/real-demo
 # Where it is set, every process of the tests would compile torch and transformers anew, which takes 20 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo real-demo real test quick ci lint docs fuzz crash races interop wheel bench train clean
+.PHONY: setup demo real-demo real test quick ci lint docs torture interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -48,11 +48,6 @@ quick: setup
 ci: setup
 	$(PYTEST) --hypothesis-profile ci
 
-# Two writers of one directory, so many times for every command: see docs/files.md. Half an hour or more.
-RACES := 200
-races: setup
-	nice $(BIN)/python -m tests.robustness.races --races $(RACES)
-
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,14 +60,9 @@ lint: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# Mutated files of every kind that is read, CASES of them over all cores: hours. What fails is saved in runs/fuzz.
-CASES ?= 100000
-fuzz: setup
-	$(BIN)/python -m tests.robustness --cases $(CASES)
-
-# Every command that writes, stopped at every write and in forward passes, and given again: half an hour or more.
-crash: setup
-	$(BIN)/python -m tests.robustness.crash
+# Devices, files that are torn or changed, commands that are killed or meet: what `make ci` has of it, alone.
+torture: setup
+	$(PYTEST) tests/torture
 
 # Other tools, each in an environment of its own, load what `kvsearch export --to` writes.
 interop: setup

@@ -4,8 +4,8 @@
     python benchmarks/bench_kernels.py --policies snapkv,h2o
     python benchmarks/bench_kernels.py --policies h2o --phases both --budgets ragged --lines 20
 
-A fake accelerator (tests/device) on host memory counts what torch launches, what the host would wait for, and copies
-to the device. The model is a Llama of two layers, 8 query heads and 8 kv heads; a count is that of a whole forward
+A fake accelerator (tests/torture/device) on host memory counts what torch launches, what the host would wait for, and
+copies to the device. The model is a Llama of two layers, 8 query heads and 8 kv heads; a count is of a whole forward
 pass, embedding, rotary tables and head included, divided by the layers. "kernels" are those of the usual decode step,
 "most" those of the dearest of twelve (policies score anew now and then), and so are waits and copies. Attention is one
 kernel; a sort is one, too, though it is several on a GPU. Budgets "flat" are the ragged ones, of plans without a decode
@@ -30,9 +30,9 @@ from torch import Tensor
 from kvsearch.policies import Policy, list_policy_names
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME, use_attention
-from tests.device import counting
-from tests.device.accelerator import device
 from tests.families import build
+from tests.torture.device import counting
+from tests.torture.device.accelerator import device
 
 BUDGETS = {"even": counting.even, "ragged": counting.ragged, "flat": counting.ragged}
 

@@ -125,7 +125,7 @@ def make_search(rng: np.random.Generator, model: ModelFingerprint, directory: Pa
     )  # fmt: skip
     begin_run(directory, config, (LEDGER,))
     best, least, length = draw(), np.inf, (model.layers + 3) // 4
-    with TrialLog(directory / LEDGER, config.identity) as ledger:
+    with TrialLog(directory / LEDGER) as ledger:
         ledger.begin("group 1")
         for generation in range(candidates // POPULATION):
             points = [rng.normal(size=length) for _ in range(POPULATION)]

@@ -4,8 +4,42 @@ The verbs of the command line are functions here, with the same options as keywo
 
     profile = kvsearch.calibrate("bundled", output="runs/snapkv", questions=8)
     plan = kvsearch.export("runs/snapkv", ratio=0.8, output="plan.json")
+    result = kvsearch.evaluate("bundled", plan="plan.json", tasks=["niah"], samples=5)
     with kvsearch.attach(model, plan) as planned:
         planned.generate(...)  # runs on the smaller cache
+
+Examples:
+    Calibration measures a profile; a plan says how many entries each KV head keeps, here 64 in 6 layers of 4 heads.
+
+    >>> import kvsearch
+    >>> run = kvsearch.calibrate("bundled", output="runs/queries", method="query_statistics", questions=2)
+    >>> profile = kvsearch.load_profile("runs/queries/profile.safetensors")
+    >>> profile.metadata.model.layers
+    6
+    >>> plan = kvsearch.plans.uniform("bundled", policy="snapkv", budget=64, output="plan.json")
+    >>> kvsearch.load_plan("plan.json").total
+    1536
+
+    The size of a plan is a number of entries per KV head or the share of the prompt to evict.
+
+    >>> from kvsearch.plan import Size
+    >>> Size(budget=64).words, Size(ratio=0.8).words
+    ('64 entries per kv head', '80% evicted')
+
+    Other programs run exported plans, `transformers` among them; tasks are found by name.
+
+    >>> sorted(kvsearch.export_to("plan.json", to="custom-generate", output="decoder").files)
+    ['README.md', 'custom_generate/generate.py', 'custom_generate/requirements.txt', 'plan.json']
+    >>> from kvsearch.tasks.catalog import find_tasks
+    >>> [task.lengths for task in find_tasks("niah", {"length": (500,)})]
+    [(500,)]
+
+    Every error that a caller can mend is a `KvsearchError`, with one line that says how.
+
+    >>> kvsearch.load_plan("absent.json")
+    Traceback (most recent call last):
+        ...
+    kvsearch.core.errors.UsageError: there is no file absent.json: check the path
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ select
     select runs/polykv --budget 64 $trio -o plans/selected.json
 select-both
     select runs/polykv --budget 64 --phases both
-    --sure 0.5 $pair --run runs/select-both --json -o plans/selected-both.json
+    --confidence 0.5 $pair --run runs/select-both --json -o plans/selected-both.json
 build-again
     plan build plans/polykv-entropy.yaml --json -o plans/polykv-built.json
 show-evolved
@@ -585,18 +585,12 @@ def read(path: Path) -> Any:
         if path.suffix == ".json":
             return json.loads(text)
         if path.suffix == ".jsonl":
-            return [without_checksum(json.loads(line)) for line in text.splitlines()]
+            return [json.loads(line) for line in text.splitlines()]
     except ValueError:
         return text.splitlines()  # of a job that failed, say
     if path.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text)))
     return [mask(line) for line in text.splitlines()]
-
-
-def without_checksum(line: Any) -> Any:
-    """Return a line of a ledger without its checksum, which is also of how long it took."""
-    ignored = ("sha256", "checksum")
-    return {key: value for key, value in line.items() if key not in ignored} if isinstance(line, dict) else line
 
 
 def mask(line: str) -> str:

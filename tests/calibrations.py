@@ -10,7 +10,6 @@ from unittest.mock import patch
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.dynamic import DynamicCalibration
-from kvsearch.calibration.methods import create_calibration
 from kvsearch.calibration.options import (
     CakeOptions,
     CalibrationOptions,
@@ -23,6 +22,7 @@ from kvsearch.calibration.steps import StepCache, hash_step_inputs
 from kvsearch.core.items import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
+from kvsearch.plan.methods import create_method
 from kvsearch.policies import Policy
 
 
@@ -34,7 +34,7 @@ def calibrate(
     progress: Progress | None = None,
     directory: Path | None = None,
 ) -> Profile:
-    calibration = create_calibration(loaded, data, policies, options)
+    calibration = create_method(options.method).create_calibration(loaded, data, policies, options)
     prompts = calibration.prepare()
     compared = [[policy.name, policy.parameters()] for policy in policies]
     identity = hash_step_inputs(loaded, data, prompts, {**options.model_dump(mode="json"), "policies": compared})

@@ -23,6 +23,13 @@ def every_value(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
     return _parametrized(parameters, options, [*always, *_others(options, always)], len(always))
 
 
+def first_value(name: str | tuple[str, ...], values: Iterable[Any], usual: int = 1) -> pytest.MarkDecorator:
+    """Parametrize a test: the first values run always, `usual` many, and the others are nightly."""
+    sets = [ParameterSet.extract_from(value, force_tuple=isinstance(name, str)) for value in values]
+    nightly = [pytest.param(*one.values, marks=pytest.mark.nightly) for one in sets[usual:]]
+    return pytest.mark.parametrize(name, [*sets[:usual], *nightly])
+
+
 def in_turn(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by as few combinations as have each value: for what does not hang on two values at once."""
     options = [list(values) for values in parameters.values()]

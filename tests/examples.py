@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-PROFILES = {"default": 20, "ci": 50}
+PROFILES = {"default": 8, "ci": 50}
 
 for _name, _examples in PROFILES.items():  # no deadlines: how fast a machine is says nothing about the code
     settings.register_profile(_name, max_examples=_examples, deadline=None)

@@ -45,15 +45,26 @@ REFUSED = ("bloom", "falcon", "mpt")  # the runtime cannot serve them
 # all that is done to a model is tested on these; the others have one test each (tests/runtime/test_families.py)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
-USUAL = ("llama", "qwen3", "gemma2")  # of which these run before every commit
+USUAL = ("llama", "gemma2")  # of which these run before every commit
 EACH_FAMILY = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.nightly]) for name in FAMILIES]
+
+
+def take_families(*names: str) -> pytest.MarkDecorator:
+    """Parametrize a test by families; of several, only the usual ones run before every commit."""
+    usual = [name for name in names if name in USUAL] or names[:1]
+    marks = [[] if name in usual else [pytest.mark.nightly] for name in names]
+    return pytest.mark.parametrize(
+        "family", [pytest.param(name, marks=of) for name, of in zip(names, marks, strict=True)]
+    )
+
+
 # what their attention or their other layers need is tested on these
 SPECIAL = ("gpt_oss", "jamba", "lfm2", "llama4", "minimax", "qwen3_5", "qwen3_next")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 if (asked := os.environ.get("KVSEARCH_TEST_DEVICE")) is not None:  # tests of the runtime on another device only
     DEVICES = [asked]
     if asked.startswith("fakegpu"):
-        from tests.device.accelerator import backend
+        from tests.torture.device.accelerator import backend
 
         backend()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 
@@ -17,7 +17,7 @@ from kvsearch.calibration.prompts import encode_prompts
 from kvsearch.calibration.tables import FOLDS, assign_folds
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.selection.splits import divide_contexts, halve_contexts, list_texts, refuse_shared
+from kvsearch.selection.splits import divide_contexts, list_texts, refuse_shared
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
 
@@ -69,19 +69,6 @@ def test_worked_examples_are_shared_by_all_parts(model: LoadedModel) -> None:
         1,
         1,
     ]
-
-
-@given(st.lists(texts_of_prompts, max_size=3), st.integers(0, 99))
-def test_halves_of_a_choice(model: LoadedModel, drawn: list[list[int]], seed: int) -> None:
-    """Also where several tasks ask about one text."""
-    tasks = {f"task{n}": [*texts, 0, 1 + n] for n, texts in enumerate(drawn)}
-    with suppress(UsageError):  # they may share so much that nothing is left for one
-        halves = halve_contexts(prompts_about(model, **tasks), seed)
-        assert all(task.prompts for half in halves for task in half)
-        assert apart([[tasks[task.task.name][int(prompt.key)] for task in half for prompt in task.prompts]
-                      for half in halves])  # fmt: skip
-    with pytest.raises(UsageError, match="task c has too few contexts"):
-        halve_contexts(prompts_about(model, a=[0, 1], b=[1, 2], c=[0, 2]), seed)
 
 
 @given(texts_of_prompts, st.integers(0, 99))

@@ -81,6 +81,16 @@ def calibration_data(*lengths: int, questions: int = 2) -> CalibrationData:
     return CalibrationData("tiny", " {question}", tuple(contexts), hash_json(repr(contexts)))
 
 
+def calibration_file(path: Path, contexts: int, length: int = 100) -> Path:
+    """Write calibration data: so many contexts of some `length` words, with two questions each."""
+    texts = [
+        {"text": one.text, "questions": [{"question": pair.question, "answer": pair.answer} for pair in one.questions]}
+        for one in calibration_data(*(length + number for number in range(contexts))).contexts
+    ]
+    path.write_text(json.dumps({"name": "tiny", "prompt": " {question}", "contexts": texts}))
+    return path
+
+
 @dataclass(frozen=True)
 class Listed(Task):
     """A task of given examples; a reply is right if it begins with an answer, or by another `metric`."""

@@ -4,7 +4,7 @@
 
 Every step writes a small JSON file, OUT/SCRIPT-STEP.json: what it found or why it failed; the next one goes on. The
 first step says what is installed. `--small` is for machines without a GPU: small shapes, kernels in Triton's
-interpreter. The device "fakegpu:0" is the stand-in of tests/device.
+interpreter. The device "fakegpu:0" is the stand-in of tests/torture/device.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def settings(device: str, small: bool) -> Settings:
         "num_key_value_heads": 2, "vocab_size": 512,
     }  # fmt: skip
     if device.startswith("fakegpu"):
-        from tests.device.accelerator import backend
+        from tests.torture.device.accelerator import backend
 
         backend()
     return Settings(("cuda:0" if cuda() else "cpu") if device == "auto" else device, small)

@@ -24,8 +24,10 @@ def order_heads(ranked: Tensor, max_entries: int) -> Order:
     first, then the lower head, so the order does not depend on `max_entries`, and all-equal scores mean equal budgets.
     """
     heads = ranked.shape[0]
+    # By place first, then by head: a stable sort takes equal scores in this order.
     flat = ranked[:, :max_entries].T.reshape(-1)
     first = torch.argsort(flat, descending=True, stable=True)[:max_entries] % heads
+    # There is one for every free entry of a prompt, so it is small.
     return first.to(torch.uint8 if heads < 256 else torch.int32).cpu().numpy()
 
 
@@ -98,6 +100,7 @@ def _count_entries(order: Order, safe: Ints, count: int, room: Ints) -> Floats:
     """
     heads = len(room)
     counts = np.bincount(order[:count], minlength=heads)
+    # The usual case needs no bounds: the highest scores fit in their heads.
     if safe.any() or (counts > room).any():
         place = np.zeros(len(order), dtype=np.int64)  # how many entries of its head come before each
         for head in range(heads):

@@ -1,4 +1,4 @@
-"""What an allocator is: signals and a total become budgets."""
+"""The Allocator interface: signals and a total become budgets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def share_above(weights: ArrayLike, total: int, floors: Ints, caps: Ints) -> Int
 
 
 def check_at_least(minimum: int, /, **options: int | None) -> None:
-    """Raise UsageError that names the first of the `options` that is below `minimum`; None is none that was given."""
+    """Raise UsageError that names the first of the `options` below `minimum`; an option that is None was not given."""
     for name, value in options.items():
         if value is not None and value < minimum:
             raise UsageError(f"{name.replace('_', ' ')} must be {minimum} or more, got {value}")
@@ -74,7 +74,13 @@ def check_signals(signals: ArrayLike, noun: str, minimum: float = -np.inf) -> Fl
 
 @dataclass(frozen=True)
 class Uniform:
-    """The same budget for every kv head, as far as the bounds allow; odd entries go to the first heads."""
+    """The same budget for every kv head, as far as the bounds allow; odd entries go to the first heads.
+
+    Examples:
+        >>> floors = np.zeros((2, 3), dtype=np.int64)
+        >>> Uniform().allocate(np.zeros(0), 20, floors, floors + 100).tolist()
+        [[4, 4, 3], [3, 3, 3]]
+    """
 
     name: ClassVar[str] = "uniform"
 

@@ -75,6 +75,7 @@ class CAKEAllocation(Allocation):
     def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:  # noqa: ARG002
         """Return the logarithm of every sequence's preference H^(1/tau1) V^(1/tau2), NaN where attention is."""
         entropy, variance = (part.double().log() for part in measure_dispersion(observation, self._rows(policy)))
+        # Logarithms: a small tau makes powers that over- or underflow.
         wanted: list[float] = (entropy / self.tau1 + variance / self.tau2).tolist()
         return wanted
 

@@ -54,12 +54,15 @@ def sort_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
     gains = np.zeros_like(rows)
     for row, (floor, cap) in enumerate(zip(floors.tolist(), caps.tolist(), strict=True)):
         if floor < cap:
+            # Between floor and cap alone: entries outside are granted, or out of reach, whatever they gain.
             gains[row, floor:cap] = isotonic_regression(rows[row, floor:cap], increasing=False).x
     rank = np.arange(rows.shape[1])
     inside = (rank >= floors[:, None]) & (rank < caps[:, None])
     first = rank == floors[:, None]
+    # Pooled entries have the very same float, so a block begins where the gain changes.
     starts = inside & (first | (gains != np.roll(gains, 1, axis=1)))
     head, start = np.nonzero(starts)
+    # A block ends where the next one of its head begins, the last one at the cap.
     stop = np.where(np.append(head[1:] == head[:-1], False), np.append(start[1:], 0), caps[head])
     return merge_blocks([Blocks(head, stop - start, gains[head, start])])
 
@@ -110,10 +113,12 @@ def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budge
     Returns:
         int64 [heads], summing to the sum of budgets plus `left`; among equals the first candidate wins.
     """
+    # Less than a block is left, so nothing is proven about any of these: the one that keeps most is taken.
     candidates = [
         _spend_on_one_head(prefix, caps, budgets, left),
         _ByDensity(prefix, blocks, taken, budgets, left).spend(),
     ]
+    # Equal slopes may be taken in any order; in head order the allocation does not depend on sizes.
     near = blocks.slope[max(taken - 1, 0) : taken + 2]
     if np.count_nonzero(near == blocks.slope[taken]) > 1:
         candidates.append(_spend_in_head_order(blocks, taken, budgets, left))
@@ -148,7 +153,7 @@ def _spend_in_head_order(blocks: Blocks, taken: int, budgets: Ints, left: int) -
 
 
 class _ByDensity:
-    """Repeatedly the head and prefix, no longer than what is left, with the highest true importance per entry.
+    """Greedy choice, again and again, of the head and prefix that fits with the highest true importance per entry.
 
     While a head's next block fits, that block is its densest prefix and its slope the density, so whole blocks are
     taken in their sorted order, many at a time. Only a head whose next block does not fit is searched, and it stays
@@ -184,6 +189,7 @@ class _ByDensity:
             window = slice(self.next, self.next + self.left)
             head = self.blocks.head[window]
             slope = self.blocks.slope[window]
+            # Blocks of cut heads count as nothing: these are searched entry by entry.
             size = np.where(np.isneginf(self.density[head]), self.blocks.size[window], 0)
             spent = np.cumsum(size)
             fit = int(np.count_nonzero((spent <= self.left) & (slope >= at_least)))
@@ -198,6 +204,7 @@ class _ByDensity:
         held = self.kept[head]
         gains = self.prefix[head, held + 1 : held + self.left + 1] - self.prefix[head, held]
         density = gains / np.arange(1, self.left + 1)
+        # Of the reversed array argmax finds the last of equal ones.
         longest = len(density) - 1 - int(density[::-1].argmax())
         self.density[head] = density[longest]
         self.length[head] = longest + 1

@@ -40,7 +40,7 @@ NO_SCORES: Floats = np.zeros(0)
 
 
 class LayerDemand(NamedTuple):
-    """What a layer of a prompt asks for."""
+    """The demand of a layer of a prompt for entries."""
 
     weight: float  # its share of what the layers have in common, in any unit that is the same for all, or its logarithm
     order: Order  # the kv head of each of its free entries, the most wanted entry first; as far as heads are dynamic
@@ -64,7 +64,7 @@ class Allocation(ABC):
         """Whether the heads of a layer share what it has; if not, they get the same."""
 
     def needs(self, policy: Policy) -> Needs:  # noqa: ARG002
-        """Return what `weight` must be given of the prompt besides what the layer's policy needs."""
+        """Return what `weight` needs of the prompt besides the needs of the layer's policy."""
         from kvsearch.policies.base import Needs
 
         return Needs()
@@ -77,7 +77,7 @@ class Allocation(ABC):
     ) -> list[float]:
         """Return how much the layer wants per sequence; called where layers are shared.
 
-        `scores` are those of `policy`, per sequence [Hkv, candidates] fp32 in descending order.
+        `scores` are the policy's, per sequence [Hkv, candidates] fp32 in descending order.
         """
         raise InternalError(f"allocation {self.name} does not weigh layers")
 
@@ -145,10 +145,11 @@ class Shares:
         self._owners = np.zeros(0, dtype=np.int64)  # their rows
 
     def add(self, layer: int, demand: LayerDemand) -> None:
-        """Take in the demand of row `layer`."""
+        """Add the demand of row `layer`."""
         self.demands[layer] = demand
         scores = np.concatenate([self._highest, demand.scores])
         first = np.argsort(-scores, kind="stable")[: self.free[0]]
+        # No layer can have more than the free entries among the highest, so the others are forgotten.
         self._highest = scores[first]
         self._owners = np.append(self._owners, np.full(len(demand.scores), layer))[first]
 
@@ -163,10 +164,12 @@ class Shares:
         Exceeds, summed over the layers so far, what they share by less than one entry per head.
         """
         if self.allocation.shares_heads:
+            # Of the layers so far: whoever comes later only takes from this.
             free = math.ceil(self._layer_shares()[layer] - GUARD)
             shares = self.allocation.split(self.demands[layer].order, free, self.rooms[layer])
         else:
             shares = self._even_shares()[layer]
+        # Rounded up, as the final rounding may give a head one more than its share.
         bound: Ints = self.floors[layer] + np.minimum(np.ceil(shares - GUARD).astype(np.int64), self.rooms[layer])
         return bound
 
@@ -179,6 +182,7 @@ class Shares:
         layers = range(len(self.floors))
         if not self.allocation.shares_layers:
             return np.array([self.layer_budgets(layer) for layer in layers], dtype=np.int64)
+        # In two steps, both exact: the pool to layers, then each layer's part to its heads.
         (pool,) = self.free
         if not self.allocation.shares_heads:
             shares = self._even_shares()
@@ -217,6 +221,7 @@ class Shares:
         weights = np.array([self.demands[row].weight for row in rows])
         if not self.allocation.weighs_in_logarithms:
             return weights
+        # Shares depend on differences of logarithms alone: taken off the largest they cannot overflow.
         largest = weights.max(initial=-np.inf)
         return np.exp(weights - largest) if np.isfinite(largest) else np.zeros_like(weights)
 
@@ -240,6 +245,12 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
 
     Raises:
         UsageError: an unknown name or option, or a value out of range.
+
+    Examples:
+        >>> create_allocation("adakv", {"floor_share": 0.5})
+        AdaKVAllocation(floor_share=0.5, variant='exact')
+        >>> create_allocation("static") is None
+        True
     """
     if name == STATIC:
         if params:
@@ -258,9 +269,10 @@ def find_allocation_class(name: str) -> Any:
 
 
 def _find_room(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:
-    """Return, of layers that share, floors in reach, what the caps leave over (both [l, Hkv]) and what is free."""
+    """Return floors that layers can reach together, what caps leave over (both [l, Hkv]), and the free entries."""
     wanted = int(planned.sum())
     total = min(wanted, int(caps.sum()))
     base = lift_floors(int(floors.max(initial=0)), total, np.zeros_like(floors), floors)
+    # Short prompts have fewer entries than planned; the rest is for tokens that follow.
     spare = water_fill(np.ones(planned.shape), wanted - total)
     return base, spare, total - int(base.sum())

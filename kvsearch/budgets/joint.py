@@ -65,7 +65,7 @@ class JointSolver:
     def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
         rows = np.asarray(importance, dtype=np.float64)
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), rows.shape[:3])
-        self.singles = [MarginalSolver(one, floor, caps) for one, floor in zip(rows, low, strict=True)]
+        self.singles = [MarginalSolver(table, floor, caps) for table, floor in zip(rows, low, strict=True)]
         self.shape = self.singles[0].shape
         self.length = self.singles[0].length
         curves = [_list_curves(solver) for solver in self.singles]
@@ -74,6 +74,7 @@ class JointSolver:
         size = np.concatenate([np.diff(corners.entries) for corners in self._corners])
         slope = np.concatenate([np.diff(corners.kept) for corners in self._corners]) / size
         layer = np.repeat(np.arange(self.shape[0]), [len(corners.entries) - 1 for corners in self._corners])
+        # Steepest first; ties by size, then layer, so that the order does not depend on the sort.
         order = np.lexsort((layer, size, -slope))
         self._layer = layer[order]
         self._slope = slope[order]
@@ -105,13 +106,16 @@ class JointSolver:
         policies = np.array([corners.policy[at] for corners, at in zip(self._corners, places, strict=True)])
         promised = sum(float(corners.kept[at]) for corners, at in zip(self._corners, places, strict=True))
         left = total - int(self.ends[taken])
+        # At the end of a piece the solution keeps what the envelopes promise: it is optimal.
         if not left:
             return JointBudgets(policies, self._at_corners(places), promised, promised)
         cut = int(self._layer[taken])
         slope = float(self._slope[taken])
+        # Envelopes are concave, so nothing keeps more than the next piece's slope allows.
         bound = promised + slope * left
         best = self._best_alone(total)
         for policy, maximum in self._worth_trying(cut, int(places[cut]), slope, bound):
+            # Policies come by what they could keep at most: none of the rest can be better.
             if best is not None and maximum <= best.kept:
                 break
             chosen = policies.copy()
@@ -123,7 +127,7 @@ class JointSolver:
         return best._replace(bound=bound)
 
     def simplified(self, solved: JointBudgets, share: float) -> JointBudgets:
-        """Give layers back the policy that keeps most in all of them, where a policy of their own is hardly worth it.
+        """Return layers to the policy that is best for all, where a policy of their own is hardly worth it.
 
         Importance is measured on few contexts, and stands for a loss. So a layer keeps another policy only if that
         keeps more by at least `share` of all the importance that the one policy loses. The result keeps no less than
@@ -135,6 +139,7 @@ class JointSolver:
             return solved
         policy = int(main.policies[0])
         whole = np.full(self.shape, self.length)
+        # What the one policy loses is the most that others could win back.
         enough = share * (self.singles[policy].kept(whole) - main.kept)
 
         def without(layer: int, chosen: JointBudgets) -> JointBudgets | None:
@@ -143,7 +148,8 @@ class JointSolver:
             return self._under(policies, total)
 
         trials = {int(layer): without(int(layer), solved) for layer in np.flatnonzero(solved.policies != policy)}
-        cheapest = sorted((solved.kept - one.kept, layer) for layer, one in trials.items() if one is not None)
+        cheapest = sorted((solved.kept - trial.kept, layer) for layer, trial in trials.items() if trial is not None)
+        # Cheapest first: each layer is tried again with those given back before it.
         current = solved
         for _, layer in cheapest:
             trial = without(layer, current)
@@ -220,11 +226,13 @@ def _find_envelope(curves: Sequence[_Curve]) -> _Corners:
     policy = np.repeat(np.arange(len(curves)), [len(curve.entries) for curve in curves])
     blocks = np.concatenate([np.arange(len(curve.entries)) for curve in curves])
     order = np.lexsort((policy, -kept, entries))  # of equal budgets what keeps most, of equal ones the first policy
+    # One point for every number of entries: the best one.
     order = order[np.diff(entries[order], prepend=-1) > 0]
     entries, kept, policy, blocks = entries[order], kept[order], policy[order], blocks[order]
     corner = np.ones(len(entries), dtype=bool)
     if len(entries) > 2:
         width = np.diff(entries)
+        # Pooling rises of the slopes is what makes a curve concave; corners are where the pooled slope changes.
         pooled = isotonic_regression(np.diff(kept) / width, weights=width.astype(np.float64), increasing=False).x
         corner[1:-1] = np.diff(pooled) != 0
     return _Corners(entries[corner], kept[corner], policy[corner], blocks[corner])

@@ -41,6 +41,7 @@ def compute_layer_entropy(scores: Tensor) -> Tensor:
     shares = scores.flatten() / scores.max().clamp(min=torch.finfo(scores.dtype).tiny)  # first: no sum overflows
     total = shares.sum()
     entropy = torch.special.entr(shares / total.clamp(min=torch.finfo(scores.dtype).tiny)).sum()
+    # Without any score nothing is known, which is treated as evenly spread.
     return torch.where(total == 0, torch.ones_like(total), (entropy / np.log(scores.numel())).clamp(0.0, 1.0))
 
 
@@ -90,6 +91,7 @@ class LAVaAllocation(Allocation):
         entropies = torch.stack([compute_layer_entropy(sequence) for sequence in scores])
         minima = torch.stack([sequence.min() if sequence.numel() else entropies.new_zeros(()) for sequence in scores])
         weights, lowest = torch.stack([entropies, minima]).tolist()
+        # One copy to the host has both, the weights and what would make them meaningless.
         if min(lowest) < 0:
             raise UsageError(self._signed(policy, f"layer {observation.layer}"))
         return list(weights)

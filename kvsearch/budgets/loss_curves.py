@@ -24,6 +24,12 @@ class LossCurves:
     Args:
         budgets: where losses are known, in entries per kv head, ascending. At the last one nothing is lost: it is the
             length of the prompts. Two or more, of at least one entry.
+
+    Examples:
+        >>> floors = np.zeros((2, 1), dtype=np.int64)
+        >>> losses = np.array([[4.0, 1.0], [1.0, 0.5]])  # of two layers at 8 and 16 entries; at 32 nothing is lost
+        >>> LossCurves((8, 16, 32)).allocate(losses, 40, floors, floors + 32).tolist()
+        [[24], [16]]
     """
 
     budgets: tuple[int, ...]
@@ -44,6 +50,7 @@ class LossCurves:
         losses = check_signals(signals, "losses")
         knots = np.array(self.budgets, dtype=np.int64)
         whole = np.concatenate([np.maximum(losses, 0.0), np.zeros((len(losses), 1))], axis=1)
+        # With convex curves the steepest piece of all is always the next to buy.
         curves = make_convex(knots.astype(np.float64), whole)
         have = lift_floors(int(knots[0]), total, low, high)
         gain = np.diff(-curves, axis=1) / np.diff(knots)
@@ -58,6 +65,7 @@ class LossCurves:
         """
         budgets = self.allocate(losses.min(axis=1), total, floors, caps)
         known = np.log(np.array(self.budgets[:-1], dtype=np.float64))
+        # As ratios go: 8 and 16 entries differ as much as 512 and 1,024.
         nearest = np.abs(np.log(np.maximum(budgets.mean(axis=1), 1.0))[:, None] - known).argmin(axis=1)
         return budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1)
 
@@ -87,6 +95,7 @@ def _buy_entries(gain: Floats, knots: Ints, total: int, have: Ints, caps: Ints) 
     ends = np.array([0, *knots[1:], max(int(caps.max()), int(knots[-1]))])  # a cap may keep heads below the first knot
     room = np.diff(np.clip(ends, have[:, None], caps[:, None]), axis=1)
     priced = np.concatenate([gain, np.zeros((len(gain), 1))], axis=1)
+    # All pieces of one price together: shared out evenly where they are not all bought.
     for price in np.unique(priced)[::-1]:
         more = np.where(priced == price, room, 0).sum(axis=1)
         if int(have.sum() + more.sum()) >= total:

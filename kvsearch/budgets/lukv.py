@@ -31,6 +31,13 @@ class MarginalSolver:
     Raises:
         UsageError: importance is negative or not finite; floors are outside [0, caps].
         ValueError: floors or caps do not broadcast.
+
+    Examples:
+        >>> importance = [[[5, 4, 3, 2], [9, 1, 1, 1]]]  # one layer, two kv heads, four entries in ranked order
+        >>> MarginalSolver(importance).solve(4).tolist()
+        [[3, 1]]
+        >>> MarginalSolver(importance, floors=2).solve(4).tolist()
+        [[2, 2]]
     """
 
     def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
@@ -55,6 +62,7 @@ class MarginalSolver:
     def of_layers(cls, solvers: Sequence[MarginalSolver], chosen: Ints) -> MarginalSolver:
         """Make a solver whose layer l is a layer of `solvers[chosen[l]]`, `chosen` [L]."""
         made = copy(solvers[0])
+        # The solver of each head is that of its layer.
         source = np.repeat(chosen, made.shape[1])  # of each head
         made._prefix = made._prefix.copy()
         made._floors = made._floors.copy()
@@ -104,9 +112,11 @@ class MarginalSolver:
         for total in wanted.tolist():
             check_reach(total, self.least, self.most)
         solved = np.empty((len(wanted), len(self._floors)), dtype=np.int64)
+        # Whole blocks that fit into each total.
         taken = np.searchsorted(self.ends, wanted, side="right") - 1
         whole = self._floors.copy()
         reached = 0
+        # Ascending, so that blocks are added once for all totals.
         for row in np.argsort(wanted, kind="stable"):
             np.add.at(whole, self.blocks.head[reached : taken[row]], self.blocks.size[reached : taken[row]])
             reached = int(taken[row])
@@ -137,6 +147,7 @@ def solve_exactly(importance: ArrayLike, totals: Sequence[int], floors: ArrayLik
     choices = _solve_heads(rows, low.ravel(), max(totals))
     left = np.array(totals, dtype=np.int64)
     budgets = np.zeros((len(left), len(rows)), dtype=np.int64)
+    # Backwards: the last head's choice says how much the heads before it share.
     for head in reversed(range(len(rows))):
         budgets[:, head] = choices[head, left]
         left -= budgets[:, head]
@@ -152,6 +163,7 @@ def _solve_heads(rows: Floats, floors: Ints, total: int) -> Ints:
         kept = np.concatenate([[0.0], np.cumsum(row)])
         grown = np.full(total + 1, -np.inf)
         for budget in range(int(floors[head]), min(len(row), total) + 1):
+            # All totals at once: the heads before get what this budget leaves.
             value = best[: total + 1 - budget] + kept[budget]
             better = value > grown[budget:]
             grown[budget:][better] = value[better]
@@ -179,5 +191,5 @@ def solve_grid(solver: MarginalSolver) -> NDArray[np.float32]:
 
 
 def compute_grid_totals(entries: int) -> Ints:
-    """Return what is kept of so many entries at the global eviction ratios 0.01 ... 0.99, halves upward, int64 [99]."""
+    """Count how many of `entries` stay at the global eviction ratios 0.01 ... 0.99, halves upward, int64 [99]."""
     return (2 * (100 - np.arange(1, GRID_SIZE + 1, dtype=np.int64)) * entries + 100) // 200

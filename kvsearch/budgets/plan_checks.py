@@ -1,4 +1,4 @@
-"""What can be wrong with the policies and budgets of a plan: found before a model is loaded, without torch."""
+"""Checks of a plan's policies and budgets that need neither a model nor torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_plan(plan: Plan, name: str) -> None:
 
 def _find_carry_problem(policy: Policy, decode: Policy | None, layer: LayerPlan) -> str | None:
     """Say why entries that `policy` keeps of a prompt cannot carry what leaves it."""
-    merging = next((one.name for one in (policy, decode) if one is not None and one.merges), None)
+    merging = next((used.name for used in (policy, decode) if used is not None and used.merges), None)
     if merging is not None:
         return f"is {layer.carry}, but {merging} merges what leaves into what stays itself: leave carry out"
     longest = 2 * max(layer.budget)

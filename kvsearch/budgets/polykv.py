@@ -29,6 +29,11 @@ class Proportional:
             smallest, the least sensitive the largest. If bounds differ between layers it is the nearest allocation.
         least: b_min in entries per head, at least the floor; None is a tenth of the mean budget. A total that does not
             reach it everywhere is shared equally.
+
+    Examples:
+        >>> floors = np.zeros((2, 2), dtype=np.int64)
+        >>> Proportional(least=4).allocate(np.array([3.0, 1.0]), 48, floors, floors + 100).tolist()
+        [[16, 16], [8, 8]]
     """
 
     direction: Direction = "forward"

@@ -30,6 +30,11 @@ class Pyramid:
     Args:
         beta: how many times the mean is of the smallest budget; 1 or more.
         window: entries per head that are kept before anything is free; floors above it hold instead.
+
+    Examples:
+        >>> floors = np.zeros((3, 2), dtype=np.int64)
+        >>> Pyramid(window=4).allocate(np.zeros(0), 3 * 2 * 64, floors, floors + 1000).tolist()
+        [[121, 121], [64, 64], [7, 7]]
     """
 
     name: ClassVar[str] = "pyramid"

@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Record
 from kvsearch.core.files import read_text
-from kvsearch.core.limits import MOST_PATH
 from kvsearch.core.parsing import describe_validation_error, parse_json
 from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import BUNDLED
@@ -56,7 +55,7 @@ class Text(Record):
     """One context: its text, or a text file (relative to the JSON file), and its questions."""
 
     text: Filled | None = None
-    text_file: Annotated[Filled, Field(max_length=MOST_PATH)] | None = None
+    text_file: Filled | None = None
     kind: Filled | None = None
     questions: Annotated[tuple[Pair, ...], Field(validate_default=True)] = ()
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, share_budgets
 from kvsearch.budgets.lukv import compute_grid_totals
-from kvsearch.calibration.methods import Calibration
+from kvsearch.calibration.base import Calibration
 from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, encode_prompts
 from kvsearch.calibration.tables import HELD_OUT, RatioTables, assign_folds, has_enough_contexts

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kvsearch.budgets.convex import compute_oracle_recall, compute_recall, sort_as_oracle, sum_prefixes
 from kvsearch.budgets.lukv import MarginalSolver, solve_grid
+from kvsearch.calibration.base import Calibration
 from kvsearch.calibration.importance import QUADRATURE_NODES, ImportancePass, compute_error_drops, measure_output_errors
-from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import AnsweredOptions, LukvOptions
 from kvsearch.calibration.prompts import (
     CalibrationPrompt,

@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, merge_params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import refuse
-from kvsearch.core.naming import suggest
+from kvsearch.core.naming import join_choices, suggest
+from kvsearch.plan.methods import CALIBRATION_METHODS
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies.probe import FEATURES, SINKS, SPREAD
 from kvsearch.tasks.base import Answers
@@ -36,14 +37,12 @@ POLICIES_WITHOUT_RANKING = ("full",)
 TARGETS = ("answers", "reconstruction")
 BANK_CANDIDATES = 4096  # tokens whose queries a bank is chosen of
 MIN_DRAWN_PER_CONTEXT = 50  # entries or tokens of a context that a ranking is fitted on
-# the built-in policies that order all entries of a prompt by one score
-SCORE_POLICIES = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
-RIVAL_POLICIES = (*SCORE_POLICIES, "criticalkv", "defensivekv")  # what a fitted ranking is compared with
 
 # recent entries that stay under policies that need not keep all they look at, where they are compared at small budgets:
 # as many as under fitted rankings; with more, what is protected is most of what is kept
 DEFAULT_RECENT = 8
-WINDOW_POLICIES = ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
+# parameters of a policy that looks at the last queries and need not keep all of these
+WINDOW_PARAMETERS = ("window", "protect")
 
 AnswerTokens = Annotated[
     Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, polykv.")
@@ -92,9 +91,7 @@ class CalibrationOptions(Seeded):
     bare: ClassVar[bool] = False
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
 
-    method: str = option(
-        "lukv", "Calibration method: lukv, lava, cake, adakv, polykv, probe, query_bank or query_statistics.", SIZE
-    )
+    method: str = option("lukv", f"Calibration method: {join_choices(CALIBRATION_METHODS.built_in)}.", SIZE)
     policy: str = option(
         "snapkv",
         "Eviction policy the budgets are for, or probe=DIR, query_bank=DIR or kvzap=DIR, a fitted one; polykv: of "
@@ -168,6 +165,10 @@ class CalibrationOptions(Seeded):
     def policies(self) -> list[Policy]:
         """Return all measured policies, `make_policy` among them; UsageError as it raises them."""
         return [self.make_policy()]
+
+    def remarks(self) -> list[str]:
+        """Return what to know before the measurement; UsageError as `policies`."""
+        return []
 
     def texts(self, data: CalibrationData) -> dict[str, Any]:
         """Return the record of the texts for the provenance of a profile."""
@@ -318,10 +319,10 @@ class RankingOptions(AnsweredOptions):
 
     def policies(self) -> list[Policy]:
         """Return the rival policies of the fit, which protect the same entries, or fewer."""
-        from kvsearch.policies import create_policy
+        from kvsearch.policies.registry import create_policy, list_rivals
 
         alike = {"sinks": SINKS, "protect": self.protect, "recent": max(self.protect, 1)}  # 0 recent are half a budget
-        rivals = map(create_policy, RIVAL_POLICIES)
+        rivals = map(create_policy, list_rivals())
         return [replace(policy, **{name: alike[name] for name in alike if hasattr(policy, name)}) for policy in rivals]
 
     def resolved(self) -> dict[str, Any]:

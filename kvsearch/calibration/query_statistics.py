@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.methods import Calibration
+from kvsearch.calibration.base import Calibration
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, encode_prompts
 from kvsearch.core.items import Progress, with_progress

@@ -45,7 +45,7 @@ class Flag:
 
     Args:
         name: of the field.
-        help: what it does, with its default.
+        help: what it does, with its default; empty of an option of earlier versions, which no help shows.
         flags: as they are typed; none of an argument.
         takes: what stands for the value; empty of a switch.
         panel: the heading that it is under in the full help.
@@ -69,7 +69,7 @@ class Flag:
         """Make the parameter that reads it; none is required, so that all problems are reported at once."""
         known = self.complete if self.names else None
         if self.flags:
-            about = typer.Option(*self.flags, help=self.help, autocompletion=known)
+            about = typer.Option(*self.flags, help=self.help, autocompletion=known, hidden=not self.help)
         else:
             about = typer.Argument(metavar=self.takes, help=self.help, autocompletion=known)
         value: Any = list[str] | None if self.repeated else str | None
@@ -134,6 +134,7 @@ def describe_flags(options: type[JobOptions]) -> list[Flag]:
             or list(methods if name == "method" else get_args(kind) if get_origin(kind) is Literal else ()),
         )
         flags.append(flag)
+    flags += [Flag(name, "", [f"--{name}"], takes) for name, (takes, _) in options.former.items()]
     if options.recipes:
         flags.append(RECIPE)
     return sorted(flags, key=lambda flag: (bool(flag.flags), LAST_PLACE if flag.essential is None else flag.essential))
@@ -204,7 +205,7 @@ class VerbCommand(TyperCommand):
         """Write the short or full help, with the options of a method if it is typed."""
         words = " ".join(ctx.meta["kvsearch.typed"]).replace("=", " ").split()
         method = words[words.index("--method") + 1] if "--method" in words[:-1] else ""
-        shared = [flag for flag in self.flags if not flag.methods]
+        shared = [flag for flag in self.flags if not flag.methods and flag.help]
         of_method = [flag for flag in self.flags if method in flag.methods]
         short = [flag for flag in shared if flag.essential is not None or not flag.flags]
         if sum(flag.panel != GENERAL_PANEL for flag in shared) <= SHORT_HELP_LENGTH:
@@ -216,7 +217,7 @@ class VerbCommand(TyperCommand):
             sections = {flag.panel: [other for other in listed if other.panel == flag.panel] for flag in listed}
         elif short is not shared:
             notes.append(f"All options: {ctx.command_path} {HELP_ALL}")
-        if len(shared) < len(self.flags) and not of_method:
+        if any(flag.methods for flag in self.flags) and not of_method:
             notes.append(f"Options of one method: {ctx.command_path} --method NAME -h")
         arguments = [flag.takes for flag in shared if not flag.flags]
         formatter.write_usage(ctx.command_path, " ".join([*arguments, "[OPTIONS]"]))

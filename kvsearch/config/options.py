@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,8 +29,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from kvsearch.config.recipes import find_recipe, read_recipe
-from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Record, ScalarField, refuse
+from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.fields import COMPLETE, Record, ScalarField, refuse
 from kvsearch.core.limits import MOST_ENTRIES, MOST_NUMBER
 from kvsearch.core.parsing import MISSING, is_text, list_problems, list_validation_problems
 
@@ -86,9 +87,10 @@ def option(default: Any, about: str | Option, essential: int | None = None, **de
     """
     bounds = {name: details.pop(name) for name in BOUNDS if name in details}
     field = Field(default, **bounds)
-    field.metadata.append(
-        replace(about, **details) if isinstance(about, Option) else Option(about, essential, **details)
-    )
+    if isinstance(about, Option):
+        field.metadata.append(replace(about, essential=about.essential if essential is None else essential, **details))
+    else:
+        field.metadata.append(Option(about, essential, **details))
     return field
 
 
@@ -98,7 +100,8 @@ class JobOptions(Record):
     `job` is the name of its runs, `recipes` tells whether it takes a recipe. A field without an `Option` is not
     offered on the command line, unless the class describes it in `flags`, as it does fields of plain settings. A class
     may have a `panel` for the fields that it brings. Of `alternatives` one is given: it takes the place of another that
-    a recipe states.
+    a recipe states. `former` are options of earlier versions, by name: what stands for their value, and the flag to
+    give now; `translate_former` takes them.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -106,6 +109,7 @@ class JobOptions(Record):
     job: ClassVar[str] = "this command"
     recipes: ClassVar[bool] = False
     alternatives: ClassVar[tuple[str, ...]] = ()
+    former: ClassVar[Mapping[str, tuple[str, str]]] = {}
     flags: ClassVar[Mapping[str, Option]] = {}
 
     @property
@@ -181,8 +185,12 @@ class JobOptions(Record):
                 the recipe's problems, or all of what is given, in one message.
         """
         path = None if recipe is None else find_recipe(str(recipe), cls.job)
-        stated = {} if path is None else read_recipe(path, cls.job)
+        stated = {} if path is None else cls.translate_former(read_recipe(path, cls.job))
         typed = {name: value for name, value in given.items() if value is not None}
+        for flag in dict.fromkeys(flag for name, (_, flag) in cls.former.items() if name in typed):
+            old = " and ".join(f"--{name}" for name in cls.former if name in typed and cls.former[name][1] == flag)
+            warnings.warn(f"{old}: give {flag}, which has taken its place", KvsearchWarning, stacklevel=3)
+        typed = cls.translate_former(typed)
         model = cls.choose_model(stated, typed, path)
         unfit = [name for name, (_, option) in model.list_options().items() if name in stated and not option.recorded]
         if unfit:
@@ -195,6 +203,11 @@ class JobOptions(Record):
             if isinstance(error, UsageError):
                 raise
             raise model._refusal(error) from error
+
+    @classmethod
+    def translate_former(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Translate options of earlier versions, as given or of a recipe, to those that have taken their place."""
+        return options
 
     @classmethod
     def _check_recipe(cls, path: Path, stated: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -331,6 +344,17 @@ def drop_alternatives(stated: dict[str, Any], given: Mapping[str, Any], names: S
     return {name: value for name, value in stated.items() if name not in names}
 
 
+def parse_share(value: object) -> object:
+    """Parse a share as it is typed, "2%" or 0.02; what is a number of percent without the sign is refused."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        with suppress(ValueError):
+            return float(value.strip()[:-1]) / 100
+    if isinstance(value, int | float) and value >= 1:
+        raise PydanticCustomError(COMPLETE, "must be a share such as 2% or 0.02, not {what}", {"what": f"{value:g}"})
+    return value
+
+
+Share = Annotated[float, BeforeValidator(parse_share), Field(gt=0, lt=1)]
 Listed = BeforeValidator(_split_list)
 Specs = Annotated[str, join_values("+")]  # of tasks
 Commas = Annotated[str, join_values(",")]

@@ -24,9 +24,6 @@ from kvsearch.core.limits import (
     MOST_HEADS,
     MOST_LAYERS,
     MOST_NUMBER,
-    MOST_SAMPLES,
-    MOST_TOTAL,
-    MOST_WIDTH,
 )
 
 # A pydantic error type of our own: its message is complete, so nothing is added when it is shown.
@@ -103,11 +100,9 @@ Sha256 = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(strict=True, ge=1, le=MOST_NUMBER)]
 Index = Annotated[int, Field(strict=True, ge=0, le=MOST_NUMBER)]
 Entries = Annotated[int, Field(strict=True, ge=1, le=MOST_ENTRIES)]
-Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
-Total = Annotated[int, Field(strict=True, ge=1, le=MOST_TOTAL)]
+Samples = Annotated[int, Field(ge=1, le=MOST_ENTRIES)]
 Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
 Heads = Annotated[int, Field(strict=True, ge=1, le=MOST_HEADS)]
-Width = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
 Floor = Annotated[int, Field(strict=True, ge=0, le=MOST_ENTRIES)]
 # the end of an interval; in a file null is one that is not there, here NaN: no comparison with it holds
 _NULL = BeforeValidator(lambda end: math.nan if end is None else end)

@@ -25,6 +25,12 @@ def require_known(what: str, name: object, known: Collection[str]) -> None:
         raise UsageError(describe_unknown(what, name, list(known)))
 
 
+def join_choices(names: Iterable[str]) -> str:
+    """Join names to "a, b or c"."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def check_unique(what: str, names: Iterable[object]) -> None:
     """Raise UsageError if one of the `names` is there twice; `what` comes before it in the message."""
     seen = set()

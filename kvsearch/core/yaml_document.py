@@ -9,7 +9,7 @@ import yaml
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import decode_text, read_text
-from kvsearch.core.limits import MOST_BRACKETS, MOST_YAML
+from kvsearch.core.limits import MOST_YAML
 from kvsearch.core.parsing import FAULTS, describe_fault, format_value, list_problems, require_plain
 
 YamlPlace = tuple[str | int, ...]
@@ -84,12 +84,6 @@ class _Loader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag in _TAGS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-    def fetch_flow_collection_start(self, kind: Any) -> None:
-        """Take an opening bracket; yaml.MarkedYAMLError where so many are open that PyYAML would take seconds."""
-        if self.flow_level == MOST_BRACKETS:
-            raise _syntax_error(self.get_mark(), f"more than {MOST_BRACKETS} brackets are open")
-        super().fetch_flow_collection_start(kind)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node; yaml.MarkedYAMLError if it is none of plain data."""

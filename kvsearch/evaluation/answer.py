@@ -23,7 +23,11 @@ from kvsearch.tasks.prompts import PromptFormat, QuestionText
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply and what the cache held after the context; `full_bytes` is what transformers' own cache would hold."""
+    """A reply and what the cache held after the context; `full_bytes` is what transformers' own cache would hold.
+
+    `evicted_mass` is the attention at the end of the context on entries that left, see `PlanCache.evicted_mass`; None
+    of a context from a file.
+    """
 
     text: str
     context_tokens: int
@@ -32,23 +36,26 @@ class Reply:
     bytes: int
     full_bytes: int
     most: int  # entries held at a time from then until the reply was complete
+    evicted_mass: float | None
 
 
 class CompressedContext:
     """A context in a compressed cache that answers any number of prompts; no prompt sees another.
 
-    `ids` [1, T] are its tokens, but for those of its `rest`: see `PromptFormat.open_context`.
+    `ids` [1, T] are its tokens without its `rest`: see `PromptFormat.open_context`.
     """
 
     def __init__(self, loaded: LoadedModel, cache: PlanCache, ids: Tensor, rest: str = "") -> None:
         self.loaded, self.cache, self.ids, self.rest = loaded, cache, ids, rest
         shape, length = describe(loaded.model), ids.shape[1]
         mask = torch.ones_like(ids, device=loaded.model.device)
+        # Ends of a chat turn count, too, whatever the format of the questions.
         stop = find_stop_tokens(loaded, PromptFormat(loaded.tokenizer))
         self.replies = Replies(loaded.model, cache, [ids[0]], mask, None, stop)
         self.entries, self.bytes = count_held_entries(loaded.model, cache, [length])[0], cache.nbytes()
         self.full_entries = len(shape.full_layers) * shape.kv_heads * length
         others = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)
+        self.evicted_mass = cache.evicted_mass[0] if cache.monitor else None
         self.full_bytes = self.full_entries * 2 * shape.head_dim * loaded.model.dtype.itemsize + others
 
     @classmethod
@@ -68,7 +75,7 @@ class CompressedContext:
         if ids.shape[1] == 0:
             raise UsageError("there is nothing to compress: give a longer context or prompt")
         with run_attention(loaded.model):
-            cache = PlanCache(loaded.model, program)
+            cache = PlanCache(loaded.model, program, monitor=True)
             read(loaded.model, cache, [ids[0]], find_stop_tokens(loaded), chunk)
         return cls(loaded, cache, ids, rest)
 
@@ -94,7 +101,7 @@ class CompressedContext:
         said = self.ask(question[0], max_new_tokens)
         warn_beyond(self.loaded.model, self.ids.shape[1] + question.shape[1] + len(said))
         text = formatted.decode(said)
-        sizes = (self.entries, self.full_entries, self.bytes, self.full_bytes, self.replies.most[0])
+        sizes = (self.entries, self.full_entries, self.bytes, self.full_bytes, self.replies.most[0], self.evicted_mass)
         return Reply(text, self.ids.shape[1], *sizes)
 
 
@@ -130,6 +137,7 @@ def answer(
         else:
             ids, encoded = formatted.encode(context, [QuestionText(prompt) for prompt in prompts])
             questions = [question.ids for question in encoded]
+        # The last token of a reply is never read.
         later = max(question.shape[1] for question in questions) + max_new_tokens - 1
         require_same_rotary(loaded.model, [ids.shape[1]], later)  # before it is read
         held = CompressedContext.read(loaded, plan, ids, chunk=chunk)

@@ -153,13 +153,14 @@ def _format_entries(entries: Mapping[str, float | None]) -> str:
 
 
 def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, programs: Sequence[Program]) -> StageCost:
-    """Return what the stage `name` costs that asks under some programs.
+    """Estimate the cost of the stage `name`, which asks all questions under some programs.
 
     A prompt is read once for all of them, and compressed for each. Replies are decoded in one batch, but for programs
     that evict while they reply.
     """
     work = Work()
     contexts = questions = 0
+    # Programs that evict nothing while decoding decode as one batch; each of the others has steps of its own.
     together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
@@ -180,7 +181,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
 
 
 def _estimate_compression(programs: Sequence[Program]) -> float:
-    """Return how many times as long as reading a prompt it takes to compress it; policies share what they need."""
+    """Estimate the time to compress a prompt, in times of reading it; policies share what they need."""
     phases = [program.prefill for program in programs if program.prefill is not None]
     needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
     divided = sum(phase.allocation is not None for phase in phases)
@@ -265,6 +266,8 @@ class Evaluation:
         replies by rounding alone.
         """
         whole = self.config()
+        # Methods come and go between rounds, and a batch changes last bits: neither makes the replies of a stage
+        # others.
         left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING_SETTINGS)}
         rounding = {name: whole.content[name] for name in ROUNDING_SETTINGS}
         return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
@@ -514,7 +517,7 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
     labels = {FULL: FULL}
     known: dict[str, str] = {}
     for name, plan in plans.items():
-        content = hash_json(plan.model_dump(mode="json", exclude={"provenance"}))
+        content = plan.content_sha256
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:
             methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})

@@ -103,6 +103,7 @@ def measure_headroom(
         for reading in make_readings(task.prompts, QUESTION_AGNOSTIC)
     ]
     texts = [reading.ids for _, reading, _ in contexts]
+    # Contexts with the same text are no others: their questions would be its own.
     others_of = [[n for n, other in enumerate(texts) if not torch.equal(other, text)] for text in texts]
     kept: dict[str, Replies] = {}
     for (_, key), sample in store.samples.items() if store is not None else ():
@@ -163,12 +164,13 @@ def _ask(
     tasks: Sequence[TaskPrompts],
     ratio: float,
 ) -> Replies:
-    """Return the replies of all compared methods on one context.
+    """Generate the replies of all compared methods on one context.
 
-    The `item` is a context of the task of that number, what is asked about it, and some of what is asked about others.
+    The `item` is the number of a task, one of its contexts, the questions about it, and some questions about others.
     """
     number, reading, own, others = item
     with run_attention(loaded.model):
+        # Losses choose the allocation that replies: replies under all of them would take many times as long.
         tried, programs = _make_programs(loaded, reading.ids, own, ratio, others)
         losses = measure_reply_losses(loaded.model, reading.ids, own, tried)
         programs |= {method: tried[method] for method in (EVEN_ALLOCATION, min(losses, key=losses.__getitem__))}
@@ -257,6 +259,7 @@ def _make_allocations(
     errors = list(measure_output_errors(passed, continuations, ranks[0] < protected[0], orders))
     shares = importance / importance.sum((1, 2), keepdim=True).clamp(min=1e-30)
     for number, (policy, order) in enumerate(zip(policies, orders, strict=True)):
+        # Where the total is too small for what is protected, floors are even.
         floor = min(protected[number], total // (layers * heads))
         gains = {"mass": shares.gather(-1, order)}
         if errors:
@@ -265,6 +268,7 @@ def _make_allocations(
         budgets = {"even": largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)}
         budgets |= {name: MarginalSolver(values.double().numpy(), floor).solve(total) for name, values in gains.items()}
         if "error" in budgets:
+            # The same layer totals with equal heads: what is left of the gain tells layers from heads.
             equal = np.repeat(budgets["error"].sum(-1, keepdims=True) / heads, heads, 1)
             budgets["layers"] = largest_remainder(equal, total, floor, length)
         ranked: dict[int, Policy] = {
@@ -280,7 +284,7 @@ def measure_reply_losses(
 ) -> dict[str, float]:
     """Measure the loss of right replies after a context, token ids [T], under each program.
 
-    Losses are nats per token, means over the questions, of which each is one pass for all programs.
+    Losses are nats per token, means over the questions; each question is one pass for all programs.
     """
     losses = dict.fromkeys(programs, 0.0)
     for joint in compress_prompts(model, programs, [context], set()):

@@ -58,11 +58,13 @@ def score(
     followers: list[dict[tuple[int, ...], list[int]]] = [{} for _ in contexts]  # continuations by what is fed
     for follower, context, lead, texts in zip(followers, contexts, leads, continuations, strict=True):
         for index, text in enumerate(texts):
+            # The last token of a text is only predicted: choices like " A" and " B" are one pass.
             follower.setdefault((*context[len(lead) :], *text[:-1]), []).append(index)
     cache.activate_past_recording()  # sliding-window layers must be able to forget a text, too
     mark = cache.mark()
     likelihoods: list[dict[int, Likelihood]] = [{} for _ in contexts]
     for number in range(max(map(len, followers))):
+        # Every text follows the context, not the text before it.
         cache.rewind(mark)
         # a context without a text of that number repeats its last one, unheard
         fed = [list(follower)[min(number, len(follower) - 1)] for follower in followers]

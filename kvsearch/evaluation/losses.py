@@ -56,7 +56,7 @@ def measure_losses(
 ) -> list[LayerLoss]:
     """Measure losses of the layers each program governs, by task, layer and method, on the samples `run` would take.
 
-    The queries are those of the tokens that follow what is compressed: question, reply's prefix and answer
+    The queries are of the tokens that follow the compressed prompt: question, reply's prefix and answer
     (question-agnostic), or the answer (question-aware); `forced_answers` says which answer. Layers with a sliding
     window are left out: no plan governs them.
 
@@ -81,6 +81,7 @@ def measure_losses(
         for layer, method, losses in layer_losses:
             measured.setdefault((layer, method), []).append(losses)
     rows = []
+    # Layers ascending, and in each the methods as they were given.
     order = {method: number for number, method in enumerate(programs)}
     for task, measured in by_name.items():
         for layer, method in sorted(measured, key=lambda place: (place[0], order[place[1]])):
@@ -114,6 +115,7 @@ def _measure(
         rules = {method: make_layer_rules(loaded.model, program, context) for method, program in programs.items()}
         for by_layer in rules.values():
             for index, here in by_layer.items():
+                # One pass gathers what any of the methods needs.
                 needs.setdefault(index, []).extend(collect_needs(*here))
         passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
         for ids, place in following:
@@ -140,6 +142,7 @@ def make_layer_rules(model: Any, program: Program, context: Tensor) -> dict[int,
     planned = {index: (layer.prefill, layer.decode) for index, layer in cache.planned.items()}
     if program.allocation is None:
         return planned
+    # Budgets that follow the prompt are known only after a run over it.
     model(input_ids=context, logits_to_keep=1, **{CACHE: cache})
     return {index: _with_budgets(rules, cache.planned[index].holder) for index, rules in planned.items()}
 
@@ -163,6 +166,7 @@ def measure_query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses
     There are no bounds where entries are merged, or carry what leaves.
     """
     prefill, decode = rules
+    # Each layer as if it alone evicted: its input is that of the full cache.
     plan = layer.replay(prefill, decode)
     weight = layer.output_weight
     change, evicted = layer.change(plan.shown)
@@ -172,6 +176,7 @@ def measure_query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses
         # both outputs as decoding computes them, in the model's dtype
         change = layer.full_outputs.float() - plan.outputs.float()
     else:
+        # The theorem is about entries that are dropped, not about merged ones.
         bounds = dict(zip(("bound", "bound_by_head"), bound_output_loss(evicted, layer.values, weight), strict=True))
     losses = {"loss": compute_output_loss(change, weight), "evicted_mass": evicted.mean(1), **bounds}
     return {name: values[0].cpu() for name, values in losses.items()}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from typing import Any
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.evaluation.samples import ReplyPlace, Sample
-from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, RunConfig
+from kvsearch.runs.identity import LOSSES, METRICS, REPORT, SAMPLES, TABLES, RunConfig
 from kvsearch.runs.ledger import Ledger, LedgerFormatError, read_lines
 from kvsearch.runs.lock import lock_directory
-from kvsearch.runs.run import Run, read_run, require_unchanged
+from kvsearch.runs.run import Run, require_unchanged
 
 REPLY_FILES = (REPORT, SAMPLES, TABLES, LOSSES)
 _KEY = "id"  # in place of what the author calls the question, which is looked up again
@@ -41,9 +41,9 @@ Keyed = Sequence[tuple[str, Sample]]  # samples that were finished together, wit
 class ReplyStore(Ledger[Keyed]):
     """The finished replies of one run, by place and key."""
 
-    def __init__(self, path: Path, identity: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         self.samples: dict[tuple[ReplyPlace, str], Sample] = {}
-        super().__init__(path, identity)
+        super().__init__(path)
 
     @property
     def go_on(self) -> str:
@@ -115,21 +115,15 @@ def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Itera
             or another process writes to it.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    with lock_directory(directory):
-        earlier = read_run(directory, config.job)
-        is_other = earlier is not None and config.difference(earlier) is not None
-        anew = force and (is_other or _is_damaged(directory / LEDGER))
-        with open_run(directory, config, anew) as (_, store):
-            yield store
-
-
-def _is_damaged(ledger: Path) -> bool:
-    try:
-        if ledger.exists():
-            read_replies(ledger)
-    except UsageError:
-        return True
-    return False
+    with ExitStack() as stack:
+        stack.enter_context(lock_directory(directory))
+        try:
+            _, store = stack.enter_context(open_run(directory, config))
+        except UsageError:
+            if not force:
+                raise
+            _, store = stack.enter_context(open_run(directory, config, force=True))
+        yield store
 
 
 def _warn_of_metrics(run: Run) -> None:

@@ -55,14 +55,14 @@ def run_encoded(
 ) -> list[Sample]:
     """Run every program on all questions of what `encode_tasks` made; `memory` as in `reply_to_batch`.
 
-    What is `kept` is not done again. What is left of a batch is done as if all of it were, so replies that share their
-    arithmetic still do.
+    Replies that are `kept` are not made again. The rest of a batch is made as if all of it were, so replies that share
+    their arithmetic still do.
 
     A batch that memory is too short for is halved, down to one example, which a `KvsearchWarning` says.
 
     Raises:
-        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample. Or turns
-            are asked of a model with sliding windows.
+        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample. Or
+            questions come in turns, on a model with sliding windows.
         EnvironmentFault: the longest prompt alone does not fit under a program.
         RuntimeError, MemoryError: memory ran out for a single example.
     """
@@ -84,6 +84,8 @@ def run_encoded(
         for number, task in enumerate(tasks)
         for part in make_batches(make_readings(task.prompts, protocol), batch, follows)
     ]
+    # Replies are recalled by batch: a method with one reply missing does the whole batch again, as batches decide last
+    # bits.
     known = [[] if kept is None else kept.recall(tasks[number], part, programs) for number, part in work]
     finished = [{sample.method for sample in samples} for samples in known]
     left = [(*item, done) for item, done in zip(work, finished, strict=True) if programs.keys() - done]
@@ -151,6 +153,7 @@ class _Answering:
         finished: Collection[str] = (),
     ) -> Iterator[list[Sample]]:
         """Reply as `reply_to_batch`, in halves if memory is too short for the batch, with the methods still missing."""
+        # What was yielded before memory ran out is not done again.
         done, longest = set(finished), max(len(reading.ids) for reading in batch)
         if len(batch) <= self._fits or longest < self._from:
             try:
@@ -161,6 +164,7 @@ class _Answering:
             except (RuntimeError, MemoryError) as error:
                 if len(batch) == 1 or not is_out_of_memory(error):
                     raise
+            # Outside of the `except`: its traceback holds the tensors that did not fit.
             release_memory()
             middle = len(batch) // 2
             self._fits, self._from = middle, min(longest, self._from)
@@ -188,6 +192,7 @@ class KeptReplies:
         shared = {**describe_environment(loaded), "protocol": protocol, "stop_tokens": sorted(find_stop_tokens(loaded))}
         for label in ("name", "revision"):  # of the model: they are for the reader
             shared["model"].pop(label)
+        # By the settings of a method, not by its name: plans with equal content share replies.
         self._methods = {method.label: hash_json({**shared, "method": method.definition}) for method in methods}
 
     def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> list[Sample]:
@@ -263,10 +268,12 @@ def reply_to_batch(
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
         programs = {FULL: make_full_program(loaded.model), **programs}
         longest = max(len(question.right) for reading in batch for question in reading.questions)
+        # Forced rows have logits of the whole vocabulary, all at once.
         logits = len(batch) * longest * find_text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
     full_losses: dict[tuple[int, int], float] = {}
     joints = compress_prompts(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
+        # The prompt itself may give NaN, before any question was asked.
         with _name_samples(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)
         if joint is None:
@@ -298,14 +305,18 @@ def _collect_replies(
         questions = [reading.questions[turn if turn < len(reading.questions) else 0] for reading in batch]
         everyone = questions * len(joint.methods)
         heard = [turn < len(reading.questions) for reading in sequences]
-        limits = [one.query.max_new_tokens if is_heard else 1 for one, is_heard in zip(everyone, heard, strict=True)]
+        limits = [
+            question.query.max_new_tokens if is_heard else 1 for question, is_heard in zip(everyone, heard, strict=True)
+        ]
         if prompts.sampling is not None:
-            numbers = zip(sequences, everyone, strict=True)
-            seeds = [prompts.sampling.derive_seed(task.name, one.prompt.key, own.number) for one, own in numbers]
+            seeds = [
+                prompts.sampling.derive_seed(task.name, reading.prompt.key, question.number)
+                for reading, question in zip(sequences, everyone, strict=True)
+            ]
             joint.replies.draws = Draws(prompts.sampling, seeds)
         started = perf_counter()
         with _name_samples(where, sequences, everyone):
-            following = [reading.following(one) for reading, one in zip(sequences, everyone, strict=True)]
+            following = [reading.following(question) for reading, question in zip(sequences, everyone, strict=True)]
             texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
             if is_forced(task):
                 answered = [question.right.tolist() for question in everyone]

@@ -47,6 +47,7 @@ def decode_entries(phase: PhaseProgram, length: int) -> int:
     A head that is never evicted counts as one more than the longest of the others and the prompt.
     """
     table = np.array(phase.table(length))
+    # One more than any head that evicts can hold: what never evicts is above all sizes.
     grown = max(length, int(table.max())) + 1
     for row, (_, policy) in enumerate(sorted(phase.policies.items())):
         table[row] = [grown if policy.keeps_all(budget, grown) else budget for budget in table[row].tolist()]
@@ -97,6 +98,7 @@ def check_eviction(evaluation: Evaluation, size: Size) -> str | None:
     """
     programs = [method.program for method in evaluation.methods if method.label != FULL]
     ends = _list_ends(evaluation)
+    # By prompt and by its end, as a decode phase may drop what the prompt had room for.
     idle = {
         end: [number for number, program in enumerate(programs) if not _drops_entries(program, *end)]
         for end in set(ends)

@@ -1,4 +1,4 @@
-"""The Exporter seam: a plan in the words of another tool, and what these words cannot say.
+"""The Exporter interface: a plan in the format of another tool, and what that format cannot express.
 
 An exporter makes files out of a plan and lists what is lost on the way, in entries where that can be counted. Nothing
 is lost in silence: what a target has no word for is listed. Where budgets become
@@ -166,7 +166,7 @@ class PlanExporter(Exporter, ABC):
 
     @abstractmethod
     def export(self, plan: Plan, inputs: ExportInputs) -> ExportedFiles:
-        """Make the files for prompts of `inputs.length` tokens, by default those of the plan.
+        """Make the files for prompts of `inputs.length` tokens, by default as long as the plan's.
 
         Raises:
             UsageError: a length or the model is needed.
@@ -194,6 +194,7 @@ class BudgetExporter(PlanExporter):
         losses: dict[str, int | None] = {}
         if self.coarser:
             at = budgets.known_length if written.at is None else written.at
+            # Counted from the files as the target reads them, not from what should be in them.
             losses |= measure_budget_loss(
                 budgets.entries, self.read(written.files, plan.model, at), self.coarser.format(at=at)
             )

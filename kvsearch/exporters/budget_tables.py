@@ -1,4 +1,4 @@
-"""Targets with a number for every head, or one for every layer."""
+"""Exporters for tools that take a number for every head, or one for every layer."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class AttentionMatching(BudgetExporter):
         """Write the shares; where a rounding error would cost an entry, a trace above it."""
         mean = budgets.total // budgets.entries.size
         table = budgets.entries / budgets.total
+        # The tool cuts off: 63.9999 would be 63 entries.
         table[(table * mean * table.size).astype(np.int64) < budgets.entries] *= 1 + TRACE
         shares = {f"L{layer}H{head}": float(share) for (layer, head), share in np.ndenumerate(table)}
         losses = {"no policy: the tool fits entries of its own": budgets.total}
@@ -85,6 +86,7 @@ class HeadKV(BudgetExporter):
         if 2 * kept.sum() % (2 * kept.size) == kept.size:  # halves: one entry less, or half of all heads round wrongly
             kept.flat[kept.argmax()] -= 1
         mean = round(kept.mean())
+        # The tool divides scores by their sum: with a sum of `mean` per head it multiplies back to what was planned.
         scores = kept + (mean - kept.mean() if mean else TRACE)  # their sum is a divisor
         line = {
             f"{layer}-{head * group + member}": [float(score)]
@@ -204,8 +206,8 @@ class SparseVLLM(BudgetExporter):
         recent = min(policy.recent_count, min(kept) - sinks)
         free = [entries - sinks - recent for entries in kept]
         base = max(free[0], 1)
-        most = 1 << max(*free, 1).bit_length()  # a power of two: base times its ratio, over it, is base again
-        ratios = [base / most, *((entries + 0.25) / most for entries in free[1:])]
+        scale = 1 << max(*free, 1).bit_length()  # a power of two: base times its ratio, over it, is base again
+        ratios = [base / scale, *((entries + 0.25) / scale for entries in free[1:])]
         settings = {
             "sparse_method": "pyramidkv",
             "sink_keep_tokens": sinks,

@@ -119,7 +119,7 @@ def _command(*words: str) -> str:
 
 
 def _add_scores(data: ModelCardData, plan: Plan, scores: PlanScores | None) -> None:
-    """Add the scores of a plan to front matter, in place of those of a plan of this size."""
+    """Add the scores of a plan to front matter, in place of the scores of an earlier plan of this size."""
     from huggingface_hub import EvalResult
 
     if scores is None:

@@ -1,7 +1,7 @@
-"""A probe as a surrogate of hidden states, in KVzap's format, which kvpress reads.
+"""Export a probe as a network on hidden states, in KVzap's format, which kvpress reads.
 
 Keys before their rotary embedding and values are linear in what enters the attention: k = W_k h + b_k. So is a probe
-that looks at these two alone up to its GELUs, and one network of a layer has those of all its heads side by side.
+that looks at these two alone up to its GELUs, and one network of a layer has the probes of all its heads side by side.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KvpressKvzap(ProfileExporter):
             _heads(modules[layer], *entering, features, fit) for layer, fit in zip(metadata.layers, fits, strict=True)
         ]
         linear = not any(bool(fit["output"].any()) for fit in fits)
-        made = [(_linear if linear else _network)(one, fit) for one, fit in zip(heads, fits, strict=True)]
+        made = [(_linear if linear else _network)(maps, fit) for maps, fit in zip(heads, fits, strict=True)]
         tensors = {
             f"layers.{layer}.{name}": part.float().contiguous()
             for layer, parts in zip(metadata.layers, made, strict=True)
@@ -103,7 +103,7 @@ def _heads(module: Any, width: int, dtype: torch.dtype, features: list[str], fit
     """
     projections: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
     changed = [name for name in CHANGED if getattr(module, name, None) is not None]
-    if changed or not all(isinstance(one, nn.Module) for one in projections):
+    if changed or not all(isinstance(projection, nn.Module) for projection in projections):
         why = f"it has {', '.join(changed)}" if changed else "it has no linear k_proj and v_proj of their own"
         raise IncompatibleError(
             f"keys and values of {type(module).__name__} are not linear in what enters it: {why}; kvsearch itself "
@@ -155,7 +155,7 @@ def _network(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]) -> Iterator[str]:
-    """List what the surrogate cannot see, and what the press does not do."""
+    """List the features that the surrogate cannot see, and the protection that the press lacks."""
     if SPREAD in features:
         # the other features, which are as wide as a head, share the rest
         wide = (fits[0]["center"].shape[1] - 1) // max(1, len(features) - 1)

@@ -45,13 +45,13 @@ MODELS = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "granite", "olmo2", "arcee", "starcoder2", "mixtral",
     "qwen2_moe", "qwen3_moe", "seed_oss",
 )  # fmt: skip
-NAME = "planned_generate"  # of the attention
-TAG = "_planned_layer"
-PLAN = "plan.json"
-CACHE = str(ALL_CACHE_NAMES[0])  # the argument that takes a cache
+ATTENTION = "planned_generate"  # of the attention
+LAYER_TAG = "_planned_layer"
+PLAN_FILE = "plan.json"
+CACHE_ARGUMENT = str(ALL_CACHE_NAMES[0])  # the argument that takes a cache
 ALONE = ("assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size")  # options that a plan excludes
 BYTES = 2**26  # of logits that are made at once
-GUARD = 1e-9  # shares are read to nine decimals
+SHARE_GUARD = 1e-9  # shares are read to nine decimals
 
 
 def generate(
@@ -101,7 +101,7 @@ def generate(
             ) from None
         with kvsearch.attach(model, kvsearch.load_plan(folder)) as planned:
             if begin is not None:
-                arguments[CACHE] = planned.read(begin["input_ids"], begin["attention_mask"])
+                arguments[CACHE_ARGUMENT] = planned.read(begin["input_ids"], begin["attention_mask"])
             return planned.generate(inputs, **arguments)
 
 
@@ -118,21 +118,21 @@ def find_folder(model: Any) -> str:
             return named
         frame = frame.f_back
     name = str(model.config.name_or_path)  # of a model that was loaded with the folder's code
-    if not (Path(name) / PLAN).is_file():
-        raise ValueError(f"where {PLAN} lies is not known here: give generate the folder=... of the plan, too")
+    if not (Path(name) / PLAN_FILE).is_file():
+        raise ValueError(f"where {PLAN_FILE} lies is not known here: give generate the folder=... of the plan, too")
     return name
 
 
 def read_plan(folder: str) -> dict[str, Any]:
     """Return the plan in a folder or repository; ValueError if there is none that can be read."""
     try:
-        plan: dict[str, Any] = json.loads(Path(cached_file(folder, PLAN)).read_text(encoding="utf-8"))
+        plan: dict[str, Any] = json.loads(Path(cached_file(folder, PLAN_FILE)).read_text(encoding="utf-8"))
         if (plan["format"], plan["version"]) == ("kvsearch.plan", 1):
             return plan
         problem = f"format {plan['format']} {plan['version']} is unknown here"
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    raise ValueError(f"{folder}/{PLAN} is no plan that can be read ({problem}): export it again")
+    raise ValueError(f"{folder}/{PLAN_FILE} is no plan that can be read ({problem}): export it again")
 
 
 def needs_kvsearch(plan: dict[str, Any]) -> str | None:
@@ -179,14 +179,14 @@ def generate_planned(
         config.use_cache = True
     cache = planned_cache(model, plan)
     before = model.config._attn_implementation
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # without it padding would be seen
-    model.set_attn_implementation(NAME)
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # without it padding would be seen
+    model.set_attn_implementation(ATTENTION)
     try:
         if begin is not None:
             positions = (begin["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-            model(**begin, position_ids=positions, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        output = model.generate(inputs, **{CACHE: cache}, **arguments)
+            model(**begin, position_ids=positions, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1)
+        output = model.generate(inputs, **{CACHE_ARGUMENT: cache}, **arguments)
     finally:
         model.set_attn_implementation(before)
     if any(isinstance(layer, PlannedLayer) and not layer.blocks for layer in cache.layers):
@@ -253,7 +253,7 @@ def share_out(weights: Any, total: int, low: int, high: int) -> Any:
     """Divide `total` in proportion to `weights` above 0 within bounds, to whole numbers by their largest remainders."""
     high = min(high, total)
     ideal = fill_level(weights / weights.max(), total, low, high)
-    kept = np.clip(np.floor(ideal + GUARD), low, high).astype(np.int64)
+    kept = np.clip(np.floor(ideal + SHARE_GUARD), low, high).astype(np.int64)
     for _ in range(abs(missing := total - int(kept.sum()))):
         left = np.round(ideal - kept, 9) * np.sign(missing)
         left[kept == (high if missing > 0 else low)] = -np.inf
@@ -326,7 +326,7 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.seen and not self.blocks:
             raise ValueError("the model's attention does not look at the keys of its cache: the plan cannot run")
         self.seen += key_states.shape[2]
-        setattr(key_states, TAG, self)
+        setattr(key_states, LAYER_TAG, self)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -374,7 +374,9 @@ class PlannedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the sequences of other beams of the same prompts."""
         for block in self.blocks:
-            block.reorder([int(beam_idx[one // self.heads]) * self.heads + one % self.heads for one in block.segments])
+            block.reorder(
+                [int(beam_idx[part // self.heads]) * self.heads + part % self.heads for part in block.segments]
+            )
 
 
 class PlannedBlock:
@@ -414,7 +416,7 @@ class PlannedBlock:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
 
     def reorder(self, sources: list[int]) -> None:
-        """Take what segments `sources` have, all of which are here."""
+        """Take the entries of segments `sources`, which are all in this block."""
         rows = [self.segments.index(source) for source in sources]
         self.keys = self.keys[rows]
         self.values = self.values[rows]
@@ -423,7 +425,7 @@ class PlannedBlock:
 
 def groups(counts: list[int], waste: float) -> list[list[int]]:
     """Group heads that keep as many entries, and neighbours while that adds no more than a share of empty columns."""
-    made = [(count, [place for place, one in enumerate(counts) if one == count]) for count in sorted({*counts})]
+    made = [(count, [place for place, kept in enumerate(counts) if kept == count]) for count in sorted({*counts})]
     allowance = int(sum(counts) * waste)
     while len(made) > 1:
         costs = [(longer[0] - shorter[0]) * len(shorter[1]) for shorter, longer in pairwise(made)]
@@ -439,7 +441,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Serve as the attention of a model: SDPA where nothing is planned, and for prompts, which are then evicted."""
-    layer: PlannedLayer | None = getattr(key, TAG, None)
+    layer: PlannedLayer | None = getattr(key, LAYER_TAG, None)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("the model's attention is more than a softmax of products: use kvsearch.attach")
     scaling = kwargs.get("scaling")
@@ -483,7 +485,7 @@ class PlannedPrompt:
         count = min(count, length)
         step = max(1, BYTES // (4 * self.query.shape[1] * self.query.shape[2] * length))
         for sequence, first in (
-            (one, at) for one in range(len(self.key)) for at in range(length - count, length, step)
+            (row, at) for row in range(len(self.key)) for at in range(length - count, length, step)
         ):
             query = self.query[sequence, :, :, first : min(first + step, length)].float()
             logits = torch.einsum("hgqd,htd->hgqt", query, self.key[sequence].float()) * self.scaling
@@ -513,7 +515,9 @@ class PlannedPolicy:
         scores = getattr(self, self.name)(prompt)
         if self.name == "h2o" and not self.params["recent"]:  # a share of the budget is for what is recent
             share = 1 - self.params["recent_share"]
-            recent = [[limit - math.floor(limit * share + GUARD) for limit in row] for row in limits[..., 0].tolist()]
+            recent = [
+                [limit - math.floor(limit * share + SHARE_GUARD) for limit in row] for row in limits[..., 0].tolist()
+            ]
             first = (torch.tensor(recent, device=limits.device)[..., None] + self.sinks).minimum(limits)
             newest = self.ranks(prompt, prompt.index.float()[:, None].expand_as(scores))
             scores = scores.masked_fill(newest < first, float("inf"))
@@ -566,7 +570,7 @@ class PlannedPolicy:
         return (F.max_pool1d if pooling == "max" else F.avg_pool1d)(scores, kernel, 1, kernel // 2)
 
     def expected_attention(self, prompt: PlannedPrompt) -> Tensor:
-        """Return the attention expected of later queries, of which this prompt has the mean and covariance."""
+        """Return the attention expected of later queries, by the mean and covariance of this prompt's."""
         batch, heads, group, _, dim = prompt.query.shape
         cos, sin = self.tables(prompt.positions)
         scale = cos.square() + sin.square()
@@ -618,5 +622,5 @@ def inverse(values: Tensor, descending: bool = False) -> Tensor:
     """Return the place of each of `values` when they are sorted along the last dimension, equal ones as they come."""
     order = torch.argsort(values, dim=-1, stable=True, descending=descending)
     places = torch.arange(values.shape[-1], device=values.device).expand_as(order)
-    found: Tensor = torch.empty_like(order).scatter_(-1, order, places)
-    return found
+    inverted: Tensor = torch.empty_like(order).scatter_(-1, order, places)
+    return inverted

@@ -1,4 +1,4 @@
-"""Tools that score keys by what queries look like: statistics of `calibrate --method query_statistics`."""
+"""Exporters of query statistics (`calibrate --method query_statistics`), for tools that score keys by them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvsearch.core.printed import escape_markdown
 from kvsearch.exporters.base import CARD_FILE, WEIGHTS_FILE, ExportedFiles, ExportInputs, ProfileExporter
 from kvsearch.models.loading import MODEL_CONFIG_FILE
 from kvsearch.plan import Profile, canonical_json
-from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
+from kvsearch.plan.methods import name_methods_with
+from kvsearch.plan.profile_arrays import QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.registry import build_policy
 
@@ -25,14 +26,14 @@ def read_statistics(profile: Profile, target: str) -> dict[str, Floats]:
     """Return the arrays of a profile of query statistics, of all layers of its model.
 
     Raises:
-        UsageError: it is of another method.
+        UsageError: it has none.
         IncompatibleError: layers of another kind than full attention were not measured.
     """
     metadata = profile.metadata
-    if metadata.method != QUERIES:
+    if QUERY_MEAN not in profile.arrays:
         raise UsageError(
             f"target {target} is made of query statistics, and this profile is of method {metadata.method}: calibrate "
-            "--method query_statistics"
+            f"--method {name_methods_with(QUERY_MEAN)}"
         )
     if len(metadata.layers) != metadata.model.layers:
         raise IncompatibleError(

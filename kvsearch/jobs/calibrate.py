@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -13,13 +13,11 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from kvsearch.calibration.data import find_default_data, load_calibration_data
-from kvsearch.calibration.methods import METHODS, create_calibration
-from kvsearch.calibration.options import CalibrationOptions, RankingOptions
-from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.calibration.options import CalibrationOptions
 from kvsearch.calibration.steps import STEPS_FOLDER, StepCache, count_steps, hash_step_inputs
 from kvsearch.calibration.tables import HELD_OUT, MIN_CONTEXTS_TO_JUDGE
 from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs, option
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.naming import describe_unknown, suggest
 from kvsearch.core.parsing import list_problems
@@ -38,21 +36,19 @@ from kvsearch.jobs.groups import (
 from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED_NOTE, Reporter, on_interruption
+from kvsearch.methods.base import CalibratedRun
 from kvsearch.models.speed import StageCost
+from kvsearch.plan.methods import CALIBRATION_METHODS, create_method
 from kvsearch.plan.profile import load_profile, save_profile
-from kvsearch.plan.profile_arrays import QUERIES
 from kvsearch.plan.saved import PROFILE
-from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.profile import list_remarks as profile_remarks
-from kvsearch.report.ranking import find_losses
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_run, read_sums, require_same, require_unchanged, write_contexts
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
+    from kvsearch.calibration.base import Calibration
     from kvsearch.calibration.data import CalibrationData
-    from kvsearch.calibration.methods import Calibration
     from kvsearch.calibration.prompts import CalibrationPrompt
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Profile
@@ -61,7 +57,6 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "lukv"
 FILES = (CONTEXTS, STEPS_FOLDER, "*.safetensors")  # the last: the profile, and weights of policies
-RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may have
 OF_TASKS = {"split", "samples", *TASK_DETAILS} - {"data"}  # what only --tasks reads
 
 
@@ -82,7 +77,7 @@ class CalibrateOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, 
         "several joined by +, as for evaluate.",
         QUESTIONS,
         metavar="SPEC",
-        completes="kvsearch.tasks.catalog:SPECS",
+        completes="kvsearch.tasks.catalog:list_specs",
     )
     split: str = option(
         "train", "--tasks: part of the examples, train or select, never what is reported on.", panel=TASKS
@@ -109,7 +104,7 @@ class CalibrateOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, 
         Raises:
             UsageError: they differ, there is no such method, or something is given that the method does not have.
         """
-        known = list(METHODS)
+        known = CALIBRATION_METHODS.list_names()
         typed = given.get("method")
         name = stated.get("method", typed or DEFAULT_METHOD)
         if typed is not None and typed not in known:
@@ -119,7 +114,9 @@ class CalibrateOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, 
             raise UsageError(list_problems([problem], str(path)))
         if typed not in (None, name):
             raise UsageError(f"{path} is a recipe of method {name}, not {typed}: leave --method or --recipe out")
-        options: Any = cls.list_variants().get(name, cls)
+        options: Any = cls
+        if cls.list_variants():
+            options = OPTIONS.get(name) or make_calibrate_options(name)
         options.check_given(given)
         return cast("type[Self]", options)
 
@@ -141,11 +138,23 @@ class CalibrateOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, 
         return RunConfig(job="calibrate", options=self.to_recipe(), content=content)
 
 
-# the options of the job with those of a method, by its name
-OPTIONS: dict[str, Any] = {
-    name: create_model(f"Calibrate{name.title().replace('_', '')}", __base__=(method, CalibrateOptions))
-    for name, method in METHODS.items()
-}
+def make_calibrate_options(method: str) -> type[CalibrateOptions]:
+    """Make the options of the job with those of a method; errors: see `PluginRegistry.find`."""
+    bases = (create_method(method).options, CalibrateOptions)
+    made: type[Any] = create_model(f"Calibrate{method.title().replace('_', '')}", __base__=bases)
+    return made
+
+
+def list_calibrate_options() -> dict[str, type[CalibrateOptions]]:
+    """Make the options of the job for every method; a method of a package that is broken is left out."""
+    options = {}
+    for name in CALIBRATION_METHODS.list_names():
+        with suppress(EnvironmentFault):  # says so where it is asked for
+            options[name] = make_calibrate_options(name)
+    return options
+
+
+OPTIONS = list_calibrate_options()
 
 
 def dry_run(options: CalibrateOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
@@ -165,12 +174,7 @@ def forecast_calibrations(several: Sequence[CalibrateOptions], reporter: Reporte
         return Forecast(content)
     prompts = _prompts(calibrations)
     first: Calibration[Any] = calibrations[0]
-    if len(calibrations) == 1:
-        work = first.estimate(prompts)
-    else:
-        from kvsearch.calibration.probe.contexts import estimate_rankings
-
-        work = estimate_rankings(calibrations, prompts)
+    work = first.estimate_together(calibrations, prompts)
     if getattr(first.options, "check", False):
         from kvsearch.selection.table_check import estimate_check
 
@@ -217,7 +221,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter, 
     data = first.data
     options = several[0]
     names = ", ".join(policy.name for policy in first.policies)
-    among = "beside" if isinstance(options, RankingOptions) else "for"  # a ranking is compared with others
+    among = "beside" if create_method(options.method).fits_policy else "for"  # a ranking is compared with others
     count = f"{len(data.contexts)} contexts with {data.questions} questions"
     methods = _methods(several)
     reporter.say(f"calibrating {options.model} by {methods} {among} {names} on {count} from {data.name}")
@@ -240,12 +244,8 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter, 
             runs.append(stack.enter_context(Run.open(each.output, config, force=each.force, files=FILES)))
         stack.enter_context(on_interruption(reporter, words_to_go_on))
         progress = stack.enter_context(reporter.progress(f"calibrating: {options.unit}"))
-        if len(calibrations) == 1:
-            profiles = [_check_table(first, first.measure(prompts, progress), reporter)]
-        else:
-            from kvsearch.calibration.probe.contexts import fit_rankings
-
-            profiles = fit_rankings(calibrations, prompts, progress)
+        profiles = first.measure_together(calibrations, prompts, progress)
+        profiles = [_check_table(*pair, reporter) for pair in zip(calibrations, profiles, strict=True)]
         for run, profile in zip(runs, profiles, strict=True):
             save_profile(profile, run.directory / PROFILE, overwrite=True)
             write_contexts(run.directory, {"fitted": data.hashes})
@@ -276,9 +276,8 @@ def _prepare(
     """
     policies = [options.policies() for options in several]
     for options in several:
-        if isinstance(options, PolykvOptions):
-            for remark in options.remarks():
-                reporter.warn(remark)
+        for remark in options.remarks():
+            reporter.warn(remark)
     data, loaded = _data(several[0], reporter, models)
     configs = [options.configuration(data) for options in several]
     is_finished = True
@@ -299,9 +298,7 @@ def _prepare(
         for policy in measured:
             policy.check_model(loaded.fingerprint)
         warn_unfit(loaded.model, measured)
-        method = METHODS[options.method]
-        settings = method(**{name: getattr(options, name) for name in method.model_fields})
-        calibrations.append(create_calibration(loaded, data, measured, settings))
+        calibrations.append(create_method(options.method).create_calibration(loaded, data, measured, options))
     return configs, calibrations
 
 
@@ -333,7 +330,7 @@ def _check_table(calibration: Calibration[Any], profile: Profile, reporter: Repo
 
 def remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
     """Yield a summary of the profile, its path, and commands for the next step."""
-    yield from profile_remarks(profile)
+    yield from create_method(options.method).remarks(profile)
     yield f"wrote {options.output / PROFILE}"
     for words in suggest_commands(options, profile):
         yield format_command(*words)
@@ -341,32 +338,15 @@ def remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
 
 def suggest_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:
     """Yield the words of commands that use the profile."""
-    place = str(options.output)
-    if options.method == QUERIES:
-        yield ["export", place, "--to", "kvpress-ea", "-o", f"{place.rstrip('/')}-kvpress"]
-    elif options.method in FITTED:
-        losses = find_losses(profile)
-        preferred = None if losses is None else losses.preferred
-        policy = preferred or f"{options.method}={place}"
-        flags = [*changed_flags(options)]
-        if options.tasks is not None:  # budgets are measured on others than the ranking was fitted on
-            flags += ["--split", "select"]
-        elif not profile.metadata.provenance.settings.get("without_questions"):
-            flags += list_changed_flags(options, ("data",))
-        yield ["calibrate", options.model, "--policy", policy, "-o", f"{place.rstrip('/')}-budgets", *flags]
-    elif isinstance(options, PolykvOptions):
-        size = ["--budget", str(options.budgets[0])]
-        yield ["validate", place, *changed_flags(options)] if options.signals != ("entropy",) else ["show", place]
-        if options.signals == ("entropy",):  # which can share out budgets only
-            size += ["--budget-signal", "entropy"]
-        yield ["export", place, *size, "-o", str(options.output / "plan.json")]
-    else:
-        metadata = profile.metadata
-        for ratio in RATIOS:
-            # measured for several policies, what is always kept may differ between layers
-            if metadata.policies is not None or (1 - ratio) * metadata.length >= metadata.floor:
-                yield ["export", place, "--ratio", str(ratio), "-o", str(options.output / "plan.json")]
-                return
+    run = CalibratedRun(
+        options,
+        options.model,
+        options.output,
+        flags=tuple(changed_flags(options)),
+        data_flags=tuple(list_changed_flags(options, ("data",))),
+        on_tasks=options.tasks is not None,
+    )
+    yield from create_method(options.method).next_commands(profile, run)
 
 
 def _data(

@@ -8,19 +8,31 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, TypeAdapter
 
-from kvsearch.config.options import RULE, SIZE, Commas, Repeated, Seeded, option
+from kvsearch.config.options import RULE, SIZE, Commas, Repeated, Seeded, Share, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output, require_directory
 from kvsearch.core.items import Progress
 from kvsearch.core.parsing import read_json, validate_content
+from kvsearch.evaluation.guarantee import (
+    count_contexts,
+    describe_need,
+    find_shown_bound,
+    make_guarantee,
+    measure_context_losses,
+    refuse_text,
+    require_unseen,
+    share_level,
+    shows_bound,
+)
 from kvsearch.evaluation.samples import LayerLoss, write_samples
-from kvsearch.evaluation.statistics import summarize
+from kvsearch.evaluation.statistics import CONFIDENCE, summarize
 from kvsearch.exporters.base import ExportedFiles
 from kvsearch.jobs.export import write_files
 from kvsearch.jobs.groups import (
     ASKED,
     KEPT,
+    LOSE_AT_MOST,
     MODEL,
     OUTPUT_OPTION,
     PROTOCOL,
@@ -40,7 +52,7 @@ from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import write_tables
 from kvsearch.report.records import record_files
 from kvsearch.report.table import check_table_file
-from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
+from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, ShownLoss
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
 from kvsearch.runs.run import read_run, write_json
 from kvsearch.strategies.names import FULL
@@ -125,6 +137,20 @@ class EvaluateOptions(ModelOptions, WorkerOptions, TaskOptions, BatchOptions):
         False, "Also measure what every layer's attention output loses under every method.", panel=KEPT
     )
 
+    guarantee: bool = option(
+        False, "Say what every plan is shown to lose at most to the full cache, whatever the distribution.", panel=KEPT
+    )
+    lose_at_most: Share | None = option(None, LOSE_AT_MOST, panel=KEPT)
+    confidence: float = option(CONFIDENCE, "--guarantee, --lose-at-most: how sure to be.", panel=KEPT, ge=0.5, lt=1)
+
+    @property
+    def guarantees(self) -> bool:
+        """Whether it is to be said what plans lose at most; UsageError if there is no plan."""
+        wanted = self.guarantee or self.lose_at_most is not None
+        if wanted and not self.plan:
+            raise UsageError("--guarantee is about plans: give one with --plan")
+        return wanted
+
     @property
     def sampling(self) -> Sampling | None:
         """Sampling of replies; None: greedy."""
@@ -175,7 +201,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) 
         UsageError: options that do not go together, or files that cannot be read or written.
         IncompatibleError: plans, profiles or questions do not fit the model.
     """
-    _, evaluation = _prepare(options, reporter, models)
+    request, evaluation = _prepare(options, reporter, models)
     directory = options.output
     config = evaluation.config().changed(options=options.to_recipe())
     with (
@@ -184,7 +210,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) 
     ):
         comparison = evaluation.run(progress, store)
         losses = _output_losses(evaluation, directory, options.losses, progress)
-        result = EvaluationResult.of(comparison, losses)
+        result = EvaluationResult.of(comparison, losses, _show_losses(options, request, comparison))
         if directory is not None:
             write_samples(comparison.samples, directory / SAMPLES)
             write_tables(result, directory / TABLES)
@@ -203,6 +229,8 @@ def _prepare(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) 
     tasks = options.find_tasks(options.model, options.split)
     for path in options.plan:
         load_plan(path)
+    if options.guarantees:
+        refuse_text(tasks)
     from kvsearch.strategies.ready_methods import read_request
 
     request = read_request(
@@ -216,6 +244,10 @@ def _prepare(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) 
     split = replace(options.make_split(tasks, options.samples, options.protocol), sampling=sampling)
     evaluation = prepare(loaded, request.prepare(loaded), request.subject, split)
     warn_about_coverage(reporter, evaluation.encoded)
+    if options.guarantees:
+        require_unseen(evaluation, request.plans)
+        contexts = count_contexts(evaluation.encoded)
+        reporter.say(describe_need(options.lose_at_most, share_level(options.confidence, len(request.plans)), contexts))
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")
@@ -224,6 +256,25 @@ def _prepare(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) 
             f"{', '.join(idle)}: nothing is evicted from any prompt, so this is the full cache: keep fewer entries"
         )
     return request, evaluation
+
+
+def _show_losses(options: EvaluateOptions, request: Request, comparison: Evaluation) -> dict[str, ShownLoss]:
+    """Return what every plan is shown to lose at most, if that is wanted: statements that hold together."""
+    if not options.guarantees:
+        return {}
+    level = share_level(options.confidence, len(request.plans))
+    shown = {}
+    labels = {method.name: method.label for method in comparison.methods}
+    for name, plan in request.plans.items():
+        losses = measure_context_losses(comparison.samples, labels[name], comparison.contexts)
+        bound = find_shown_bound(losses, level)
+        guarantee = make_guarantee(
+            plan, losses, bound, options.confidence, comparison.encoded, comparison.split.protocol
+        )
+        wished = options.lose_at_most
+        holds = None if wished is None else shows_bound(losses, wished, level)
+        shown[name] = ShownLoss(guarantee=guarantee, wished=wished, holds=holds)
+    return shown
 
 
 def _output_losses(

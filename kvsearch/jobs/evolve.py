@@ -36,11 +36,9 @@ from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import build_policy
 from kvsearch.report.costs import Forecast
 from kvsearch.report.search import describe_decisions, make_search_result
-from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
-from kvsearch.runs.ledger import read_lines
+from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, PLAN, REPORT, RunConfig
 from kvsearch.runs.run import read_run, write_contexts
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.trials import TrialLog
 from kvsearch.tasks.metrics import is_forced
 
 if TYPE_CHECKING:
@@ -233,8 +231,6 @@ def _prepare(options: EvolveOptions, reporter: Reporter, models: ModelLoader) ->
     if options.objective == "metric" and any(map(is_forced, tasks["train"])):
         raise UsageError("--objective metric judges replies, and nothing replies to a text (ppl:FILE): leave it out")
     read_run(options.output, "evolve")
-    if not options.force and (options.output / LEDGER).exists():
-        list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
     plans = {path.stem: load_checked_plan(path) for path in options.start}
     from kvsearch.search.evolve import prepare_searches
     from kvsearch.search.start_plans import SearchSetup, check_start_names

@@ -12,26 +12,22 @@ from kvsearch.config.options import RULE, JobOptions, option
 from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.core.files import read_text, require_directory, write_atomically
 from kvsearch.core.parsing import read_json
-from kvsearch.exporters import create_exporter
+from kvsearch.exporters import TARGETS, create_exporter
 from kvsearch.jobs.groups import BUDGET, ModelOptions
 from kvsearch.jobs.model_loader import ModelLoader
 from kvsearch.jobs.plan import PlanOptions, SizeOptions, make_checked_plan, resolve_size, write_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
+from kvsearch.methods.base import CalibrationMethod
 from kvsearch.models.gguf import GGUF_SUFFIX
 from kvsearch.models.loading import MODEL_CONFIG_FILE as MODEL_CONFIG
 from kvsearch.models.real import REAL_MODELS
-from kvsearch.plan import ModelFingerprint, Plan, Profile, Size, load_plan, load_profile
+from kvsearch.plan import ModelFingerprint, Plan, load_plan, load_profile
+from kvsearch.plan.methods import find_writer
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE
-from kvsearch.results.validation import find_harmful
 from kvsearch.runs.identity import CONFIG
 from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import finish_run, mark_unfinished
-from kvsearch.signals.table import SignalTable
-from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
-from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
-from kvsearch.strategies.names import UNIFORM
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import ExportedFiles, ExportInputs
@@ -77,14 +73,13 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
     )
     to: str = option(
         PLAN,
-        "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: folder, "
-        "custom-generate, kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, "
-        "attention-matching, sparse-vllm, spectralkv, tangram, trtllm-windows, vllm-windows, openvino.",
+        "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: "
+        f"{', '.join(name for name in TARGETS if name != 'model')}.",
         RULE,
         metavar="TARGET",
         panel=TOOLS_PANEL,
         recorded=False,
-        completes="kvsearch.exporters:TARGETS",
+        completes="kvsearch.exporters:list_targets",
     )
     lossy: bool = option(
         False, "Write it even if the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False
@@ -188,71 +183,28 @@ def make_target_files(options: ExportOptions, reporter: Reporter, models: ModelL
 
 
 def make_profile_plan(options: ExportOptions, reporter: Reporter) -> Plan:
-    """Make the plan of the profile by its table or signals; refuse or warn of harmful ones."""
+    """Make the plan of the profile as its method does; refuse or warn of one that is likely to be worse than none."""
     profile = load_profile(find_profile_file(options.profile))
-    if profile.metadata.signals is not None:
-        size = resolve_size(options.budget, options.ratio, options.length, SignalTable(profile).axes.budgets)
-        strategy = make_strategy(options, profile)
-        plan = make_strategy_plan(profile, strategy, size)
-        harm = find_harmful(options.folder, strategy, size.pool(profile.metadata).mean)
-        _refuse_harmful(harm, options.allow_harmful, reporter)
-        return plan
-    several = profile.metadata.policies is not None
-    of_polykv = {
-        option.format_flag(name): getattr(options, name)
-        for name, (_, option) in options.list_options().items()
-        if option.panel == PANEL and not (several and name == "policy")
-    }
-    unused = [flag for flag, value in of_polykv.items() if value is not None and value is not False]  # 0 is given
-    if unused:
+    method: CalibrationMethod = find_writer(profile.metadata.method)
+    known = method.plan_settings(profile)
+    offered = {name: option for name, (_, option) in options.list_options().items() if option.panel == PANEL}
+    settings = {name: value for name in offered if (value := getattr(options, name)) is not None}  # 0 is given
+    if unread := [offered[name].format_flag(name) for name in settings if name not in known]:
         raise UsageError(
-            f"{', '.join(unused)}: only for profiles of method polykv, this one is of method {profile.metadata.method}"
+            f"{', '.join(unread)}: only for profiles of method {PANEL.lower()}, this one is of method "
+            f"{profile.metadata.method}"
         )
-    if several:
-        return _make_joint_plan(profile, options.size, options.policy, reporter)
-    from kvsearch.selection.table_check import describe_harmful_table
-
-    plan = plan_from_profile(profile, options.size)
-    pool = options.size.pool(profile.metadata)
-    harm = describe_harmful_table(profile, 1 - pool.mean / pool.length)
-    _refuse_harmful(harm, options.allow_harmful, reporter)
-    return plan
-
-
-def _refuse_harmful(warning: str | None, allowed: bool, reporter: Reporter) -> None:
-    """Raise UsageError for harmful signals or tables, unless they are allowed."""
-    if warning is not None and not allowed:
-        raise UsageError(f"{warning}; give --allow-harmful to write it anyway")
-    if warning is not None:
-        reporter.warn(warning)
-
-
-def _make_joint_plan(profile: Profile, size: Size, policy: str | None, reporter: Reporter) -> Plan:
-    """Choose a policy for every layer, and budgets."""
-    curves = read_policy_curves(profile)
-    if policy is not None:
-        curves = curves.select([policy])
-    elif names := curves.fitted_here:
-        reporter.warn(f"{', '.join(names)}: fitted on contexts that the budgets are measured on, so it looks "
-                  "better than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
-    joint = make_joint_plan(curves, size)
-    reporter.say(joint.words)
-    return joint.plan
-
-
-def make_strategy(options: ExportOptions, profile: Profile) -> Strategy:
-    """Make the requested strategy, by default from the measured signals."""
-    table = SignalTable(profile)
-    route = options.route or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
-    if options.least is not None and options.budget_signal in (None, UNIFORM):
-        raise UsageError("--least is for budgets by a signal: name a --budget-signal")
-    return Strategy(
-        route=None if route == "none" else route,
-        budgets=options.budget_signal or UNIFORM,
-        phases=options.phases or table.axes.phases[0],
-        policy=options.policy,
-        least=options.least,
-    )
+    size = resolve_size(options.budget, options.ratio, options.length, method.default_budgets(profile))
+    made = method.to_plan(profile, size, settings, options.folder)
+    for line in made.warnings:
+        reporter.warn(line)
+    for line in made.notes:
+        reporter.say(line)
+    if made.harm is not None and not options.allow_harmful:
+        raise UsageError(f"{made.harm}; give --allow-harmful to write it anyway")
+    if made.harm is not None:
+        reporter.warn(made.harm)
+    return made.plan
 
 
 def make_plan(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> Plan:  # noqa: ARG001

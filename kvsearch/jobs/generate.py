@@ -20,6 +20,7 @@ from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import MODEL_KEY, plan_beside
 from kvsearch.report.costs import Forecast
+from kvsearch.report.plans import describe_guarantee
 from kvsearch.tasks.given import read_text_argument, resolve_example
 from kvsearch.tasks.prompts import PromptFormat
 
@@ -108,6 +109,8 @@ def generate(options: GenerateOptions, reporter: Reporter, models: ModelLoader) 
 
     loaded = models.load(options.model)
     plan = options.plan_for(loaded, plan)
+    if plan is not None and (guarantee := describe_guarantee(plan)):
+        reporter.say(f"the plan {options.plan or 'beside the model'}: {guarantee}")
     if settings_note := describe_generation_settings(loaded.model):
         reporter.say(settings_note)
     source = options.cache or context
@@ -116,6 +119,13 @@ def generate(options: GenerateOptions, reporter: Reporter, models: ModelLoader) 
         reporter.warn(
             f"nothing was evicted: the plan {options.plan or 'beside the model'} keeps all "
             f"{replies[0].context_tokens} tokens of this context"
+        )
+    shown = None if plan is None else plan.guarantee
+    mass = replies[0].evicted_mass
+    if shown is not None and shown.evicted_mass is not None and mass is not None and mass > shown.evicted_mass[1]:
+        reporter.warn(
+            f"this context is beyond those that the plan was shown on: {100 * mass:.1f}% of the attention at its end "
+            f"goes to entries that left, and {100 * shown.evicted_mass[1]:.1f}% at most there: it may lose more here"
         )
     return replies
 

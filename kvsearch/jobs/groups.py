@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
@@ -31,6 +31,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.selection.selection import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, find_tasks
+from kvsearch.tasks.catalog import TASKS as TASK_REGISTRY
 from kvsearch.tasks.metrics import is_forced
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ BUDGETS = Option("Several budgets, each with a plan of its own: plan-N.json.", m
 RATIO = Option("Share of the cache to evict, above 0 and below 1.", SIZE)
 CONTEXTS = {"train": 80, "select": 160, "report": 120}  # of all tasks together, the most that are asked by default
 SAMPLES_OPTION = Option("Contexts per task.", QUESTIONS, panel=ASKED)
+LOSE_AT_MOST = Option(
+    "Share of the score, such as 2%, that the mean loss to the full cache may reach, on contexts that nothing was "
+    "fitted or chosen by."
+)
 PROTOCOL = Option(
     "question-agnostic: the context is compressed first, then the questions are asked; question-aware: context and "
     "question are compressed as one.",
@@ -140,11 +145,11 @@ class TaskOptions(JobOptions):
         None,
         "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
         "ruler:no-qa, longbench, longbench:english, longbench:e, longbench:v2, infinitebench, gsm8k, math500, aime, "
-        "niah, jsonl:FILE, ppl:FILE; see `kvsearch tasks`.",
+        f"{', '.join(TASK_REGISTRY.built_in)}, jsonl:FILE, ppl:FILE; see `kvsearch tasks`.",
         FIRST,
         metavar="SPEC",
         shown=DEFAULT_TASKS,
-        completes="kvsearch.tasks.catalog:SPECS",
+        completes="kvsearch.tasks.catalog:list_specs",
     )
     length: WholeNumbers | None = option(
         None,
@@ -231,17 +236,23 @@ class SelectionOptions(BatchOptions):
         QUESTIONS,
         shown=f"{CONTEXTS['select']} to choose by and {CONTEXTS['report']} to report on, of all tasks together",
     )
-    sure: float = option(
-        Rule.sure,
+    confidence: float | None = option(
+        None,
         "How sure to be that what is written is better than the best baseline: 0.9 takes what is likely better, "
         "0.95 or more only what beats it.",
         RULE,
+        shown="0.9",
     )
+    former: ClassVar[Mapping[str, tuple[str, str]]] = {"sure": ("X", "--confidence")}
+
+    @classmethod
+    def translate_former(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {"confidence" if name == "sure" else name: value for name, value in options.items()}
 
     @property
     def rule(self) -> Rule:
-        """The rule of the choice; UsageError if `sure` is out of range."""
-        return Rule(self.sure)
+        """The rule of the choice; UsageError if `confidence` is out of range."""
+        return Rule() if self.confidence is None else Rule(self.confidence)
 
     def split(self, name: str, tasks: Sequence[Task], protocol: Protocol) -> Split:
         """Make the split `name` of some tasks, with at least two contexts per task."""

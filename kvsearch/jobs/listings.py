@@ -20,6 +20,7 @@ from kvsearch.models.real import REAL_MODELS
 from kvsearch.policies.registry import PolicyFacts, describe_policy, load_catalog
 from kvsearch.report.table import Table
 from kvsearch.tasks.catalog import SETS, describe_tasks
+from kvsearch.tasks.catalog import load_catalog as load_catalog_of_tasks
 from kvsearch.tasks.given import resolve_example
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def _policy_parts(policy: PolicyFacts) -> Iterator[ReportPart]:
 @job(ListingOptions)
 def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
     """Return tasks, or all there is to know about a single one."""
-    known = describe_tasks(options.name)
-    content = {"tasks": [task.facts() for task in known], "sets": SETS}
+    known, faults = load_catalog_of_tasks() if options.name is None else (describe_tasks(options.name), [])
+    content = {"tasks": [task.facts() for task in known], "sets": SETS, "problems": faults}
     if len(known) == 1:
         (task,) = known
         facts = {
@@ -104,7 +105,8 @@ def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG0
     columns = ["task", "category", "metric", "packages", "texts from"]
     table = Table.plain("tasks", columns, rows, words=columns, tight=True)
     sets = "; ".join(f"{name} ({len(members)})" for name, members in SETS.items())
-    return content, [table, f"sets: {sets}. One in full: kvsearch tasks SPEC"]
+    lines = map("{name} ({package}): {error}".format_map, faults)
+    return content, [table, *lines, f"sets: {sets}. One in full: kvsearch tasks SPEC"]
 
 
 # --- recipes --------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def write_plan(plan: Plan, options: PlanOptions) -> Plan:
 
 
 def resolve_size(budget: int | None, ratio: float | None, length: int | None, measured: Sequence[int]) -> Size:
-    """Resolve the size: the given one, else the one that was measured; UsageError if several were."""
-    if budget is not None or ratio is not None:
+    """Resolve the size: the given one, else the one that was `measured`; UsageError if there is none or several."""
+    if budget is not None or ratio is not None or not measured:
         return Size(budget, ratio, length)
     if len(measured) == 1:
         return Size(measured[0], length=length)

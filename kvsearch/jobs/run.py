@@ -9,22 +9,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import model_validator
-
-from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_POLICIES, LukvOptions
-from kvsearch.config.options import MACHINE, RULE, SIZE, Names, drop_alternatives, option
+from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_PARAMETERS, LukvOptions
+from kvsearch.config.options import MACHINE, RULE, SIZE, Names, Share, drop_alternatives, option
 from kvsearch.config.recipes import find_shipped_recipe, read_recipe
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.core.fields import Entries, Samples, Time, parse_seconds, refuse
+from kvsearch.core.fields import Entries, Samples, Time, parse_seconds
 from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
+from kvsearch.evaluation.guarantee import count_contexts, count_needed_contexts, describe_need, refuse_text
+from kvsearch.evaluation.statistics import CONFIDENCE
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate, calibrate_together, forecast_calibrations
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import (
+    ASKED,
     BUDGET,
     BUDGETS,
     LOADING,
+    LOSE_AT_MOST,
     MODEL,
     PROTOCOL,
     RATIO,
@@ -52,22 +53,23 @@ from kvsearch.jobs.reporter import (
 )
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
+from kvsearch.plan.methods import create_method
 from kvsearch.plan.origin import ContextSet, join_records
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, is_last, load_fitted_profile
-from kvsearch.policies.registry import FITTED
+from kvsearch.policies.registry import has_parameters, is_fitted
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import describe_selection, describe_smallest, make_selection_result
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
-from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, compute_shared_level
+from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
 from kvsearch.strategies.joint import PolicyCurves, read_policy_curves
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Split, StageStore
+    from kvsearch.evaluation.compare import Evaluation, Split, StageStore
     from kvsearch.jobs.searching import RefinedPlans, Refinement
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
@@ -80,7 +82,7 @@ if TYPE_CHECKING:
     from kvsearch.tasks.encode import TaskPrompts
 
 SIZES_PANEL = "How much is kept"
-SIZE_OPTIONS = ("budget", "ratio", "budgets", "smallest")
+SIZE_OPTIONS = ("budget", "ratio", "budgets", "lose_at_most")
 FIT_FOLDER = "fit"
 CURVES_FOLDER = "curves"
 REFINE_FOLDER = "refine"
@@ -101,11 +103,11 @@ MEASURE_TOKENS = 24_000  # that budgets are measured on, and refined on others
 BUDGET_PER_PROTECTED = 6  # of a budget that may be protected: one in so many
 MIN_FITTED_CONTEXTS = 24  # contexts, however long they are
 MIN_MEASURED_CONTEXTS = 16
-RANKING_OPTIONS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
+RANKING_OPTIONS = {name: kind for name, kind in OPTIONS.items() if create_method(name).fits_policy}
 FIT_STAGE = "fit rankings"
 MEASURE_STAGE = "measure budgets"
 SEARCH_STAGE = "search"
-SMALLEST_STAGE = "find the smallest budget, and report"
+GUARANTEE_STAGE = "find the smallest budget, and report"
 ROUND_SHARE = 0.3  # of the rest of a choice that a round takes in the progress
 QUICK = "quick"  # an effort, and the recipe that it stands for
 MIN_CONTEXTS_PER_TASK = 4  # contexts of a task, below which --time does not shorten a stage
@@ -123,7 +125,8 @@ LEFT_TO_QUICK = {
     "refine",
     "evaluations",
 }
-METHODS_PER_BUDGET = 15  # that --smallest evaluates at a budget, about
+BUDGETS_TRIED = 8  # by --lose-at-most, about
+CONTEXTS_PER_NEEDED = 2  # that a report has for each that a wish needs: without more no loss at all is allowed
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
 
@@ -134,7 +137,7 @@ class LukvCurveOptions(LukvOptions, CalibrateOptions):
 
     def make_policy(self) -> Policy:
         policy = super().make_policy()
-        protected = {"protect": self.protect} if policy.name in WINDOW_POLICIES else {}
+        protected = {"protect": self.protect} if has_parameters(policy.name, *WINDOW_PARAMETERS) else {}
         return create_policy(policy.name, {**policy.parameters(), **protected})
 
     def with_policies(self, names: Sequence[str]) -> Self:
@@ -174,16 +177,26 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
     budget: Entries | None = option(None, BUDGET, panel=SIZES_PANEL)
     ratio: float | None = option(None, RATIO, panel=SIZES_PANEL)
     budgets: BudgetList = option(None, BUDGETS, panel=SIZES_PANEL)
-    smallest: bool = option(
-        False,
-        "Find the smallest budget that loses at most --within of the full cache's score.",
-        SIZE,
+    lose_at_most: Share | None = option(
+        None,
+        LOSE_AT_MOST,
+        essential=SIZE,
         panel=SIZES_PANEL,
+        help=f"Find the smallest budget for it. {LOSE_AT_MOST.help}",
     )
-    within: float = option(
-        1.0, "--smallest: points of 100 that may be lost; of text each is 0.0025 nats per token.", panel=SIZES_PANEL,
-        gt=0, lt=100,
-    )  # fmt: skip
+    confidence: float | None = option(
+        None,
+        "--lose-at-most: how sure to be of that. Else: how sure to be that what is written is better than the best "
+        "baseline: 0.9 takes what is likely better, 0.95 or more only what beats it.",
+        RULE,
+        shown="0.95 with --lose-at-most, else 0.9",
+        panel=ASKED,
+    )
+    former: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **SelectionOptions.former,
+        "smallest": ("", "--lose-at-most"),
+        "within": ("X", "--lose-at-most"),
+    }
     policies: Names = option(
         ("snapkv", "keydiff", "expected_attention", "cake"),
         "Built-in policies to measure budgets for.",
@@ -223,11 +236,31 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
     refine: bool = option(True, "Leave out the search from the best solved plan.", flag="--no-refine", negated=True)
     evaluations: int = option(200, "Plans that the search tries at each size, cheaply.", ge=1)
 
-    @model_validator(mode="after")
-    def _one_size(self) -> RunOptions:
-        if "within" in self.model_fields_set and not self.smallest:
-            refuse([(("within",), "is for --smallest: leave it out, or give --smallest")])
-        return self
+    @classmethod
+    def translate_former(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """See there; --within 2 is --lose-at-most 2%, and --smallest alone 1%."""
+        current = super().translate_former(options)
+        smallest = current.pop("smallest", False)
+        points = current.pop("within", 1 if smallest else None)
+        return current if points is None else {**current, "lose_at_most": f"{points}%"}
+
+    @property
+    def rule(self) -> Rule:
+        """See there; with --lose-at-most the confidence is of the loss."""
+        return super().rule if self.lose_at_most is None else Rule()
+
+    @property
+    def loss_confidence(self) -> float:
+        """The confidence of --lose-at-most; UsageError if it is out of range."""
+        return CONFIDENCE if self.confidence is None else Rule(self.confidence).sure
+
+    def split(self, name: str, tasks: Sequence[Task], protocol: Protocol) -> Split:
+        """See there; a report has what a loss is shown on, unless --samples says how much."""
+        split = super().split(name, tasks, protocol)
+        if name != "report" or self.samples is not None or self.lose_at_most is None:
+            return split
+        contexts = CONTEXTS_PER_NEEDED * count_needed_contexts(self.lose_at_most, self.loss_confidence)
+        return replace(split, samples=max(split.samples, -(-contexts // len(tasks))))
 
     @classmethod
     def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +268,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
 
         --effort quick stands for the recipe of that name, below both, on few contexts of few tasks.
         """
-        options = {**drop_alternatives(stated, given, (*SIZE_OPTIONS, "within")), **given}
+        options = {**drop_alternatives(stated, given, SIZE_OPTIONS), **given}
         if options.get("effort") != QUICK:
             return options
         quick = read_recipe(find_shipped_recipe(QUICK, cls.job)[1], cls.job)
@@ -247,21 +280,17 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         counts = {name: count // tasks for name, count in QUICK_CONTEXTS.items()}
         return {**drop_alternatives(quick, options, SIZE_OPTIONS), **counts, **options}
 
-    def to_recipe(self) -> dict[str, Any]:
-        """Return the options for config.json; `within` is part of --smallest."""
-        return {name: value for name, value in super().to_recipe().items() if name != "within" or self.smallest}
-
     @property
     def sizes(self) -> list[Size]:
-        """The given sizes, none with --smallest; UsageError if there are none, or one is out of range."""
-        if self.smallest:
+        """The given sizes, none with --lose-at-most; UsageError if there are none, or one is out of range."""
+        if self.lose_at_most is not None:
             return []
         if self.budgets is not None:
             return [Size(budget) for budget in self.budgets]
         if self.budget is None and self.ratio is None:
             raise UsageError(
                 "how much may be kept? Give --budget (entries per kv head), several with --budgets, --ratio (the "
-                "share to evict), or --smallest"
+                "share to evict), or --lose-at-most, such as 2%"
             )
         return [Size(self.budget, self.ratio)]
 
@@ -331,7 +360,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         for name in self.rankings:
             require_known("ranking", name, list(RANKING_OPTIONS))
         for name in self.policies:
-            if name.partition("=")[0] in FITTED:
+            if is_fitted(name.partition("=")[0]):
                 raise UsageError(
                     f"--policies {name}: policies that are fitted are not for --policies; a run fits its own, those of "
                     f"--rankings ({', '.join(RANKING_OPTIONS)})"
@@ -403,6 +432,8 @@ def find_forms(options: RunOptions, stages: RunStages) -> Iterator[tuple[RunOpti
     selection_contexts = max(task.coverage.contexts for task in stages.encoded["select"])
     fitted = next((fit.samples for fit in stages.fits.values()), None)
     full_counts = {"fit": fitted, "measure": stages.curves.samples, "samples": selection_contexts}
+    if options.lose_at_most is not None:
+        del full_counts["samples"]  # fewer contexts show less
     if options.effort != QUICK:
         for part in (2, 4, 8):
             counts = {
@@ -412,6 +443,8 @@ def find_forms(options: RunOptions, stages: RunStages) -> Iterator[tuple[RunOpti
             }
             reduced = ", ".join(f"{count} of {full_counts[name]} for --{name}" for name, count in counts.items())
             yield options.model_copy(update=counts), f"left out are all but so many contexts per task: {reduced}"
+    if options.lose_at_most is not None:
+        return
     stated = {name: getattr(options, name) for name in options.model_fields_set - LEFT_TO_QUICK}
     quick = type(options).of(**{**stated, "effort": QUICK})
     left_out = "left out are rankings, the search, all but three policies and all but"
@@ -464,13 +497,13 @@ def run(options: RunOptions, reporter: Reporter, models: ModelLoader) -> RunResu
             refined = stages.refine(calibrated, display)
             selections = stages.select(calibrated, refined, display)
             tried: Sequence[TriedBudget] = ()
-            if options.smallest:
-                selection, tried = stages.find_smallest(options.within / 100, calibrated, display)
+            if options.lose_at_most is not None:
+                wish = (options.lose_at_most, options.loss_confidence)
+                selection, tried = stages.find_guaranteed(*wish, calibrated, display)
                 selections.append(selection)
         sizes = {}
         for selection in selections:
             file = options.plan_file(selection.job.size)
-            check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
             sizes[str(selection.job.size)] = make_selection_result(selection, file.name)
         write_contexts(directory, stages.hashes)
@@ -478,8 +511,7 @@ def run(options: RunOptions, reporter: Reporter, models: ModelLoader) -> RunResu
         opened.write(RUN_FILE, result.as_json())
         opened.finish()
     if tried:
-        on_text = bool(selections[0].report.nats)
-        reporter.say(describe_smallest(tried, stages.longest, options.within, selections[0].loss, on_text=on_text))
+        reporter.say(describe_smallest(tried, stages.longest, selections[0].plan))
     if opened.state == "finished":
         reporter.say(FINISHED_NOTE)
     return result
@@ -531,13 +563,15 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
     sizes = options.sizes
     read_run(options.output, "run")
     tasks = {name: options.find_tasks(options.model, name) for name in ("train", "select", "report")}
+    if options.lose_at_most is not None:
+        refuse_text(tasks["report"])
     options.check_names()
     rule = options.rule
     options.make_fits()  # tells of settings that are wrong before the model is loaded
     measured = options.make_curves().policies()
     from kvsearch.runtime import Program
     from kvsearch.selection.candidates import find_policy_candidates
-    from kvsearch.selection.splits import halve_contexts, refuse_shared
+    from kvsearch.selection.splits import refuse_shared
     from kvsearch.tasks.encode import make_token_counter
 
     splits = {name: options.split(name, tasks[name], options.protocol) for name in ("select", "report")}
@@ -546,8 +580,9 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
     encoded = {name: split.encode(loaded) for name, split in splits.items()}
     refuse_shared(encoded)
     warn_about_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
-    if options.smallest:
-        halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
+    if options.lose_at_most is not None:
+        reported = count_contexts(encoded["report"])
+        reporter.say(describe_need(options.lose_at_most, options.loss_confidence, reported))
     lengths = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
     count = make_token_counter(loaded.tokenizer)
     counted = options.with_counts(sum(lengths) / len(lengths), count)
@@ -571,7 +606,7 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
         encoded=encoded, longest=max(lengths), fits=counted.make_fits(), curves=curves.with_policies(usable),
         refinement=refinement,
     )  # fmt: skip
-    return replace(stages, costs=stages.estimate_costs(baseline_programs, options.smallest, reporter))
+    return replace(stages, costs=stages.estimate_costs(baseline_programs, options.lose_at_most is not None, reporter))
 
 
 def find_usable_policies(loaded: LoadedModel, policies: Mapping[str, Policy], reporter: Reporter) -> list[str]:
@@ -627,7 +662,7 @@ class RunStages:
     costs: Sequence[StageCost] = ()
 
     def estimate_costs(
-        self, programs_by_size: Mapping[Size, list[Program]], smallest: bool, reporter: Reporter
+        self, programs_by_size: Mapping[Size, list[Program]], guaranteed: bool, reporter: Reporter
     ) -> list[StageCost]:
         """Estimate the costs of the stages; contexts too short or too long for a stage are refused here.
 
@@ -657,10 +692,13 @@ class RunStages:
             costs.append(
                 estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
             )
-        if smallest:  # some six budgets on half of the questions, under a few methods
-            programs = [make_full_program(self.loaded.model)] * METHODS_PER_BUDGET
-            tried = estimate_replies(SMALLEST_STAGE, self.encoded["select"], self.splits["select"], programs)
-            costs.append(replace(tried, work=tried.work * 4))
+        if guaranteed:
+            programs = [make_full_program(self.loaded.model)] * BUDGETS_TRIED
+            report = estimate_replies(GUARANTEE_STAGE, self.encoded["report"], self.splits["report"], programs)
+            choice = estimate_choice(
+                GUARANTEE_STAGE, self.encoded["select"], self.splits["select"], programs * 2, screened
+            )
+            costs.append(replace(choice, work=choice.work * BUDGETS_TRIED + report.work))
         return costs
 
     @property
@@ -741,17 +779,14 @@ class RunStages:
                 selections.append(selection.report(result.with_level(level()), store))
         return selections
 
-    def find_smallest(
-        self, within: float, calibrated: PolicyCurves, display: StagedProgress
+    def find_guaranteed(
+        self, bound: float, confidence: float, calibrated: PolicyCurves, display: StagedProgress
     ) -> tuple[Selection, Sequence[TriedBudget]]:
-        """Find the smallest budget that loses at most `within` of the full cache's score, and report.
-
-        It is between the protected entries and the longest context.
-        """
-        from kvsearch.selection.selection_job import find_smallest_budget, list_budgets
+        """Find the smallest budget that is shown to lose at most `bound`, from the protected entries on, and report."""
+        from kvsearch.selection.selection_job import find_guaranteed_budget, list_budgets
 
         floor = min(policy.least for policy in self.curves.policies())
-        with display.stage(SMALLEST_STAGE) as stage:
+        with display.stage(GUARANTEE_STAGE) as stage:
             budgets = list_budgets(floor + 1, self.longest - 1)
             stage.part = ROUND_SHARE
 
@@ -759,7 +794,12 @@ class RunStages:
                 selection = self._prepare_selection(calibrated, Size(budget), None)
                 return selection, self._reply_store(selection, stage)
 
-            return find_smallest_budget(budgets, within, selection_at)
+            def configure(evaluation: Evaluation) -> RunConfig:
+                plans = {method.name: method.definition for method in evaluation.methods}
+                return evaluation.stage_config("run", plans=plans)
+
+            tested = make_stage_store(self.output / CHOICE_FOLDER, configure, stage)
+            return find_guaranteed_budget(budgets, bound, confidence, selection_at, tested)
 
     def _prepare_selection(self, calibrated: PolicyCurves, size: Size, refined: RefinedPlans | None) -> SelectionJob:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""

@@ -78,8 +78,6 @@ def open_search(
         require_same(directory, config.changed(content=describe_searches(searches)), unknown=(SEARCHED,))
     searches = _decide_answers(searches, reporter)
     config = config.changed(content=describe_searches(searches))
-    if not force:
-        require_same(directory, config)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
     with (
         _make_executor(searches, workers, reporter) as executor,

@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant(function: Function) -> Function:
-    """Let compiled code take what a function of plain values returns for a constant, and not look into it.
+    """Mark a function of plain values as constant for `torch.compile`, which then does not trace it.
 
     `torch.compiler.assume_constant_result` sets the same mark; a cache cannot have it, so it goes to what calls one.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.kernels.blocks import LEAST, MOST_CHUNKS, BlockSizes, chunks, power_of_two, whole_blocks
+from kvsearch.kernels.blocks import LEAST, MAX_CHUNKS, BlockSizes, chunks, power_of_two, whole_blocks
 from kvsearch.kernels.dispatch import launch
 
 ROW_BLOCK = 256  # columns of the row that one program merges
@@ -64,12 +64,14 @@ class Chunked:
 
     @cached_property
     def chunk(self) -> int:
-        """Columns of a chunk, by what segments have on average, and so that none has more than `MOST_CHUNKS`."""
+        """Columns of a chunk, by what segments have on average, and so that none has more than `MAX_CHUNKS`."""
         segments = len(self.query)
         usual = min(self.columns, whole_blocks(len(self.entries.keys), segments)) if self.flat else self.columns
         block = self.blocks.columns
+        # By the mean length, as there are programs enough for all chunks together; a bound on chunks of one segment
+        # holds for the longest.
         _, chunk = chunks(usual, segments * self.tiles, block, self.query.device)
-        return max(chunk, whole_blocks(whole_blocks(self.columns, MOST_CHUNKS), block) * block)
+        return max(chunk, whole_blocks(whole_blocks(self.columns, MAX_CHUNKS), block) * block)
 
     @property
     def splits(self) -> int:
@@ -116,7 +118,7 @@ class Chunked:
 
     @cached_property
     def beside(self) -> Tensor:
-        """The sinks, or something in their place."""
+        """The sinks, or a tensor that stands in for them."""
         return self.output if self.sinks is None else self.sinks.contiguous()
 
     @property
@@ -147,6 +149,7 @@ class Chunked:
         keys = entries.keys
         values = entries.values
         weights = entries.log_weights
+        # A launch takes no None: any tensor stands in for what its constants say is never read.
         starts, lengths, positions, beta = (
             keys if given is None else given for given in (entries.starts, entries.lengths, entries.positions, weights)
         )
@@ -171,6 +174,7 @@ class Chunked:
         """
         from kvsearch.kernels.jit.attention import merge_chunks
 
+        # One program for each query's output, and one for each block of the row.
         jobs = 0 if self.whole else self.query.shape[1]
         if row is not None:
             jobs += whole_blocks(self.columns, ROW_BLOCK)

@@ -9,8 +9,8 @@ import torch
 from kvsearch.kernels.dispatch import processors
 
 LEAST = 16  # what a matrix product on tensor cores takes
-MOST_ROWS = 64
-MOST_CHUNKS = 64  # of a segment
+MAX_QUERY_ROWS = 64
+MAX_CHUNKS = 64  # of a segment
 LEAST_CHUNK = 256  # columns
 WAVES = 4  # programs for each multiprocessor: segments are of different lengths
 
@@ -34,8 +34,8 @@ class BlockSizes(NamedTuple):
         padded = power_of_two(dim)
         padded_values = power_of_two(value_dim)
         widest = max(padded, padded_values) * dtype.itemsize  # bytes: 512 for 128 numbers of fp32 or 256 of bf16
-        most = MOST_ROWS if dtype.itemsize == 2 else LEAST  # fp32 is not for tensor cores
-        rows = min(most, power_of_two(queries))
+        max_rows = MAX_QUERY_ROWS if dtype.itemsize == 2 else LEAST  # fp32 is not for tensor cores
+        rows = min(max_rows, power_of_two(queries))
         columns = 64 if widest <= 256 else 32
         if dtype.itemsize == 4 and widest == 512:
             columns = LEAST  # twice as many spill on Hopper
@@ -55,7 +55,8 @@ def whole_blocks(size: int, block: int) -> int:
 
 def chunks(columns: int, programs: int, block: int, device: torch.device) -> tuple[int, int]:
     """Return how many chunks to cut segments into and how many columns each has, by what the host knows."""
+    # Few segments are cut into many chunks, so that all multiprocessors have work.
     wanted = -(-WAVES * processors(device) // programs)
-    most = min(MOST_CHUNKS, max(1, columns // LEAST_CHUNK))
-    chunk = whole_blocks(-(-columns // max(1, min(wanted, most))), block) * block
+    max_chunks = min(MAX_CHUNKS, max(1, columns // LEAST_CHUNK))
+    chunk = whole_blocks(-(-columns // max(1, min(wanted, max_chunks))), block) * block
     return max(1, -(-columns // chunk)), chunk

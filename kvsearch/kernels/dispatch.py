@@ -1,4 +1,4 @@
-"""Which calls the kernels serve: those on CUDA that they are written for, where Triton is installed.
+"""Decide between kernels and PyTorch: kernels serve CUDA tensors that they are written for, if Triton is installed.
 
 On the CPU they are served in Triton's interpreter, and only while `Interpreter.serves`: that is for tests.
 """
@@ -30,7 +30,7 @@ class Interpreter:
 
 
 def serves(*states: Tensor) -> bool:
-    """Return whether kernels take these queries, keys and values [..., D]; each reason for a no is said once."""
+    """Return whether kernels take these queries, keys and values [..., D]; each reason against is warned of once."""
     device = states[0].device
     if device.type != "cuda" and not (device.type == "cpu" and Interpreter.serves):
         return False
@@ -43,7 +43,7 @@ def serves(*states: Tensor) -> bool:
 @constant
 @cache
 def processors(device: torch.device) -> int:
-    """Return the multiprocessors of a device."""
+    """Return the number of multiprocessors of a device."""
     if device.type == "cpu":
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -56,6 +56,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """
     device = arguments[0].device
     here = device.type == "cpu" or torch.compiler.is_compiling()
+    # Without this a model on several GPUs would launch on the one that is current.
     with nullcontext() if here else torch.get_device_module(device).device(device):
         kernel[grid](*arguments, **constants)
 
@@ -81,7 +82,7 @@ def _unserved(states: tuple[Tensor, ...]) -> str | None:
 @constant
 @cache
 def lacking(device: torch.device) -> str | None:
-    """Return what keeps kernels from running on a device, found out by a launch; None if nothing does."""
+    """Return why kernels cannot run on a device, tried by launching one; None if they can."""
     if os.environ.get("KVSEARCH_KERNELS") == "0":
         return "KVSEARCH_KERNELS is 0"
     if find_spec("triton") is None:

@@ -59,23 +59,26 @@ class Rows:
         states, strides, blocks, options = self._launch(rows * group)
         tiles = whole_blocks(rows * group, blocks.rows)
         splits, chunk = chunks(length, batch * heads * tiles, blocks.columns, self.keys.device)
-        found = self.keys.new_empty(batch * heads, splits, rows, group, dtype=torch.float32)
+        # Columns are split over programs where rows are too few to fill the device; sums of exponentials are joined
+        # below.
+        totals = self.keys.new_empty(batch * heads, splits, rows, group, dtype=torch.float32)
         launch(normalise_rows, (tiles, batch * heads, splits),  # no other axis takes more than 65,535 programs
-            *states, self.columns, self.places, found, self.scaling, self.softcap or 1.0, heads, rows, length, chunk,
+            *states, self.columns, self.places, totals, self.scaling, self.softcap or 1.0, heads, rows, length, chunk,
             *strides, splits, **options,
         )  # fmt: skip
-        found = found.logsumexp(1).transpose(1, 2)
-        seen = found > float("-inf")
+        totals = totals.logsumexp(1).transpose(1, 2)
+        seen = totals > float("-inf")
         if self.sinks is not None:
             beside = self.sinks.expand(batch, heads, group).reshape(batch * heads, group, 1)
-            found = torch.logaddexp(found, beside)
-        return found.masked_fill(~seen, float("inf")).contiguous()
+            totals = torch.logaddexp(totals, beside)
+        # exp(x - inf) is 0: a row that sees nothing gives nothing, and needs no branch.
+        return totals.masked_fill(~seen, float("inf")).contiguous()
 
     def received(self, how: Literal["mean", "max"]) -> Tensor:
         """Return what every entry receives from all rows, over the query group, [B, Hkv, T] fp32."""
-        found = self.keys.new_empty(self.keys.shape[:3], dtype=torch.float32)
-        self._add(self.normalisers(), found, found, found, how)
-        return found
+        sums = self.keys.new_empty(self.keys.shape[:3], dtype=torch.float32)
+        self._add(self.normalisers(), sums, sums, sums, how)
+        return sums
 
     def peaks(self, context: int, norms: Tensor | None, weights: Tensor | None, group: Literal["sum", "max"]) -> Tensor:
         """Return the most that each of the first `context` entries receives from one row, [B, Hkv, context] fp32.
@@ -90,17 +93,18 @@ class Rows:
         states, strides, blocks, options = self._launch(rows)
         normalisers = self.normalisers()
         factors = (normalisers if given is None else given.contiguous() for given in (norms, weights))
-        most = self.keys.new_empty(batch, heads, context, dtype=torch.float32)
+        largest = self.keys.new_empty(batch, heads, context, dtype=torch.float32)
         launch(find_peaks, (whole_blocks(context, blocks.columns), batch * heads),
-            *states, self.columns, self.places, normalisers, *factors, most, self.scaling, self.softcap or 1.0,
+            *states, self.columns, self.places, normalisers, *factors, largest, self.scaling, self.softcap or 1.0,
             heads, rows, length, context, *strides,
             NORMED=norms is not None, WEIGHTED=weights is not None, GROUP=group, **options,
         )  # fmt: skip
-        return most
+        return largest
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return the mean and unbiased variance over the rows that see anything, [B, Hkv, G, T] fp32 each."""
         batch, heads, length, _ = self.keys.shape
+        # Two passes: a variance about the mean, not a difference of large sums.
         normalisers = self.normalisers()
         counts = (normalisers[:, 0] < float("inf")).sum(-1).clamp(min=1).float()
         mean = self.keys.new_empty(batch, heads, self.group, length, dtype=torch.float32)
@@ -108,14 +112,14 @@ class Rows:
         self._add(normalisers, counts, mean, scatter, "moments")
         return mean, scatter / (counts - 1).clamp(min=1).view(batch, heads, 1, 1)
 
-    def _add(self, normalisers: Tensor, counts: Tensor, found: Tensor, scatter: Tensor, how: str) -> None:
+    def _add(self, normalisers: Tensor, counts: Tensor, out: Tensor, scatter: Tensor, how: str) -> None:
         from kvsearch.kernels.jit.scoring import add_columns
 
         batch, heads, length, _ = self.keys.shape
         rows = self.queries.shape[2]
         states, strides, blocks, options = self._launch(rows)
         launch(add_columns, (whole_blocks(length, blocks.columns), batch * heads),
-            *states, self.columns, self.places, normalisers, counts, found, scatter, self.scaling, self.softcap or 1.0,
+            *states, self.columns, self.places, normalisers, counts, out, scatter, self.scaling, self.softcap or 1.0,
             heads, rows, length, *strides, HOW=how, **options,
         )  # fmt: skip
 

@@ -54,7 +54,7 @@ def step(
     active: Tensor | None = None,
     constants: Mapping[str, int | str] | None = None,
 ) -> Tensor:
-    """Take in one token per segment; see `attention.attend` for what is not said here.
+    """Run a decode step with one token per segment; see `attention.attend` for arguments not described here.
 
     Args:
         query: [S, G, D].
@@ -83,15 +83,18 @@ def step(
     entries = Entries(keys, slots.values, width, positions, log_weights=slots.log_weights)
     made = Chunked(query.contiguous(), entries, scaling, softcap, sinks, rule in WEIGHING)
     output = made.output
+    # Any tensor: it is read only with PAUSES.
     paused = slots.slot if active is None else active
     segments = len(query)
     parts, chunk = chunks(width, segments, RANKED, keys.device)
+    # Not zeroed here, which would be one more launch: the first launch does it.
     done = torch.empty(segments, dtype=torch.int32, device=keys.device)
-    found = torch.empty(segments, parts, 5, dtype=torch.int64, device=keys.device)
+    reports = torch.empty(segments, parts, 5, dtype=torch.int64, device=keys.device)
     made.attend(
         arriving=(key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused, done),
         pauses=active is not None,
     )
+    # Between the launches: the token is in its slot, and nothing has left yet.
     scores = None if arriving is None else arriving()
     given = output if scores is None else scores.contiguous()
     more = output
@@ -100,11 +103,12 @@ def step(
         made.merge(more, places=(positions, given))
     elif rule == "pooled" and slots.links is not None:
         given = slots.links
+    # Missing tensors are stood in for by any other; the rule says which are read.
     state, more, ring = (*slots.state, *(output, more, output)[len(slots.state) :])
     merges = not made.whole and slots.sums is None
     launch(finish_step, (segments, parts + (query.shape[1] if merges else 0)),
         made.partial, made.statistics, made.logits, made.beside, output, positions, state, more, ring, given,
-        slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused, found, done,
+        slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused, reports, done,
         width, chunk, parts, positions.shape[1], query.shape[1], made.splits, positions.stride(0),
         state.stride(0), more.shape[-1], **made.merging, BN=RANKED, PARTS=power_of_two(parts), SINKS=sinks is not None,
         OUTPUT=merges, PAUSES=active is not None, RULE=rule, SCORED=scores is not None, BYTES=ring.shape[-1],

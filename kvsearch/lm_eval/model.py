@@ -1,4 +1,4 @@
-"""A model under a plan, as lm-evaluation-harness asks it: replies and log-likelihoods from the compressed cache.
+"""A model under a plan for lm-evaluation-harness: replies and log-likelihoods from the compressed cache.
 
 The harness hands over whole prompts, so all of it is question-aware. Its own Hugging Face model scores context and
 continuation in one forward pass, in which nothing is evicted; here a continuation is predicted from what the cache
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = {*DRAWN, "top_k", "min_p"}  # as long as nothing is drawn
 
 
 class Generation:
-    """What generation options of a task say of a reply.
+    """Settings of a reply, from the generation options of a task.
 
     It ends before the first of `stops`, or after `max_new_tokens`, and is drawn by `sampling` (None: greedy).
 
@@ -146,12 +146,12 @@ class PlannedLM(LM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return one reply per request; each prompt is compressed as a whole."""
         replies: dict[int, str] = {}
-        asked = Counter[tuple[str, int, int]]()
+        repeats = Counter[tuple[str, int, int]]()
         places = []
         for request in requests:
             document = (str(request.task_name), int(request.doc_id or 0), request.idx)
-            places.append((*document, asked[document]))  # with how often it was there before
-            asked[document] += 1
+            places.append((*document, repeats[document]))  # with how often it was there before
+            repeats[document] += 1
         with self._serving():
             prompts = [self._prompt(request) for request in requests]
             kinds = [(generation.stops, generation.sampling) for _, generation in prompts]
@@ -169,11 +169,11 @@ class PlannedLM(LM):  # type: ignore[misc]
             sharing = group_by_key(range(len(pairs)), lambda index: pairs[index][0])
             contexts = list(sharing)
             for batch in self._batches(contexts, [None] * len(contexts)):
-                asked = [sharing[contexts[number]] for number in batch]
-                with _naming([requests[indices[0]] for indices in asked]):
-                    continuations = [[pairs[index][1] for index in indices] for indices in asked]
-                    found = self._scores([contexts[number] for number in batch], continuations)
-                for indices, likelihoods in zip(asked, found, strict=True):
+                shared = [sharing[contexts[number]] for number in batch]
+                with _naming([requests[indices[0]] for indices in shared]):
+                    continuations = [[pairs[index][1] for index in indices] for indices in shared]
+                    scores = self._scores([contexts[number] for number in batch], continuations)
+                for indices, likelihoods in zip(shared, scores, strict=True):
                     answers.update(zip(indices, likelihoods, strict=True))
         return [answers[index] for index in range(len(requests))]
 
@@ -234,6 +234,7 @@ class PlannedLM(LM):  # type: ignore[misc]
             ids = self._encode(text)
         if not ids:
             raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
+        # The harness cuts prompts on the left so that the longest reply still fits: so do we, to score what it scores.
         room = None if self.max_length is None else self.max_length - generation.max_new_tokens
         if room is not None and room < 1:
             raise IncompatibleError(
@@ -260,8 +261,9 @@ class PlannedLM(LM):  # type: ignore[misc]
         return _last(request, context, room), tuple(continuation)
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return token ids of both, cut out of those of the whole; white space between them begins the continuation."""
+        """Return token ids of both, cut out of the ids of the whole text; white space between is the continuation's."""
         lead = self._encode(context.rstrip()) if context else []
+        # Encoded together and cut apart: a token may span both, and alone they would be other tokens.
         rest = self._encode(context + continuation, special=bool(context))[len(lead) :]
         if lead or self._start is None:
             return lead, rest
@@ -289,6 +291,7 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     def _batches(self, texts: Sequence[HarnessText], kinds: Sequence[Hashable]) -> Iterator[list[int]]:
         """Put texts of one kind and of similar length together, by their numbers, the longest first."""
+        # The batch that needs most memory comes first, so that a lack of it shows at once.
         longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
 
         def alike(number: int) -> Hashable:
@@ -301,8 +304,8 @@ class PlannedLM(LM):  # type: ignore[misc]
         self, batch: Sequence[tuple[HarnessText, Generation]], places: Sequence[tuple[str | int, ...]]
     ) -> list[str]:
         end = "" if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
-        asked = batch[0][1]
-        stops = [*asked.stops, *([end] if end else [])]
+        shared = batch[0][1]
+        stops = [*shared.stops, *([end] if end else [])]
 
         def finished(reply: list[int]) -> bool:
             text = self.tokenizer.decode(reply)  # special tokens included: they may be stops
@@ -315,8 +318,10 @@ class PlannedLM(LM):  # type: ignore[misc]
         joint = next(compress_prompts(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self._note_held(prompt, len(prompt.ids), entries)
-        if asked.sampling is not None:
-            joint.replies.draws = Draws(asked.sampling, [asked.sampling.derive_seed(*document) for document in places])
+        if shared.sampling is not None:
+            joint.replies.draws = Draws(
+                shared.sampling, [shared.sampling.derive_seed(*document) for document in places]
+            )
         replies = joint.replies.reply(limits)
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]
@@ -330,7 +335,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         return [likelihoods for likelihoods, _ in scored]
 
     def _note_held(self, text: HarnessText, tokens: int, entries: int) -> None:
-        """Add what the cache held of a text once its `tokens` were compressed."""
+        """Count the entries that the cache held of a text once its `tokens` were compressed."""
         held = self.held.setdefault(text.task, Counter())
         held["prompts"] += 1
         held["truncated"] += text.truncated
@@ -341,7 +346,7 @@ class PlannedLM(LM):  # type: ignore[misc]
 
 @contextmanager
 def _naming(requests: Sequence[Instance]) -> Iterator[None]:
-    """Say for which request of a batch the model computed NaN."""
+    """Name the request of a batch for which the model computed NaN."""
     try:
         yield
     except NonFiniteError as error:

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness under a plan: found, checked, run, and what the harness reports of them."""
+"""Find, check and run tasks of lm-evaluation-harness under a plan, with the harness's own report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvsearch.runtime.decode.next_tokens import record_generation_settings
 
 
 def open_manager(folders: Sequence[Path]) -> TaskManager:
-    """Return what knows the tasks of the harness and of some folders; UsageError if there is no such folder."""
+    """Return the manager of the harness's tasks and of tasks in some folders; UsageError if there is no such folder."""
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"there is no folder {folder} to look for tasks in: check the path")
@@ -43,16 +43,16 @@ def find_names(manager: TaskManager, names: Sequence[str]) -> list[str]:
     Raises:
         UsageError: there is no such task.
     """
-    found: dict[str, None] = {}
+    chosen: dict[str, None] = {}
     for name in names:
         matching = manager.match_tasks([name])
         if not matching:
             known = "`lm-eval ls tasks` lists the tasks of the harness"
             raise UsageError(f"unknown task {name!r}{suggest_nearest(name, manager.all_tasks)} ({known})")
-        found.update(dict.fromkeys(matching))
-    if not found:
+        chosen.update(dict.fromkeys(matching))
+    if not chosen:
         raise UsageError("there is no task to evaluate: name one or more")
-    return list(found)
+    return list(chosen)
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Task | Group]:
@@ -92,7 +92,7 @@ def evaluate_tasks(
     max_length: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Return what `lm_eval.simple_evaluate` does, as JSON has it, and under "kvsearch" what it was made with.
+    """Run `lm_eval.simple_evaluate` under a plan; return its report as JSON has it, with settings under "kvsearch".
 
     Args:
         loaded: the model that the plan is for.
@@ -130,7 +130,7 @@ def evaluate_tasks(
 
 
 def as_plain(results: Any) -> Any:
-    """Return what the harness reports in types that JSON has; numbers that are not finite become null."""
+    """Convert a report of the harness to types that JSON has; numbers that are not finite become null."""
     written = json.dumps(results, default=handle_non_serializable)
     return json.loads(written, parse_constant=lambda _: None)
 
@@ -155,7 +155,7 @@ def _provenance(model: PlannedLM, plan: Plan) -> dict[str, Any]:
 
 
 def _check(task: Task) -> None:
-    """Refuse what cannot run under a plan before anything is computed."""
+    """Refuse a task that cannot run under a plan, before anything is computed."""
     where = f"task {task.task_name}"
     if getattr(task, "MULTIMODAL", False):
         raise IncompatibleError(f"{where} has images or sound in its prompts: leave it out")

@@ -47,7 +47,7 @@ ALIBI = ("bloom", "mpt")  # families without a setting that says so
 class Architecture:
     """The shape of a decoder model. `full_layers` are the layers a plan may govern: plain full attention.
 
-    `kinds` are those of all layers, by the names of transformers. Layers keep their index in the model.
+    `kinds` has the kind of every layer, by the names of transformers. Layers keep their index in the model.
     """
 
     model_type: str
@@ -71,7 +71,7 @@ def find_text_config(model: nn.Module) -> Any:
 
 
 def name_of(model: Any) -> str:
-    """Return what a model's configuration calls it, or else its class."""
+    """Return the name of a model in its configuration, or else its class."""
     return getattr(model.config, "_name_or_path", "") or find_class_name(model)
 
 
@@ -91,7 +91,14 @@ def find_class_name(model: Any) -> str:
 
 
 def describe(model: nn.Module) -> Architecture:
-    """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it."""
+    """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it.
+
+    Examples:
+        >>> from kvsearch.models.loading import load
+        >>> shape = describe(load("bundled").model)
+        >>> shape.full_layers, shape.kv_heads, shape.group
+        ((0, 1, 2, 3, 4, 5), 4, 2)
+    """
     config = find_text_config(model)
     if problem := find_unsupported(model):
         raise IncompatibleError(f"{find_class_name(model)} is not supported: {problem} (docs/models.md lists what is)")
@@ -115,6 +122,7 @@ def describe(model: nn.Module) -> Architecture:
 
 def list_layer_kinds(config: Any) -> tuple[str, ...]:
     """Return the kind of every layer, by the names of transformers."""
+    # Configurations without `layer_types` have one kind in all layers.
     everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else FULL_ATTENTION
     kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
     return tuple(FORMER_NAMES.get(kind, kind) for kind in kinds)
@@ -145,7 +153,7 @@ def find_unsupported(model: nn.Module) -> str | None:
 
 
 def require_continuation(module: nn.Module, tokens: int) -> None:
-    """Refuse several tokens at once after a prompt where transformers' code for the model answers them wrongly.
+    """Refuse several tokens at once after a prompt where transformers' code for the model computes them wrongly.
 
     `module` is an attention layer; its neighbours forget their running state, and nothing would tell.
     """
@@ -302,6 +310,7 @@ def rotate_as_length(model: nn.Module, tokens: int) -> Iterator[None]:
 
     def ask_for_last(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         states, positions = (*args, *(given.pop(name) for name in ("x", "position_ids") if name in given))[:2]
+        # The module picks its factors by the largest position of a call.
         last = torch.full_like(positions[..., :1], tokens - 1)
         return (states, torch.cat([positions, last], -1), *args[2:]), given
 
@@ -357,6 +366,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo the rotary embedding of `states` [B, H, N, D] (fp32) given the tables [B or 1, N, rotary dims]."""
+    # Not 1 where the embedding scales its tables (YaRN, LongRoPE): the inverse rotation divides by it.
     scale = cos.square() + sin.square()
     return rotate(states, cos / scale, -sin / scale)
 

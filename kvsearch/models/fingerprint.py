@@ -80,8 +80,10 @@ def hash_weights(model: Any) -> str:
         if flat.dtype.itemsize == 1:  # codes, and float8, which few devices can index
             flat = flat.view(torch.uint8)
         count = min(WEIGHT_SAMPLES, flat.numel())
+        # Evenly over the tensor, so that any other fine-tune shows.
         index = torch.arange(count, device=flat.device) * flat.numel() // max(1, count)
         values = flat[index]
+        # Rounded, so that a model loaded in float32 and in bfloat16 is the same one.
         values = values.to(torch.bfloat16).float() if flat.is_floating_point() else values
         digest.update(f"{name}{tuple(tensor.shape)}".encode() + values.cpu().numpy().tobytes())
     return digest.hexdigest()

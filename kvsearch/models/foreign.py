@@ -1,4 +1,4 @@
-"""What a checkpoint brings along is code of others: what it raises is said to be its fault, and is no bug in kvsearch.
+"""Errors of code that a checkpoint brings along are reported as the checkpoint's, not as bugs of kvsearch.
 
 A tokenizer is called through `CheckedTokenizer`. Of everything else, the model's code above all, the traceback tells
 whose fault an exception is: see `find_culprit`.
@@ -73,7 +73,7 @@ def find_culprit(error: BaseException) -> str | None:
 
 
 class CheckedTokenizer:
-    """A tokenizer, called with care: what it raises or gives wrongly is a `CheckpointError` that names it.
+    """A wrapped tokenizer: whatever it raises or returns wrongly becomes a `CheckpointError` that names it.
 
     Token ids are checked to be among those that the model has embeddings for. All else is the tokenizer's own.
 
@@ -84,6 +84,7 @@ class CheckedTokenizer:
     """
 
     def __init__(self, tokenizer: Any, name: str, rows: int | None) -> None:
+        # Past `__setattr__`, which hands everything on to the tokenizer.
         vars(self).update(bare=tokenizer, _name=name, _rows=rows)
 
     def __call__(self, text: str | Sequence[str], *pair: Any, **options: Any) -> Any:

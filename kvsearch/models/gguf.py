@@ -1,4 +1,4 @@
-"""GGUF files as models: what can be read is read by transformers, its weights made dense."""
+"""Load GGUF files as models: transformers reads them, with weights made dense."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_loading_arguments(path: Path) -> dict[str, Any]:
 
 
 def make_ordinary(model: Any) -> None:
-    """Let a model whose weights are dense now be as any other: it can be saved, and says nothing of its file."""
+    """Remove the marks of a GGUF file from a model with dense weights, so that it can be saved like any other."""
     for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
         if mark in vars(model):
             delattr(model, mark)

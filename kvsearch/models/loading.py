@@ -106,7 +106,7 @@ class LoadedModel:
     remark: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """See to it that the tokenizer is called with care, however it came here."""
+        """Wrap the tokenizer in a `CheckedTokenizer`."""
         if self.tokenizer is not None:
             bare = getattr(self.tokenizer, "bare", self.tokenizer)
             checked = CheckedTokenizer(bare, self.name, count_embeddings(self.model))
@@ -137,6 +137,14 @@ def from_loaded(model: Any, tokenizer: Any) -> LoadedModel:
         TypeError: the tokenizer is missing.
         IncompatibleError: the model is in training mode; see also `compute_fingerprint`.
         EnvironmentFault: it is on a device without float64.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from kvsearch.core.resources import find_resource
+        >>> place = find_resource("data/bundled")
+        >>> model = AutoModelForCausalLM.from_pretrained(place)
+        >>> from_loaded(model, AutoTokenizer.from_pretrained(place)).fingerprint.head_dim
+        16
     """
     from kvsearch.models.architecture import name_of
     from kvsearch.models.fingerprint import compute_fingerprint
@@ -161,6 +169,11 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         UsageError: the name is that of a bundled model but for its spelling, or a directory that is not there.
         IncompatibleError: unknown architecture, no tokenizer, missing, NaN or infinite weights.
         EnvironmentFault: no such model here (and no network), no such device, or too little room on it.
+
+    Examples:
+        >>> loaded = load("bundled")
+        >>> loaded.model.config.model_type, loaded.fingerprint.layers, loaded.fingerprint.kv_heads
+        ('llama', 6, 4)
     """
     options = options or LoadOptions()
     source = find_source(name, options)

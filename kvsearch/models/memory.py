@@ -43,7 +43,7 @@ class MemoryNeeds:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all parts together."""
         return sum(astuple(self))
 
 
@@ -67,6 +67,7 @@ def estimate_reading_memory(
     number = model.dtype.itemsize
     length = max(lengths)
     is_padded = model.device.type == "cpu" and len(set(lengths)) > 1
+    # Without padding prompts of one length are read together, neighbours alone: see `read_prompts`.
     batch = len(lengths) if is_padded else max(len(list(alike)) for _, alike in groupby(lengths))
     rows = min(length, chunk or length)
     queries = shape.query_heads * shape.head_dim

@@ -1,4 +1,4 @@
-"""What a model has to do, how fast it does that on this machine by short passes of it, and so how long work takes."""
+"""Time estimates: the work of a job in passes and tokens, and the speed of a model timed by short passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASSUMED_BATCH = 12  # replies that are decoded in one batch, of several question
 
 @dataclass(frozen=True)
 class Work:
-    """What a model has to do.
+    """An amount of work for a model.
 
     Args:
         passes: of the model, whatever their lengths.
@@ -42,9 +42,9 @@ class Work:
 
     @classmethod
     def over(cls, lengths: Iterable[int], times: float = 1, behind: int = 0) -> Work:
-        """Return so many passes over each of some sequences of these lengths.
+        """Return the work of `times` passes over each of some sequences of these lengths.
 
-        Those that come `behind` so many cached tokens are read with the attention table of these.
+        With `behind`, they follow so many cached tokens, and their attention to these is made as a table.
         """
         counts = list(lengths)
         tokens = sum(counts)
@@ -53,7 +53,7 @@ class Work:
 
     @classmethod
     def replying(cls, tokens: float) -> Work:
-        """Return replies of so many tokens, side by side, each step of them a pass."""
+        """Return the work of replies of so many tokens in all, decoded side by side, a pass for each step."""
         return cls(tokens / ASSUMED_BATCH, tokens)
 
     def __add__(self, other: Work) -> Work:
@@ -66,7 +66,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage of a job reads and asks, each context and question once, and what the model has to do for it."""
+    """The cost of a stage of a job: its contexts and questions, each counted once, and the model's work."""
 
     name: str
     contexts: int
@@ -77,9 +77,9 @@ class StageCost:
 class Speed:
     """The speed of a model on its device, timed by a short forward pass and one as long as the longest input.
 
-    `start` are the seconds of a pass on `device`, whatever its length, `read` those of a token, `pair` those of a pair
-    that attention compares, and `table` those of one whose attention is looked at. `tokens` had the long pass. Times of
-    the same pass were from `fastest` to `slowest` times their median.
+    In seconds: `start` of a pass on `device`, whatever its length, `read` of each token, `pair` of each pair that
+    attention compares, and `table` of each pair whose attention is looked at. `tokens` is the length of the long pass.
+    Times of the same pass were from `fastest` to `slowest` times their median.
     """
 
     def __init__(self, model: Any, longest: int = 0) -> None:
@@ -103,6 +103,7 @@ class Speed:
             first = min(SHORT_PASS, long_pass)
             times = [time_action(partial(read, length)) for length in (first, long_pass)]
             table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
+        # Embeddings are looked up, not multiplied.
         embedding = model.get_input_embeddings().weight.numel()
         weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
         # multiplications of a pair, of those of a token
@@ -110,6 +111,7 @@ class Speed:
         more = long_pass - first + share * (long_pass**2 - first**2) / 2
         self.device = str(model.device)
         self.tokens = long_pass
+        # Two passes give two unknowns: what a pass takes by itself, and what each token adds.
         self.read = max(0.0, long - short) / max(1, more)
         self.pair = self.read * share
         self.table = table * len(shape.full_layers) / (TABLE_ROWS * long_pass)
@@ -128,12 +130,12 @@ class Speed:
         return self.slowest > SURE * self.fastest
 
     def seconds(self, work: Work) -> float:
-        """Return about how long work takes."""
+        """Estimate the seconds that work takes."""
         passes = work.passes * self.start + work.tokens * self.read + work.pairs * self.pair
         return passes + work.tables * self.table + work.seconds
 
     def range_of(self, seconds: float) -> tuple[float, float]:
-        """Return the least and the most that what is said to take so long may take."""
+        """Return the least and the most seconds that work may take which is estimated to take so many."""
         return seconds * min(self.fastest, 1 / SURE), seconds * max(self.slowest, SURE)
 
 

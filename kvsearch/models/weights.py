@@ -1,4 +1,4 @@
-"""What weights of a model stand for, and where they are: plain, quantised, wrapped by adapters.
+"""Effective weights of a model, whether plain, quantised or wrapped by adapters, and the tensors that hold them.
 
 A quantised projection holds codes, and scales beside them; one with a LoRA adapter holds its base layer and two small
 matrices. `module.weight` is neither the map that the layer applies nor all that it holds.
@@ -49,11 +49,11 @@ def is_plain(module: nn.Module) -> bool:
 def read_effective_weight(module: nn.Module, what: str, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return the matrix [out, in] by which a projection maps `inputs` numbers of `dtype`, without its bias.
 
-    That of a plain linear layer is its weight, in its dtype. Layers of bitsandbytes are dequantised, as those of 8 bits
-    round what they are given. Any other is applied to unit vectors, which sees scales, codes and adapters; fp32.
+    For a plain linear layer this is its weight, in its dtype. Layers of bitsandbytes are dequantised, as 8-bit ones
+    round their inputs. Any other is applied to unit vectors, which sees scales, codes and adapters; fp32.
 
     Raises:
-        IncompatibleError: it cannot be applied here, or is no linear map; `what` says which projection of which layer.
+        IncompatibleError: it cannot be applied here, or is no linear map; `what` names projection and layer.
     """
     if is_plain(module):
         weight: Tensor = module.weight  # type: ignore[assignment]
@@ -73,7 +73,7 @@ def read_effective_weight(module: nn.Module, what: str, inputs: int, dtype: torc
 
 
 def read_effective_bias(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor | None:
-    """Return what a projection makes of zeros, [out]; None where a plain linear layer has no bias."""
+    """Return the bias of a projection, its output for zeros, [out]; None where a plain linear layer has none."""
     if is_plain(module):
         bias: Tensor | None = module.bias  # type: ignore[assignment]
         return bias
@@ -99,6 +99,7 @@ def passes_gradients(model: Any) -> bool:
 @torch.enable_grad()
 def _find_without_gradients(model: Any) -> str:
     """Return the name of a class of layers that pass no gradients back, empty if there is none."""
+    # One layer of each class is enough: a kernel has a backward pass or not.
     kinds = {type(part): part for part in model.modules() if hasattr(part, "in_features") and not is_plain(part)}
     for kind, module in kinds.items():
         try:
@@ -116,7 +117,7 @@ def _find_without_gradients(model: Any) -> str:
 
 
 def state_of(module: nn.Module) -> tuple[object, ...]:
-    """Return what changes when the map of a projection does: where its tensors are, their versions, and adapters."""
+    """Return a key that changes with the map of a projection: addresses and versions of its tensors, and adapters."""
     if is_plain(module):
         return (_place(module.weight),)  # type: ignore[arg-type]
     parts: list[object] = []
@@ -184,6 +185,7 @@ def _read_four_bits(weight: Any) -> tuple[Tensor, Any]:
 def _apply_to_units(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor:
     """Apply a module to unit vectors; returns its matrix [out, in] fp32."""
     biases = _zero_biases(module)
+    # A map of zeros is the constant that some layers add without calling it a bias.
     rest = _apply(module, torch.zeros(1, inputs, dtype=dtype), biases)
     rows = []
     for first in range(0, inputs, UNIT_BLOCK):
@@ -200,7 +202,7 @@ def _zero_biases(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _apply(module: nn.Module, rows: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
-    """Return what a module makes of rows [N, in], [N, out] fp32, with some of its tensors replaced."""
+    """Apply a module to rows [N, in], with some of its tensors replaced; [N, out] fp32."""
     held = (tensor.device for tensor in chain(module.parameters(), module.buffers()))
     given = rows.to(next(held, rows.device))
     output: Tensor = functional_call(module, dict(replaced), (given,)) if replaced else module(given)
@@ -242,13 +244,13 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def count_stored_bytes(modules: Iterable[nn.Module]) -> int:
-    """Return the bytes of the weights of modules, without those of their parts; quantised ones as they are held."""
+    """Count the bytes of the modules' own weights, submodules left out; quantised ones as they are stored."""
     seen: set[int] = set()
     return sum(tensor.nbytes for module in modules for _, tensor in _list_contents(module, seen))
 
 
 def count_numbers(modules: Iterable[nn.Module]) -> int:
-    """Return how many numbers the weights of modules stand for, without those of their parts."""
+    """Count the numbers that the modules' own weights stand for, submodules left out."""
     seen: set[int] = set()
     total = 0
     for module in modules:
@@ -303,7 +305,7 @@ def clean_name(name: str) -> str:
 
 
 def _list_contents(module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors of a module itself, those of its parts left out, that are not among the seen."""
+    """Yield a module's own plain tensors, submodules left out, that are not in `seen` yet."""
     for name, tensor in _list_held(module).items():
         if id(tensor) in seen:
             continue

@@ -1,4 +1,4 @@
-"""Budgets of a plan at the prompt at hand, plans at another size, and in what two plans differ."""
+"""Budgets of a plan for a prompt, plans scaled to another size, and differences of two plans."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ Scaling = Literal["fixed", "proportional"]
 def compute_budgets(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints:
     """Return the integer budgets [planned layers, Hkv] for a prompt of `length` tokens.
 
-    "fixed" budgets are those of the plan, in the prefill phase clipped to `length`, unless `clip` is off; what that
-    frees is not handed to other heads. "proportional" ones are
-    budget * length / plan.length, water-filled and rounded over all layers at once to the phase's total
-    times length / plan.length, halves up; bounds are the floor, at least one entry, and in the prefill phase `length`.
-    Where a very short prompt puts that total out of reach, the nearest possible one is used.
+    "fixed" budgets are as planned, in the prefill phase clipped to `length`, unless `clip` is off; what that frees is
+    not handed to other heads. "proportional" ones are budget * length / plan.length, water-filled and rounded over all
+    layers at once to the phase's total times length / plan.length, halves up; bounds are the floor, at least one entry,
+    and in the prefill phase `length`. Where a very short prompt puts that total out of reach, the nearest possible one
+    is used.
 
     Raises:
         UsageError: `length` is below 1 or the plan has no such phase.
+
+    Examples:
+        >>> from kvsearch.plan import load_plan
+        >>> plan = load_plan("plan.json")  # 64 entries in each of 4 kv heads of 6 layers
+        >>> compute_budgets(plan, "prefill", length=1000)[0].tolist()
+        [64, 64, 64, 64]
+        >>> compute_budgets(plan, "prefill", length=40)[0].tolist()  # no head keeps more than the prompt has
+        [40, 40, 40, 40]
     """
     if length < 1:
         raise UsageError(f"a prompt has at least one token, got a length of {length}")
@@ -74,6 +82,14 @@ def scale(
 
     Raises:
         UsageError: no size or several, or a size that the bounds make impossible.
+
+    Examples:
+        >>> from kvsearch.plan import load_plan
+        >>> plan = load_plan("plan.json")  # 64 entries in each of 4 kv heads of 6 layers
+        >>> scale(plan, budget=32).total
+        768
+        >>> scale(plan, ratio=0.9, length=1000).budgets("prefill")[0]
+        (100, 100, 100, 100)
     """
     at = plan.length if length is None else length
     if ratio is not None and at is None:
@@ -150,7 +166,7 @@ def add_carry(plan: Plan, carry: Carry) -> Plan:
 def even_out_budgets(plan: Plan) -> Plan:
     """Give all kv heads the same budget under the policies of a plan; the total of every phase stays.
 
-    Entries carry nothing, and budgets are those of the plan at every prompt: no allocation shares them out there.
+    Entries carry nothing, and budgets are the same at every prompt: no allocation shares them out there.
     """
     phases: dict[str, PhasePlan] = {
         name: PhasePlan.of(phase.policies, water_fill(np.ones_like(phase.table), phase.total))
@@ -216,6 +232,15 @@ def compare_plans(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetCha
 
     Raises:
         IncompatibleError: the plans' models differ in layers or kv heads.
+
+    Examples:
+        >>> from kvsearch.plan import load_plan
+        >>> plan = load_plan("plan.json")
+        >>> settings, budgets = compare_plans(plan, scale(plan, budget=32))
+        >>> [change.name for change in settings], len(budgets)
+        (['total'], 24)
+        >>> budgets[0]
+        BudgetChange(phase='prefill', layer=0, head=0, before=64, after=32)
     """
     if (a.model.layers, a.model.kv_heads) != (b.model.layers, b.model.kv_heads):
         raise IncompatibleError(

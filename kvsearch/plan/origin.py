@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_none, require_ascending
-from kvsearch.core.limits import MOST_SETTINGS
+from kvsearch.core.fields import Count, Index, Record, SettingField, Sha256, Text, is_none, require_ascending
 from kvsearch.core.resources import read_version
 
 HASH_DIGITS = 16
@@ -91,6 +90,29 @@ def join_records(records: Iterable[ContextRecord | None]) -> ContextRecord | Non
     return whole
 
 
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+class Guarantee(Record):
+    """What a plan was shown to lose at most, whatever the distribution of losses, see `kvsearch.evaluation.guarantee`.
+
+    With probability `confidence` the mean loss to the full cache is at most `loss`, on contexts such as the `contexts`
+    that it was shown on, which nothing was fitted or chosen by: `tasks` counts those of each task, `mean_loss` is what
+    was lost there. Losses are in [0, 1]. `evicted_mass` is the least and the most that these contexts had of the
+    attention at their end on what left them, see `PlanCache.evicted_mass`. `plan_sha256` is the content of the plan
+    without its provenance: of a plan that was changed since nothing is known.
+    """
+
+    loss: Annotated[float, Field(strict=True, gt=0, le=1)]
+    confidence: Annotated[float, Field(strict=True, ge=0.5, lt=1)]
+    contexts: Count
+    mean_loss: Share
+    tasks: dict[Text, Count]
+    protocol: Text
+    evicted_mass: tuple[Share, Share] | None = Field(default=None, exclude_if=is_none)
+    plan_sha256: Sha256
+
+
 CHANGES = "changes"
 
 
@@ -99,7 +121,8 @@ class Provenance(Record):
 
     `kvsearch`, `torch` and `transformers` are version numbers; `settings` are those of the calibration or search,
     scalars or lists of scalars. `contexts` is what it was fitted, chosen and reported on; None: that is not known, as
-    of what was written by hand or by an older version.
+    of what was written by hand or by an older version. `guarantee` is what a plan was shown to lose at most; see
+    `Plan.guarantee`.
     """
 
     method: Text
@@ -108,8 +131,9 @@ class Provenance(Record):
     torch: Text
     transformers: Text
     data_sha256: Sha256 | None = None
-    settings: dict[Text, SettingField] = Field(default_factory=dict, max_length=MOST_SETTINGS)
+    settings: dict[Text, SettingField] = Field(default_factory=dict)
     contexts: ContextRecord | None = Field(default=None, exclude_if=is_none)
+    guarantee: Guarantee | None = Field(default=None, exclude_if=is_none)
 
 
 def make_provenance(
@@ -129,7 +153,8 @@ def make_provenance(
 
 
 def record_change(provenance: Provenance, change: str) -> Provenance:
-    """Add a line on what was done to `settings["changes"]`, the oldest first."""
+    """Add a line on what was done to `settings["changes"]`, the oldest first; a guarantee is not of what is made."""
     before = provenance.settings.get(CHANGES, ())
     changes = (*before, change) if isinstance(before, tuple) else (before, change)
-    return Provenance(**{**dict(provenance), "settings": {**provenance.settings, CHANGES: changes}})
+    settings = {**provenance.settings, CHANGES: changes}
+    return Provenance(**{**dict(provenance), "settings": settings, "guarantee": None})

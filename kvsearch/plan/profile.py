@@ -18,14 +18,14 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Count, End, Entries, Floor, Index, Record, Text, is_none, refuse
 from kvsearch.core.files import read_bytes, write_atomically
-from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
+from kvsearch.core.limits import MOST_ARRAYS, MOST_LAYERS
 from kvsearch.core.parsing import format_value, list_problems, list_validation_problems, parse_json, require_header
+from kvsearch.plan.methods import name_methods_with
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.profile_arrays import (
     ARRAY_DTYPES,
     EVICTED_RATIO,
     GRID_SIZE,
-    TABLED,
     SignalAxes,
     find_array_problems,
     find_value_problems,
@@ -127,13 +127,13 @@ class ProfileMetadata(Record):
 class Profile:
     """Calibration results; the arrays are read-only copies, checked against the metadata.
 
-    LU-KV (method "lukv") and static tables of dynamic rules ("lava", "cake", "adakv") have "evicted_ratio", float32
-    [99, L, Hkv]: row i belongs to the global eviction ratio (i + 1) / 100, its entries are the local eviction ratios in
-    [0, 1] of each layer and kv head (arXiv 2602.08585). Where several policies were measured, "kept" [P, L, Hkv, K + 1]
-    is what each head keeps of the importance, in units that compare, at budgets of 0, 1/K, ... 1 of a context.
+    Tables of budgets have "evicted_ratio", float32 [99, L, Hkv]: row i belongs to the global eviction ratio
+    (i + 1) / 100, its entries are the local eviction ratios in [0, 1] of each layer and kv head (arXiv 2602.08585).
+    Where several policies were measured, "kept" [P, L, Hkv, K + 1] is what each head keeps of the importance, in units
+    that compare, at budgets of 0, 1/K, ... 1 of a context.
 
-    PolyKV (method "polykv") has signals, which `kvsearch.signals.table.SignalTable` reads. The axes and ranges of all
-    arrays are in `kvsearch.plan.profile_arrays`.
+    The axes and ranges of all arrays are in `kvsearch.plan.profile_arrays`; which of them a profile has its method
+    says, see `kvsearch.methods`.
 
     Raises:
         UsageError: arrays of a wrong type, shape or value; all problems in one message.
@@ -167,7 +167,7 @@ class Profile:
         if isinstance(ratio, bool) or not 0 < ratio < 1:
             raise UsageError(f"a global eviction ratio lies between 0 and 1, got {ratio}: say 0.8 to keep a fifth")
         if EVICTED_RATIO not in self.arrays:
-            known = ", ".join(TABLED)
+            known = name_methods_with(EVICTED_RATIO)
             raise UsageError(
                 f"this {format_value(self.metadata.method)} profile has no {EVICTED_RATIO!r} table: calibrate {known}"
             )
@@ -238,9 +238,7 @@ def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], lis
     problems = [f"header.{key}: unknown key: remove it" for key in sorted(header.keys() - {_HEADER_KEY})]
     arrays: dict[str, Array] = {}
     for key, tensor in sorted(tensors.items()):
-        if len(tensor["shape"]) > MOST_DIMENSIONS:
-            problems.append(f"arrays.{key}: has {len(tensor['shape'])} dimensions, {MOST_DIMENSIONS} are the most")
-        elif tensor["dtype"] in ARRAY_DTYPES:
+        if tensor["dtype"] in ARRAY_DTYPES:
             arrays[key] = np.frombuffer(tensor["data"], ARRAY_DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
         else:
             problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(ARRAY_DTYPES)}")

@@ -1,4 +1,4 @@
-"""The arrays of profiles: what each method measures, with the axes and the range of every array."""
+"""The arrays of profiles, with the axes and the range of each; which of them a method writes it says itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, field_validator
 from kvsearch.core.fields import Entries, Record, refuse, require_ascending
 from kvsearch.core.limits import MOST_MEASURED
 from kvsearch.core.parsing import format_value
+from kvsearch.plan.methods import find_writer, list_methods
 from kvsearch.plan.schema import Phase, PolicySpec, Protocol
 
 if TYPE_CHECKING:
@@ -21,14 +22,11 @@ Arrays = Mapping[str, NDArray[Any]]
 
 # Row i of a table of local ratios is the global eviction ratio (i + 1) / 100.
 GRID_SIZE = 99
-TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
 EVICTED_RATIO = "evicted_ratio"
 KEPT = "kept"  # importance kept by policy, see `Profile`
 QUERY_MEAN = "query_mean"  # by query head, as the two below
 QUERY_COVARIANCE = "query_cov"
 QUERY_ABS = "query_abs"
-QUERIES = "query_statistics"  # the method whose profiles have them
-SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
 FULL_NLL = "full_nll"  # mean nats per token under the full cache
 MEAN_ENTROPY = "mean_entropy"  # nats, of the mean attention row over all samples (PolyKV, Eq. 4)
 TOKENS = "sample_tokens"  # tokens whose loss counts
@@ -60,11 +58,12 @@ class SignalAxes(Record):
         return patterns
 
 
-class Measured(NamedTuple):
-    """The shape of an array, and between what its values lie; `whole`: they are whole numbers.
+class ArraySpec(NamedTuple):
+    """The shape of an array of a profile, and the range of its values; `whole`: they are whole numbers.
 
     A letter is a size that is the same wherever it stands: L layers, H kv heads, A query heads, D dimensions of a head,
-    Q questions, C compared policies; M samples, N budgets, P phases, R patterns.
+    Q questions, C compared policies; M samples, N budgets, P phases, R patterns. An array that is `needed` is in every
+    profile of the methods that write it; `may_be_empty`: one of its sizes may be 0.
     """
 
     shape: tuple[int | str, ...]
@@ -72,33 +71,34 @@ class Measured(NamedTuple):
     most: float = np.inf
     whole: bool = False
     needed: bool = False
+    may_be_empty: bool = False
 
 
-TABLE = {EVICTED_RATIO: Measured((GRID_SIZE, "L", "H"), 0, 1, needed=True)}
+TABLE = {EVICTED_RATIO: ArraySpec((GRID_SIZE, "L", "H"), 0, 1, needed=True)}
 BESIDE_TABLE = {
-    "question_ratio": Measured(("Q", 9, "L", "H"), 0, 1),  # local ratios at 0.1 ... 0.9
-    "question_context": Measured(("Q",), 0, whole=True),
-    "question_length": Measured(("Q",), 1, whole=True),
-    "ratio_deviation": Measured((99, "L", "H"), 0),
-    "recall": Measured(("L", "H", 101)),
-    "oracle_recall": Measured(("L", "H", 101)),
-    "mass": Measured(("L", "H", 101)),
-    "held_out_ratio": Measured(("F", "K", "L", "H"), 0, 1),
+    "question_ratio": ArraySpec(("Q", 9, "L", "H"), 0, 1),  # local ratios at 0.1 ... 0.9
+    "question_context": ArraySpec(("Q",), 0, whole=True),
+    "question_length": ArraySpec(("Q",), 1, whole=True),
+    "ratio_deviation": ArraySpec((99, "L", "H"), 0),
+    "recall": ArraySpec(("L", "H", 101)),
+    "oracle_recall": ArraySpec(("L", "H", 101)),
+    "mass": ArraySpec(("L", "H", 101)),
+    "held_out_ratio": ArraySpec(("F", "K", "L", "H"), 0, 1),
 }
-COMPARED_ARRAYS = {KEPT: Measured(("C", "L", "H", "K1"), 0, needed=True)}
+COMPARED_ARRAYS = {KEPT: ArraySpec(("C", "L", "H", "K1"), 0, needed=True)}
 STATISTICS_ARRAYS = {
-    QUERY_MEAN: Measured(("L", "A", "D"), needed=True),
-    QUERY_COVARIANCE: Measured(("L", "A", "D", "D"), needed=True),
-    QUERY_ABS: Measured(("L", "A", "D/2"), 0, needed=True),
+    QUERY_MEAN: ArraySpec(("L", "A", "D"), needed=True),
+    QUERY_COVARIANCE: ArraySpec(("L", "A", "D", "D"), needed=True),
+    QUERY_ABS: ArraySpec(("L", "A", "D/2"), 0, needed=True),
 }
 SIGNAL_ARRAYS = {
-    TOKENS: Measured(("M",), 0, whole=True, needed=True),
-    LENGTH: Measured(("M",), 0, whole=True, needed=True),
-    CONTEXT: Measured(("M",), 0, whole=True, needed=True),
-    **dict.fromkeys(("cosine", "relative_error"), Measured(("M", "N", "P", "L", "R"))),
-    "nll": Measured(("M", "N", "P", "L", "R"), -MOST_NATS, MOST_NATS),
-    FULL_NLL: Measured(("M",), -MOST_NATS, MOST_NATS),
-    MEAN_ENTROPY: Measured(("P", "L")),
+    TOKENS: ArraySpec(("M",), 0, whole=True, needed=True),
+    LENGTH: ArraySpec(("M",), 0, whole=True, needed=True),
+    CONTEXT: ArraySpec(("M",), 0, whole=True, needed=True),
+    **dict.fromkeys(("cosine", "relative_error"), ArraySpec(("M", "N", "P", "L", "R"))),
+    "nll": ArraySpec(("M", "N", "P", "L", "R"), -MOST_NATS, MOST_NATS),
+    FULL_NLL: ArraySpec(("M",), -MOST_NATS, MOST_NATS),
+    MEAN_ENTROPY: ArraySpec(("P", "L")),
 }
 PAIRED_ARRAYS = (("nll", FULL_NLL),)
 
@@ -116,67 +116,64 @@ def find_value_problems(arrays: Arrays) -> Iterator[str]:
 
 def find_array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
     """Find what is wrong with the arrays of a profile, a line each; its values have been looked at."""
-    method = metadata.method
+    method = find_writer(metadata.method)
     axes = metadata.signals
-    measured: dict[str, Measured] = {}
-    sizes: dict[int | str, int] = {"L": len(metadata.layers), "H": metadata.model.kv_heads, "Q": metadata.questions}
-    if method in TABLED or EVICTED_RATIO in arrays:
-        measured |= {**TABLE, **BESIDE_TABLE}
+    if method.has_signals and axes is None:
+        yield f"signals: is missing, a {method.name} profile needs it"
+    elif axes is not None and not method.has_signals:
+        others = ", ".join(known.name for known in list_methods() if known.has_signals)
+        yield f"signals: only a {others} profile has them, and this is one of method {format_value(metadata.method)}"
+    # the weights of a fitted policy are checked by that policy, which knows their version
+    specs = {} if method.fits_policy or (method.has_signals and axes is None) else dict(method.arrays)
+    if EVICTED_RATIO in arrays:
+        specs |= {**TABLE, **BESIDE_TABLE}
     if metadata.policies is not None or KEPT in arrays:
-        measured |= COMPARED_ARRAYS
+        specs |= COMPARED_ARRAYS
+    problems = list(find_misfits(arrays, specs, metadata))
+    yield from problems or _find_contradictions(arrays, metadata, specs)
+
+
+def find_misfits(arrays: Arrays, specs: Mapping[str, ArraySpec], metadata: ProfileMetadata) -> Iterator[str]:
+    """Find arrays that are missing, or have another shape, type or range than their `specs`, a line each."""
+    sizes: dict[int | str, int] = {"L": len(metadata.layers), "H": metadata.model.kv_heads, "Q": metadata.questions}
+    if metadata.policies is not None or KEPT in arrays:
         sizes["C"] = len(metadata.policies or ())
-    if method == QUERIES:
-        measured |= STATISTICS_ARRAYS
-    if axes is not None:
+    if (axes := metadata.signals) is not None:
         sizes |= {"N": len(axes.budgets), "P": len(axes.phases), "R": len(axes.patterns)}
-    if method == SIGNALLED and axes is None:
-        yield f"signals: is missing, a {SIGNALLED} profile needs it"
-    elif method == SIGNALLED:
-        measured |= SIGNAL_ARRAYS
-    elif axes is not None:
-        yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {format_value(method)}"
-    problems = list(_find_misfits(arrays, measured, sizes, method))
-    yield from problems or _find_contradictions(arrays, metadata)
-
-
-def _find_misfits(
-    arrays: Arrays, measured: Mapping[str, Measured], sizes: dict[int | str, int], method: str
-) -> Iterator[str]:
-    """Find arrays that are missing, or have another shape or range than what was measured."""
-    for name, spec in measured.items():
+    for name, spec in specs.items():
         array = arrays.get(name)
         if array is None:
             if spec.needed:
-                yield f"arrays.{name}: is missing, a {method} profile needs it"
+                yield f"arrays.{name}: is missing, a {metadata.method} profile needs it"
             continue
         expected = [sizes.get(size, size) for size in spec.shape]
         pairs = zip(expected, array.shape, strict=False)
         differs = any(isinstance(size, int) and size != found for size, found in pairs)
-        if differs or array.ndim != len(expected) or not array.size:
+        if differs or array.ndim != len(expected) or not (array.size or spec.may_be_empty):
             yield f"arrays.{name}: has shape {list(array.shape)}, must be [{', '.join(map(str, expected))}]"
             continue
         sizes |= dict(zip(spec.shape, array.shape, strict=True))
         if spec.whole and array.dtype.kind != "i":
             yield f"arrays.{name}: has type {array.dtype}, must be int32"
-        if array.min() < spec.least - _RATIO_SLACK or array.max() > spec.most + _RATIO_SLACK:
+        if array.size and (array.min() < spec.least - _RATIO_SLACK or array.max() > spec.most + _RATIO_SLACK):
             yield f"arrays.{name}: has values outside [{spec.least:g}, {spec.most:g}]"
     for pair in PAIRED_ARRAYS:
-        if len(arrays.keys() & set(pair)) == 1 and measured.keys() & set(pair):
+        if len(arrays.keys() & set(pair)) == 1 and specs.keys() & set(pair):
             yield f"arrays: {' and '.join(pair)} go together"
 
 
-def _find_contradictions(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
+def _find_contradictions(arrays: Arrays, metadata: ProfileMetadata, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
     """Find arrays of the right shapes whose values cannot have been measured."""
     if EVICTED_RATIO in arrays:
         yield from _find_mean_problems(arrays[EVICTED_RATIO], metadata.length, metadata.floor)
     if KEPT in arrays and (arrays[KEPT] > 1.01 * arrays[KEPT][..., -1:]).any():
         yield f"arrays.{KEPT}: a part of the context has more importance than the whole"
-    if metadata.method == QUERIES:
+    if QUERY_COVARIANCE in specs:
         if np.diagonal(arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1).min() < 0:
             yield f"arrays.{QUERY_COVARIANCE}: has a variance below 0"
         if arrays[QUERY_ABS].shape[2] > arrays[QUERY_MEAN].shape[2] // 2:
             yield f"arrays.{QUERY_ABS}: has more than half of the dimensions of {QUERY_MEAN}"
-    if metadata.method == SIGNALLED and not arrays[TOKENS].any():
+    if TOKENS in specs and not arrays[TOKENS].any():
         yield f"arrays.{TOKENS}: no sample has a token whose loss counts"
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import FailFast, Field, ValidationInfo, field_validator
 
+from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import (
+    Count,
     Entries,
     Floor,
     Heads,
@@ -18,15 +20,13 @@ from kvsearch.core.fields import (
     ScalarField,
     Sha256,
     Text,
-    Total,
-    Width,
     is_none,
     refuse,
 )
-from kvsearch.core.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_OF, MOST_PARAMETERS
+from kvsearch.core.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_NUMBER
 from kvsearch.core.naming import require_known, suggest
 from kvsearch.core.parsing import format_value
-from kvsearch.plan.origin import Provenance
+from kvsearch.plan.origin import Guarantee, Provenance
 
 if TYPE_CHECKING:
     from kvsearch.core.arrays import Ints
@@ -55,7 +55,7 @@ class ModelFingerprint(Record):
     revision: Text | None = None
     layers: Layers
     kv_heads: Heads
-    head_dim: Width
+    head_dim: Entries
     dtype: Text | None = Field(default=None, exclude_if=is_none)
 
     def mismatch(self, other: ModelFingerprint, weights: bool = True) -> str | None:
@@ -135,7 +135,7 @@ class PolicySpec(Record):
     """
 
     name: Text
-    params: dict[Text, ScalarField] = Field(default_factory=dict, max_length=MOST_PARAMETERS)
+    params: dict[Text, ScalarField] = Field(default_factory=dict)
 
 
 class LayerPlan(Record):
@@ -219,7 +219,7 @@ class Plan(Record):
     floor: Floor
     prefill: PhasePlan | None = None
     decode: PhasePlan | None = Field(default=None, validate_default=True)
-    total: Total
+    total: Count
     provenance: Provenance
 
     @property
@@ -227,6 +227,17 @@ class Plan(Record):
         """The phases that the plan has, by name; its total is that of the first."""
         phases: dict[Phase, PhasePlan | None] = {"prefill": self.prefill, "decode": self.decode}
         return {name: phase for name, phase in phases.items() if phase is not None}
+
+    @property
+    def content_sha256(self) -> str:
+        """The hash of everything but where the plan came from: equal plans are run alike."""
+        return hash_json(self.model_dump(mode="json", exclude={"provenance"}))
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        """What this plan was shown to lose at most; None if it was not, or was changed since."""
+        shown = self.provenance.guarantee
+        return shown if shown is not None and shown.plan_sha256 == self.content_sha256 else None
 
     @property
     def heads(self) -> int:
@@ -335,8 +346,8 @@ def _list_budgets(budget: tuple[int, ...], heads: list[int]) -> str:
 def check_values(given: Mapping[str, object], defaults: Mapping[str, object], owner: str, noun: str) -> dict[str, Any]:
     """Return parameters checked against the types of their `defaults`; whole numbers become floats where these are.
 
-    A default of `dataclasses.MISSING` permits any type. What a number may be at most is the same wherever a parameter
-    has that name, see `limits.MOST_OF`; what else it may be, its policy says.
+    A default of `dataclasses.MISSING` permits any type. Whole numbers fit int32, a seed int64; what else a parameter
+    may be, its policy says.
 
     Raises:
         UsageError: `owner` has no such `noun`, its type is another one, or it is out of all range.
@@ -345,7 +356,7 @@ def check_values(given: Mapping[str, object], defaults: Mapping[str, object], ow
     for key, value in values.items():
         if key not in defaults:
             raise UsageError(f"{owner} has no {noun} {key!r}{suggest(key, list(defaults))}")
-        maximum = MOST_OF.get(key, MOST_ENTRIES)
+        maximum = MOST_NUMBER if key == "seed" else MOST_ENTRIES
         if isinstance(value, int) and abs(value) > maximum:
             raise UsageError(f"{owner}: {key} must be {maximum} or less, got {format_value(value)}")
         wanted = type(defaults[key])

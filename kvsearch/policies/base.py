@@ -1,4 +1,4 @@
-"""The Policy seam: WHAT to evict. A policy ranks cached entries; how many stay is the budget's business.
+"""The Policy interface: WHAT to evict. A policy ranks cached entries; how many stay is up to the budget.
 
 A policy is a frozen dataclass of its hyper-parameters. It declares what it needs, and the runtime computes only that,
 never a T x T matrix. Scores say how much an entry is worth keeping; protection (sinks and recent window), padding and
@@ -34,7 +34,7 @@ class SecondPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy must be given of the prompt besides keys and values."""
+    """What a policy needs of the prompt besides keys and values."""
 
     query_rows: int = 0  # the last so many query rows
     query_statistics_from: int | None = None  # mean and covariance of the unrotated queries from this position on
@@ -85,7 +85,7 @@ class References(NamedTuple):
 
 Shared = TypeVar("Shared")
 Norm = Literal["l1", "l2"]
-Row = Literal["group", "layer"]
+AttentionRow = Literal["group", "layer"]
 Running = Literal["position", "mass", "stored", "row", "persistence", "pooled"]
 AS_WINDOW = -1  # a `protect` that is as large as the window
 Projection = Callable[[Tensor, Norm], Tensor]  # values [B, Hkv, T, Dv] -> |v W_O[q]|, [B, Hkv, G, T] fp32
@@ -172,6 +172,7 @@ class Observation:
 
     def shared(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
         """Return what `compute` returns, computed once per observation however many policies ask for it by `key`."""
+        # Policies of a plan share one observation: what one has computed is there for the next.
         if key not in self._memo:
             self._memo[key] = compute()
         value: Shared = self._memo[key]
@@ -189,13 +190,13 @@ class Observation:
         return self.shared(("projected_norms", order), lambda: project(self.values, order))
 
     def of_hidden(self, what: OfHidden) -> Tensor:
-        """Return what this makes of the hidden states, [B, Hkv, T] fp32; UsageError where they are not seen."""
+        """Return what `what` computes of the hidden states, [B, Hkv, T] fp32; UsageError where they are not seen."""
         if what not in self.hidden:
             raise UsageError("a policy wants hidden states (kvzap), which cannot be seen here: use another policy")
         return self.hidden[what]
 
     def reread(self, how: SecondPass) -> Tensor:
-        """Return what entries got when the prompt was read again, [B, Hkv, T] fp32; UsageError where it was not."""
+        """Return the scores of the prompt's second pass, [B, Hkv, T] fp32; UsageError where it was not read again."""
         if how not in self.rereads:
             raise UsageError(
                 "a policy wants the prompt read again (kvzip), which cannot be done here: use `kvsearch generate`, "
@@ -211,7 +212,7 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)  # else subclasses that are equal to none but themselves would all be equal
 class Policy(ABC):
-    """Base of all eviction patterns.
+    """Base of all eviction policies.
 
     `sinks` and `window` are the protected entries: the first real tokens and the most recent ones of a sequence. Where
     `window` says how many queries are looked at, `protect` says how many recent entries are protected; by default as
@@ -219,16 +220,40 @@ class Policy(ABC):
 
     While decoding, a policy that `has_decode_rule` reads one attention row per step (`row`) or none, and has its state
     (`start`, `step`); every other policy is scored anew every `refresh` steps over the last query rows.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from typing import ClassVar
+        >>> import torch
+        >>> from kvsearch.policies import Observation, Policy, rank_under
+        >>> @dataclass(frozen=True)
+        ... class Longest(Policy):
+        ...     name: ClassVar[str] = "longest"
+        ...     source: ClassVar[str] = "an example"
+        ...     sinks: int = 1
+        ...
+        ...     def score(self, observation):
+        ...         return observation.value_norms(2)
+        >>> values = torch.tensor([0.0, 3.0, 1.0, 2.0]).view(1, 1, 4, 1)
+        >>> prompt = Observation(values, values, torch.ones(1, 4, dtype=torch.bool), scaling=1.0)
+        >>> rank_under(Longest(), prompt)[0, 0].tolist()  # the sink first, then by score
+        [0, 1, 3, 2]
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
+    summary: ClassVar[str] = ""  # the score of an entry, in a line
+    weakness: ClassVar[str] = ""  # when it fails, in a line
+    # of a class itself, its subclasses do not inherit them:
+    is_baseline: ClassVar[bool] = False  # whether `run` compares its plans with this policy under even budgets
+    is_rival: ClassVar[bool] = False  # whether fitted rankings are compared with it: it orders all entries of a prompt
+    is_fitted: ClassVar[bool] = False  # whether its weights lie in a file: it is given as NAME=DIR
 
     # whether scores may be below 0: they have no shares and no entropy
     signed_scores: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a parameter that is out of range: here those that this class reads."""
+        """Raise UsageError for a parameter out of range: here the parameters that this class reads."""
         self._settle_protect()
         self._at_least(0, *(name for name in ("sinks", "window", "protect", "refresh") if hasattr(self, name)))
 
@@ -248,6 +273,7 @@ class Policy(ABC):
     @property
     def protecting(self) -> list[str]:
         """The parameters that say how many entries are protected and are not 0, for messages."""
+        # Where a policy has both, the window says how many queries are read, and `protect` what stays.
         names = ("sinks", "protect" if hasattr(self, "protect") else "window", "recent")
         return [name for name in names if getattr(self, name, 0)]
 
@@ -312,7 +338,7 @@ class Policy(ABC):
         return self.signed_scores
 
     @property
-    def row(self) -> Row | None:
+    def row(self) -> AttentionRow | None:
         """The attention row of a decode step that `step` and `merge` read: mean over the query group, or the layer."""
         return None
 
@@ -344,13 +370,14 @@ class Policy(ABC):
 
         The window shrinks first, down to one entry, then the sinks. A policy without a window protects sinks only.
         """
+        # The newest token has its place before any sink has one.
         recent = self.recent_at(budget)
         sinks = min(self.sink_count, budget - (recent > 0))
         return sinks, min(recent, budget - sinks)
 
     @property
     def running(self) -> Running | None:
-        """What `step` returns, where a kernel can do it: positions, attention received, scores on arrival, or the row.
+        """The kernel rule that equals `step`: positions, attention received, scores on arrival, or the attention row.
 
         Attention received and scores are all that the running state has of entries; a score on arrival is that of
         `arriving`. "row" is the step's own row as it is. "persistence" is Scissorhands', "pooled" CAKE's.
@@ -386,6 +413,7 @@ class Policy(ABC):
 
     def parameters(self) -> dict[str, int | float | bool | str]:
         """Return the hyper-parameters by name, as a plan stores them."""
+        # A `protect` that is the default is left out, so that both ways to say so give equal plans.
         stated = dataclasses.asdict(self)
         if "protect" in stated and "window" in stated and stated["protect"] == self.observed:
             del stated["protect"]
@@ -397,8 +425,9 @@ class Policy(ABC):
         return PolicySpec(name=self.name, params=self.parameters())
 
     def _settle_protect(self) -> None:
-        """Set a `protect` that is as large as the window, so that both ways to say so make equal policies."""
+        """Replace a `protect` of `AS_WINDOW` by the window's size, so that both ways to say so make equal policies."""
         if getattr(self, "protect", None) == AS_WINDOW:
+            # The dataclass is frozen, and -1 must not reach a plan.
             object.__setattr__(self, "protect", self.observed)
 
     def _require(self, condition: bool, problem: str) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AS_WINDOW, AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import find_kernel_rows, iterate_window_rows, pool_positions
 from kvsearch.policies.tensors import Tensor, torch
@@ -24,7 +24,13 @@ class CAKE(Policy):
 
     name: ClassVar[str] = "cake"
     source: ClassVar[str] = "CAKE, arXiv 2503.12491; pooled as in the official code, w=32, k=5, avg, gamma=200"
-    row: ClassVar[Row] = "group"
+    summary: ClassVar[str] = "mean_g pool(mean_t a + gamma var_t a), t in the last w"
+    weakness: ClassVar[str] = (
+        "question-agnostic prompts, whose last rows are no question; while decoding it has one row and no variance"
+    )
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
+    row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "pooled"
 
     window: int = 32
@@ -58,6 +64,7 @@ class CAKE(Policy):
 
     def step(self, step: Step) -> Tensor:
         """Return the step's own row, pooled over the candidates held, [S, C] fp32; +inf for the last `protect`."""
+        # Neighbours in the text lie anywhere in the slots: pooling takes them by position.
         positions, order = step.cached.positions.sort(-1)  # slots without an entry come first, with 0, the window last
         window = positions >= (step.seen - self.protect)[:, None]
         row = step.row.gather(-1, order).masked_fill_(window, 0.0)
@@ -87,6 +94,7 @@ def compute_row_moments(observation: Observation, window: int) -> tuple[Tensor, 
             total = rows[part] + count
             index = *part, slice(None), slice(probability.shape[-1])
             share = count / total.clamp(min=1)
+            # Chan's update: the means of both sets, weighted by their rows, and the scatter between them.
             apart = chunk_mean - mean[index]
             scatter[index] += chunk_scatter + apart.square() * rows[part] * share
             mean[index] += apart * share

@@ -1,4 +1,4 @@
-"""What a policy returns is looked at: its form at once, its values together with what the host reads anyway."""
+"""Checks of what a policy returns: its form at once, its values together with what the host reads anyway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS_KEY = "lengths on the host"  # what they are shared by
 
 
 class DeferredCheck(NamedTuple):
-    """What may be wrong with some sequences, [B] bool on their device that are looked at later, and what to raise."""
+    """A check whose result, [B] bool on the device, is looked at later, with the error to raise."""
 
     wrong: Tensor
     error: Callable[[int], KvsearchError]  # by the first sequence that is wrong
@@ -60,7 +60,7 @@ def name_package_on_error(policy: Policy, method: str) -> Iterator[None]:
 
 
 def check_form(policy: Policy, what: str, tensor: object, shape: Sequence[int], beside: Tensor) -> Tensor:
-    """Return `tensor`, once it is seen to be fp32 of a shape, where `beside` is; nothing is waited for.
+    """Return `tensor` if it is fp32 of this shape on the device of `beside`; the device is not waited for.
 
     Raises:
         EnvironmentFault: a policy of another package returned something else.
@@ -78,7 +78,7 @@ def check_form(policy: Policy, what: str, tensor: object, shape: Sequence[int], 
 
 
 def start_state(policy: Policy, observation: Observation) -> State:
-    """Return the state that a policy's `start` makes."""
+    """Return a policy's running state after the prompt, by its `start`."""
     with name_package_on_error(policy, "start"):
         return policy.start(observation)
 
@@ -88,6 +88,7 @@ def check_scores(policy: Policy, observation: Observation, what: str, scores: ob
 
     Padding and what the policy protects may have any score: they are not compared.
     """
+    # The form costs nothing to look at; values would be waited for, so whether they are finite is noted for later.
     checked = check_form(policy, what, scores, observation.keys.shape[:3], observation.keys)
     if observation.checks is not None:
         wrong = ~checked.isfinite() & observation.candidates(policy.sink_count, policy.recent_count)[:, None]

@@ -29,6 +29,10 @@ class CriticalKV(Wrapper):
 
     name: ClassVar[str] = "criticalkv"
     source: ClassVar[str] = "CriticalKV, arXiv 2502.03805; L1 norms, ratio=0.5, epsilon=1e-4 as in kvpress"
+    summary: ClassVar[str] = "half by the base policy S, half by (S + epsilon) mean_g |v W_O|"
+    weakness: ClassVar[str] = "costs more than its base (+12% of a prefill); inherits what its base misses"
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
 
     base: str = "snapkv"
     ratio: float = 0.5

@@ -1,4 +1,4 @@
-"""What a policy sees while decoding: segments of cached entries in slots, and one attention row per step.
+"""Views of the cache for policies while decoding: segments of entries in slots, and one attention row per step.
 
 A segment is one kv head of one sequence. Its entries sit in slots in any order; `positions` says which token each is.
 """
@@ -49,9 +49,9 @@ class State:
 
 @dataclass
 class Cached:
-    """What S heads hold. A slot without an entry has position -1 and, in every state tensor, zeros.
+    """The entries of S heads in slots. A slot without an entry has position -1 and, in every state tensor, zeros.
 
-    Its keys and values are any numbers, but finite ones, as those of entries.
+    Its keys and values are any finite numbers.
     """
 
     keys: Tensor  # [S, C, D]
@@ -136,12 +136,13 @@ class Step:
 
 def sort_by_position(positions: Tensor, chosen: Tensor) -> Tensor:
     """Return the slots [S, C]: those `chosen` [S, C] bool by ascending position, behind them the others."""
+    # Above all positions, so that what is not chosen comes behind.
     key = positions.masked_fill(~chosen, torch.iinfo(positions.dtype).max)
     return torch.argsort(key, dim=-1, stable=True)
 
 
 def list_slots(chosen: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Return the `chosen` slots [S, C] in ascending order of position, [S, most] int64 with -1 behind."""
+    """Return the `chosen` slots [S, C] in ascending order of position, [S, width] int64 with -1 behind."""
     order = sort_by_position(positions, chosen)[:, :width]
     return torch.where(chosen.gather(-1, order), order, -1)
 
@@ -152,7 +153,7 @@ def gather_entries(states: Tensor, slots: Tensor) -> Tensor:
 
 
 def widen_marks(marks: Tensor, states: Tensor) -> Tensor:
-    """Return marks of the first dimensions of states, such as [S, C] of [S, C, ...], with a 1 for each other one."""
+    """Add dimensions of size 1 to marks of the first dimensions of states, such as [S, C] for [S, C, ...]."""
     return marks.view(*marks.shape, *[1] * (states.dim() - marks.dim()))
 
 
@@ -171,6 +172,7 @@ def find_lowest(
     The bits of a float that is not negative are in the order of the floats, so that a priority and a position make one
     whole number that has no equals: a single reduction finds it.
     """
+    # position - 2^32 * bits: the largest is the entry with the lowest priority, and of equal ones the latest.
     order = torch.add(positions, _order_bits(priorities, signed), alpha=-(2**32))
     if outside is not None:
         order.masked_fill_(outside, torch.iinfo(torch.int64).min)
@@ -186,6 +188,7 @@ def mark_best(priorities: Tensor, protected: Tensor, positions: Tensor, counts: 
     # whole numbers without equals: fewer than 2^61 by priority and position, and protected ones above them
     order = torch.add(-positions, _order_bits(priorities, signed=True), alpha=2**30)
     order = torch.add(order, protected, alpha=2**62).masked_fill_(~held, torch.iinfo(torch.int64).min)
+    # As many for all segments, the best first; each marks as many of them as it may keep.
     indices = order.topk(min(width, positions.shape[1])).indices
     counted = torch.arange(indices.shape[1], device=indices.device) < counts[:, None]
     return torch.zeros_like(held).scatter_(1, indices, counted) & held

@@ -19,14 +19,24 @@ class DefensiveKV(Policy):
     `aggregate` "mean" takes the mean over g and t in place of the maximum, `floor` "none" leaves out mean_j m[j].
 
     v[i] is the mean over the group of |v_i W_O[q]|_1, as a share of all candidates i < n - p. Rows are pooled by their
-    mean and scaled back to the mass that they had. Entries that make up the first `mass` of the mean attention, that
-    of protected ones included, are taken before all others, the most attended first. The last p = `protect` entries
-    stay (-1: `window`). The authors' head budgets are those of the method `defensivekv`, their layer budgets those of
-    `layer-defensivekv`.
+    mean and scaled back to the mass that they had. Entries that make up the first `mass` of the mean attention, that of
+    protected ones included, are taken before all others, the most attended first. The last p = `protect` entries stay
+    (-1: `window`). The method `defensivekv` has the authors' head budgets, `layer-defensivekv` their layer budgets.
     """
 
     name: ClassVar[str] = "defensivekv"
     source: ClassVar[str] = "DefensiveKV, arXiv 2510.13334; w=32, k=5, mass=0.9 as in the authors' code"
+    summary: ClassVar[str] = (
+        "max(m, mean of m) times the share of value norms, m the largest attention of any query of window and "
+        "group; the entries that make up 90% of the mean attention come first; `aggregate=mean` and `floor=none` "
+        "switch parts off"
+    )
+    weakness: ClassVar[str] = (
+        "a stray query keeps an entry; spread attention, where 90% of it are most entries: `mass=0`. Its authors' "
+        "budgets are the [methods](evaluation.md#what-is-compared) `defensivekv` and `layer-defensivekv`"
+    )
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
 
     window: int = 32
     kernel: int = 5

@@ -18,6 +18,8 @@ class DuoAttention(StreamingLLM):
 
     name: ClassVar[str] = "duo_attention"
     source: ClassVar[str] = "DuoAttention, arXiv 2410.10819; deployment settings, 64 sinks and 256 recent"
+    summary: ClassVar[str] = "none: a head keeps all, or `sinks` + `window`"
+    weakness: ClassVar[str] = "needs budgets that name the retrieval heads; cannot share dynamically"
 
     sinks: int = 64
     window: int = 256

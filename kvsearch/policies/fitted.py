@@ -1,4 +1,4 @@
-"""What policies share whose weights lie in a file: which file it is, and scores that are made once, as entries come."""
+"""Base of policies whose weights lie in a file, and which score an entry once, as it comes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsearch.core.parsing import format_value
 from kvsearch.policies.base import Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.ranking import score_entries
-from kvsearch.policies.registry import FITTED, find_policy_class
+from kvsearch.policies.registry import find_policy_class, is_fitted, list_fitted
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -36,10 +36,11 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 class Fitted(Policy):
     """A policy that ranks by `weights`, the SHA-256 of a file that lies beside every plan and profile of the policy.
 
-    While decoding the scores of the prompt's entries stay as they are, and the score of a new token is made once, with
-    those of others that came while all of them are protected (`arriving`).
+    While decoding the scores of the prompt's entries stay as they are, and a new token is scored once, together with
+    other tokens that came while all of them are protected (`arriving`).
     """
 
+    is_fitted: ClassVar[bool] = True
     running: ClassVar[Running] = "stored"
     made_by: ClassVar[str]  # what writes a directory with weights, in words
     published: ClassVar[str | None] = None  # the file of such a directory; None: a profile
@@ -77,7 +78,7 @@ class Fitted(Policy):
         return State({SCORE_STATE: score_entries(self, observation).clone()})
 
     def step(self, step: Step) -> Tensor:
-        """Return the scores [S, C] fp32 of all entries; those of the tokens that arrived are made, +inf till then."""
+        """Return the scores [S, C] fp32 of all entries; new tokens are scored here, and have +inf until they are."""
         scores = step.cached.state.entries[SCORE_STATE]
         newest = step.newest[:, None]
         if step.waits:
@@ -86,6 +87,7 @@ class Fitted(Policy):
         if step.arrivals is None or made.shape[1] == 1:
             return scores.scatter_(1, newest, made)
         scores.scatter_(1, newest, torch.inf)
+        # Only what still waits, +inf, gets its score; others keep theirs.
         there = scores.gather(1, step.arrivals)  # entries of the prompt may be among them
         return scores.scatter_(1, step.arrivals, torch.where(there == torch.inf, made, there))
 
@@ -126,7 +128,7 @@ def split_settings(text: str, what: str, form: str, max_count: int) -> tuple[lis
         UsageError: no name, too many, one after a setting, or a setting twice.
     """
     pieces = text.split(":")
-    names = list(takewhile(lambda piece: "=" not in piece or piece.partition("=")[0] in FITTED, pieces))
+    names = list(takewhile(lambda piece: "=" not in piece or is_fitted(piece.partition("=")[0]), pieces))
     if not 1 <= len(names) <= max_count or not all("=" in piece for piece in pieces[len(names) :]):
         raise UsageError(f"{what} {text}: it is {form} with :KEY=VALUE after it")
     settings = [parse_setting(piece, what) for piece in pieces[len(names) :]]
@@ -144,12 +146,12 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
         UsageError: a text of another form, another policy than the fitted ones with a directory, no such file, or one
             without weights of it; a fit that every built-in ranking is better than.
     """
-    form = f"NAME or one of {', '.join(f'{name}=DIR' for name in FITTED)},"
+    form = f"NAME or one of {', '.join(f'{name}=DIR' for name in list_fitted())},"
     (spec,), settings = split_settings(text, "policy", form, max_count=1)
     from kvsearch.plan.saved import PROFILE, WEIGHTS, register_weights
 
     name, given, source = spec.partition("=")
-    if name not in FITTED:
+    if not is_fitted(name):
         return name, settings
     policy = find_policy_class(name)
     assert issubclass(policy, Fitted)
@@ -171,7 +173,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def is_last(arrays: Mapping[str, Floats]) -> bool:
-    """Return whether the fit of a profile with these arrays loses more than all that it was compared with.
+    """Return whether a fitted ranking loses more than every ranking it was compared with, by a profile's arrays.
 
     By "middle_loss" [P], at one size, or "text_loss" [N, P, B], mean of all, as of older fits; the oldest have neither.
     """
@@ -208,7 +210,7 @@ def load_fitted_profile(digest: str, method: str) -> Profile:
 
 
 def useless_weights_error(method: str, problem: str) -> UsageError:
-    """Return what to say of weights that this version cannot use."""
+    """Make the error of weights that this version cannot use."""
     return UsageError(f"the weights of policy {method} cannot be used: {problem}; fit them again with this version")
 
 
@@ -264,5 +266,5 @@ def unrotate_keys(observation: Observation) -> Tensor:
 
 
 def select_heads(array: Tensor, observation: Observation) -> Tensor:
-    """Return what is by kv head, [Hkv, ...], beside the rows of an observation: [1, Hkv, ...], or [B, 1, ...]."""
+    """Select values by kv head [Hkv, ...] for the rows of an observation: [1, Hkv, ...], or [B, 1, ...]."""
     return array[None] if observation.heads is None or len(array) == 1 else array[observation.heads][:, None]

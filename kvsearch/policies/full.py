@@ -13,6 +13,8 @@ from kvsearch.policies.tensors import Tensor
 class FullKV(Policy):
     name: ClassVar[str] = "full"
     source: ClassVar[str] = "no eviction"
+    summary: ClassVar[str] = "none: everything stays"
+    weakness: ClassVar[str] = "long prompts: its whole length counts in the total"
 
     def score(self, observation: Observation) -> Tensor:
         """Return a constant, [B, Hkv, T] fp32: nothing is preferred, the budget is the length."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.plan.size import round_down
-from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.tensors import Tensor
 
@@ -23,7 +23,11 @@ class H2O(Policy):
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "H2O, arXiv 2306.14048; halves as in the official scripts, mean over the query group"
-    row: ClassVar[Row] = "group"
+    summary: ClassVar[str] = "sum over t >= i of mean_g a[t, i]; half of the budget is for recent entries"
+    weakness: ClassVar[str] = "early entries, seen by more queries, add up more; the cost of column sums"
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
+    row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "mass"
 
     recent_share: float = 0.5

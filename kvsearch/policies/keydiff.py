@@ -21,6 +21,12 @@ class KeyDiff(Policy):
     signed_scores: ClassVar[bool] = True
     signed: ClassVar[bool] = False
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364; one-shot form"
+    summary: ClassVar[str] = "-cos(k_i, mean direction of the keys)"
+    weakness: ClassVar[str] = (
+        "a haystack of facts: 7 of 100 at 20% kept; negative scores, which LAVa's allocation refuses"
+    )
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
 
     sinks: int = 0
     window: int = 0

@@ -19,6 +19,10 @@ class Knorm(Policy):
     name: ClassVar[str] = "knorm"
     signed_scores: ClassVar[bool] = True
     source: ClassVar[str] = "A simple and effective L2 norm-based strategy for KV cache compression, arXiv 2406.11430"
+    summary: ClassVar[str] = "-|k_i|"
+    weakness: ClassVar[str] = "models that normalise their keys (Qwen3, Gemma3): kvsearch warns"
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
 
     sinks: int = 0
     window: int = 0

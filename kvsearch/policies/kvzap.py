@@ -51,6 +51,8 @@ class KVzap(Fitted):
 
     name: ClassVar[str] = "kvzap"
     source: ClassVar[str] = "KVzap, arXiv 2601.07891; the published weights"
+    summary: ClassVar[str] = "exp(f_l(h_i)), f_l a published map or network of hidden states"
+    weakness: ClassVar[str] = "weights of another model of the same shape: the format does not name its model"
     made_by: ClassVar[str] = "KVzap's authors"
     published: ClassVar[str | None] = "model.safetensors"
 

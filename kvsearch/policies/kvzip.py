@@ -22,6 +22,8 @@ class KVzip(Policy):
 
     name: ClassVar[str] = "kvzip"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416; without its instruction to repeat"
+    summary: ClassVar[str] = "max over g and k of a[k, i] when the prompt is read again after itself"
+    weakness: ClassVar[str] = "decoding and `evolve` refuse it; two more passes over the prompt"
 
     chunk: int = 256
     plus: bool = False

@@ -21,6 +21,13 @@ class LAVa(SnapKV):
 
     name: ClassVar[str] = "lava"
     source: ClassVar[str] = "LAVa, arXiv 2509.09754, Eq. 5; w rows, k=7, max, as in the official code"
+    summary: ClassVar[str] = "max_k |v_k|_1 pool(max_g mean_t a[t, i]), t in the last w"
+    weakness: ClassVar[str] = (
+        "alone it orders a head as `snapkv` with `group=max`: its value factor compares heads, so it needs an "
+        "allocation that shares"
+    )
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
 
     group: str = "max"
 

@@ -72,8 +72,10 @@ class Weights(NamedTuple):
         center, scale, linear, hidden, hidden_bias, output, bias = (
             self.of(array, layer, seen).to(x.device) for array in self.arrays
         )
+        # Standardised as at the fit: coefficients mean nothing for raw features.
         z = (x - center[..., None, :]) / scale[..., None, :]
         score = (z @ linear[..., None])[..., 0] + bias[..., None]
+        # A fit may be linear alone, with no hidden units.
         if hidden.shape[-1]:
             inner = F.gelu(z @ hidden + hidden_bias[..., None, :])
             score = score + (inner @ output[..., None])[..., 0]
@@ -86,7 +88,7 @@ class Weights(NamedTuple):
 
 
 def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
-    """Return what is looked at of every entry, [B, Hkv, T, F] fp32, the features in the order of `names`.
+    """Return the features of every entry, [B, Hkv, T, F] fp32, in the order of `names`.
 
     key: the key at position 0 (un-rotated); value; value_norm: log |v|; expected_attention, snapkv: the logarithms of
     these policies' scores, times the number of entries, so that they do not depend on the length; keydiff: its cosine;
@@ -97,18 +99,19 @@ def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
 
 
 def columns_of(names: Iterable[str], head_dim: int) -> tuple[str, ...]:
-    """Return of every column of `features_of` the name of its feature; keys and values have `head_dim`."""
+    """Return the feature name of every column of `features_of`; keys and values have `head_dim` columns."""
     return tuple(name for name in names for _ in range(head_dim if name in ("key", "value") else 1))
 
 
 def needs_of(names: tuple[str, ...]) -> Needs:
-    """Return what these features need of a prompt."""
+    """Return the needs of these features."""
     start = SINKS if "expected_attention" in names else None
     return Needs(WINDOW if "snapkv" in names else 0, start, unrotated="key" in names)
 
 
 def _log_score(policy: Policy) -> Any:
     def score(observation: Observation) -> Tensor:
+        # Shares of attention fall with the length; times the length they do not, so one fit serves all lengths.
         scores = score_entries(policy, observation).clamp(min=0) * observation.lengths[:, None, None]
         return (scores + MIN_IMPORTANCE).log()
 
@@ -135,13 +138,15 @@ class Probe(CalibratedRanking):
 
     While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
     from its own key, value and value norm, and its cosine to the mean key of the prompt. What the scores of SnapKV and
-    ExpectedAttention would be cannot be known, as no window of queries comes after it: they are taken to be those of
-    the average entry of the fit. With a `refresh` all entries are scored anew every so many steps instead, with
-    SnapKV's and ExpectedAttention's scores of the last queries.
+    ExpectedAttention would be cannot be known, as no window of queries comes after it: the average entry of the fit
+    stands in for them. With a `refresh` all entries are scored anew every so many steps instead, with SnapKV's and
+    ExpectedAttention's scores of the last queries.
     """
 
     name: ClassVar[str] = "probe"
     source: ClassVar[str] = "kvsearch; cf. KVzap, arXiv 2601.07891, which fits hidden states to KVzip's scores"
+    summary: ClassVar[str] = "exp(log importance, fitted per kv head)"
+    weakness: ClassVar[str] = "kinds of content that it was not fitted on: [rankings](rankings.md)"
 
     made_by: ClassVar[str] = "`calibrate --method probe`"
 
@@ -162,6 +167,7 @@ class Probe(CalibratedRanking):
         """Return the scores of the prompt's entries, and the mean direction of its keys where that is looked at."""
         state = super().start(observation)
         if "keydiff" in self.fitted.features:
+            # Kept from the prompt: a mean over what is held would drift with every eviction.
             state.heads[ANCHOR] = keydiff.compute_anchor(observation.keys, observation.valid[:, None])
         return state
 
@@ -171,6 +177,7 @@ class Probe(CalibratedRanking):
         fitted = _weights(self.weights, seen.keys.device)
         first = 0
         parts: list[Tensor] = []
+        # The centre is the mean of the fit: a feature that is put there is 0 once standardised.
         average = fitted.of(fitted.arrays.center, seen.layer, seen)[..., None, :].expand(*shape, -1)
         for name in fitted.features:
             if name == "keydiff":
@@ -194,13 +201,14 @@ class Probe(CalibratedRanking):
 @constant
 @lru_cache(maxsize=16)
 def _weights(digest: str, device: Any = "cpu") -> Weights:
-    """Return what a file has; UsageError if it is not here, or not of this version."""
+    """Load the weights of a file; UsageError if it is not here, or not of this version."""
     profile = load_fitted_profile(digest, PROBE_METHOD)
     features = profile.metadata.provenance.settings.get("features")
     if not isinstance(features, tuple) or not set(features) <= set(FEATURES):
         raise useless_weights_error(
             PROBE_METHOD, f"they look at {features}, and this version knows {', '.join(FEATURES)}"
         )
+    # Names come from a file: the number of columns must be that of the coefficients.
     names = tuple(map(str, features))
     require_arrays(profile, ARRAYS, {"F": len(columns_of(names, profile.metadata.model.head_dim))})
     if not bool((profile.arrays["scale"] > 0).all()):

@@ -14,5 +14,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069; settings of its scripts, w=8, k=7, max"
+    summary: ClassVar[str] = "as `snapkv` with w = 8; the pyramid itself is `plan pyramid`"
+    weakness: ClassVar[str] = "as `snapkv`"
 
     window: int = 8

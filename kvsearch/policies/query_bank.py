@@ -51,6 +51,8 @@ class QueryBank(CalibratedRanking):
 
     name: ClassVar[str] = QUERY_BANK_METHOD
     source: ClassVar[str] = "kvsearch; importance as LU-KV, arXiv 2602.08585, Eq. 4, over stored queries"
+    summary: ClassVar[str] = "max over stored queries of sum_g A |v W_O|"
+    weakness: ClassVar[str] = "as `probe`"
     made_by: ClassVar[str] = "`calibrate --method query_bank`"
 
     @classmethod
@@ -140,7 +142,7 @@ class QueryBank(CalibratedRanking):
 
 
 def _amplitude(observation: Observation) -> Tensor:
-    """Return what the rotary embedding multiplies products of queries and keys by, by dimension, [D] fp32."""
+    """Return the factor by which the rotary embedding scales products of queries and keys, by dimension, [D] fp32."""
     made = torch.ones(observation.keys.shape[-1], device=observation.keys.device)
     if observation.rotary is not None:
         cos = observation.rotary(observation.index.new_zeros(1))[0][0].float()

@@ -25,6 +25,8 @@ def order_protected(valid: Tensor, sinks: int, window: int) -> Tensor:
     age = lengths - 1 - index
     order = torch.full_like(index, -1)
     in_window = valid & (age < window)
+    # Newest 0, then the sinks 1 to `sinks`, then the window by age; an entry that is both counts as window only where
+    # it is the newest.
     order = torch.where(in_window, torch.where(age == 0, 0, age + sinks), order)
     in_sinks = valid & (index < sinks) & ~(in_window & (age == 0))
     offset = 1 if window > 0 else 0
@@ -35,12 +37,21 @@ def rank_entries(scores: Tensor, valid: Tensor, sinks: int = 0, window: int = 0)
     """Return the rank of every entry in its head, [B, Hkv, T] int32: 0 is kept first, padding comes last.
 
     Ties go to the lower position (stable descending sort). `scores` is [B, Hkv, T], `valid` [B, T] bool.
+
+    Examples:
+        >>> scores = torch.tensor([[[0.1, 0.5, 0.3, 0.9]]])
+        >>> valid = torch.ones(1, 4, dtype=torch.bool)
+        >>> rank_entries(scores, valid)[0, 0].tolist()
+        [3, 1, 2, 0]
+        >>> rank_entries(scores, valid, sinks=1)[0, 0].tolist()  # the first entry is always kept
+        [0, 2, 3, 1]
     """
     order = order_protected(valid, sinks, window)
     # three classes, best first: protected (in the order of protection), candidates (by score), padding
     candidates = scores.float().masked_fill(~valid[:, None], float("-inf"))
     place = invert_permutation(torch.argsort(candidates, dim=-1, stable=True, descending=True))
     sort_key = torch.where((order >= 0)[:, None], order[:, None], place + sinks + window)
+    # Above every place of a real entry: padding is last at all budgets.
     sort_key = sort_key.masked_fill(~valid[:, None], 2 * valid.shape[-1] + sinks + window)
     return invert_permutation(torch.argsort(sort_key, dim=-1, stable=True)).int()
 
@@ -57,6 +68,7 @@ def apply_to_each(rule: Callable[..., int | tuple[int, ...]], *counts: Tensor) -
     All are of one shape, as is the result, int64 on the CPU; a rule of several results adds a dimension for them.
     """
     numbers = list(zip(*(count.flatten().tolist() for count in counts), strict=True))
+    # Heads mostly share few budgets, and a rule is Python: it is called once for each that differs.
     known = {different: rule(*different) for different in set(numbers)}
     results = torch.tensor([known[each] for each in numbers], dtype=torch.int64)
     return results.view(*counts[0].shape, *results.shape[1:])
@@ -68,6 +80,7 @@ def raise_taken(policy: Policy, observation: Observation, taken: Tensor) -> Tens
     first = first_stage_scores(policy, observation)
     if first is None:
         return scores
+    # Protected entries take part in the first stage, as they are in every budget.
     ranks = rank_entries(first, observation.valid, policy.sink_count, policy.recent_count)
     return scores.masked_fill(ranks < taken[:, :, None], float("inf"))
 
@@ -110,7 +123,7 @@ def rank_scored(policy: Policy, observation: Observation) -> Tensor:
 
 
 def _identify(policy: Policy) -> Hashable:
-    """Return what equal policies have in common; only the object itself where parameters cannot be hashed."""
+    """Return a key that equal policies share: the policy, or its id where parameters cannot be hashed."""
     try:
         hash(policy)
     except TypeError:
@@ -119,7 +132,7 @@ def _identify(policy: Policy) -> Hashable:
 
 
 def find_limits(policy: Policy, budgets: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return what heads may keep at `budgets` [B, Hkv] and how much of it is the first stage's, [2, B, Hkv] int64.
+    """Return the entries that heads may keep at `budgets` [B, Hkv], and the first stage's part, [2, B, Hkv] int64.
 
     `lengths` are the real lengths of the sequences, and what exempt heads may keep. The result is on the CPU.
     """
@@ -136,6 +149,7 @@ def keep_at(policy: Policy, observation: Observation, limits: Tensor) -> Tensor:
     if first_stage_scores(policy, observation) is None:
         ranks = rank_scored(policy, observation)
     else:
+        # With two stages the order depends on the budget, so it is made for these budgets alone.
         scores = raise_taken(policy, observation, limits[1])
         ranks = rank_entries(scores, observation.valid, policy.sink_count, policy.recent_count)
     return keep_mask(ranks, limits[0], observation.valid)
@@ -144,7 +158,7 @@ def keep_at(policy: Policy, observation: Observation, limits: Tensor) -> Tensor:
 def rank_under(policy: Policy, observation: Observation) -> Tensor:
     """Return the rank of every entry under a policy, [B, Hkv, T] int32; see `rank_entries`.
 
-    At every budget, the entries ranked below it are those of `keep_at`.
+    At every budget, the entries ranked below it are what `keep_at` keeps.
     """
     valid = observation.valid
     sinks = policy.sink_count
@@ -153,6 +167,7 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
     first = first_stage_scores(policy, observation)
     if first is None:
         return ranks
+    # What the first stage takes of every budget that a prompt of this length can have.
     quota = [policy.first_stage_budget(budget) for budget in range(valid.shape[-1] + 1)]
     return merge_ranks(rank_entries(first, valid, sinks, window), ranks, quota)
 
@@ -169,6 +184,7 @@ def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
     for budget in range(1, length + 1):  # at most one entry more at a time: what is kept stays
         counts.append(min(max(counts[-1], min(quota[budget], budget)), counts[-1] + 1))
     among = torch.tensor(counts, device=first.device)  # [T + 1]
+    # The smallest budget at which the entry is among the quota; its rank is one less.
     by_quota = torch.searchsorted(among, first.long(), right=True)
     values = second.long().gather(-1, invert_permutation(first.long()))  # by `first`
     low = among.expand(*first.shape[:-1], -1)
@@ -177,6 +193,8 @@ def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
     left = wanted.clamp(min=0).expand_as(low)
     reached = torch.zeros_like(low)
     for bit in reversed(range(length.bit_length())):
+        # One level of the wavelet matrix: numbers with this bit 0 move to the front, in their order; so each query
+        # stays an interval, of which it goes into one half.
         is_one = values >> bit & 1
         zeros = torch.nn.functional.pad((1 - is_one).cumsum(-1), (1, 0))
         count = zeros[..., -1:]
@@ -190,11 +208,19 @@ def merge_ranks(first: Tensor, second: Tensor, quota: Sequence[int]) -> Tensor:
         index = torch.arange(length, device=first.device)
         before = zeros[..., :-1]
         values = torch.empty_like(values).scatter_(-1, torch.where(is_one > 0, count + index - before, before), values)
+    # Budgets that the first stage takes whole ask nothing of the second ranks; how far these have come never falls.
     reached = torch.where(wanted < 0, -1, reached).cummax(-1).values
+    # The smallest budget at which the second ranks have come to the entry.
     by_second = torch.searchsorted(reached.contiguous(), second.long().contiguous())
     return (torch.minimum(by_quota, by_second) - 1).int()
 
 
 def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:
-    """Mark what is kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(length, budget) a head."""
+    """Mark what is kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(length, budget) a head.
+
+    Examples:
+        >>> ranks = torch.tensor([[[3, 1, 2, 0]]])
+        >>> keep_mask(ranks, torch.tensor([2]), torch.ones(1, 4, dtype=torch.bool))[0, 0].tolist()
+        [False, True, False, True]
+    """
     return (ranks < budgets.to(ranks.device).view(-1, ranks.shape[1], 1)) & valid[:, None]

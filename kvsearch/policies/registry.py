@@ -6,26 +6,26 @@ import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, UsageError
-from kvsearch.core.limits import MOST_ROWS
-from kvsearch.core.naming import require_known
-from kvsearch.core.parsing import format_error
+from kvsearch.core.plugins import PluginRegistry, name_package
 from kvsearch.plan.schema import PolicySpec, check_values
 from kvsearch.policies.base import Policy
 
 GROUP = "kvsearch.policies"
-FITTED = ("probe", "query_bank", "kvzap")  # whose weights lie in a file; they are given as NAME=DIR
+# Each is the module of its class. Policies are compared in this order, see `list_baselines` and `list_rivals`.
 BUILT_IN = (
-    "full", "streaming", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands", "cam", "d2o", "cake", "vatp", "lava",
-    "keydiff", "expected_attention", "criticalkv", "defensivekv", "knorm", "probe", "query_bank", "kvzap", "kvzip",
-    "duo_attention",
-)  # fmt: skip  # each is the module of its class
-OWN_PACKAGE = "kvsearch"
+    "snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm", "streaming",
+    "criticalkv", "defensivekv", "scissorhands", "cam", "d2o", "full", "pyramidkv", "probe", "query_bank", "kvzap",
+    "kvzip", "duo_attention",
+)  # fmt: skip
+POLICIES: PluginRegistry[type[Policy]] = PluginRegistry(
+    "policy", GROUP, {name: f"kvsearch.policies.{name}" for name in BUILT_IN}, "kvsearch.policies.base:Policy"
+)
 ROW_NAMES = {"group": "mean over the query group", "layer": "mean over the layer's heads"}
 SAMPLE_LENGTH = 2**20  # tokens, for what does not depend on the length
 SAMPLE_BUDGET = 1000  # entries, for what depends on the budget
@@ -33,12 +33,7 @@ SAMPLE_BUDGET = 1000  # entries, for what depends on the budget
 
 def list_policy_names() -> list[str]:
     """Return all names that `create_policy` knows, sorted."""
-    return sorted({*BUILT_IN, *(point.name for point in find_third_party())})
-
-
-def find_third_party() -> list[EntryPoint]:
-    """Return the entry points of packages that add a policy, by name; of one name, the first is the one in use."""
-    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    return sorted(POLICIES.list_names())
 
 
 def find_policy_class(name: str) -> type[Policy]:
@@ -48,16 +43,57 @@ def find_policy_class(name: str) -> type[Policy]:
         UsageError: there is none; the message has the nearest names.
         EnvironmentFault: a third-party package is broken.
     """
-    if name in BUILT_IN:
-        module = import_module(f"kvsearch.policies.{name}")
-        members = (member for member in vars(module).values() if inspect.isclass(member) and issubclass(member, Policy))
-        return next(policy for policy in members if getattr(policy, "name", None) == name)
-    require_known("policy", name, list_policy_names())
-    return _load(next(point for point in find_third_party() if point.name == name))
+    if name not in BUILT_IN:
+        return POLICIES.find(name)
+    module = import_module(f"kvsearch.policies.{name}")
+    members = (member for member in vars(module).values() if inspect.isclass(member) and issubclass(member, Policy))
+    return next(policy for policy in members if getattr(policy, "name", None) == name)
+
+
+def list_baselines() -> tuple[str, ...]:
+    """Return the policies that `run` compares its plans with, under even budgets, in the order of the registry."""
+    return _select_policies(lambda policy: vars(policy).get("is_baseline", False))
+
+
+def list_rivals() -> tuple[str, ...]:
+    """Return the policies that fitted rankings are compared with, in the order of the registry."""
+    return _select_policies(lambda policy: vars(policy).get("is_rival", False))
+
+
+def list_fitted() -> tuple[str, ...]:
+    """Return the policies whose weights lie in a file, in the order of the registry."""
+    return _select_policies(lambda policy: policy.is_fitted)
+
+
+def _select_policies(holds: Callable[[type[Policy]], bool]) -> tuple[str, ...]:
+    """Select policies by their class; those of broken packages, which say so when they are named, are left out."""
+    selected = []
+    for name in POLICIES.list_names():
+        with suppress(EnvironmentFault):
+            if holds(find_policy_class(name)):
+                selected.append(name)
+    return tuple(selected)
+
+
+def is_fitted(name: str) -> bool:
+    """Return whether there is a policy of this name whose weights lie in a file; errors as `find_policy_class`."""
+    return name in POLICIES.list_names() and find_policy_class(name).is_fitted
+
+
+def has_parameters(name: str, *parameters: str) -> bool:
+    """Return whether a policy has all of these parameters; errors as `find_policy_class`."""
+    return set(parameters) <= {field.name for field in dataclasses.fields(find_policy_class(name))}
 
 
 def create_policy(name: str, params: Mapping[str, object] | None = None) -> Policy:
-    """Build a policy from its name and hyper-parameters; UsageError names what is unknown or out of range."""
+    """Build a policy from its name and hyper-parameters; UsageError names what is unknown or out of range.
+
+    Examples:
+        >>> create_policy("snapkv", {"window": 16}).parameters()
+        {'window': 16, 'kernel': 7, 'pooling': 'max', 'group': 'mean', 'sinks': 0, 'refresh': 0}
+        >>> create_policy("streaming", {"sinks": 8}).sink_count
+        8
+    """
     policy_type = find_policy_class(name)
     fields = dataclasses.fields(policy_type)
     # a third-party parameter without a default: its own __post_init__ judges it
@@ -65,10 +101,7 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
     required = (field.name for field in fields if is_required(field) and field.name not in values)
     if missing := ", ".join(required):
         raise UsageError(f"policy {name} has no default for {missing}: give a value")
-    made = policy_type(**values)
-    if made.needs().query_rows > MOST_ROWS:
-        raise UsageError(f"policy {name}: looks at {made.needs().query_rows} query rows, {MOST_ROWS} are the most")
-    return made
+    return policy_type(**values)
 
 
 def build_policy(spec: PolicySpec) -> Policy:
@@ -81,32 +114,6 @@ def is_required(parameter: dataclasses.Field[object]) -> bool:
     return parameter.default is parameter.default_factory is dataclasses.MISSING
 
 
-def _load(point: EntryPoint) -> type[Policy]:
-    try:
-        loaded = point.load()
-    except (Exception, SystemExit) as error:
-        raise _broken_policy_error(point, f"cannot be imported ({format_error(error)})") from error
-    if not (inspect.isclass(loaded) and issubclass(loaded, Policy)):
-        raise _broken_policy_error(point, f"is no Policy: {point.value}")
-    if inspect.isabstract(loaded):
-        raise _broken_policy_error(
-            point, f"does not define {', '.join(sorted(loaded.__abstractmethods__))}: {point.value}"
-        )
-    if getattr(loaded, "name", None) != point.name:
-        raise _broken_policy_error(point, f"calls itself {getattr(loaded, 'name', None)!r}: {point.value}")
-    return loaded
-
-
-def _broken_policy_error(point: EntryPoint, problem: str) -> EnvironmentFault:
-    advice = "repair or uninstall that package"
-    return EnvironmentFault(f"policy {point.name} of {find_package(point)} {problem}: {advice}")
-
-
-def find_package(point: EntryPoint) -> str:
-    """Return the distribution an entry point comes from, with its version, or else its module."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist else point.module
-
-
 def is_ours(policy: type[Policy]) -> bool:
     """Return whether a policy is a part of kvsearch."""
     return policy.__module__.partition(".")[0] == "kvsearch"
@@ -117,8 +124,8 @@ def policy_error(policy: type[Policy], problem: str) -> KvsearchError:
     if is_ours(policy):
         return InternalError(f"policy {policy.name} {problem}: a bug in kvsearch, please report it")
     packages = (
-        find_package(point)
-        for point in find_third_party()
+        name_package(point)
+        for point in POLICIES.find_third_party()
         if (point.module, point.attr) == (policy.__module__, policy.__qualname__)
     )
     package = next(packages, policy.__module__)
@@ -172,7 +179,7 @@ def load_catalog() -> tuple[list[PolicyFacts], list[dict[str, str]]]:
             facts.append(describe_policy(name))
         except Exception as error:  # noqa: BLE001 - one broken package must not hide the other policies
             problem = " ".join(str(error).split()) or type(error).__name__
-            faults.append({"name": name, "package": _find_package(name), "error": problem})
+            faults.append({"name": name, "package": POLICIES.find_package(name), "error": problem})
     return facts, faults
 
 
@@ -191,7 +198,7 @@ def describe_policy(name: str) -> PolicyFacts:
     title = " ".join((inspect.getdoc(module) or "").partition("\n\n")[0].split())
     return PolicyFacts(
         name=name,
-        package=_find_package(name),
+        package=POLICIES.find_package(name),
         implementation=f"{policy_type.__module__}:{policy_type.__qualname__}",
         source=policy_type.source,
         title=title,
@@ -241,9 +248,3 @@ def _read_default(field: dataclasses.Field[object]) -> bool | int | float | str 
     default = field.default if factory is dataclasses.MISSING else factory()
     finite = isinstance(default, float) and math.isfinite(default)
     return default if finite or isinstance(default, bool | int | str) else repr(default)  # type: ignore[return-value]
-
-
-def _find_package(name: str) -> str:
-    if name in BUILT_IN:
-        return OWN_PACKAGE
-    return next(find_package(point) for point in find_third_party() if point.name == name)

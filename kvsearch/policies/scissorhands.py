@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scoring import BatchPart, iterate_window_rows
 from kvsearch.policies.tensors import Tensor, torch
@@ -32,7 +32,10 @@ class Scissorhands(Policy):
 
     name: ClassVar[str] = "scissorhands"
     source: ClassVar[str] = "Scissorhands, arXiv 2305.17118; persistence ratio, history 400, recent 10"
-    row: ClassVar[Row] = "group"
+    summary: ClassVar[str] = "share of the last 400 queries that gave it more than an even share"
+    weakness: ClassVar[str] = "+17% of a prefill; an even share is little in a long prompt"
+    is_baseline: ClassVar[bool] = True
+    row: ClassVar[AttentionRow] = "group"
     running: ClassVar[Running] = "persistence"
 
     history: int = 400
@@ -52,6 +55,7 @@ class Scissorhands(Policy):
 
     def score(self, observation: Observation) -> Tensor:
         """Place by persistence and attention received, [B, Hkv, T] fp32."""
+        # An entry has been seen by the tokens behind it, by at most as many as the history has.
         low, mass, _ = self._history(observation)
         seen = (observation.seen[:, None] - observation.index).clamp(max=self.history)[:, None].expand_as(low)
         real = observation.valid[:, None].expand_as(low)
@@ -112,6 +116,7 @@ class Scissorhands(Policy):
 
     def drop_at(self, budget: int) -> int:
         """Return `drop` entries or half the budget, as far as the protected ones leave so many."""
+        # An eviction must leave the protected entries, and the one that has just come.
         return max(1, min(self.drop or budget // 2, budget + 1 - sum(self.protected_at(budget))))
 
     def start(self, observation: Observation) -> State:

@@ -1,4 +1,4 @@
-"""What several policies compute: attention rows and sums, pooling, norms of values, entries folded into others."""
+"""Helpers of several policies: attention rows and sums, pooling, norms of values, entries folded into others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scratch:
         self._memory = torch.empty(elements, dtype=torch.float32, device=device)
 
     def table(self, *shape: int) -> Tensor:
-        """Return a table of some shape, which holds what the one before it held."""
+        """Return a table of this shape over the same memory, not cleared."""
         return self._memory[: math.prod(shape)].view(shape)
 
 
@@ -39,12 +39,14 @@ def iterate_window_rows(observation: Observation, window: int) -> Iterator[tuple
     of rows. Rows that see nothing are all zero, padding keys get nothing. Probabilities may be changed, and are lost
     when the next ones are asked for.
     """
+    # What is kept is a choice: no gradient goes through scores.
     queries = observation.last_queries.detach()
     keys = observation.keys.detach()
     rows = min(window, queries.shape[2])
     batch, heads, length, dim = keys.shape
     group = observation.group
     queries = queries[:, :, -rows:].reshape(batch, heads, group, rows, dim)
+    # Rows see tokens up to their own; by the index in the sequence, as evicted entries leave no column behind.
     at = _find_places(observation, rows)
     column = observation.index[:, None]
     hidden = ((column < 0) | (column > at[:, :, None]))[:, None, None]  # [B, 1, 1, rows, T]
@@ -79,6 +81,7 @@ def iterate_window_rows(observation: Observation, window: int) -> Iterator[tuple
 def _split_rows(batch: int, heads: int, rows: int, max_rows: int) -> Iterator[tuple[BatchPart, slice]]:
     """Yield sequences, kv heads and rows to take at a time, `max_rows` rows or fewer in all, if that is not none."""
     together = max(1, max_rows // rows)  # kv heads with all of their rows
+    # Whole heads while rows fit, else some rows of one head: columns of a chunk should be many.
     head_step = min(heads, together)
     row_step = min(rows, max(1, max_rows))
     step = max(1, together // heads) if head_step == heads else 1
@@ -118,6 +121,7 @@ def softmax(scores: Tensor, sinks: Tensor | None, out: Tensor | None = None) -> 
     if sinks is None:
         return torch.softmax(scores, -1, out=out)
     maximum = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    # The sink takes part in the maximum, so that neither side overflows.
     weights = (scores - maximum).exp()
     return weights / (weights.sum(-1, keepdim=True) + (sinks - maximum).exp())
 
@@ -246,6 +250,7 @@ def fold(
     """
     before = gather_slots(states, targets)
     added = torch.zeros_like(before)
+    # All of what leaves could be most of a prompt: it is folded some entries at a time.
     step = max(1, SCRATCH_BYTES // (8 * len(states) * states.shape[-1]))
     for first in range(0, into.shape[1], step):
         segments = slice(first, first + step)

@@ -20,6 +20,10 @@ class SnapKV(Policy):
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469; LongBench settings w=32, k=7, max"
+    summary: ClassVar[str] = "pool(mean_g mean_t a[t, i]), t in the last w"
+    weakness: ClassVar[str] = "question-agnostic prompts: 32.9 at 10% kept; budgets near the window, which counts"
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
 
     window: int = 32
     kernel: int = 7

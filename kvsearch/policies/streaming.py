@@ -19,6 +19,9 @@ class StreamingLLM(Policy):
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM, arXiv 2309.17453; one-shot form"
+    summary: ClassVar[str] = "recency; the first `sinks` stay"
+    weakness: ClassVar[str] = "anything in the middle: 21 of 100 at 20% kept"
+    is_baseline: ClassVar[bool] = True
 
     running: ClassVar[Running] = "position"
 

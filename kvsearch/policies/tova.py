@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
+from kvsearch.policies.base import AttentionRow, Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import average_window_attention
 from kvsearch.policies.tensors import Tensor
@@ -21,7 +21,13 @@ class TOVA(Policy):
 
     name: ClassVar[str] = "tova"
     source: ClassVar[str] = "TOVA, arXiv 2401.06104; layer mean as in the official code"
-    row: ClassVar[Row] = "layer"
+    summary: ClassVar[str] = "mean over all query heads of the layer of a[n-1, i]"
+    weakness: ClassVar[str] = (
+        "one row decides for all heads; while decoding the first token or the newest may leave (`protect_last=true`)"
+    )
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
+    row: ClassVar[AttentionRow] = "layer"
     running: ClassVar[Running] = "row"
 
     protect_last: bool = False

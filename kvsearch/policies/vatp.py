@@ -28,6 +28,10 @@ class VATP(Wrapper):
 
     name: ClassVar[str] = "vatp"
     source: ClassVar[str] = "VATP, arXiv 2406.12335; 20 sinks, recent 10, history 400 as in the official code"
+    summary: ClassVar[str] = "the base policy's score times |v_i|_1; 20 sinks stay"
+    weakness: ClassVar[str] = "small budgets, where 20 sinks take much; `sinks=0` loses sinks, whose values are short"
+    is_baseline: ClassVar[bool] = True
+    is_rival: ClassVar[bool] = True
 
     base: str = "h2o"
     sinks: int = 20

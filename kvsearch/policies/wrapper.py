@@ -1,4 +1,4 @@
-"""What policies share that add something to another policy."""
+"""Base of policies that add something to another policy."""
 
 from __future__ import annotations
 

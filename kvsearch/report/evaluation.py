@@ -28,6 +28,7 @@ from kvsearch.report.numbers import (
     format_outcomes,
     format_percent,
 )
+from kvsearch.report.plans import describe_shown
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
@@ -313,6 +314,12 @@ def _list_notes(result: EvaluationResult, *notes: str) -> tuple[str, ...]:
         if result.blocks[0].method("uniform") is not None:
             plans.append(f"uniform: the policy of {result.subject} with even budgets")
         plans.append("all methods but full hold as many entries as the plan")
+    together = " (all plans together)" if len(result.guarantees) > 1 else ""
+    for name, shown in result.guarantees.items():
+        verdict = ""
+        if shown.wished is not None:
+            verdict = f": at most {100 * shown.wished:g} points is {'shown' if shown.holds else 'not shown'}"
+        plans.append(f"{name} {describe_shown(shown.guarantee)}{together}{verdict}")
     return (*plans, *notes, *result.notes)
 
 

@@ -27,12 +27,12 @@ from kvsearch.plan.saved import (
     read_weights,
 )
 from kvsearch.plan.schema import PolicySpec
-from kvsearch.policies.registry import BUILT_IN, FITTED, build_policy
+from kvsearch.policies.registry import BUILT_IN, build_policy, is_fitted
 from kvsearch.report.artifacts import is_cache, open_path
 from kvsearch.report.figures import ReportPart
 from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Table
-from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
+from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.ledger import parse_lines
 from kvsearch.runs.run import JOB_NOUNS, hash_file, read_sums
 from kvsearch.search.trials import TrialLog
@@ -180,7 +180,7 @@ def _describe(path: Path) -> str:
     if path.name == LEDGER:
         config = read_config(path.parent)
         parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
-        lines: list[tuple[Any, int]] = list(parse_lines(read_bytes(path), path, parse, read_identity(path.parent)))
+        lines: list[tuple[Any, int]] = list(parse_lines(read_bytes(path), path, parse))
         is_cut = sum(size for _, size in lines) < path.stat().st_size
         return (
             f"ledger, {pluralize(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
@@ -221,5 +221,5 @@ def _check_policies(specs: Iterable[PolicySpec], path: Path) -> None:
         beside = locate_weights(spec, path)
         if beside is not None:
             read_weights(beside, path, str(spec.params[WEIGHTS]))
-        if spec.name in BUILT_IN and spec.name not in FITTED:  # others may be of a package that is not here
+        if spec.name in BUILT_IN and not is_fitted(spec.name):  # others may be of a package that is not here
             build_policy(spec)

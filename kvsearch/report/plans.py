@@ -9,6 +9,7 @@ import numpy as np
 
 from kvsearch.plan import PHASES, Phase, Plan
 from kvsearch.plan.arithmetic import compare_plans
+from kvsearch.plan.origin import Guarantee
 from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.plan.yaml import format_layer_ranges
 from kvsearch.report.figures import Figure, ReportPart, make_layer_map
@@ -29,6 +30,8 @@ def list_plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
     if allocation.name != STATIC:
         meaning = "budgets say what the entries of a prompt are shared out from, not what a head keeps"
         settings["allocation"] = f"{allocation.name} {allocation.params}: {meaning}"
+    if guarantee := describe_guarantee(plan):
+        settings["guarantee"] = guarantee
     for phase, part in plan.phases.items():
         specs = [spec for spec in part.policies if spec is not None]
         names = [spec.name for spec in specs]
@@ -51,6 +54,25 @@ def list_plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
         if allocation.name != STATIC:
             caption += f"; {allocation.name} shares them out anew for every prompt"
         yield Figure(f"budgets-{phase}", f"{phase} entries by layer and head", caption, body, leads=True)
+
+
+def describe_guarantee(plan: Plan) -> str:
+    """Say what a plan was shown to lose at most, on which contexts and how surely; "" if it was not shown."""
+    shown = plan.guarantee
+    if shown is None:
+        if plan.provenance.guarantee is None:
+            return ""
+        return "what the file says the plan loses at most is of another plan: this one was changed since"
+    return f"it {describe_shown(shown)}"
+
+
+def describe_shown(shown: Guarantee) -> str:
+    """Say what something was shown to lose at most, without its name."""
+    return (
+        f"loses at most {100 * shown.loss:g} points to the full cache on the mean, with {100 * shown.confidence:g}% "
+        f"confidence, as shown on {pluralize(shown.contexts, 'context')} of {', '.join(shown.tasks)} "
+        f"({shown.protocol}), where it lost {100 * shown.mean_loss:.2f}"
+    )
 
 
 def plan_headline(plan: Plan) -> str:

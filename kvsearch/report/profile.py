@@ -1,4 +1,4 @@
-"""What `show` says of a profile: of local ratios, by LU-KV or a dynamic rule, of query statistics, and of others."""
+"""What `show` says of profiles: the parts that calibration methods, which say which of them apply, are described by."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 from kvsearch.calibration.analysis import compute_lost_mass, compute_ranking_gap, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.plan import Phase, Profile, ProfileMetadata
-from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
-from kvsearch.policies.registry import FITTED
+from kvsearch.plan.methods import find_writer
+from kvsearch.plan.profile_arrays import QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.report.figures import Figure, ReportPart, make_layer_map
-from kvsearch.report.ranking import list_ranking_parts, list_ranking_remarks
 from kvsearch.report.table import Cell, Table
 from kvsearch.signals.table import ENTROPY, Explosion, SignalTable, is_constant
 
@@ -37,32 +36,10 @@ FULL_PATTERN = "full"
 
 def list_profile_parts(profile: Profile, ratio: float = SHOWN_RATIO) -> Iterator[ReportPart]:
     """Yield what a profile says at a global eviction ratio; UsageError if that is out of range."""
-    method = profile.metadata.method
+    method = find_writer(profile.metadata.method)
     yield _describe_origin(profile.metadata)
-    if method in FITTED:
-        yield from list_ranking_parts(profile)
-    elif method == QUERIES:
-        lengths = np.linalg.norm(profile.arrays[QUERY_MEAN], axis=-1).mean(1)
-        spreads = np.sqrt(np.trace(profile.arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1)).mean(1)
-        rows = zip(profile.metadata.layers, zip(lengths, spreads, strict=True), strict=True)
-        title = "queries before their rotary embedding, mean over heads"
-        yield Table.numbers(title, ["layer", "|mean|", "spread"], rows, ".3g")
-    elif profile.metadata.signals is not None:
-        yield from list_signal_parts(SignalTable(profile))
-    else:
-        body = make_layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
-        yield Figure("local-ratios", f"local eviction ratio at {ratio:g}", describe_profile(profile), body)
-        is_dynamic = "ratio_deviation" in profile.arrays  # the mean of what a dynamic rule decided
-        yield from _list_dynamic_parts(profile, ratio) if is_dynamic else _list_lukv_parts(profile, ratio)
-    yield from list_remarks(profile)
-
-
-def list_remarks(profile: Profile) -> Iterator[str]:
-    """List warnings about a profile to read before it is used, one line each."""
-    if profile.metadata.method in FITTED:
-        yield from list_ranking_remarks(profile)
-    if profile.metadata.method == "cake":
-        yield _describe_exponents(profile)
+    yield from method.describe(profile, ratio)
+    yield from method.remarks(profile)
 
 
 def compute_eviction_losses(profile: Profile, ratio: float) -> dict[str, Floats]:
@@ -77,7 +54,7 @@ def compute_eviction_losses(profile: Profile, ratio: float) -> dict[str, Floats]
 def _describe_origin(metadata: ProfileMetadata) -> dict[str, Any]:
     """Return what a profile is of, and what it was measured on."""
     settings = metadata.provenance.settings
-    noun = "contexts" if metadata.method in (*FITTED, QUERIES) else "questions"
+    noun = "contexts" if find_writer(metadata.method).options.bare else "questions"
     facts: dict[str, Any] = {
         "model": metadata.model.short(), "method": metadata.method, noun: metadata.questions,
         "policy": f"{metadata.policy.name} {metadata.policy.params}", "length": f"{metadata.length} tokens",
@@ -93,6 +70,35 @@ def describe_profile(profile: Profile) -> str:
     """Say what figures of a profile are of."""
     metadata = profile.metadata
     return f"{metadata.model.name}: {metadata.method}, {metadata.questions} questions of {metadata.length} tokens"
+
+
+def list_array_parts(profile: Profile) -> Iterator[Table]:
+    """Yield a table of the arrays that a profile has."""
+    rows = []
+    for name, array in profile.arrays.items():
+        ends = (array.min(), array.mean(), array.max()) if array.size else (math.nan,) * 3
+        rows.append([name, Cell(str(list(array.shape))), *(Cell.number(float(value), ".4g") for value in ends)])
+    yield Table.plain("arrays", ["name", "shape", "least", "mean", "most"], rows)
+
+
+def list_query_parts(profile: Profile) -> Iterator[Table]:
+    """Yield how long the queries of every layer are, and how much they differ."""
+    lengths = np.linalg.norm(profile.arrays[QUERY_MEAN], axis=-1).mean(1)
+    spreads = np.sqrt(np.trace(profile.arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1)).mean(1)
+    rows = zip(profile.metadata.layers, zip(lengths, spreads, strict=True), strict=True)
+    title = "queries before their rotary embedding, mean over heads"
+    yield Table.numbers(title, ["layer", "|mean|", "spread"], rows, ".3g")
+
+
+# --- tables of local ratios -------------------------------------------------------------------------------------------
+
+
+def list_table_parts(profile: Profile, ratio: float) -> Iterator[ReportPart]:
+    """Yield the local ratios at a global one, and what was measured along with them."""
+    body = make_layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
+    yield Figure("local-ratios", f"local eviction ratio at {ratio:g}", describe_profile(profile), body)
+    is_dynamic = "ratio_deviation" in profile.arrays  # the mean of what a dynamic rule decided
+    yield from _list_dynamic_parts(profile, ratio) if is_dynamic else _list_lukv_parts(profile, ratio)
 
 
 # --- LU-KV ------------------------------------------------------------------------------------------------------------
@@ -142,7 +148,7 @@ def _list_dynamic_parts(profile: Profile, ratio: float) -> Iterator[ReportPart]:
     yield from _list_stability_parts(profile, "prompts")
 
 
-def _describe_exponents(profile: Profile) -> str:
+def describe_exponents(profile: Profile) -> str:
     """Say what CAKE's exponents are, and where they come from."""
     settings = profile.metadata.provenance.settings
     pair = settings["tau1"], settings["tau2"]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvsearch.core.arrays import TIE
+from kvsearch.plan import Plan
 from kvsearch.report.numbers import (
     describe_questions,
     format_bounds,
@@ -16,6 +17,7 @@ from kvsearch.report.numbers import (
     format_percent,
     pluralize,
 )
+from kvsearch.report.plans import describe_guarantee
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
@@ -32,7 +34,6 @@ from kvsearch.selection.selection import (
     TriedBudget,
 )
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 PARTS: dict[PlanPart, tuple[str, str]] = {  # what brings something, and what the plan is with it
     "rankings": ("its rankings bring", "its rankings with even budgets"),
@@ -323,47 +324,25 @@ def list_run_parts(content: RunResult) -> Iterator[str | Table]:
     for choice in content.choices:
         yield from make_tables(choice)
     if content.tried:
-        on_text = bool(content.choices[0].report.nats)
-        lost = [_format_loss(step.loss, on_text) if on_text else format_percent(step.loss) for step in content.tried]
         rows = [
-            [step.budget, step.name, points, "other contexts" if step.confirmed else "one half"]
-            for step, points in zip(content.tried, lost, strict=True)
+            [step.budget, step.name, format_percent(step.loss), "yes" if step.confirmed else "no"]
+            for step in content.tried
         ]
-        columns = ["budget", "best", "nats lost" if on_text else "points lost", "asked"]
-        yield Table.plain("budgets that were tried", columns, rows, words=("best", "asked"))
+        columns = ["budget", "best", "points lost", "shown"]
+        yield Table.plain("budgets that were tried", columns, rows, words=("best", "shown"))
 
 
-def _format_loss(loss: float, on_text: bool) -> str:
-    """Format a loss of score in points, or in nats per token on text."""
-    return f"{MOST_LOST * loss:+.4f}" if on_text else f"{100 * loss:+.1f}"
+def describe_smallest(tried: Sequence[TriedBudget], longest: int, plan: Plan) -> str:
+    """Say which budget is the smallest that is shown to lose little, of those `tried`, and what it loses at most.
 
-
-def describe_smallest(
-    tried: Sequence[TriedBudget], longest: int, within: float, loss: Difference, *, on_text: bool = False
-) -> str:
-    """Say which budget is the smallest that loses at most `within` points, how that was found, and what is in doubt.
-
-    `longest` are the tokens of the longest context, `loss` is what the plan loses on the report split. If `on_text`
-    all is said in nats per token.
+    `longest` are the tokens of the longest context.
     """
-    last = tried[-1]
-    judged = sum(step.confirmed for step in tried)
-    unit = "nats per token" if on_text else "points"
-    limit = within * MOST_LOST / 100 if on_text else within
-    steps = ", ".join(f"{step.budget}: {_format_loss(step.loss, on_text)}" for step in tried)
-    questions = "questions that the budget was not found by"
-    if judged > 1:
-        questions = f"questions that {judged} budgets were judged by, this the first to hold"
-    verdict = "leaves that in doubt"
-    if 100 * loss.high <= within:
-        verdict = "confirms that"
-    elif 100 * loss.low > within:
-        verdict = "contradicts that: keep more"
+    last = [step for step in tried if step.confirmed][-1]
+    steps = ", ".join(f"{step.budget}: {100 * step.loss:.1f}" for step in tried)
     return (
-        f"{last.budget} entries per kv head, {format_percent(last.budget / longest, 0)}% of {longest} tokens, "
-        f"are the fewest of those tried at which the chosen plan loses at most {limit:g} {unit}: "
-        f"{_format_loss(last.loss, on_text)} on {questions} ({unit} lost by what was tried: {steps}); "
-        f"the report split {verdict}"
+        f"{last.budget} entries per kv head, {format_percent(last.budget / longest, 0)}% of {longest} tokens, are the "
+        f"fewest of those tried of which that is shown: {describe_guarantee(plan)} (points lost by what was tried: "
+        f"{steps})"
     )
 
 

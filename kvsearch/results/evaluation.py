@@ -18,6 +18,7 @@ from kvsearch.core.items import group_by_key
 from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import MACRO, Kind, Row, TraceLength
 from kvsearch.plan import Size
+from kvsearch.plan.origin import Guarantee
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss, find_doubt
@@ -122,6 +123,14 @@ class NeedleGrid(Stored):
         return self
 
 
+class ShownLoss(Stored):
+    """What a plan was shown to lose at most; `holds` says whether it was shown to lose no more than was `wished`."""
+
+    guarantee: Guarantee
+    wished: float | None = Field(default=None, exclude_if=is_none)
+    holds: bool | None = Field(default=None, exclude_if=is_none)
+
+
 class EvaluationResult(Result):
     """Scores in [0, 1] of several methods, differences to one of them (the subject), and what each held.
 
@@ -150,10 +159,16 @@ class EvaluationResult(Result):
     different: str | None = Field(default=None, alias="different_settings")
     needle: dict[str, NeedleGrid] | None = Field(default=None, exclude_if=lambda needle: not needle)
     losses: tuple[LossField, ...] | None = Field(default=None, exclude_if=is_none)
+    guarantees: dict[str, ShownLoss] = Field(default_factory=dict, exclude_if=lambda guarantees: not guarantees)
 
     @classmethod
-    def of(cls, found: Evaluation, losses: Sequence[LayerLoss] | None = None) -> EvaluationResult:
-        """Return what a comparison found, with the output losses of layers where they were measured."""
+    def of(
+        cls,
+        found: Evaluation,
+        losses: Sequence[LayerLoss] | None = None,
+        guarantees: Mapping[str, ShownLoss] | None = None,
+    ) -> EvaluationResult:
+        """Return what a comparison found; output losses of layers and guarantees of plans where they were wanted."""
         tasks = [replace(task, metric=found.metrics[task.task]) for task in found.coverage]
         block = found.blocks[0]
         full = FullScores(
@@ -165,7 +180,7 @@ class EvaluationResult(Result):
             environment=found.environment, most_tokens=found.most_tokens, tasks=tuple(tasks),
             averages=found.averages, full=full, blocks=tuple(_size(block, found) for block in found.blocks),
             notes=tuple(found.notes), different_settings=found.different, needle=make_needle_grids(found.samples),
-            losses=None if losses is None else tuple(losses),
+            losses=None if losses is None else tuple(losses), guarantees=dict(guarantees or {}),
         )  # fmt: skip
 
     @cached_property

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvsearch.core.canonical import canonical_json, hash_json
+from kvsearch.core.canonical import canonical_json
 from kvsearch.core.fields import Record
 from kvsearch.core.parsing import parse_json, read_json, validate_content
 from kvsearch.core.printed import truncate
@@ -60,11 +60,6 @@ class RunConfig(Record):
         """Return the content of the file: equal configurations have equal bytes."""
         return canonical_json({"schema": SCHEMA, **self.model_dump()})
 
-    @property
-    def identity(self) -> str:
-        """The SHA-256 of the job and the content: equal for sessions of one run, and its ledger begins with it."""
-        return hash_json({"job": self.job, "content": self.content})
-
     def difference(self, there: RunConfig, unknown: Sequence[str] = ()) -> str | None:
         """Say where the content of the run that is `there` first differs but for `unknown` keys; None if nowhere."""
         old = {key: value for key, value in there.content.items() if key not in unknown}
@@ -85,12 +80,6 @@ def read_config(directory: Path) -> RunConfig | None:
     if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
         return None
     return validate_content(RunConfig.model_validate, content, str(path))
-
-
-def read_identity(directory: Path) -> str:
-    """Return the identity of the run in `directory`, empty if there is none; errors as for `read_config`."""
-    config = read_config(directory)
-    return "" if config is None else config.identity
 
 
 def find_difference(there: object, now: object, place: str = "") -> str | None:

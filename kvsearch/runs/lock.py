@@ -30,9 +30,7 @@ LOCK = f"{TEMPORARY}lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system
 _TRIES = 3  # a process that only looks whether somebody writes has the lock for a moment
 _PAUSE = 0.02
-_MOST_BYTES = 1 << 16  # that are read of a lock
-_MOST_LETTERS = 300  # that are shown of its owner
-
+_OWNER_LETTERS = 300  # that are shown of a lock's owner
 
 _HELD: ContextVar[tuple[Path, ...]] = ContextVar("directories, without links, that this process has locked", default=())
 
@@ -95,6 +93,38 @@ def find_own_command() -> list[str]:
     return ["kvsearch" if name in ("kvsearch", "__main__") else name, *sys.argv[1:]]
 
 
+def _acquire(directory: Path) -> IO[bytes]:
+    """Return the lock file, locked and with this process in it."""
+    tries = _TRIES
+    while True:
+        file = (directory / LOCK).open("a+b", buffering=0)
+        if not _try_lock(file, directory):
+            tries -= 1
+            with file:
+                if not tries:
+                    raise _locked_error(directory, file)
+            time.sleep(_PAUSE)
+        elif _is_at(file, directory / LOCK):
+            _write_owner(file)
+            return file
+        else:  # its owner removed it in between
+            file.close()
+
+
+def _try_lock(file: IO[bytes], directory: Path) -> bool:
+    """Return False if another process has the lock; a file system without locks gives it to all, with a warning."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        where = f"{directory} is on a file system without locks"
+        warnings.warn(f"{where}: nothing keeps another kvsearch from writing there", KvsearchWarning, stacklevel=2)
+    return True
+
+
 def _is_at(file: IO[bytes], path: Path) -> bool:
     """Return True if an open file is still the one at `path`."""
     try:
@@ -103,58 +133,22 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
         return False
 
 
-def _acquire(directory: Path) -> IO[bytes]:
-    """Return the lock file, locked and with this process in it."""
-    attempts = 0
-    while True:
-        file = (directory / LOCK).open("a+b", buffering=0)
-        try:
-            if not _take(file, directory):
-                attempts += 1
-                if attempts == _TRIES:
-                    raise _locked_error(directory, file)
-                time.sleep(_PAUSE)
-            elif _is_at(file, directory / LOCK):
-                owner = {
-                    "host": socket.gethostname(),
-                    "process": os.getpid(),
-                    "command": find_own_command(),
-                    "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-                }
-                with suppress(OSError):  # on a full disk the lock holds all the same
-                    file.truncate(0)
-                    file.write(json.dumps(owner).encode())
-                return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()  # who had it has just removed it, or has it still
-
-
-def _take(file: IO[bytes], directory: Path) -> bool:
-    """Return True if the system gave its lock, or has none; False if another process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        warnings.warn(
-            f"{directory} is on a file system without locks: nothing keeps another kvsearch from writing there",
-            KvsearchWarning,
-            stacklevel=2,
-        )
-    return True
+def _write_owner(file: IO[bytes]) -> None:
+    """Write this process into its lock file; on a full disk the lock holds all the same."""
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    owner = {"host": socket.gethostname(), "process": os.getpid(), "command": find_own_command(), "since": since}
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(json.dumps(owner).encode())
 
 
 def _locked_error(directory: Path, file: IO[bytes]) -> UsageError:
     """Make the error about a directory that another process has locked, with the owner if the file names it."""
     try:
         file.seek(0)
-        owner = json.loads(file.read(_MOST_BYTES))
+        owner = json.loads(file.read())
         text = f" (process {owner['process']} on {owner['host']} since {owner['since']}: {shlex.join(owner['command'])}"
-        described = f" {' '.join(text.split())[:_MOST_LETTERS]})"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        described = f" {' '.join(text.split())[:_OWNER_LETTERS]})"
+    except (OSError, ValueError, TypeError, KeyError):
         described = ""
     return UsageError(f"another kvsearch is writing to {directory}{described}: wait for it to end")

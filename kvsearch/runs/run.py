@@ -83,7 +83,7 @@ class Run:
 
     def open_ledger(self, kind: Callable[..., AnyLedger], *more: Any) -> AnyLedger:
         """Return the ledger of the run, opened as `kind`; errors as for `Ledger`."""
-        return kind(self.directory / LEDGER, self.config.identity, *more)
+        return kind(self.directory / LEDGER, *more)
 
     def write(self, name: str, content: object) -> None:
         """Write a result; errors as for `write_json`."""
@@ -227,8 +227,10 @@ def require_unchanged(directory: Path, name: str, remedy: str) -> None:
 
     A job that goes on from a file asks this before it begins, as its own checksum of it would hide the change.
     """
+    if not (directory / name).exists():
+        return
     digest = read_sums(directory).get(name)
-    if digest is not None and (directory / name).exists() and hash_file(directory / name) != digest:
+    if digest is not None and hash_file(directory / name) != digest:
         raise UsageError(f"{directory / name} was changed since it was finished, {SUMS} has another one: {remedy}")
 
 

@@ -56,17 +56,18 @@ _planned_call: ContextVar[bool] = ContextVar("planned_call", default=False)  # w
 
 
 class PlannedModel:
-    """A model together with a plan: `generate` runs with a fresh `PlanCache` each time, and so does a call of it.
+    """A model with a plan attached: `generate` and forward calls run with a fresh `PlanCache` each time.
 
-    Use it as a context manager; leaving it gives the model its attention implementation back. What else is asked of it
-    is asked of the model, so that it can stand in the model's place: `transformers.pipeline(model=planned, ...)`; where
-    the model would return itself (`to`, `eval`, `half`), this is returned. Within the context the model itself refuses
+    Use it as a context manager; leaving it gives the model its attention implementation back. All other attributes are
+    the model's own, so that it can stand in the model's place: `transformers.pipeline(model=planned, ...)`; methods by
+    which a model returns itself (`to`, `eval`, `half`) return this object. Within the context the model itself refuses
     calls with another cache, such as `model.generate` makes.
     """
 
     def __init__(
         self, model: Any, program: Program, *, exact: bool = False, graphs: bool = True, compiled: bool = False
     ) -> None:
+        # Past `__setattr__`, which hands names that are not here on to the model.
         own = vars(self)
         own["model"] = model
         own["program"] = program
@@ -141,9 +142,9 @@ class PlannedModel:
         """Run a forward pass of the model under the plan; arguments and result as of the model itself.
 
         Without a cache a new one is filled, and returned with the output; given back, it goes on from there. The prompt
-        is evicted once its pass is over, so its logits are those of the full cache: a perplexity that is taken in the
-        pass that fills the cache, or of single passes over whole texts, is blind to eviction. With `use_cache=False`
-        the model keeps nothing, as ever.
+        is evicted once its pass is over, so its logits are the full cache's: a perplexity that is taken in the pass
+        that fills the cache, or of single passes over whole texts, is blind to eviction. With `use_cache=False` the
+        model keeps nothing, as ever.
 
         Raises:
             UsageError: outside the context, or with a cache of another kind.
@@ -205,6 +206,7 @@ class PlannedModel:
         if sequences is not None and prompt is not None:
             # of embeddings alone, the output has no tokens; beams may have read more than they return
             before = 0 if input_ids is not None else prompt.shape[1]
+            # The last token was made and never read.
             self._require_read(before + sequences.shape[1] - 1)
         self.cache.check_scores()
         warn_beyond(self.model, self.cache.get_seq_length())
@@ -215,19 +217,20 @@ class PlannedModel:
             raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
 
     def _take(self, cache: Any) -> None:
-        """Take the cache for a call: the one that is given, or a new one."""
+        """Use the given cache for this call, or a new one."""
         if cache is not None and not isinstance(cache, PlanCache):
             raise UsageError(f"a plan needs its own cache, not a {type(cache).__name__}: use new_cache() or none")
         self.cache = self.new_cache() if cache is None else cache
 
     def _without_cache_options(self, config: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the caller's generation configuration without what a checkpoint says of caches; refuse his own wishes.
+        """Return the caller's generation configuration without cache options; refuse options that a plan excludes.
 
         Such options are taken out of `kwargs`, too.
         """
         defaults = self.model.generation_config
         for name, allowed in (("cache_implementation", (None, "dynamic")), ("use_cache", (None, True))):
             wish = kwargs.pop(name, None)
+            # What the caller's configuration merely took over from the checkpoint is no wish of his.
             if wish is None and config is not None and getattr(config, name) != getattr(defaults, name):
                 wish = getattr(config, name)
             if wish not in allowed:
@@ -243,10 +246,10 @@ class PlannedModel:
     def _begin(
         self, prompt: Tensor, columns: int, mask: Tensor | None, later: int = 0, chunk: int | None = None
     ) -> None:
-        """Refuse what could not be held to its end, and read the prompt again for those policies that want it.
+        """Check that a call fits (rotary factors, memory), and read the prompt again for policies that need it.
 
-        `prompt` is [B, T] token ids or [B, T, D] embeddings; with what was read, `columns` are there, of which `mask`
-        tells padding, and at most so many `later` ones are read.
+        `prompt` is [B, T] token ids or [B, T, D] embeddings, `columns` counts the tokens read before and these, `mask`
+        [B, columns] is 0 where padding, and at most `later` tokens are read after them.
         """
         cache = self.cache
         seen = cache.get_seq_length()
@@ -265,7 +268,7 @@ class PlannedModel:
     def _require_same_rotary(
         self, batch: int, columns: int, mask: Tensor | None, later: int, chunk: int | None
     ) -> None:
-        """Refuse sequences to whose last tokens the keys of their first ones would not fit; see `_begin`."""
+        """Refuse sequences whose rotary factors change on the way, so that cached keys would not fit; see `_begin`."""
         if find_rotary_switch(self.model) is None:
             return
         real = torch.ones(batch, columns) if mask is None or mask.dim() != 2 else mask
@@ -281,7 +284,7 @@ class PlannedModel:
             )
 
     def _require_kept(self, columns: int, later: int) -> None:
-        """Refuse a sequence that transformers' code for the model reads anew on the way; see `READ_ANEW`."""
+        """Refuse a sequence at which transformers' code drops the cache and reads all anew; see `READ_ANEW`."""
         config = find_text_config(self.model)
         limit = getattr(config, "original_max_position_embeddings", None)
         read = self.cache.get_seq_length() or columns
@@ -300,7 +303,7 @@ class PlannedModel:
             )
 
     def _require_read(self, tokens: int) -> None:
-        """Refuse what was computed if the cache has not read so many tokens of it: the plan did not run."""
+        """Raise if the model has put fewer than `tokens` tokens into the cache: then it ran without the plan."""
         read = min((layer.seen for layer in self.cache.planned.values()), default=tokens)
         if read < tokens:
             raise IncompatibleError(
@@ -311,19 +314,19 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class GenerateSettings:
-    """Options of `generate` by what they are taken from: its arguments, the caller's configuration, the model's."""
+    """Looks up options of `generate`: in its arguments, then the caller's configuration, then the model's."""
 
     arguments: Mapping[str, Any]
     config: Any
     defaults: Any
 
     def __call__(self, name: str) -> Any:
-        """Return an option as `generate` will take it; None: nobody has given it."""
+        """Return the value of an option that `generate` will use; None if it is set nowhere."""
         values = (self.arguments.get(name), getattr(self.config, name, None), getattr(self.defaults, name, None))
         return next((value for value in values if value is not None), None)
 
     def new_tokens(self, columns: int) -> int:
-        """Return the most tokens that `generate` makes of a prompt of so many columns."""
+        """Return the most tokens that `generate` makes after a prompt of so many columns."""
         tokens = self("max_new_tokens")
         if tokens is None:
             length = self("max_length")
@@ -333,7 +336,8 @@ class GenerateSettings:
 
 @contextmanager
 def _find_planned() -> Iterator[None]:
-    """Let the model be called with other caches for a while: by reference passes, or models that draft."""
+    """Allow calls of an attached model with other caches for a while: reference passes, and models that draft."""
+    # A context variable, so that threads and tasks do not see each other's calls.
     token = _planned_call.set(True)
     try:
         yield
@@ -342,7 +346,7 @@ def _find_planned() -> Iterator[None]:
 
 
 def _require_planned(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a call of an attached model, seen where its layers are, that brings another cache than kvsearch's."""
+    """Refuse a forward call of an attached model with a cache that is not kvsearch's (a pre-hook of the decoder)."""
     cache = kwargs.get(CACHE)
     if isinstance(cache, PlanCache) or _planned_call.get():
         return
@@ -352,7 +356,7 @@ def _require_planned(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _drop_cache_arguments(config: Any) -> Any:
-    """Return a generation configuration without what it says of caches, in whose place a plan stands."""
+    """Return a generation configuration without its cache options, which a plan replaces."""
     if config.cache_implementation is None and config.use_cache is not False:
         return config
     config = deepcopy(config)
@@ -363,7 +367,7 @@ def _drop_cache_arguments(config: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def _make_keeping_class(kind: Any) -> type[Any]:
-    """Return a subclass of a model's class that keeps a `PlanCache` where its code would do without."""
+    """Make a subclass of a model's class that keeps a `PlanCache` where transformers' code would drop it."""
 
     @wraps(kind.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -375,6 +379,7 @@ def _make_keeping_class(kind: Any) -> type[Any]:
                     f"{kind.__name__} drops the cache that it is given after {read:,} tokens and reads all anew, so "
                     "the plan would not run: stop before, or begin with a longer prompt"
                 )
+            # Nothing was read before this, so a prompt may start in it.
             inputs[CACHE] = cache  # nothing was read: it takes the prompt as any other would
         return inputs
 
@@ -394,7 +399,7 @@ def _make_keeping_class(kind: Any) -> type[Any]:
 
 
 def _keep_settings(model: Any) -> Any:
-    """Return a view of a model, with its very state, whose `generate` keeps the cache of a plan.
+    """Return a view of a model (the same `__dict__`) whose `generate` keeps the cache of a plan.
 
     PEFT's wrapper is returned as it is.
     """
@@ -414,7 +419,9 @@ def attach(
     graphs: bool = True,
     compile: bool = False,  # noqa: A002 - what torch calls it
 ) -> PlannedModel:
-    """Bind `plan` to `model` (checked against each other); see `PlanCache` for the arguments and errors.
+    """Attach a plan to a model: a context manager whose `generate` evicts cache entries as the plan says.
+
+    The two are checked against each other; see `PlanCache` for the arguments and errors.
 
     Without a plan it is the one that lies beside the model: `load_plan("auto", model)`.
 
@@ -424,6 +431,20 @@ def attach(
 
     Raises:
         UsageError: it is no model of transformers, such as one that `DataParallel` has wrapped.
+
+    Examples:
+        >>> import torch
+        >>> from kvsearch.models.loading import load
+        >>> from kvsearch.policies import create_policy
+        >>> from kvsearch.runtime import Program, attach
+        >>> model = load("bundled").model
+        >>> program = Program.uniform(model, create_policy("snapkv"), entries=lambda length: 40)  # or a plan
+        >>> with attach(model, program) as planned:
+        ...     output = planned.generate(torch.arange(100)[None], min_new_tokens=4, max_new_tokens=4)
+        >>> output.shape[1]
+        104
+        >>> int(planned.cache.entries().max())  # 40 of the prompt, and what came after it but for the last token
+        43
     """
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "config"):

@@ -81,6 +81,7 @@ def attend_dense(
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         sdpa: Output = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         return sdpa
+    # Soft caps and learned sinks are in the model's own file, under a name that all files of transformers share.
     eager = sys.modules[type(module).__module__].eager_attention_forward
     rows = query.shape[2]
     length = key.shape[2]
@@ -90,6 +91,7 @@ def attend_dense(
         part = query[:, :, first : first + step]
         if mask is None:
             count = part.shape[2]
+            # The diagonal moves with the chunk: row r of all sees columns up to length - rows + r.
             visible = torch.ones(count, length, dtype=torch.bool, device=key.device).tril(length - rows + first)
             mask_visible = make_additive_mask(visible[None, None], query.dtype)
         else:
@@ -118,7 +120,7 @@ def make_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_causal_mask(rows: int, length: int, device: torch.device) -> Tensor:
-    """Return what the last `rows` of `length` tokens may see, [rows, length] bool."""
+    """Return the causal mask of the last `rows` of `length` tokens, [rows, length] bool."""
     return torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows)
 
 
@@ -156,6 +158,7 @@ def attend_ragged(store: RaggedStore, query: Tensor, logits: Logits, visible: Te
 
 def _attend_block(held: AnyBlock, query: Tensor, rows: int, how: Logits, heads: int) -> Tensor:
     """[S, 1, G * rows, D] -> [S, 1, G * rows, Dv]: the last `rows` columns are the queries' own, seen causally."""
+    # The kv head of each segment, which learned sinks are looked up by; without sinks nothing reads it.
     heads_of_rows = held.segments if how.sinks is None else held.segments % heads
     if serves(query, held.keys, held.values):
         made, _ = kernels.attend(
@@ -170,6 +173,7 @@ def _attend_block(held: AnyBlock, query: Tensor, rows: int, how: Logits, heads: 
     if bias is not None:
         bias = bias[:, None, None]
     if rows > 1:
+        # The last `rows` columns are these tokens' own, each visible from its token on, for every head of the group.
         later = ~make_causal_mask(rows, count, keys.device).repeat(query.shape[2] // rows, 1)[None, None]
         bias = (keys.new_zeros(1, 1, 1, 1) if bias is None else bias).masked_fill(later, float("-inf"))
     if how.plain:
@@ -178,6 +182,7 @@ def _attend_block(held: AnyBlock, query: Tensor, rows: int, how: Logits, heads: 
     if bias is not None:
         logits = logits + bias
     weights = how.softmax(logits.view(len(logits), query.shape[2] // rows, rows, count), heads_of_rows).view_as(logits)
+    # A row of padding may see nothing: its softmax is NaN, and would spread to real tokens in the next layer.
     return weights.nan_to_num(0.0).to(values.dtype) @ values
 
 
@@ -206,6 +211,7 @@ def attend_slots(
         return kernels.attend(query, held, logits.scaling, logits.softcap, sinks, want_row=want_row, into=into)
     if weights is not None:
         bias = weights if bias is None else bias + weights
+    # SDPA never shows its weights: where a policy reads them they are computed here.
     if not want_row and logits.plain:
         mask = None if bias is None else bias[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))
@@ -247,7 +253,7 @@ def run_attention(model: Any) -> AbstractContextManager[None]:
 
 
 def check_mask(**given: Any) -> Tensor | None:
-    """Make SDPA's mask of the attention mask [B, T] that a model was given, whose length transformers does not check.
+    """Make SDPA's mask of an attention mask [B, T], after checking its length, which transformers does not do.
 
     Raises:
         UsageError: it is not as long as what was read and what comes.

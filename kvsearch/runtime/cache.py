@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -49,10 +50,10 @@ if TYPE_CHECKING:
 class PlanCache(Cache):  # type: ignore[misc]
     """A KV cache that keeps, in every planned layer and kv head, what the plan says, and frees the rest.
 
-    Layers the plan does not govern (those of the model with a window, in chunks, or with a running state) keep their
-    stock cache. The model must run the attention implementation "kvsearch" (`attach` sets it). With `exact`, layers
-    that lost nothing use transformers' own decode attention and are bit-identical to it; otherwise decode packs query
-    groups, which is faster.
+    Layers the plan does not govern (sliding windows, chunks, running states) keep transformers' own cache. The model
+    must run the attention implementation "kvsearch" (`attach` sets it). With `exact`, layers that lost nothing use
+    transformers' own decode attention and are bit-identical to it; otherwise decode packs query groups, which is
+    faster.
 
     Args:
         model: the model that will use the cache.
@@ -60,19 +61,42 @@ class PlanCache(Cache):  # type: ignore[misc]
         prompt_length: tokens of the prompt, needed when it arrives in several forward passes (chunked prefill):
             eviction waits for the last of them. Default: the first forward pass is the prompt.
         exact: see above.
+        monitor: measure `evicted_mass` of every prompt.
 
     Raises:
         IncompatibleError: the model or the plan does not fit (see `Program.from_plan`, `architecture.describe`).
         UsageError: see `Program.from_plan`.
         EnvironmentFault: weights of the model are on no device.
+
+    Examples:
+        >>> import torch
+        >>> from kvsearch.models.loading import load
+        >>> from kvsearch.policies import create_policy
+        >>> from kvsearch.runtime import PlanCache, Program, attach
+        >>> model = load("bundled").model
+        >>> program = Program.uniform(model, create_policy("streaming"), entries=lambda length: 8)
+        >>> cache = PlanCache(model, program)
+        >>> with attach(model, program) as planned:
+        ...     _ = planned(torch.arange(100)[None], past_key_values=cache)
+        >>> cache.get_seq_length(), cache.entries().shape  # layers, sequences, kv heads
+        (100, torch.Size([6, 1, 4]))
+        >>> cache.kept_positions(layer=0)
+        [0, 1, 2, 3, 96, 97, 98, 99]
     """
 
     def __new__(cls, model: Any = None, *_: Any, **__: Any) -> PlanCache:  # no model where one is copied
+        # The code of some models asks whether a cache is of their own class, so the class depends on the model.
         cache: PlanCache = super().__new__(cls if model is None else make_cache_class(model, cls))
         return cache
 
     def __init__(
-        self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
+        self,
+        model: Any,
+        plan: Plan | Program,
+        *,
+        prompt_length: int | None = None,
+        exact: bool = False,
+        monitor: bool = False,
     ) -> None:
         refuse_offloaded(model, find_class_name(model))
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
@@ -85,12 +109,14 @@ class PlanCache(Cache):  # type: ignore[misc]
         switch = find_rotary_switch(model)
         self.read_mask = ReadMask()
         for index in program.layers:
+            # The very type: subclasses keep a window or a running state, which belongs to the model.
             if type(layers[index]) is not DynamicLayer:
                 raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
             layers[index] = EvictingLayer(
                 index,
                 _find_phase_rule(program.prefill, index),
                 _find_phase_rule(program.decode, index),
+                # Read when it is asked for, as `attach` may change it after the cache was made.
                 lambda: str(config._attn_implementation),
                 RotaryTables(model, index),
                 self.read_mask,
@@ -98,7 +124,10 @@ class PlanCache(Cache):  # type: ignore[misc]
                 prompt_length=prompt_length,
                 rotary_switch=switch,
                 exact=exact,
+                monitor=monitor,
             )
+        self.monitor = monitor
+        # Not super(): the class of a model may stand in between, and takes other arguments.
         Cache.__init__(self, layers=layers)
         watch_hidden_states(model, (need for layer in self.planned.values() for need in layer.needs()))
         self.program = program
@@ -120,8 +149,8 @@ class PlanCache(Cache):  # type: ignore[misc]
             exact: see the class.
 
         Returns:
-            A cache whose `tokens` and `mask` [B, T] are those that it has read, on the CPU: None where `save` was not
-            given the tokens, or nothing is padding.
+            A cache; its `tokens` and `mask` [B, T] are what it has read, on the CPU: None where `save` was not given
+            the tokens, or nothing is padding.
 
         Raises:
             UsageError: there is no such file, or it is damaged, of another kind or version, or weights are missing.
@@ -175,6 +204,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         return copied
 
     def _with(self, state: dict[str, Any]) -> PlanCache:
+        # Without a model, as the type of this cache is the model's already.
         made: PlanCache = type(self).__new__(type(self))
         made.__dict__.update(state)
         return made
@@ -196,7 +226,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
 
     def set_prompt_length(self, prompt_length: int) -> None:
-        """Say how long the prompt is, if the cache is empty and does not know it yet."""
+        """Set the length of the prompt, if the cache is empty and does not know it yet."""
         for layer in self.planned.values():
             if layer.seen == 0 and layer.prompt_length is None:
                 layer.prompt_length = prompt_length
@@ -205,16 +235,30 @@ class PlanCache(Cache):  # type: ignore[misc]
         """Count entries held, [planned layers, B, Hkv] int64, without padding; UsageError before the prompt ends."""
         return torch.stack([layer.evicted.entries() for layer in self.planned.values()])
 
+    @property
+    def evicted_mass(self) -> list[float]:
+        """How much of the attention at the end of each prompt [B] is on entries that have left since, in [0, 1].
+
+        It is 1 - exp(logsumexp over what is held - logsumexp over the whole prompt) of the logits of the last
+        `MONITOR_ROWS` queries, the mean over them and all query heads of the planned layers. What entries carry of
+        others is not counted.
+
+        Raises:
+            UsageError: the prompt is not complete, or the cache has no `monitor`.
+        """
+        masses = [layer.measure_evicted_mass() for layer in self.planned.values()]
+        return [math.fsum(each) / len(each) for each in zip(*masses, strict=True)] or [0.0]
+
     def most_entries(self) -> torch.Tensor:
         """Return the most entries held at any time since the prompt passed or the last `rewind`, as `entries`.
 
-        Tokens that `crop` took back count. The dense prompt, of which one layer at a time is alive, does not.
+        Tokens that `crop` took back count. The dense prompt does not: one layer of it at a time is in memory.
         """
         self.check_scores()
         return torch.stack([layer.evicted.most_entries() for layer in self.planned.values()])
 
     def check_scores(self) -> None:
-        """Raise if a policy gave scores that are not finite while decoding: what a step would wait for to know.
+        """Raise if a policy gave scores that are not finite while decoding; steps note it and do not wait for it.
 
         Raises:
             EnvironmentFault: a policy of another package did.
@@ -243,6 +287,7 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens in every layer (a negative count), or raise UsageError and change nothing."""
+        # All layers are asked first: a crop that fails leaves every one of them as it was.
         for layer in self.planned.values():
             layer.croppable(tokens_to_remove)
         self._check_sliding(tokens_to_remove)
@@ -260,7 +305,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         self.read_mask.crop(0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take sequences `beam_idx` [B'] in the place of those that are there."""
+        """Reorder the batch: row b becomes what row `beam_idx[b]` was, [B']."""
         super().reorder_cache(beam_idx)
         self.read_mask.rearrange(lambda real: real[beam_idx.to(real.device)])
 
@@ -270,12 +315,12 @@ class PlanCache(Cache):  # type: ignore[misc]
         self.read_mask.rearrange(lambda real: real[indices.to(real.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have every sequence so many times, copies side by side."""
+        """Repeat every sequence `repeats` times, copies side by side."""
         super().batch_repeat_interleave(repeats)
         self.read_mask.rearrange(lambda real: real.repeat_interleave(repeats, 0))
 
     def of_rows(self, rows: Sequence[int]) -> PlanCache:
-        """Return a cache of copies of sequences `rows`, which goes its own way; this one stays as it is.
+        """Return an independent cache with copies of sequences `rows`; this one stays as it is.
 
         Raises:
             UsageError: the prompt is not complete.
@@ -295,6 +340,8 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def _check_sliding(self, tokens: int) -> None:
         for index, layer in enumerate(self.layers):
+            # A window that has slid over its first token has dropped it for good, unless it was told to record the
+            # past.
             forgets = isinstance(layer, DynamicSlidingWindowLayer) and not getattr(layer, "record_past", False)
             if tokens and forgets and layer.get_seq_length() >= layer.sliding_window:
                 raise UsageError(
@@ -305,13 +352,13 @@ class PlanCache(Cache):  # type: ignore[misc]
     # --- one token in two parts, the host's and the device's ------------------------------------------------------
 
     def reserve(self, tokens: int) -> None:
-        """Make room in planned layers for so many tokens ahead of time, whenever there is none; 0: as they come."""
+        """Reserve room in planned layers for `tokens` tokens ahead, again whenever it has run out; 0: none."""
         for layer in self.planned.values():
             layer.reserve(tokens)
 
     @contextmanager
     def reserve_positions(self, positions: Tensor) -> Iterator[None]:
-        """Do the host's part of one token per sequence, at rotary `positions` [B or 1, 1]; room is reserved for it.
+        """Prepare one decode step on the host, at rotary `positions` [B or 1, 1]; room is reserved for it.
 
         What the model does with it is the device's part: see `EvictingLayer.prepare_step`.
         """
@@ -326,11 +373,11 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     @property
     def asked(self) -> bool:
-        """Whether the model asked how long the sequence is while a token was ahead: its steps differ in that, too."""
+        """Whether the model asked for the sequence's length in a prepared step, which then cannot be replayed."""
         return any(layer.asked for layer in self.planned.values())
 
     def step_plan(self) -> tuple[Hashable, ...] | None:
-        """Return what the step that is ahead depends on beside tensors: equal plans are the same step; None: no other.
+        """Return a key of the prepared step: steps with equal keys do the same; None: it cannot be repeated.
 
         That is so until a layer's `holder` is another one or has `packed` its tensors anew.
         """
@@ -338,7 +385,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         return None if None in plans else tuple(plans)
 
     def mark(self) -> CacheMark:
-        """Remember this state for `rewind`; under a plan with a decode phase that takes a copy of what is held.
+        """Save the state for `rewind`; under a plan with a decode phase that takes a copy of all entries.
 
         For models with sliding-window layers, call `activate_past_recording()` before the tokens to be forgotten.
         """
@@ -349,7 +396,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         return CacheMark(self.get_seq_length(), self._sequences(), states)
 
     def rewind(self, mark: CacheMark) -> None:
-        """Forget what came after `mark`, so that another question can follow the same context; any number of times."""
+        """Go back to `mark`, so that another question can follow the same context; any number of times."""
         tokens = self.get_seq_length() - mark.seen
         self._check_sliding(tokens)
         now = self._sequences()
@@ -364,13 +411,14 @@ class PlanCache(Cache):  # type: ignore[misc]
             if isinstance(layer, EvictingLayer):
                 layer.rewind(mark.seen, mark.states[index])
             elif index in mark.states:
+                # A running state is written in place, so the mark keeps one that nobody writes to.
                 vars(layer).update(deepcopy(mark.states[index]))
             elif tokens:
                 layer.crop(-tokens)
         self.read_mask.crop(mark.seen)
 
     def _sequences(self) -> int:
-        """Return the sequences of a complete prompt, 0 before."""
+        """Return the batch size of a complete prompt, 0 before."""
         return max((layer.holder.batch for layer in self.planned.values() if layer.holder is not None), default=0)
 
 

@@ -1,4 +1,4 @@
-"""What policies need of the prompt beyond keys and values, gathered while it passes, whole or in chunks."""
+"""Collect what policies need of a prompt besides keys and values while it passes a layer, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from kvsearch.runtime.attention import (
 from kvsearch.runtime.logits import Logits
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 
 ENDS_PADDED = "a prompt ends with padding: pad batches on the left (padding_side='left')"
 LEADING = 4  # tokens that are no reference where there are others
@@ -34,11 +35,11 @@ ROWS_PER_CHUNK = 4096  # query rows turned back at a time, which bounds the scra
 
 
 class DensePrompt:
-    """A prompt on its way through one layer, whole or in chunks: seen by the model's own attention, and gathered.
+    """The prefill of one layer, whole or in chunks: runs the model's own attention and collects what policies need.
 
-    Keeps the last query rows, moments of the unrotated queries and attention column sums, as far as `needs` say, which
-    are those of all policies that will look at the prompt: what several need is computed once. Where its `length` is
-    known, chunks are put into memory for all of it.
+    Keeps the last query rows, moments of the unrotated queries and attention column sums, as far as `needs` say. These
+    are the needs of all policies that will look at the prompt: what several need is computed once. Where its `length`
+    is known, chunks are put into memory for all of it.
     """
 
     def __init__(self, needs: Sequence[Needs], rotary: Rotary, layer: int, length: int | None = None) -> None:
@@ -63,13 +64,14 @@ class DensePrompt:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Take in the next chunk, which sees all that came before it."""
+        """Compute attention of the next chunk, which sees all chunks before it, and collect from it."""
         continues = self.states is not None
         if continues:
             require_continuation(module, query.shape[2])
         key, value = self._with(key, value)
         logits = Logits.of_call(module, query, key, kwargs)
         valid = find_valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        # A later chunk would need a mask, and with a mask SDPA makes a matrix of logits.
         if continues and logits.plain and can_use_flash(query, key, value) and bool(valid.all()):
             output: Output = attend_flash(query, key, value, logits.scaling), None
         else:
@@ -81,15 +83,17 @@ class DensePrompt:
         return output
 
     def _with(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values so far, with the next chunk's."""
+        """Append a chunk's keys and values; return all so far."""
         length = key.shape[2] if self.length is None else self.length
         if self.states is None and key.shape[2] >= length:
             return key, value
+        # Gradients do not pass writes in place, and without a length there is nothing to write into.
         if self.length is None or needs_gradients(key, value):
             before = self.states or (key[:, :, :0], value[:, :, :0])
             return torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
         first = 0
         if self.states is None:
+            # Memory for the whole prompt at once: to concatenate would copy everything at every chunk.
             self._whole = [new.new_empty(*new.shape[:2], length, new.shape[3]) for new in (key, value)]
         else:
             first = self.states[0].shape[2]
@@ -101,7 +105,7 @@ class DensePrompt:
     def add(
         self, query: Tensor, states: tuple[Tensor, Tensor], positions: Tensor, valid: Tensor, logits: Logits
     ) -> None:
-        """Gather one chunk of the prompt.
+        """Collect from one chunk of the prompt.
 
         `query` [B, Hq, q, D] as attention sees it, `states` keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] up to its
         last token, `positions` [B, q] (rotary), `valid` [B, T] bool.
@@ -118,6 +122,7 @@ class DensePrompt:
         if self._wants_sums:
             sums = sum_columns(query, states[0], valid, logits.scaling, logits.softcap, logits.sinks)
             if self._sums is not None:
+                # A chunk is read once, with all keys before it; what these got of earlier chunks is added.
                 sums[..., :-count] += self._sums
             self._sums = sums
         if self._starts or self._references:
@@ -139,7 +144,7 @@ class DensePrompt:
                 self._moments[first] = moments if before is None else before.merged(moments)
 
     def observation(self) -> Observation:
-        """Return the layer as policies see it after all chunks.
+        """Return the observation of the layer for policies, after all chunks.
 
         Whether a prompt ends with padding is noted, for `lengths_after` and `require_finite`; a CPU is asked at once.
         """
@@ -187,11 +192,12 @@ class QuerySample(NamedTuple):
     def of(cls, query: Tensor, positions: Tensor, index: Tensor, valid: Tensor) -> QuerySample:
         """Take all queries [B, Hq, n, D] of tokens with this `index` [B, n] in their sequence."""
         order = spread_places(index)
+        # Places are below 1, so that adding 1 puts these tokens behind all others.
         order = order + (index < LEADING)  # after all others: what they look at is like nothing that comes later
         return cls(order.masked_fill(~valid, float("inf")), positions, query)
 
     def first(self, count: int, before: QuerySample | None) -> QuerySample:
-        """Return the first `count` of these and of those `before`."""
+        """Return the first `count` in order, of these and of `before` together."""
         order, positions, queries = self
         if before is not None:
             order, positions, queries = (
@@ -220,6 +226,7 @@ class Moments(NamedTuple):
         weight = chosen[:, None, :, None].float()
         rows = chosen.sum(-1).float()
         mean = (vectors * weight).sum(2) / rows.clamp(min=1)[:, None, None]
+        # Centred before squares are taken: in fp32, E[x^2] - E[x]^2 of a large mean loses all digits.
         centred = (vectors - mean[:, :, None]) * weight
         return cls(rows, mean, centred.transpose(-1, -2) @ centred)
 

@@ -42,7 +42,7 @@ class PhaseRule(NamedTuple):
 
 
 def collect_needs(prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Needs]:
-    """Return what the rules of both phases must be given of a prompt."""
+    """Return what the rules of both phases need of a prompt."""
     needs = [] if prefill is None else [prefill.policy.needs()]
     if prefill is not None and prefill.carries:
         needs.append(Needs(references=REFERENCES))
@@ -60,14 +60,16 @@ class Kept(NamedTuple):
 
 
 def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> Kept:
-    """Decide what is kept of a dense prompt, everything without a prefill phase; its tensors stay as they are."""
+    """Decide which entries of a dense prompt stay (all without a prefill phase); its tensors are not changed."""
     if prefill is not None:  # first, so that the host reads lengths and whether scores are finite in one go
         score_entries(prefill.policy, observation)
         first_stage_scores(prefill.policy, observation)
     lengths = read_checked_lengths(observation)
     rule = None if decode is None else StepRule.after(decode.policy, find_rule_limits(decode, lengths), observation)
+    # Whole numbers per head are settled on the host, which knows budgets and lengths.
     limits = None if prefill is None else find_limits(prefill.policy, prefill.budgets(lengths), lengths)
     tables = ([] if limits is None else [limits]) + ([] if rule is None else [Limits.table(rule.policy, rule.budgets)])
+    # One copy to the device for both phases.
     placed = _place_protected(tables, observation.keys.device)
     keep = observation.valid[:, None].expand(observation.keys.shape[:3])
     state = None
@@ -77,14 +79,17 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
         whole = counts
         counts = np.minimum(counts, limits[0].numpy())
         if prefill.policy.merges_prompt:
+            # How many leave and stay at most is known here, so that merging needs no sizes of the device.
             gone = int((whole - counts).max())
             observation, state = merge_evicted(prefill.policy, observation, keep, gone, int(counts.max()))
     if rule is None or decode is None:
         state = State()
     else:
         rule.there = placed[-1]
+        # What merging made of the running state goes on under the same policy only; another one begins with the prompt.
         if state is None or prefill is None or prefill.policy != decode.policy:
             state = rule.start(observation)
+    # Last, as weights and values are fitted to the entries that stay.
     if prefill is not None and prefill.carries:
         values, log_weights = match_attention(observation, keep, counts, lengths)
         require_finite([DeferredCheck(~log_weights.flatten(1).isfinite().all(-1), partial(_weight_error, observation))])
@@ -99,7 +104,7 @@ def _weight_error(observation: Observation, row: int) -> NonFiniteError:
 
 
 def _place_protected(tables: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tables of whole numbers on a device, in one copy."""
+    """Copy tables of whole numbers to a device in one go."""
     if not tables:
         return []
     sizes = [table.numel() for table in tables]
@@ -108,11 +113,12 @@ def _place_protected(tables: list[Tensor], device: torch.device) -> list[Tensor]
 
 
 def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> RaggedStore | Decoding:
-    """Pack what is kept of a dense prompt; with a decode phase its rule is ready for the next token."""
+    """Evict a dense prompt: pack the entries that stay, ready for the next token."""
     left = select(observation, prefill, decode)
     if left.rule is not None:
         source = take_entries(left.observation, left.keep, left.counts, left.state)
         return Decoding(pack([source], left.rule), left.rule, left.keep.shape[2])
+    # Without a decode phase no entry leaves any more, so it gets no slot and no state.
     states = (left.observation.keys, left.observation.values)
     log_weights = left.state.entries.get(LOG_WEIGHTS)
     return RaggedStore.pack(*states, left.keep, observation.index, left.counts, read_lengths(observation), log_weights)
@@ -131,7 +137,7 @@ def find_rule_limits(decode: PhaseRule, lengths: list[int]) -> Tensor:
 def merge_evicted(
     policy: Policy, observation: Observation, keep: Tensor, max_leaving: int, stay: int
 ) -> tuple[Observation, State]:
-    """Merge what leaves a prompt into what stays (`keep` [B, Hkv, T] bool); return it with the policy's state after it.
+    """Merge entries that leave into those that stay (`keep` [B, Hkv, T] bool); return observation and policy state.
 
     At most `max_leaving` entries leave a head and `stay` stay. Copies: the observation keeps its tensors.
     """

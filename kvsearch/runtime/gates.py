@@ -1,4 +1,4 @@
-"""Attention through gates: between the full cache and one without some of its entries, with gradients."""
+"""Attention through gates: a differentiable blend of the full cache and a cache without some entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsearch.signals.attention_rows import EXPONENT_SHIFT
 def gated_attention(
     tokens: tuple[Tensor, Tensor, Tensor], prompt: tuple[Tensor, Tensor], keep: Tensor, gates: Tensor, how: Logits
 ) -> Tensor:
-    """Attend with M rows of K tokens to the same prompt of T tokens through gates; [M, K, Hq, Dv].
+    """Compute attention of M rows of K tokens to one prompt of T tokens through gates; [M, K, Hq, Dv].
 
     `tokens` are queries [M, Hq, K, D], keys [M, Hkv, K, D] and values [M, Hkv, K, Dv], `prompt` keys [1, Hkv, T, D] and
     values [1, Hkv, T, Dv]. `keep` [Hkv, T] bool are entries without a gate; every other entry gets its share of
@@ -24,12 +24,13 @@ def gated_attention(
     one and to the tokens, in proportion. So a gate of 1 is the full cache, 0 a cache without these entries, and the
     output is linear in between.
 
-    Gradients are those by the tokens alone; gates that require them make the output require them. One kv head and some
-    rows are a piece of work, whose attention backward passes compute again.
+    Only the tokens and gates get gradients. One kv head and some rows are a piece of work, whose attention backward
+    passes compute again.
     """
     query, key, value = tokens
     count, heads = key.shape[:2]
     grouped = query.view(count, heads, -1, *query.shape[2:]).flatten(2, 3)  # [M, Hkv, G * K, D]
+    # Logits of a piece fill one chunk of scratch memory; backward passes make them again instead of keeping them.
     piece = max(1, choose_chunk_bytes(query.device) // (4 * grouped.shape[2] * keep.shape[1]))
     outputs = []
     for head, kept in enumerate(keep):
@@ -67,11 +68,13 @@ def _masses(query: Tensor, key: Tensor, keys: Tensor, kept: Tensor, how: Logits,
     if how.softcap is not None:
         far, own = (scores.div_(how.softcap).tanh_() for scores in (far, own))
         capped = (1 - scores.square() for scores in (far, torch.cat([far[..., kept], own], -1)))
+        # d/dx of c * tanh(x / c) is 1 - tanh^2, taken before the cap is multiplied back in.
         slopes = (next(capped), next(capped))
         far, own = (scores.mul_(how.softcap) for scores in (far, own))
     own.masked_fill_(~make_causal_mask(count, count, key.device).repeat(query.shape[1] // count, 1), float("-inf"))
     near = torch.cat([far[..., kept], own], -1)
     largest = torch.maximum(far.amax(-1, keepdim=True), near.amax(-1, keepdim=True))
+    # The largest exponential is far above 1, so that masses far below it are no 0; the shift cancels in the quotient.
     largest = (largest if sinks is None else torch.maximum(largest, sinks)) - EXPONENT_SHIFT
     far.sub_(largest).exp_().index_fill_(-1, kept, 0.0)
     near.sub_(largest).exp_()
@@ -121,13 +124,14 @@ class _Gated(torch.autograd.Function):
             by_near.mul_(masses.slopes[1])
         by_far, by_near = (pulls.mul_(how.scaling).to(query.dtype) for pulls in (by_far, by_near))
         by_own = by_near[..., len(kept) :]
+        # Attention to the tokens themselves, by which their values get gradients; the prompt is fixed and gets none.
         own = _scaled(masses.near[..., len(kept) :], others, value)
         by_query = by_far @ keys + by_near[..., : len(kept)] @ keys[kept] + by_own @ key
         return by_query, by_own.transpose(1, 2) @ query, own.transpose(1, 2) @ slope, *[None] * 6
 
 
 def _shares(masses: _Masses, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what masses of gated entries and of others are multiplied by, [m, G * K, 1] each."""
+    """Return the factors of the masses of gated entries and of all others, [m, G * K, 1] each."""
     through = gates[:, None, None] / masses.total
     return through, (1 - through * (masses.total - masses.rest)) / masses.rest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -16,6 +17,7 @@ from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import RotarySwitch, require_continuation
 from kvsearch.policies.base import Needs, Observation, SecondPass
 from kvsearch.policies.checks import DeferredCheck, read_lengths
+from kvsearch.policies.scoring import sum_columns
 from kvsearch.runtime.attention import (
     NO_SHARED_DRAFTS,
     Output,
@@ -25,7 +27,7 @@ from kvsearch.runtime.attention import (
     require_attention,
     tag,
 )
-from kvsearch.runtime.collector import DensePrompt, Rotary, read_hidden_states
+from kvsearch.runtime.collector import DensePrompt, Rotary, States, read_hidden_states
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, collect_needs, evict
 from kvsearch.runtime.logits import Logits
@@ -33,8 +35,8 @@ from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.store.storage import RaggedStore
 
+MONITOR_ROWS = 16  # last queries of a prompt whose attention tells what has left
 READS_PADDING = "padding was read again as part of a prompt (kvzip): give `generate` the attention_mask"
-States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 
 
 class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -44,9 +46,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     have been seen (default: with the first forward pass); `decode` after every token that follows. None: nothing is
     evicted in that phase. With `sharing`, budgets come from there. `implementation` tells which attention the model
     runs now, `read_mask` what masks say of the tokens that were read; all layers of a cache share it. `rotary_switch`
-    is where the rotary factors of the model change (None: nowhere): no sequence may have both here.
+    is where the rotary factors of the model change (None: nowhere): no sequence may have both here. With `monitor` the
+    attention at the end of the prompt is remembered, see `measure_evicted_mass`.
     """
 
+    # transformers reads these of every cache layer. A layer that changes its size cannot be compiled by `generate`
+    # itself.
     is_sliding = False
     is_compileable = False
     drafts = False  # whether tokens come that are to be taken back: prompt lookup and assisted decoding say so
@@ -64,6 +69,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         prompt_length: int | None = None,
         rotary_switch: RotarySwitch | None = None,
         exact: bool = False,
+        monitor: bool = False,
     ) -> None:
         super().__init__()
         self.index = index
@@ -76,6 +82,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.prompt_length = prompt_length
         self.rotary_switch = rotary_switch
         self.exact = exact
+        self.monitor = monitor
         self._clear()
 
     def _clear(self) -> None:
@@ -83,6 +90,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.foreseen_positions: Tensor | None = None  # rotary positions [B or 1, 1] of a token that was foreseen
         self.asked = False  # whether something asked for lengths while it came
         self.rereads: Mapping[SecondPass, Tensor] = {}  # what the prompt's entries got when it was read again
+        self.received: Tensor | None = None  # [B, Hkv, T] by token: attention of the prompt's last queries
         self._holder: RaggedStore | Decoding | None = None
         self._prompt = self._new_prompt()
         if self.sharing is not None:
@@ -94,6 +102,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def holder(self) -> RaggedStore | Decoding | None:
         """The entries, once the prompt has passed and, where layers share a pool, their budgets are known."""
+        # Layers that share a pool know their budgets only after the last one has seen the prompt: each fetches its
+        # entries when they are first asked for.
         if self._holder is None and self.sharing is not None:
             self._holder = self.sharing.take(self.index)
         return self._holder
@@ -110,10 +120,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.holder
 
     def needs(self) -> list[Needs]:
-        """Return what eviction must be given of the prompt."""
-        return collect_needs(self.prefill, self.decode) + (
-            [] if self.sharing is None else self.sharing.needs(self.index)
-        )
+        """Return what eviction needs of the prompt."""
+        needs = collect_needs(self.prefill, self.decode)
+        if self.sharing is not None:
+            needs += self.sharing.needs(self.index)
+        return [*needs, Needs(query_rows=MONITOR_ROWS)] if self.monitor else needs
 
     @property
     def is_croppable(self) -> bool:
@@ -134,7 +145,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @keys.setter
     def keys(self, states: None) -> None:
-        """Nothing is stored here: transformers says so of a new layer."""
+        """Ignore the assignment, which transformers makes in a new layer."""
 
     @property
     def values(self) -> Tensor | None:
@@ -144,7 +155,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @values.setter
     def values(self, states: None) -> None:
-        """Nothing is stored here, as for `keys`."""
+        """Ignore the assignment, as for `keys`."""
 
     def _states(self) -> tuple[Tensor, Tensor] | None:
         if self.holder is None:
@@ -164,17 +175,19 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        # `prepare_step` has checked and counted a foreseen token; the device's part decides nothing.
         if self.foreseen_positions is None:
             require_attention("PlanCache", self.implementation())
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             self._require_same_rotary(key_states.shape[-2])
             self.seen += key_states.shape[-2]
+        # The attention function is given tensors alone: the tag tells it whose keys these are.
         tag(key_states, self)
         return key_states, value_states
 
     def _require_same_rotary(self, tokens: int) -> None:
-        """Refuse tokens to which the keys that are held would not fit; whoever knows what comes refuses it before."""
+        """Refuse tokens with other rotary factors than the cached keys; callers check earlier where they can."""
         switch = self.rotary_switch
         if switch is None:
             return
@@ -189,6 +202,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """Return the true length of the sequence, evicted entries included: positions and masks depend on it."""
+        # A captured step would keep the length that it was captured at, so it must not be replayed if anything asks for
+        # one.
         self.asked |= self.foreseen_positions is not None
         return self.seen
 
@@ -211,7 +226,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         raise UsageError("PlanCache cannot be offloaded: it is small already, drop the offloading option")
 
     def activate_past_recording(self) -> None:
-        """Take note that `crop` will be called; nothing has to be remembered for it here."""
+        """Note that `crop` will be called; nothing is stored for it here."""
         self.drafts = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -224,7 +239,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def croppable(self, tokens_to_remove: int) -> int:
         """Count the tokens `crop` would forget; UsageError, before anything changes, if they are evicted already."""
         count = int(tokens_to_remove)
+        # transformers 5.23 gives minus the number of tokens, versions before it the length to keep.
         count = -count if count <= 0 else max(0, self.seen - count)
+        # Entries that a prompt has lost do not come back, so only tokens behind it can be taken back.
         held = self.holder.appended if isinstance(self.holder, RaggedStore) else 0
         if count and self.decode is not None:
             raise UsageError(
@@ -251,28 +268,34 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._prompt.states is not None:
             raise UsageError("sequences cannot be rearranged in the middle of a prompt: finish it first")
         if self.holder is not None:
-            self.holder = self.holder.select_rows(rows_of(self.holder.batch))
+            rows = rows_of(self.holder.batch)
+            self.holder = self.holder.select_rows(rows)
+            self.received = None if self.received is None else self.received[rows]
 
     def of_rows(self, rows: Sequence[int], read_mask: ReadMask) -> EvictingLayer:
-        """Return a layer of copies of sequences `rows`, for a cache with this `read_mask`; this one stays as it is."""
+        """Return an independent layer with copies of sequences `rows`, for a cache with this `read_mask`."""
         chosen = copy(self)
         chosen.holder = self.evicted.select_rows(rows)
+        chosen.received = None if self.received is None else self.received[list(rows)]
         chosen.read_mask = read_mask
         return chosen
 
     def mark(self) -> Decoding | None:
-        """Return a snapshot for `rewind`, of which later tokens change a copy; None if tokens are only appended."""
+        """Return a snapshot for `rewind` that later tokens leave alone; None if tokens are only appended."""
         saved = self.holder
         if not isinstance(saved, Decoding):
             return None
+        # Decoding writes in place: the mark keeps the original, and the layer goes on in a copy.
         self.holder = saved.copy()
         return saved
 
     def rewind(self, seen: int, saved: Decoding | None) -> None:
-        """Go back to where `seen` tokens had come and `mark` returned `saved`, as often as wanted."""
+        """Go back to `seen` tokens and the snapshot `saved` that `mark` returned, as often as wanted."""
         if isinstance(self.holder, RaggedStore):
             self.holder.crop(self.seen - seen)
-            self.holder.most = self.holder.tokens.clone()
+            # The peak counts from the mark on.
+            self.holder.most_tokens = self.holder.tokens.clone()
+        # A copy again, so that one mark serves any number of questions.
         elif saved is not None:
             self.holder = saved.copy()
         self.seen = seen
@@ -280,11 +303,11 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     # --- one token in two parts: `prepare_step` and `finish_step` on the host, `attend` between them on the device ----
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens ahead of time, whenever there is none; 0: as they come."""
+        """Reserve room for `tokens` tokens ahead, again whenever it has run out; 0: none."""
         self.evicted.reserve(tokens)
 
     def prepare_step(self, positions: Tensor) -> None:
-        """Do the host's part of one token per sequence at rotary `positions` [B or 1, 1]; room is reserved for it.
+        """Prepare one decode step on the host, at rotary `positions` [B or 1, 1]; room is reserved for it.
 
         `attend` then changes tensors in place, binds none, and neither waits for the device nor decides anything.
         """
@@ -293,7 +316,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.foreseen_positions = positions
 
     def finish_step(self) -> None:
-        """End the token that was foreseen."""
+        """Finish the prepared step."""
         self.foreseen_positions = None
         self.asked = False
         self.seen += 1
@@ -305,6 +328,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         logits = Logits.of_call(module, query, key, kwargs)
         holder = self.evicted
         if isinstance(holder, RaggedStore):
+            # Stored before it attends: a token sees itself.
             holder.put(key, value)
             output = attend_ragged(holder, query, logits)
         else:
@@ -318,7 +342,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Attend and evict: densely for the prompt, over the ragged store for every later token."""
+        """Compute attention, and evict: dense for the prompt, over the ragged store for every later token."""
+        # Four cases: a token whose host part is done, tokens behind the prompt, the prompt, and a prompt that ends
+        # inside of this call.
         if self.foreseen_positions is not None:
             return self._step(self.foreseen_positions, module, query, key, value, **kwargs)
         if self.holder is not None:
@@ -331,9 +357,10 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def _prefill_and_continue(
         self, length: int, module: nn.Module, states: States, mask: Tensor | None, **kwargs: Any
     ) -> Output:
-        """Take in a prompt with the first draft of assisted decoding: the draft must see what eviction leaves."""
+        """Attend to a prompt with drafted tokens behind it, which must see what eviction leaves."""
         if self.sharing is not None and self.sharing.allocation.shares_layers:
             raise UsageError(NO_SHARED_DRAFTS)
+        # `update` has counted the drafted tokens already; the prompt has to end before they attend.
         drafted = self.seen - length
         cut = states[0].shape[2] - drafted
         (query, new_query), (key, new_key), (value, new_value) = (
@@ -369,18 +396,21 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             hidden = self._of_hidden(holder, module, count)
             output = holder.attend(query, key, value, positions, logits, hidden, arrived, shown)
         else:
+            # Appending writes in place, which would spoil what a backward pass reads.
             if needs_gradients(query, key, value):
                 holder.separate()
             holder.append(key, value, arrived)
             output = attend_ragged(holder, query, logits, shown)
+        # With nothing evicted the store is the dense cache, and transformers' own kernel gives transformers' own bits.
         if self.exact and (dense := holder.dense(self.seen)) is not None:
+            # Without a mask SDPA lines its triangle up with the first key, not with the last one.
             if mask is None and count > 1:
                 mask = make_causal_mask(count, self.seen, key.device)[None, None]
             return attend_dense(module, query, *dense, mask, **kwargs)
         return output.transpose(1, 2).contiguous(), None
 
     def _of_hidden(self, holder: Decoding, module: nn.Module, count: int) -> Tensor | None:
-        """Return what the policy makes of the last hidden states, [B, Hkv, count], where it wants them."""
+        """Return what the policy computes of the last hidden states, [B, Hkv, count], if it needs them."""
         of_hidden = holder.rule.needs.hidden
         return None if of_hidden is None else of_hidden(read_hidden_states(module, slice(-count, None)), self.index)
 
@@ -391,11 +421,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
             self.evict_prompt(self._with_rereads(self._prompt.observation()))
+            # The dense keys and values are freed here.
             self._prompt = self._new_prompt()
         return output
 
     def _with_rereads(self, observation: Observation) -> Observation:
-        """Add what the prompts got when they were read again; that padding was, too, is noted in `checks`."""
+        """Add the scores of prompts that were read a second time; padding that was read, too, is noted in `checks`."""
         valid = observation.valid
         rereads = {}
         for how, scores in self.rereads.items():
@@ -406,13 +437,40 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         return replace(observation, rereads=rereads)
 
     def evict_prompt(self, observation: Observation) -> None:
-        """Evict, or state what this layer wants of what all layers share: the prompt has passed."""
+        """Evict after prefill, or state this layer's demand where layers share their budgets."""
+        if self.monitor:
+            queries = observation.last_queries[:, :, -MONITOR_ROWS:]
+            how = (observation.scaling, observation.softcap, observation.sinks)
+            received = sum_columns(queries, observation.keys, observation.valid, *how)
+            width = received.shape[2]
+            columns = torch.arange(width, device=received.device) + width - observation.lengths[:, None]
+            self.received = received.gather(2, (columns % width)[:, None].expand_as(received))  # padding comes last
         if self.sharing is None:
             self.holder = evict(observation, self.prefill, self.decode)
         else:
             self.sharing.end(self.index, observation)
+        # All layers share it; the first one to end its prompt fills it in.
         if not self.read_mask.begun:
             self.read_mask.begin(observation.valid, read_lengths(observation))
+
+    def measure_evicted_mass(self) -> list[float]:
+        """Measure the share of the attention at the end of each prompt [B] that is on entries no longer held.
+
+        Raises:
+            UsageError: the prompt is not complete, or the layer has no `monitor`.
+        """
+        holder = self.evicted
+        if self.received is None:
+            raise UsageError("the evicted mass is measured where it is wanted: PlanCache(model, plan, monitor=True)")
+        masses = []
+        for row, by_head in enumerate(self.received.cpu()):
+            shares = [
+                float(of_head[[place for place in holder.kept_positions(row, head) if place < len(of_head)]].sum())
+                / float(of_head.sum())
+                for head, of_head in enumerate(by_head)
+            ]
+            masses.append(min(max(1 - math.fsum(shares) / len(shares), 0.0), 1.0))
+        return masses
 
     def nbytes(self) -> int:
         """Return the bytes held for this layer."""

@@ -1,4 +1,4 @@
-"""How an attention layer makes its logits, and what its output projection does to values."""
+"""Attention logits of a layer, and norms of values behind its output projection."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ class OutputProjection:
 
     def __call__(self, values: Tensor, order: Norm) -> Tensor:
         """Return norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
+        # |v W|^2 = v (W W^T) v: for few entries two small products, for many the large one is cheaper per entry.
         if order == "l2" and values.shape[2] <= FEW_NORMS:
             return _compute_few_norms(values, self.factors()[None])
         return projected_norms(values, self._weight(), order)
@@ -58,7 +59,8 @@ class OutputProjection:
         return self._made_once(_factors, self._made_factors)
 
     def _made_once(self, made: _Made, make: Callable[[], Tensor]) -> Tensor:
-        """Return what was made of the projection before, as long as its weights are the same."""
+        """Return the stored result for this projection, made anew when its weights have changed."""
+        # Addresses and weak references mean nothing while code is traced.
         if torch.compiler.is_compiling():  # which knows no addresses
             return make()
         state = state_of(find_output_projection(self.module))
@@ -81,7 +83,7 @@ class OutputProjection:
         return products.view(-1, self.group, *products.shape[1:])
 
     def of_heads(self, heads: Tensor, rows: HeadRows) -> Callable[[Tensor, Norm], Tensor]:
-        """Do the same for values [S, 1, T, Dv] whose row s is of kv head `heads[s]`, as `rows` has them, too."""
+        """Return the norm function of values [S, 1, T, Dv] whose row s is of kv head `heads[s]`; `rows` groups them."""
 
         def projected(values: Tensor, order: Norm) -> Tensor:
             if order == "l2" and values.shape[2] <= FEW_NORMS:  # as in decode steps
@@ -109,7 +111,7 @@ def _compute_few_norms(values: Tensor, factors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Logits:
-    """How a layer makes attention of queries and keys, and its output projection where a policy wants it.
+    """How a layer computes attention (scale, soft cap, sinks), and its output projection where a policy needs it.
 
     `sinks` [Hkv, G] fp32 are learned logits, one per query head, that take their share of every softmax and have no
     value (gpt-oss): attention to the entries adds up to less than 1.
@@ -124,7 +126,7 @@ class Logits:
     def of_call(
         cls, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any], *, learned: bool = False
     ) -> Logits:
-        """Read them off the arguments that a model hands to its attention function; its default scale is D^-1/2.
+        """Read the settings off the arguments of a model's attention function; the default scale is D^-1/2.
 
         Gradients of the sinks are recorded where they are `learned`: for attention, not for scores.
         """
@@ -141,7 +143,7 @@ class Logits:
 
     @property
     def plain(self) -> bool:
-        """Whether attention is the softmax of scaled products and no more."""
+        """Whether attention is a plain softmax of scaled products."""
         return self.softcap is None and self.sinks is None
 
     def sinks_of(self, heads: Tensor) -> Tensor | None:
@@ -178,6 +180,7 @@ def multiply(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     beta = 0 if bias is None else 1
     single = query.dtype == torch.float32 == keys.dtype
     if not single and query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
+        # Tensor cores add up in fp32: asked for that dtype they do not round the sum to half precision.
         scores = torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scaling)  # baddbmm's takes no `added` in 2.8
         return (scores if bias is None else scores.add_(added)).view(shape)
     step = max(1, choose_chunk_bytes(keys.device) // (8 * max(1, columns[0].numel())))

@@ -1,4 +1,4 @@
-"""Looking at layers while a dense prompt passes, and at tokens that follow it under the full cache.
+"""Observe layers during a dense prefill, and tokens that follow it under the full cache.
 
 Nothing here is T x T: a layer is shown as the policies of the runtime see it, with what they declare (a window of query
 rows, key statistics) and no more.
@@ -27,6 +27,7 @@ from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs, SecondPass
 from kvsearch.runtime.attention import Output, attend_dense, make_causal_mask, require_attention, tag
 from kvsearch.runtime.collector import DensePrompt, Rotary, read_hidden_states, watch_hidden_states
+from kvsearch.runtime.collector import States as States
 from kvsearch.runtime.gates import gated_attention
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.program import make_full_program, require_room
@@ -36,19 +37,18 @@ from kvsearch.runtime.store.blocks import align_right
 from kvsearch.signals.attention_rows import residual_weights
 
 Rereads = Mapping[int, Mapping[SecondPass, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
-States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 LED_BY = 8  # tokens before a chunk that is read again
 MIN_PASS_CHUNK = 16
 MASKED_TOKENS = 1024  # at most, of rows of one batch that see different entries
 
 
 def is_finite(states: Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinity: NaN is the least and the largest where there is one."""
+    """Return whether a tensor has neither NaN nor infinity (NaN shows as minimum and as maximum)."""
     return states.numel() == 0 or bool(torch.stack(states.aminmax()).isfinite().all())
 
 
 class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
-    """Lets one dense prompt through the model's own attention and shows it to `look`; nothing is stored.
+    """A cache layer that stores nothing: it runs one dense prompt and hands its observation to `look`.
 
     The prompt ends when `length` tokens have been seen; None: with the first forward pass.
     """
@@ -96,7 +96,7 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
 
 
 class ObservedLayer(PromptLayer[Noted]):
-    """Keeps the dense prompts of one layer; later tokens see them in full, or what `keep` leaves, but are not stored.
+    """A cache layer that keeps its dense prompts; later tokens attend to them, or to what `keep` leaves, unstored.
 
     With a `refusal` prompts with NaN or infinity are an IncompatibleError of these words, before `look` sees them.
     """
@@ -123,6 +123,7 @@ class ObservedLayer(PromptLayer[Noted]):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend to the prompts, or to what `keep` leaves of them and to the tokens that follow."""
+        # The first call is the prompt, all others are tokens that follow it.
         if not self.is_initialized:
             if self.refusal is not None and not all(map(is_finite, (query, key, value))):
                 raise IncompatibleError(self.refusal)
@@ -135,6 +136,8 @@ class ObservedLayer(PromptLayer[Noted]):
         logits = Logits.of_call(module, query, key, kwargs)
         gated: list[Tensor] = []
         if self.keep is not None and self.gates is not None:
+            # Rows behind gates are differentiated; the rows before them show what the full cache does, and need no
+            # gradients.
             open_rows = len(query) - len(self.gates)
             through = (query[open_rows:], key[open_rows:], value[open_rows:])
             how = (self.keep.to(query.device), self.gates.to(query.device), logits)
@@ -163,6 +166,7 @@ class ObservedLayer(PromptLayer[Noted]):
         """Attend with tokens [1, H, K, D] to the entries `keep` [Hkv, T] of the prompt and to themselves."""
         query, key, value = tokens
         heads, count = query.shape[1:3]
+        # Kept entries are gathered side by side: a mask over the whole prompt would cost the logits of all of it.
         columns, filled = align_right(keep.to(query.device), int(keep.sum(-1).max()))
         keys, values = (
             torch.cat([prompt.gather(2, columns[None, ..., None].expand(-1, -1, -1, prompt.shape[-1])), own], 2)
@@ -181,7 +185,7 @@ class ObservedLayer(PromptLayer[Noted]):
 
 
 class DensePass(Generic[Noted]):
-    """The full-cache pass over one batch of prompts, and tokens that follow them, any number of times.
+    """A full-cache pass over one batch of prompts, and over tokens that follow them, any number of times.
 
     Holds the full cache of the prompts, and what `look` makes of them, for as long as it lives.
 
@@ -249,7 +253,7 @@ class DensePass(Generic[Noted]):
         rows: Tensor | None = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Teacher-force `tokens` [M, K] after the prompts and forget them again; the model's output for them.
+        """Teacher-force `tokens` [M, K] after the prompts, yield the model's output, and forget them again.
 
         `rows` [M], on the host, says which prompt each row of tokens follows (None: one each, in order).
         Where `keep` has the row of an observed layer, tokens see only those entries of its (single) prompt, [Hkv, T],
@@ -257,6 +261,7 @@ class DensePass(Generic[Noted]):
         see `gated_attention`, those before see all, and the output has gradients.
         """
         require_same_rotary(self.model, self.lengths, tokens.shape[1])
+        # Transformers' own layers append what follows; put back to this, they have the prompt alone.
         before = [read_layer_state(layer) for layer in self.cache.layers]
         try:
             for row, entries in (keep or {}).items():
@@ -296,9 +301,9 @@ class DensePass(Generic[Noted]):
                 yield from output.logits
 
     def continuations(self) -> Iterator[LayerContinuation[Noted]]:
-        """Yield what the observed layers do while tokens follow, in ascending order.
+        """Yield the continuation of every observed layer while tokens follow, in ascending order.
 
-        A copy at a time: each keeps the keys and values that were asked of it.
+        Each is a copy: what it computes and stores, keys and values of all tokens, is freed with it.
         """
         for layer in self.observed:
             if layer.continuation is not None:
@@ -310,7 +315,7 @@ class DensePass(Generic[Noted]):
 
 @torch.no_grad()
 def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | None = None) -> Rereads:
-    """Read prompts [B, T] (`mask` 0 where padding, on the left) again for those who need it; nothing if nobody does.
+    """Read prompts [B, T] (`mask` 0 where padding, on the left) a second time for policies that need it.
 
     One sequence at a time, so that none depends on its neighbours. Takes two passes over each; the device is waited for
     once, for how long they are.
@@ -332,6 +337,7 @@ def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor
     counts = [length] * len(prompts) if mask is None else (mask > 0).sum(-1).tolist()
     for ids, count in zip(prompts, counts, strict=True):
         real = ids[None, length - count :]
+        # Norms behind the output projection are read by KVzip+ alone.
         needed = [Needs(projection=any(how.plus for how in wanted))]
         passed = DensePass(model, dict.fromkeys(full, needed), norms, real)
         again: dict[int, dict[SecondPass, Tensor]] = {layer: {} for layer in full}
@@ -343,7 +349,7 @@ def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor
 
 
 def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: SecondPass) -> dict[int, Tensor]:
-    """Return what the entries of a prompt [1, T] get when it is read again, by layer [1, Hkv, T]."""
+    """Return the scores of the entries of a prompt [1, T] in its second pass, by layer [1, Hkv, T]."""
     length = ids.shape[1]
     limit = find_rotary_limit(passed.model, length)
     chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk
@@ -354,6 +360,7 @@ def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Secon
         )
     best: dict[int, Tensor] = {}
     for first in range(0, length, chunk):
+        # Some tokens before the chunk lead in to it: it does not follow the end of the prompt.
         tokens = ids[:, max(0, first - LED_BY) : first + chunk]
         with passed.following(tokens, output_hidden_states=how.plus) as output:
             for layer in passed.continuations():
@@ -361,6 +368,7 @@ def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Secon
                 if how.plus:
                     # a model on several devices leaves a layer's input on the one before
                     weights = residual_weights(output.hidden_states[layer.index].to(layer.query.device))
+                # The most that any later token gives: an entry counts if it is needed once.
                 scores = layer.importance(layer.noted[0] if how.plus else None, "max", weights)
                 before = best.get(layer.index)
                 best[layer.index] = scores if before is None else torch.maximum(before, scores)

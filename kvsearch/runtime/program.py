@@ -1,4 +1,4 @@
-"""A plan made ready to run on one model: policy objects, and budgets for the prompt at hand."""
+"""A plan bound to a model: policy objects, and budgets for the prompt at hand."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class PhaseProgram:
         table = self.table(length)
         if self.allocation is not None:
             room = np.full_like(table, length)
+            # A pool cannot give out more than there is, as a whole or in every layer.
             axis = None if self.allocation.shares_layers else -1  # one pool of all layers, or one of each
             return int(np.minimum(table.sum(axis), room.sum(axis)).sum())
         table = np.minimum(table, length)
@@ -83,8 +84,10 @@ class Program:
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             if (phase := getattr(self, name)) is not None:
+                # The dataclass is frozen; a phase counts entries by how its budgets are shared.
                 object.__setattr__(self, name, replace(phase, allocation=self.allocation))
         for policy in self.decode.policies.values() if self.decode else ():
+            # For its error: a policy that cannot decide while decoding is refused before anything runs.
             decode_needs(policy)
         for phase in self.phases if self.allocation else ():
             for layer, policy in sorted(phase.policies.items()):
@@ -122,7 +125,16 @@ class Program:
         entries: Callable[[int], int],
         allocation: Allocation | None = None,
     ) -> Program:
-        """Use one policy and prefill budget in all full-attention layers and heads; `entries` maps length to budget."""
+        """Use one policy and prefill budget in all full-attention layers and heads; `entries` maps length to budget.
+
+        Examples:
+            >>> from kvsearch.models.loading import load
+            >>> from kvsearch.policies import create_policy
+            >>> from kvsearch.runtime import Program
+            >>> program = Program.uniform(load("bundled").model, create_policy("keydiff"), lambda length: length // 4)
+            >>> program.prefill.entries(1000)  # of 6 layers with 4 kv heads
+            6000
+        """
         shape = describe(model)
         size = (len(shape.full_layers), shape.kv_heads)
 
@@ -190,7 +202,7 @@ BY_KEY_NORM = ("knorm",)
 
 
 def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
-    """Warn of policies that can say little on this model, once for each policy and class of models."""
+    """Warn, once per policy and model class, of policies whose scores say little on this model."""
     named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
     for name in sorted(named) if has_key_norm(model) else ():
         warn_once(
@@ -215,7 +227,7 @@ def count_entries(model: Any, phase: PhaseProgram | None, length: int) -> int:
 
 
 def estimate_prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
-    """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers.
+    """Estimate the bytes of compressed prompts: keys, values and positions of full-attention layers.
 
     Log weights of entries that carry something count. Under a program without a decode phase, `tokens` more of every
     prompt have come.
@@ -237,11 +249,12 @@ def estimate_prompt_bytes(model: Any, program: Program, lengths: Sequence[int], 
 def estimate_memory(
     model: Any, program: Program, lengths: Sequence[int], chunk: int | None = None, tokens: int = 0
 ) -> MemoryNeeds:
-    """Return what a batch of prompts of these lengths takes under a program, with `tokens` more of each."""
+    """Estimate the memory of a batch of prompts of these lengths under a program, with `tokens` more of each."""
     shape = describe(model)
     scoring = [policy.needs() for policy in program.policies if policy.name != "full"]
     entries = len(lengths) * max(lengths) * shape.kv_heads
     rows = max((max(lengths) if need.column_sums else need.query_rows for need in scoring), default=0)
+    # Scores are made in chunks of this size, however long the prompt is.
     logits = min(choose_chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
     scratch = logits + entries * (RANKING + FP32 * shape.head_dim) if scoring else 0
     queries = max((need.query_rows for need in scoring), default=0) * shape.head_dim * model.dtype.itemsize
@@ -261,6 +274,7 @@ def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[
 
     A model without weights has no device that could be too small.
     """
+    # On several devices their memory counts together: what is read is spread as the weights are.
     devices = {weight.device for weight in model.parameters() if not weight.is_meta}
     needs = {name: estimate_memory(model, program, lengths, chunk) for name, program in programs.items()}
     name, needed = max(needs.items(), key=lambda item: item[1].total)

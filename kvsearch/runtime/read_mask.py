@@ -1,4 +1,4 @@
-"""What attention masks say of the tokens that a cache has read: which are padding, and which are hidden later.
+"""Attention masks of tokens that a cache has read: which are padding, and which are hidden now.
 
 transformers hands every layer of a forward pass the same mask, [B, 1, q, T] over all columns that were read and those
 that come. Entries know the index of their token in its sequence, not its column, so the mask is turned into that form
@@ -33,7 +33,7 @@ class ReadMask:
         self._current: tuple[int, Visible] | None = None
 
     def begin(self, valid: Tensor, lengths: Sequence[int]) -> None:
-        """Take note of a prompt: `valid` [B, T] bool is False for padding, `lengths` [B] are the tokens of each."""
+        """Store the padding of a prompt: `valid` [B, T] bool is False there, `lengths` [B] are the tokens of each."""
         self.begun = True
         self.padding = valid.shape[1] - max(lengths)
         self.real = None if min(lengths) == valid.shape[1] else valid.clone()
@@ -56,6 +56,7 @@ class ReadMask:
                 raise _is_padding_visible(~self.real.all(-1))
             self.real = None  # padded sequences were dropped, or padding forgotten
             return None, None
+        # All layers of a pass bring the same mask; the first one reads it for all.
         if self._current is None or self._current[0] != seen:  # another in every forward pass
             self._current = seen, self._read(mask, batch, seen, count)
         arrived, shown = self._current[1]
@@ -81,6 +82,7 @@ class ReadMask:
             )
         shown = list_visible_columns(mask)[:, 0].expand(batch, -1, -1)
         row = shown[:, -1]
+        # The usual decode step: nothing hidden, nothing padded.
         if count == 1 and self.shows_all(row):
             return None, None
         before = seen - count
@@ -89,6 +91,7 @@ class ReadMask:
         arrived = row[:, before:]
         padding_shown = (row[:, :before] & ~real).any(-1)
         nothing_shown = ~row.any(-1)
+        # One copy to the host for all five answers.
         uneven, shows_padding, empty, hides, padded = torch.stack(
             [
                 (shown != (row[:, None] & make_causal_mask(count, seen, row.device))).any(),
@@ -109,6 +112,7 @@ class ReadMask:
             raise UsageError(
                 f"attention_mask hides every token of sequence {_find_first(nothing_shown)}: show one at least"
             )
+        # What is seen now is the padding that later masks are compared with.
         real = torch.cat([real, arrived], 1)
         if padded:
             self.real = real
@@ -146,15 +150,16 @@ def list_visible_columns(mask: Tensor) -> Tensor:
 
 
 def spread_by_token(real: Tensor, row: Tensor) -> Tensor:
-    """Return a row of a mask, [B, T] bool by column, by the index of the token in its sequence; `real` [B, T] bool."""
+    """Reorder a mask row [B, T] bool from columns to token indices; `real` [B, T] bool: no padding."""
     batch, columns = row.shape
+    # Columns of padding all go to a spare one behind the last, which is cut off.
     index = torch.where(real, real.cumsum(-1) - 1, columns)
     shown = row.new_ones(batch, columns + 1)  # behind the last one, for padding
     return shown.scatter_(1, index, row)[:, :columns]
 
 
 def _is_padding_visible(sequences: Tensor) -> UsageError:
-    """Return what to raise where padding of some `sequences` [B] bool is to be seen."""
+    """Make the error of a mask that shows padding of some `sequences` [B] bool."""
     return UsageError(
         f"attention_mask shows padding of sequence {_find_first(sequences)}, "
         "of which nothing was kept, or is missing: give "

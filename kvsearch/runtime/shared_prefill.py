@@ -1,4 +1,4 @@
-"""A batch of prompts under many methods: read once, compressed as each of them says, answered together.
+"""One prefill for many methods: a batch of prompts is read once, compressed by each, and answered together.
 
 Evicting a prompt does not change what the model computes for it, so one prefill serves all methods; methods that evict
 nothing while decoding then decode as one batch, their sequences side by side. Every method holds what it would hold
@@ -41,17 +41,17 @@ from kvsearch.runtime.stock import (
 )
 from kvsearch.runtime.store.storage import RaggedStore
 
-T = TypeVar("T")
+BatchItem = TypeVar("BatchItem")
 
 
 @dataclass(frozen=True)
 class JointReplies:
-    """Methods that reply together: method m's sequence b is row m * B + b of `replies`.
+    """Methods that reply as one batch: method m's sequence b is row m * B + b of `replies`.
 
-    `entries` are those that a method, by name, holds of every sequence once the prompts are compressed, `nbytes` the
-    bytes of the whole batch. `seconds` is what reading the prompts and compressing them took, for all methods they were
-    read for, and `logits` [B, 1, V] are those of the prompts' last tokens: the same object as long as the prompts were
-    read once.
+    `entries` counts what a method, by name, holds of every sequence once the prompts are compressed, `nbytes` the bytes
+    of the whole batch. `seconds` is what reading the prompts and compressing them took, for all methods they were read
+    for, and `logits` [B, 1, V] are from the prompts' last tokens: the same object as long as the prompts were read
+    once.
     """
 
     methods: tuple[str, ...]
@@ -71,7 +71,7 @@ def compress_prompts(
     memory: int | None = None,
     answer_bytes: int = 0,
 ) -> Iterator[JointReplies]:
-    """Read and compress the batch under every program, in their order as far as they reply together.
+    """Prefill a batch of prompts once, compress it under every program, and yield the methods that reply together.
 
     Prompts are token ids [T] each. `memory` is the most bytes that the compressed caches of one prefill may take, with
     the `answer_bytes` that answers take of each program besides; where that is too little for all programs the prompts
@@ -87,6 +87,7 @@ def compress_prompts(
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits, mask = read_prompts(model, list(caches.values()), prompts)
+        # Before any method replies: NaN after the prompt comes of the model, not of a method.
         check_logits(logits)
         entries = {method: count_held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
@@ -100,7 +101,9 @@ def compress_prompts(
             yield JointReplies(tuple(methods), replies, entries, nbytes, seconds, logits)
 
 
-def make_batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
+def make_batches(
+    items: Sequence[BatchItem], size: int, alike: Callable[[BatchItem], object]
+) -> Iterator[list[BatchItem]]:
     """Yield batches of at most `size` items that have the same `alike(item)`."""
     for group in group_by_key(items, alike).values():
         for first in range(0, len(group), size):
@@ -126,7 +129,7 @@ def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], stop: set[int]
 def reply_after_prefill(
     passes: Sequence[DensePass[Any]], prompts: Sequence[Tensor], copies: int, stop: set[int], finished: Finished | None
 ) -> Replies:
-    """Return replies after prompts of token ids [T] that were read under the full cache, each by a pass of its own.
+    """Return replies after prompts of token ids [T] that `DensePass`es have read, each its own, under the full cache.
 
     Nothing is read again. With several `copies` prompt b is row c * B + b for every copy c, to be asked side by side.
     """
@@ -137,6 +140,8 @@ def reply_after_prefill(
         for layer, target in zip(passed.cache.layers, cache.layers, strict=True):
             if isinstance(layer, ObservedLayer):
                 valid = layer.keys.new_ones(len(layer.keys), layer.keys.shape[2], dtype=torch.bool)
+                # Nothing is scored, as the full program keeps all: what an observation has besides entries does not
+                # matter.
                 _hand_on([target], {}, Observation(layer.keys, layer.values, valid, 1.0, layer=layer.index))
             else:
                 vars(target).update(read_layer_state(layer))
@@ -193,8 +198,10 @@ def read_prompts(
         return prefill_all(model, caches, ids, mask, chunk), mask
     logits = []
     parts: list[Sequence[PlanCache]] = []
+    # Neighbours alone, so that joined parts are in the order of the prompts.
     for _, alike in groupby(prompts, len):
         alone = torch.stack(list(alike)).to(model.device)
+        # The first part fills the caches that were given, so that joining leaves all of it in these.
         own = [PlanCache(model, cache.program) for cache in caches] if parts else caches
         try:
             logits.append(prefill_all(model, own, alone, torch.ones_like(alone), chunk))
@@ -232,10 +239,13 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
         targets = [cache.layers[index] for cache in caches]
         needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
         look = partial(_hand_on, targets, again)
+        # Full-attention layers show the prompt to each cache in turn and store nothing. All others are transformers'
+        # own, and every cache gets their state at the end.
         layers[index] = PromptLayer(index, needs, RotaryTables(model, index), look, ids.shape[1])
     shared = make_cache_class(model, Cache)(layers=layers)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     size = chunk or ids.shape[1]
+    # Models whose rotary factors depend on the length would take the first chunk for a short prompt.
     whole = nullcontext() if chunk is None else rotate_as_length(model, int(positions.max()) + 1)
     with torch.no_grad(), whole:
         for first in range(0, ids.shape[1], size):
@@ -256,7 +266,7 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
 
 
 def _hand_on(targets: Sequence[Any], again: Rereads, prompt: Observation) -> None:
-    """Let every target evict; those without a plan take the prompt as it is."""
+    """Hand a prompt to every target layer: planned ones evict it, the others store it whole."""
     prompt = replace(prompt, rereads=again.get(prompt.layer, {}))
     for target in targets:
         if isinstance(target, EvictingLayer):
@@ -273,7 +283,7 @@ def can_join(cache: PlanCache) -> bool:
 
 
 def join_caches(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) -> PlanCache:
-    """Join caches of compressed prompts, with the sequences of all of them as its batch: the first of them.
+    """Join caches of compressed prompts into one batch, in place of the first of them.
 
     They plan the same layers, by the same policies where these evict while decoding, and are used up. `mask` [B, T] is
     0 where the prompts are shorter than the longest, `lengths` [B] are their tokens.
@@ -294,14 +304,16 @@ def join_caches(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int
             vars(layer).update(join_states([vars(other) for other in others]))
         elif isinstance(layer, DynamicLayer) and layer.keys is not None:
             states = [(other.keys, other.values) for other in others]
+            # Counters are those of the longest sequence; keys and values are replaced at once.
             vars(layer).update(vars(max(others, key=lambda other: other.get_seq_length())))
             layer.keys, layer.values = (_pair_caches(part) for part in zip(*states, strict=True))
+    # Their entries were copied: they are freed before the joint batch decodes.
     for cache in caches[1:]:
         cache.layers.clear()
     return joint
 
 
 def _pair_caches(states: Sequence[Tensor]) -> Tensor:
-    """Return states [B, H, T, D] of several batches as one, with zeros in front of shorter ones."""
+    """Concatenate states [B, H, T, D] of several batches, with zeros in front of shorter ones."""
     width = max(part.shape[2] for part in states)
     return torch.cat([nn.functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in states])

@@ -1,4 +1,4 @@
-"""Dynamic allocation under way: every layer states its demand when its prompt ends, and holds what it may still get.
+"""Dynamic allocation at runtime: layers state demands as the prompt passes, and hold what they may still get.
 
 Where layers share one pool of entries, a layer's budget is final only after the last layer. Until then each holds the
 most that it can still get, ranked, and is trimmed as other layers come in: nested, so the entries that stay are those
@@ -42,7 +42,7 @@ NO_CAP = 2**31 - 1  # entries a head may hold while decoding
 
 
 class PhaseShares:
-    """The shares of every sequence of a batch in one phase."""
+    """Budget shares of every sequence of a batch in one phase."""
 
     def __init__(self, allocation: Allocation, phase: PhaseProgram, lengths: Sequence[int], lasting: bool) -> None:
         self.lasting = lasting  # whether the budgets hold while the sequences grow
@@ -57,14 +57,14 @@ class PhaseShares:
             self.of_sequence.append(Shares(allocation, planned, floors, np.full_like(planned, length)))
 
     def add(self, layer: int, demands: LayerDemands) -> None:
-        """Take in what a layer demands, for every sequence."""
+        """Add the demand of a layer, for every sequence."""
         row = self.rows[layer]
         for sequence, shares in enumerate(self.of_sequence):
             floor = int(shares.floors[row].min())  # the least that a head is given before demands count
             shares.add(row, demands.of(sequence, floor, shares.open_to(row)))
 
     def most(self, layer: int) -> Ints:
-        """Return what the layer's heads can still get, [B, Hkv]."""
+        """Return the most entries that the layer's heads can still get, [B, Hkv]."""
         return np.stack([shares.most(self.rows[layer]) for shares in self.of_sequence])
 
     def of_layer(self, layer: int) -> Ints:
@@ -94,13 +94,14 @@ class Sharing:
         self._ready: dict[int, RaggedStore | Decoding] = {}
 
     def needs(self, layer: int) -> list[Needs]:
-        """Return what the demand of a layer must be given of its prompt."""
+        """Return what the demand of a layer needs of its prompt."""
         policy = self._policy(layer)
         return [policy.needs(), self.allocation.needs(policy)]
 
     def end(self, index: int, observation: Observation) -> None:
-        """Take in the prompt of a layer; `take` has its entries then, where layers share a pool after the last one."""
+        """Process the prompt of a layer; `take` has its entries at once, or, of a shared pool, after the last layer."""
         layers = self.program.layers
+        # The first layer begins a new prompt: demands of the one before are forgotten.
         if index == layers[0]:
             self.waiting.clear()
             lengths = read_lengths(observation)
@@ -110,6 +111,7 @@ class Sharing:
                 for name, phase in phases.items()
                 if phase is not None
             }
+        # Made once, as both phases share out by the same scores.
         demands = LayerDemands(self.allocation, self._policy(index), observation)
         for phase in self._phases.values():
             if index in phase.rows:
@@ -126,7 +128,7 @@ class Sharing:
             self._finish()
 
     def take(self, index: int) -> RaggedStore | Decoding | None:
-        """Hand out the entries of a layer, once; None while they are not final."""
+        """Return the entries of a layer, once; None while they are not final."""
         return self._ready.pop(index, None)
 
     def forget(self, index: int) -> None:
@@ -143,7 +145,7 @@ class Sharing:
         return next(phase.policies[layer] for phase in self.program.phases if layer in phase.policies)
 
     def _now(self, index: int, observation: Observation) -> RaggedStore | Decoding:
-        """Evict at once."""
+        """Evict a layer at once."""
 
         def rule(name: Phase) -> PhaseRule | None:
             phase = self._phases.get(name)
@@ -164,6 +166,7 @@ class Sharing:
             state = rule.start(observation)
         lengths = np.array(read_lengths(observation))[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
+        # Without a prefill phase everything stays until decoding, so nothing bounds what is held.
         max_entries = prefill.most(index) if prefill is not None and index in prefill.rows else whole
         ranks = rank_under(self._policy(index), observation)
         return (EntryPool.take(observation, ranks, max_entries, state), rule, observation.keys.shape[2])
@@ -173,6 +176,7 @@ class Sharing:
         prefill = budgets.get("prefill", {})
         decode = budgets.get("decode", {})
         for index in list(self.waiting):
+            # One layer at a time: only one is in memory twice.
             pool, rule, columns = self.waiting.pop(index)
             if index in prefill:
                 pool.trim(prefill[index])
@@ -223,7 +227,7 @@ class LayerDemands:
 
 @dataclass
 class Part:
-    """Some segments: `block` with the rank of each entry in its segment and the decode phase's state."""
+    """Segments of a layer, with the rank of each entry in its segment and the decode phase's state."""
 
     block: AnyBlock
     ranks: Tensor  # int32, as the block's positions: [S, capacity] or [N]
@@ -292,15 +296,16 @@ class EntryPool:
             self.parts += part.trimmed(flat[part.block.segments.cpu().numpy()])
 
     def store(self) -> RaggedStore:
-        """Return what is held, as storage that tokens can be appended to."""
+        """Return the entries as storage that tokens can be appended to."""
         blocks = regroup([part.block for part in self.parts])
         return RaggedStore(blocks, self.heads, self.tokens, len(set(self.lengths)) == 1)
 
     def sources(self) -> list[SlotSource]:
-        """Return what is held, as the storage of a decode phase takes it."""
+        """Return the entries as sources for the storage of a decode phase."""
         sources = []
         for part in self.parts:
             block = part.block
+            # Segments of a block are aligned on the right, so entry n of m is at capacity - m + n.
             names = part.block.segments
             if not isinstance(block, Block):
                 raise InternalError("a decode phase was not foreseen when a prompt's entries were taken")

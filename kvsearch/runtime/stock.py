@@ -36,15 +36,16 @@ def find_stateful_layers(layers: Sequence[Any]) -> list[int]:
 
 
 def read_layer_state(layer: Any) -> dict[str, Any]:
-    """Return the attributes of a stock layer as they are now, whatever it takes in later.
+    """Return the attributes of a stock layer as they are now, unchanged by later tokens.
 
     A running state is copied, as it is written in place; keys and values are replaced when others come.
     """
+    # A running state is written in place, keys and values are replaced: only the former has to be copied.
     return deepcopy(vars(layer)) if find_stateful_layers([layer]) else dict(vars(layer))
 
 
 def fork_layer(layer: Any) -> Any:
-    """Return a stock layer that holds what this one holds now and goes its own way."""
+    """Return an independent copy of a stock layer."""
     made = copy(layer)
     vars(made).update(read_layer_state(layer))
     return made
@@ -66,7 +67,7 @@ def count_stock_bytes(layer: Any) -> int:
 
 
 def make_cache_class(model: nn.Module, base: Any) -> type[Any]:
-    """Return `base`, or what is both it and the class that the code of `model` asks for."""
+    """Return `base`, or a subclass of it and of the cache class that the code of `model` expects."""
     kind: type[Any] = _find_class(type(find_decoder(model)).__module__, base)
     return kind
 
@@ -80,6 +81,7 @@ def _find_class(module: str, base: Any) -> Any:
     # running states are kept where other models keep them, in the layers of the cache
     members["set_linear_cache"] = lambda self, layer_idx, state: self.layers[layer_idx].update_recurrent_state(state)
     members["get_linear_cache"] = lambda self, layer_idx: self.layers[layer_idx].recurrent_states[0]
+    # MiniMax's class has an __init__ without layers; ours are given some.
     if base is Cache:
         members["__init__"] = vars(Cache)["__init__"]
     return type(base.__name__, (own,) if base is Cache else (base, own), members)

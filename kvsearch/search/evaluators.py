@@ -2,8 +2,8 @@
 
 Candidates with budgets of the decode phase are run whole, as `evaluate` runs plans: what leaves while decoding depends
 on every token that follows the prompt, so there is no order of entries that serves all candidates. Each has a cache of
-its own here, which takes in what follows token by token. Only the prompts are shared: those of a job's candidates are
-read once, as far as memory permits.
+its own here, which takes in what follows token by token. Only the prompts are shared: for the candidates of a job they
+are read once, as far as memory permits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SampleIndices = list[int]  # the samples that share a prompt
 class PlanEvaluator:
     """Measures candidates by running their plans; an `Evaluator`, exact in every phase and under every policy.
 
-    Results are data, as those of `CandidateBank`, and do not depend on which candidates are evaluated together.
+    Results are data, as in `CandidateBank`, and do not depend on which candidates are evaluated together.
 
     Args:
         base: policies and phases.
@@ -102,7 +102,7 @@ class PlanEvaluator:
         return values
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
     # --- contexts -------------------------------------------------------------------------------------------------
 
@@ -119,6 +119,7 @@ class PlanEvaluator:
         last_logits = None
         try:
             for joint in compress_prompts(self.model, programs, prompts, stop, firsts[0].finished, self.memory):
+                # The same object as long as the prompts were read once: what is read again counts again.
                 if joint.logits is not last_logits:
                     last_logits = joint.logits
                     self.tokens_spent += sum(map(len, prompts))
@@ -147,6 +148,7 @@ class PlanEvaluator:
         limits = [sample.limit for sample in samples]
         try:
             reply_ids = replies.ask([sample.question_ids for sample in samples], limits)
+        # The replies of all rows have stopped with the one that is wrong.
         except NonFiniteError:
             return [math.nan] * len(samples)
         self.tokens_spent += sum(
@@ -187,6 +189,7 @@ def make_executor(search: PreparedSearch, cap: int, progress: Progress | None = 
 def make_worker_factory(search: PreparedSearch, source: ModelSource, cap: int) -> partial[Evaluator]:
     """Return a factory of the evaluator in a worker: questions are sent, the model is loaded there."""
     nobody: Any = None
+    # Samples hold their questions; the other prompts of a task would be sent to every worker for nothing.
     tasks = {id(sample.task): replace(sample.task, prompts=()) for sample in search.samples}  # its questions alone
     samples = [replace(sample, task=tasks[id(sample.task)]) for sample in search.samples]
     how = search.settings.objective, replace(search.search_split, tasks=()), cap

@@ -291,7 +291,7 @@ def prepare_searches(
     """Encode the questions of all splits, and prepare and check a search at every budget.
 
     `starts` are start plans by name, by budget: the entries that a kv head keeps on average. `rule` says how sure to
-    be. No context is asked that one of these plans was fitted or chosen on, as `before` says (None: as those of the
+    be. No context is used that one of these plans was fitted or chosen on, as `before` says (None: as the plans of the
     first budget say themselves).
 
     Raises:
@@ -337,7 +337,7 @@ def run_searches(
 
     Budgets share one bank and one log, and none knows of the others' results. The report split is asked once, at the
     end, of the result of each budget, and beside it of the plan of the smallest budget scaled to that size: these are
-    the optimised and the extrapolated plans of EvolKV (sections 4.2.1 and C.4). Errors are those of `Search.run`.
+    the optimised and the extrapolated plans of EvolKV (sections 4.2.1 and C.4). Errors as `Search.run`.
     """
     is_front = len(searches) > 1
     finished: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []

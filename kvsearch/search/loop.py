@@ -130,6 +130,7 @@ class Search:
             line = self.log.begin(self.name + START_PLANS)
             where = [f"start {name}" for name in self.starts]
             values = self._measure(list(self.starts.values()), line, where, ALL_LAYERS)
+            # The best start plan is where the first stage begins.
             if not self.settings.parity:  # the paper begins with even budgets, and with no fitness
                 self._current = self.outcome.pool[0]
             self.watcher.generation(START_PLANS, 0, values, self.outcome.pool[0])
@@ -152,6 +153,7 @@ class Search:
 
     def _run_stage(self, stage: SearchStage, best: Candidate) -> Candidate:
         """Run a stage from `best`; return the best candidate of both."""
+        # Seeds follow from the stage's name: a search that is resumed asks for the same points.
         optimiser = self._create_optimiser(stage, best)
         measured = [best.value] if math.isfinite(best.value) else []  # in all generations of the stage
         for generation in range(self.settings.generations):
@@ -177,12 +179,15 @@ class Search:
         line = self.log.begin(self.name + where)
         tables = [stage.space.make_table(point) for point in points]
         values = self._measure(tables, line, [where] * len(tables), stage.rows)
+        # Optimisers take finite values only.
         worst = penalise_failures(values)  # for candidates that failed
         penalised = [value if math.isfinite(value) else worst for value in values]
         measured = [value for value in values if math.isfinite(value)]
         projected = [stage.space.project(point) for point in points]
+        # Where points really were: clipped and scaled to the total, not where they were asked for.
         optimiser.tell(projected, penalised, measured)
         self.log.tell(self.name + stage.name, generation, projected, penalised)
+        # Penalties are worse than all measured values, so this is never a failed candidate.
         first = int(np.argmin(penalised))
         best = Candidate(tables[first], values[first], where)
         self.watcher.generation(stage.name, generation, values, self.outcome.pool[0])
@@ -211,6 +216,7 @@ class Search:
 
     def _measure(self, tables: Sequence[Ints], since: int, where: Sequence[str], rows: slice) -> list[float]:
         """Measure tables and add them to the pool, even if a limit is reached; return the values to minimise."""
+        # What was measured before a limit counts: the error is raised again at the end.
         limit: LimitReachedError | None = None
         try:
             self.trials.measure(tables, since)
@@ -249,6 +255,7 @@ class Search:
         searched = [*state, *others][: self.settings.finalists]
         completed = []
         for candidate in searched:
+            # A group state may be above the caps, which the paper does not have.
             bounds = replace(self.bounds, caps=np.maximum(self.bounds.caps, candidate.table))
             completed.append(bounds.complete(candidate.table))
         tables = [*self.starts.values(), *completed]

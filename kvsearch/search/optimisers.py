@@ -2,7 +2,7 @@
 
 An optimiser minimises. It sees vectors and numbers only, never a model or a plan. One seed gives one search: no global
 random state is read or changed, so a fresh instance that is told the same values asks for the same points bit for bit,
-and a search can be resumed from the record of what was told.
+and a search can be resumed from the record of told values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvsearch.core.arrays import Ints, Vector
 
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2  # of the bracket that is left after each generation of golden section search
+KEPT_BRACKET = (math.sqrt(5) - 1) / 2  # of the bracket that is left after each generation of golden section search
 STEP_GROWTH = 1.5  # of the step of `MixedSearch` after a generation that found something better
 FLAT_STEP_GROWTH = 2.0  # of the step after a generation that told nothing apart
 FLAT_TOLERANCE = 1e-6  # relative; values that differ by less are the same
@@ -83,6 +83,7 @@ class Optimiser(ABC):
 
     def ask(self) -> list[Vector]:
         """Propose the points of the next generation, each float64 [d] within the bounds."""
+        # Before the optimiser's own, which it finds as the last of a generation when values are told.
         points = [*self._injected, *self._ask()]
         self._injected = []
         return [point.copy() for point in points]
@@ -93,11 +94,12 @@ class Optimiser(ABC):
         Args:
             points: where they really were, each [d] within the bounds, in the order asked: `Space.project` of them.
             values: their values, finite, smaller is better.
-            measured: those of the values that are no penalty for a failed candidate, which says nothing of how much
-                points differ; None: all.
+            measured: the values without penalties of failed candidates, which say nothing of how much points differ;
+                None: all.
         """
         inside = [np.clip(point, self.lower, self.upper) for point in points]  # computed points may miss a bound
         for point, value in zip(inside, values, strict=True):
+            # Of equal values the point nearest to the start.
             rank = value, float(np.linalg.norm(point - self.start))
             if self._best is None or rank < self._best:
                 self._best = rank
@@ -119,6 +121,7 @@ class Optimiser(ABC):
 
     def _widen_step(self, step: float) -> float:
         """Return a wider step for the generation after one with equal values, at most as wide as the box."""
+        # Wider than the box tells nothing more.
         return max(step, min(FLAT_STEP_GROWTH * step, float((self.upper - self.lower).max())))
 
     @property
@@ -207,6 +210,7 @@ class CMA(Optimiser):
         if not self._learned_nothing:
             self._strategy.tell(points, values)
             return
+        # pycma is not told of a flat generation: it would learn from the order of equal points.
         self._strategy.sigma = self._widen_step(self._strategy.sigma)
 
 
@@ -235,7 +239,7 @@ class GoldenSection(Optimiser):
         super().__init__(problem)
         self._low = float(self.lower[0])
         self._high = float(self.upper[0])
-        self._inner = [self._divide(1 - GOLDEN_RATIO), self._divide(GOLDEN_RATIO)]
+        self._inner = [self._divide(1 - KEPT_BRACKET), self._divide(KEPT_BRACKET)]
         self._values: list[float | None] = [None, None]  # of the inner points
         self._at_bounds: bool | None = None  # whether the bounds come next; None: they were not asked for yet
 
@@ -255,6 +259,7 @@ class GoldenSection(Optimiser):
             self._at_bounds = False
             self._tell_bounds(*values[-2:])
             return
+        # The values of injected points come first and are no inner points.
         fresh = iter(values[-self._values.count(None) :])
         left, right = (next(fresh) if value is None else value for value in self._values)
         self._values = [left, right]
@@ -264,7 +269,7 @@ class GoldenSection(Optimiser):
         self._shrink(left, right)
 
     def _tell_bounds(self, lowest: float, highest: float) -> None:
-        """Go on beside the better bound if it is better than the inner points; else as ever.
+        """Continue beside the better bound if it is better than the inner points, else as usual.
 
         Inner points are equal, or one has failed.
         """
@@ -276,18 +281,18 @@ class GoldenSection(Optimiser):
             self._high = self._inner[0]
         else:
             self._low = self._inner[1]
-        self._inner = [self._divide(1 - GOLDEN_RATIO), self._divide(GOLDEN_RATIO)]
+        self._inner = [self._divide(1 - KEPT_BRACKET), self._divide(KEPT_BRACKET)]
         self._values = [None, None]
 
     def _shrink(self, left: float, right: float) -> None:
         """Cut off the side of the bracket behind the worse of the inner points, given their values."""
         if (left, self._distance(0)) <= (right, self._distance(1)):
             self._high = self._inner[1]
-            self._inner = [self._divide(1 - GOLDEN_RATIO), self._inner[0]]
+            self._inner = [self._divide(1 - KEPT_BRACKET), self._inner[0]]
             self._values = [None, left]
         else:
             self._low = self._inner[0]
-            self._inner = [self._inner[1], self._divide(GOLDEN_RATIO)]
+            self._inner = [self._inner[1], self._divide(KEPT_BRACKET)]
             self._values = [right, None]
 
     def _divide(self, share: float) -> float:
@@ -355,6 +360,7 @@ class MixedSearch(Optimiser):
             self._step *= STEP_GROWTH if is_better else STEP_SHRINK
             if is_better:
                 self._untried = len(self._choices)
+        # Choices and numbers take turns while both may still find something.
         steps = self._numbers.size > 0 and self._step >= self.tolerance
         self._by_choice = self._untried > 0 and (not self._by_choice or not steps)
 
@@ -375,7 +381,17 @@ class MixedSearch(Optimiser):
 
 
 def create_optimiser(problem: Problem) -> Optimiser:
-    """Create the optimiser of a problem: `MixedSearch` for choices, `GoldenSection` for one dimension, else `CMA`."""
+    """Create the optimiser of a problem: `MixedSearch` for choices, `GoldenSection` for one dimension, else `CMA`.
+
+    Examples:
+        >>> problem = Problem(start=np.full(2, 0.5), lower=np.zeros(2), upper=np.ones(2), seed=1)
+        >>> optimiser = create_optimiser(problem)
+        >>> for _ in range(30):
+        ...     points = optimiser.ask()
+        ...     optimiser.tell(points, [float(((point - 0.3) ** 2).sum()) for point in points])
+        >>> optimiser.best_guess.round(1).tolist()
+        [0.3, 0.3]
+    """
     if problem.categories is not None and problem.categories.any():
         return MixedSearch(problem)
     return GoldenSection(problem) if len(problem.start) == 1 else CMA(problem)

@@ -159,8 +159,8 @@ class Group(Space):
 
     The layers of the group get what the point says, rounded by largest remainders to the nearest whole sum. The others
     share the rest in proportion to their budgets in `table`, within their bounds. Where they cannot, the group is
-    water-filled to the nearest sum that they can. The heads of a layer of the group get the same, those of other layers
-    keep their proportions.
+    water-filled to the nearest sum that they can. The heads of a layer of the group get the same, the heads of other
+    layers keep their proportions.
 
     Args:
         table: budgets of all layers, the best so far, int64 [L, Hkv]; their sum is the total, their average is c.
@@ -187,9 +187,11 @@ class Group(Space):
 
     def _project(self, x: Vector) -> Vector:
         wanted = float(x.sum()) * self.average
+        # A point that is on the sum stays where it is, so that projecting twice changes nothing.
         slack = SUM_TOLERANCE * self.total
         if self._fewest - slack <= wanted <= self._fullest + slack:
             return x
+        # The rest of the layers cannot make room for more, nor take in what is missing.
         nearest = self._fewest if wanted < self._fewest else self._fullest
         return self._clip(water_level(x, nearest, self._least, self._most) / self.average)
 
@@ -284,22 +286,25 @@ class Heads(Space):
         self._group = number_groups(len(base), size)
         self._members = [np.flatnonzero(self._group == group) for group in np.unique(self._group)]
         for rows in self._members:
+            # A group at its floors has no shape of its own: its heads get equal parts of what comes.
             self._free[rows] += not self._free[rows].any()
         largest = []  # multipliers at which groups are full, or have everything
         for rows in self._members:
             free = self._free[rows]
             room = self._room[rows]
             has_free = free > 0
-            most = water_level(free[has_free], min(self._above, int(room[has_free].sum())), 0, room[has_free])
-            largest.append(float((most / free[has_free]).max()) or 1.0)  # one without room has no effect
+            full = water_level(free[has_free], min(self._above, int(room[has_free].sum())), 0, room[has_free])
+            largest.append(float((full / free[has_free]).max()) or 1.0)  # one without room has no effect
         super().__init__(base.shape, np.zeros(len(largest)), np.array(largest))
 
     def _fill(self, x: Vector) -> Floats:
         """Water-fill the entries above the floors to the total, [L, Hkv]."""
+        # A weight of zero would lose the proportions of its heads once all others are full.
         weights = np.maximum(x, SMALLEST_MULTIPLIER)[self._group][:, None] * self._free
         return water_level(weights, self._above, 0, self._room)
 
     def _project(self, x: Vector) -> Vector:
+        # If the point says the total already, it is its own projection.
         literal = np.minimum(x[self._group][:, None] * self._free, self._room)  # whatever they sum to
         if abs(float(literal.sum()) - self._above) <= SUM_TOLERANCE * self.total:
             return x
@@ -382,11 +387,11 @@ class Joint(Space):
         self.total = int(base.sum())
         if self.total <= int(least.sum()):
             raise UsageError("the base budgets are all at their floor: nothing is left to multiply")
-        most = int(self._low.sum(axis=2).max(axis=0).sum())
-        if self.total < most:
+        least_total = int(self._low.sum(axis=2).max(axis=0).sum())
+        if self.total < least_total:
             raise UsageError(
-                f"a total of {self.total} is below the {most} entries that layers always keep under the policy that "
-                "protects most: raise the budget, or give all policies the same protection"
+                f"a total of {self.total} is below the {least_total} entries that layers always keep under the policy "
+                "that protects most: raise the budget, or give all policies the same protection"
             )
         self._group = number_groups(self._layers, size)
         groups = int(self._group.max()) + 1
@@ -423,7 +428,9 @@ class Joint(Space):
         chosen = x[: self._layers].astype(np.int64)
         low = self._low[chosen, self._rows]
         high = self._high[chosen, self._rows]
+        # Multipliers are logarithms: half and double are equally far, and their product is what the total fixes.
         logs = x[self._layers :][self._group]
+        # lam makes up for any common factor, so the largest can be 1.
         weights = self._free[chosen, self._rows] * np.exp(logs - logs.max())[:, None]
         above = self.total - int(low.sum())
         shares = water_level(weights, above, 0, high - low)
@@ -435,6 +442,7 @@ class Joint(Space):
         above = (stacked - self._low)[chosen, self._rows].sum(axis=1)
         free = self._free[chosen, self._rows].sum(axis=1)
         groups = int(self._group.max()) + 1
+        # Nothing above the floors has no logarithm: it counts as a part of an entry.
         wanted = np.maximum(np.bincount(self._group, weights=above, minlength=groups), self._least)
         known = np.maximum(np.bincount(self._group, weights=free, minlength=groups), self._least)
         begun = float((free * np.exp(self._begin[self._group])).sum())

@@ -22,8 +22,8 @@ UNMEASURED = (UNIFORM, PYRAMID)  # start plans that need no measurement
 class BudgetBounds:
     """Constraints on every candidate: `budget` entries per kv head on average in each phase, and bounds for each head.
 
-    A candidate of several phases has the layers of the first, then those of the next: [phases * L, Hkv]. Where a layer
-    may have one of several policies (`choices`), it has the layers under the first policy, then under the next.
+    A candidate of several phases has the layers of the first, then of the next: [phases * L, Hkv]. Where a layer may
+    have one of several policies (`choices`), it has the layers under the first policy, then under the next.
     """
 
     budget: int
@@ -52,10 +52,10 @@ class BudgetBounds:
 
         EvolKV's rule is b_i = ceil(k_i * T / A), where A is the sum of all k_i and T = c * L the total wanted. For L
         layers that is up to L - 1 entries too many: for T = 240 [101, 50, 30, 20] becomes [121, 60, 36, 24], which is
-        241. Here the same shares are water-filled between the bounds, of which the paper says nothing, and rounded by
-        largest remainders, so that the sum is T: [120, 60, 36, 24]. Each phase has its own T, and layers keep their
-        policies.
+        241. Here the same shares are water-filled between bounds, which the paper does not have, and rounded by largest
+        remainders, so that the sum is T: [120, 60, 36, 24]. Each phase has its own T, and layers keep their policies.
         """
+        # A layer has entries under one of its policies; bounds of the others are zero.
         used = table.any(axis=1, keepdims=True) if self.choices > 1 else np.ones_like(table)
         low = self.floors * used
         high = self.caps * used

@@ -37,9 +37,9 @@ VALUE_DIGITS = 9  # of a value that are told: what differs by less is rounding
 MAX_MESSAGES = 3  # of failures that an error names
 
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Measured = Annotated[float, Field(strict=True, ge=-MOST_MEASURED, le=MOST_MEASURED)]
+MeasuredValue = Annotated[float, Field(strict=True, ge=-MOST_MEASURED, le=MOST_MEASURED)]
 # JSON has no NaN and no infinity: they are written as texts
-Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
+JsonNumber = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
@@ -83,7 +83,7 @@ class JobRecord(TrialRecord):
 
     keys: list[Sha256] = Field(min_length=1)
     outcome: OutcomeKind
-    values: list[list[Number]] | None = None
+    values: list[list[JsonNumber]] | None = None
     message: str = ""
     seconds: Seconds
     tokens: Index
@@ -101,14 +101,14 @@ class GenerationRecord(TrialRecord):
     stage: Text
     generation: Index
     points: list[list[Finite]]
-    values: list[Measured]
+    values: list[MeasuredValue]
 
 
 class BestRecord(TrialRecord):
     """The best candidate so far: budgets [L, Hkv], its value, and where it was found."""
 
     candidate: list[list[Floor]]
-    value: Measured
+    value: MeasuredValue
     where: Text
 
 
@@ -146,7 +146,7 @@ class TrialLog(Ledger[TrialRecord]):
 
     go_on = "give the same command again to go on"
 
-    def __init__(self, path: Path, identity: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         self.trials: dict[str, Trial] = {}
         self.best: BestRecord | None = None  # the best candidate that was written last
         self.failed: dict[str, Trial] = {}  # that the optimiser was not told yet
@@ -154,7 +154,7 @@ class TrialLog(Ledger[TrialRecord]):
         self._told: set[tuple[str, int]] = set()
         self.tokens = 0  # that were read in all sessions
         self._at = 0.0
-        super().__init__(path, identity)
+        super().__init__(path)
         self._opened = time.monotonic()
         self._before = self._at
 
@@ -225,6 +225,7 @@ class TrialLog(Ledger[TrialRecord]):
             self.tokens += line.tokens
             for key, trial in read_trials(line, self.count).items():
                 self.failed.pop(key, None)
+                # A failure may be the machine's: only once the optimiser was told it, it counts.
                 (self.trials if trial.state == "ok" else self.failed)[key] = trial
         elif isinstance(line, GenerationRecord):
             self._told.add((line.stage, line.generation))
@@ -300,6 +301,7 @@ class TrialRunner:
             if trial is None or trial.state != "ok" or trial.values is None:
                 values.append(math.nan)
             else:
+                # Rounded, so that an optimiser takes the same path where last bits differ.
                 values.append(sign * round(float(np.mean(trial.values)), VALUE_DIGITS))
         return values
 
@@ -316,6 +318,7 @@ class TrialRunner:
         _refuse_failures(failures, generation)
         # jobs of about equal size, so that several workers have about as much to do
         count = math.ceil(len(tables) / self.job_size)
+        # Parts follow from the candidates alone: a search that is resumed has the same ones, whatever is known already.
         keys = list(tables)
         parts = [keys[len(keys) * number // count : len(keys) * (number + 1) // count] for number in range(count)]
         unknown = [[key for key in part if key not in trials] for part in parts]

@@ -22,7 +22,7 @@ from typing import Final
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.calibration.options import DEFAULT_RECENT, SCORE_POLICIES, WINDOW_POLICIES
+from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_PARAMETERS
 from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import require_plain_rotary
@@ -32,14 +32,13 @@ from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.origin import join_records
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.registry import build_policy
+from kvsearch.policies.registry import build_policy, has_parameters, list_baselines
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.strategies.joint import PolicyCurves, make_joint_plan
 from kvsearch.strategies.methods import make_direct_plan
 from kvsearch.strategies.names import METHODS, Recipe
 
 PHASE: Final = "prefill"
-BASELINE_POLICIES: Final = (*SCORE_POLICIES, "streaming", "criticalkv", "defensivekv", "scissorhands", "cam", "d2o")
 LUKV: Final = "lukv"
 JOINT: Final = "joint"
 HALF_MIXED: Final = "half"  # of measured budgets and of even ones
@@ -155,7 +154,7 @@ class _PolicyPlans(PlanFactory):
 
     def baselines(self) -> Iterator[NamedPlan]:
         """Make built-in policies with uniform budgets, with budgets of papers, and with measured budgets."""
-        for name in BASELINE_POLICIES:  # a method has the name of its policy
+        for name in list_baselines():  # a method has the name of its policy
             yield self._make_direct(f"{UNIFORM_METHOD}:{name}" if name in METHODS else name, Recipe(name))
         for method, recipe in METHODS.items():
             if method != UNIFORM_METHOD:
@@ -196,7 +195,7 @@ class _PolicyPlans(PlanFactory):
         if name in measured:
             return measured[name]
         recent = min((policy.recent_count for policy in measured.values()), default=DEFAULT_RECENT)
-        return create_policy(name, {"protect": recent} if name in WINDOW_POLICIES else {})
+        return create_policy(name, {"protect": recent} if has_parameters(name, *WINDOW_PARAMETERS) else {})
 
     def _make_direct(self, name: str, recipe: Recipe) -> NamedPlan:
         """Return the named factory of a policy under the budgets of a method."""

@@ -94,6 +94,7 @@ class PlanRace:
         Nothing is screened where it is not wanted or possible, could not drop half of the methods, or is no cheaper.
         """
         plans = self.candidate_set
+        # Screening forces every question once more: it pays if at least half of the methods may go.
         spare = sum(max(len(kind) - REPORTED_PER_KIND, 0) for kind in (plans.candidates, plans.baselines))
         if not self.screens or 2 * spare < len(plans.plans):
             return None
@@ -140,6 +141,7 @@ class PlanRace:
             if answered:  # before anything else
                 self.ask(self.rounds[0], (), "round-1", store, answered=True)
             forced, screening = self._screen(self.screened, store)
+            # Methods that were screened out do not reply at all.
             left_out = {method.name for method in screening.dropped}
             race.candidates = [name for name in race.candidates if name not in left_out]
             race.baselines = [name for name in race.baselines if name not in left_out]
@@ -147,12 +149,14 @@ class PlanRace:
         is_text = all(is_forced(task.task) for task in self.encoded)
         for number, questions in enumerate(self.rounds, 1):
             names = [*race.candidates, *race.baselines]
+            # Only those that are still in the race reply, and the full cache, which `of` adds.
             comparison = self.ask(questions, names, f"round-{number}", store, answered=answered and number == 1)
             rounds.append(comparison)
             if is_text:  # scores are losses within bounds, beyond which methods still differ
                 forced = rounds
                 race.losses = score_losses(forced)
             behind |= find_behind_on_kinds(rounds, race.candidates, race.baselines)
+            # A candidate that loses a kind of question is no better, whatever its mean.
             race.candidates = [name for name in race.candidates if name not in behind]
             round_scores = Scores.of(comparison.samples, comparison.contexts)
             race.eliminate(round_scores, is_last=number == len(self.rounds), available=self.available)
@@ -172,6 +176,7 @@ class PlanRace:
         losses = score_losses(forced)
         hopeless = find_hopeless(losses, list(plans.candidates), list(plans.baselines))
         dropped = self._record_dropped(losses, hopeless)
+        # More contexts are forced only for those that may still be among the best.
         hopeful = [name for name in names if name not in hopeless]
         for number, part in enumerate(later, 2):
             forced.append(self.ask(part, hopeful, f"screen-{number}", store))
@@ -206,6 +211,7 @@ class PlanRace:
         methods = [_method_result(name, race, rounds, forced) for name in replied]
 
         def standing(method: MethodResult) -> float:
+            # Less is better for all of these; teacher-forced texts have losses in place of scores.
             if method.nats is not None:
                 return method.nats.excess.mean
             return -(race.losses.mean(method.name) if race.losses is not None else method.score.mean)
@@ -283,6 +289,7 @@ def estimate_choice(
     """Estimate the cost of a choice among programs, as the stage `name`, with as many finalists as are likely."""
     if screened is None:
         return estimate_replies(name, encoded, split, programs)
+    # At most: finalists of both kinds, and the full cache.
     cost = estimate_replies(name, encoded, split, programs[: 2 * FINALISTS + 1])
     remaining = (programs, programs[:EXPECTED_HOPEFUL])
     screenings = [
@@ -314,6 +321,7 @@ def find_behind_on_kinds(
     behind = {}
     for kind, of_kind in kinds.items() if len(kinds) > 1 else ():
         scores = Scores.of(of_kind, contexts)
+        # Bonferroni over kinds: with many of them one would be lost by chance.
         level = 1 - (1 - ELIMINATION_LEVEL) / len(kinds)
         for name in candidates:
             if bound_lead(scores, best, name, level) > 0:

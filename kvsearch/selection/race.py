@@ -72,10 +72,17 @@ def adjust_for_several(wealths: Floats) -> Floats:
     Vovk and Wang 2021, "E-values: calibration, combination and applications", 5): the chance that it reaches 1 / level
     for any candidate that does not lead is at most the level. Candidates that lead together support each other, which
     Bonferroni's rule (the wealth divided by their number) does not let them do.
+
+    Examples:
+        >>> wealths = np.log([40.0, 10.0])  # of two candidates: each supports the other
+        >>> np.exp(adjust_for_several(wealths)).round(2).tolist()
+        [25.0, 10.0]
     """
     order = np.argsort(wealths)
     evidence = np.empty(len(wealths))
     for number, wealth in enumerate(wealths):
+        # Poorest first: of all sets of a size that hold the candidate, the one with the poorest others has the least
+        # mean.
         others = wealths[order[order != number]]
         sets = np.logaddexp.accumulate(np.append(wealth, others))  # the candidate with the poorest 0, 1, 2, ... others
         evidence[number] = (sets - np.log(np.arange(1, len(wealths) + 1))).min()
@@ -88,6 +95,7 @@ def make_bets(scores: Scores, method: str, other: str) -> Floats:
     Contexts that count more for the mean stake more, so that all tasks have the same stake together.
     """
     worth = scores.questions * scores.weights
+    # Divided by the largest weight, so that no lead leaves [-1, 1], where all shares of a stake are safe.
     leads: Floats = (scores.contributions(method) - scores.contributions(other)) / worth.max()
     return leads
 
@@ -100,6 +108,7 @@ def bound_lead(scores: Scores, method: str, other: str, level: float) -> float:
     """
     leads = scores.contributions(method) - scores.contributions(other)
     numbers = np.unique(scores.tasks, return_inverse=True)[1]
+    # A task with one context has no spread of its own: such tasks are taken for one.
     groups = np.where(np.bincount(numbers)[numbers] > 1, numbers, -1)
     variance = 0.0
     freedom = 0
@@ -130,6 +139,7 @@ def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence
 def plan_screening(counts: Sequence[int], minimum: int = MIN_SCREENED_CONTEXTS) -> list[int]:
     """Return the number of contexts of each task in the screening, of `counts` in all: some of every task."""
     largest = max(counts)
+    # The smallest share of all tasks that has contexts enough; every task has some.
     shares = ([-(-size * count // largest) for count in counts] for size in range(1, largest + 1))
     return next((share for share in shares if sum(share) >= minimum), list(counts))
 
@@ -139,6 +149,10 @@ def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
 
     Every round has contexts of every task. The first has `MIN_CONTEXTS_FOR_PROOF` at least, the others half as many
     more each.
+
+    Examples:
+        >>> plan_rounds([12, 24])  # contexts of two tasks after every round
+        [[3, 5], [4, 7], [5, 10], [8, 15], [11, 22], [12, 24]]
     """
     largest = max(counts)
     rounds = [[0] * len(counts)]
@@ -184,16 +198,20 @@ class Race:
     def eliminate(self, round_scores: Scores, *, is_last: bool, available: int) -> None:
         """Add the scores of a round, drop methods that cannot win any more, and end the race if it is decided.
 
-        `available` are about the contexts of all rounds, of which this one may be the last.
+        `available` is about how many contexts all rounds have; `is_last`: this round is the last of them.
         """
         scores = round_scores if self.scores is None else self.scores.concatenate(round_scores)
         self.scores = scores
         for name in self.candidates:
             for other in self.baselines:
+                # Log wealths add up over rounds, whatever has been looked at in between: that is what makes peeking
+                # safe.
                 before = self._bettors.get((name, other), 0.0)
                 self._bettors[name, other] = before + compute_log_wealths(make_bets(round_scores, name, other))
             against = np.stack([self._bettors[name, other] for other in self.baselines])
+            # To beat the baselines is to beat each of them, so the poorest bet counts.
             self.wealths[name] = float(mix_bettors(against).min())
+        # Bets are kept of those who leave, too: evidence is adjusted for all that ever ran.
         self._drop(scores)
         self.best = self.rank(self.baselines)[0]
         leader = self.rank(self.candidates)[0] if self.candidates else None
@@ -202,8 +220,10 @@ class Race:
                 self._end(self.best, "baseline")
             return
         self.bound = bound_lead(scores, leader, self.best, self.rule.sure)
+        # Losses rank, and their bound is a second way to be likely better.
         if self.losses is not None:
             self.loss_bound = bound_lead(self.losses, leader, self.best, self.rule.sure)
+        # Proof ends a race at any round; without one it goes on as long as one is in reach.
         if self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= MIN_CONTEXTS_FOR_PROOF:
             self._end(leader, "beats")
         elif is_last or (self._is_decided_by_losses(leader) and self._is_out_of_reach(leader, available)):
@@ -234,12 +254,14 @@ class Race:
         )
 
     def _drop(self, scores: Scores) -> None:
+        # Compared with the best of each kind only: whoever is behind one of these cannot win.
         ahead = [scores.rank(kind)[0] for kind in (self.candidates, self.baselines) if kind]
 
         def stays(name: str, others: Sequence[str]) -> bool:
             return all(bound_lead(scores, other, name, ELIMINATION_LEVEL) <= 0 for other in others if other != name)
 
         self.candidates = [name for name in self.candidates if stays(name, ahead)]
+        # Baselines leave by baselines: candidates have to beat the best of them.
         self.baselines = [name for name in self.baselines if stays(name, ahead[-1:])]
 
     def _end(self, winner: str, verdict: RaceVerdict) -> None:

@@ -47,7 +47,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.sure < 1:
-            raise UsageError(f"--sure {self.sure:g} is outside [0.5, 1): 0.9 is 'likely better', 0.95 'beats'")
+            raise UsageError(f"--confidence {self.sure:g} is outside [0.5, 1): 0.9 is 'likely better', 0.95 'beats'")
         if not 0 < self.level < 1:
             raise UsageError(f"a level of {self.level:g} is no probability of a wrong choice")
         object.__setattr__(self, "level", min(self.level, round(1 - self.sure, 12)))
@@ -230,9 +230,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class TriedBudget:
-    """The loss of the best plan of a budget against the full cache, in [0, 1].
+    """The mean loss of the chosen plan of a budget to the full cache on the report split, in [0, 1].
 
-    `confirmed`: measured on other contexts than the search for the budget.
+    `confirmed`: it was shown to lose no more than was wished, as were all larger ones.
     """
 
     budget: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import cycle, islice
@@ -17,13 +17,21 @@ from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import UsageError, assert_present
 from kvsearch.core.naming import delegate
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
+from kvsearch.evaluation.guarantee import (
+    compute_hoeffding_bentkus,
+    count_contexts,
+    count_shown,
+    find_shown_bound,
+    make_guarantee,
+    measure_context_losses,
+    measure_evicted_masses,
+)
 from kvsearch.evaluation.runner import hash_rows
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.arithmetic import add_carry, even_out_budgets
 from kvsearch.plan.origin import ContextRecord, Use, join_records, make_provenance
-from kvsearch.plan.profile_arrays import SIGNALLED
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import RunConfig
@@ -41,12 +49,14 @@ from kvsearch.selection.selection import (
     TriedBudget,
 )
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
-from kvsearch.selection.splits import halve_contexts, refuse_shared
+from kvsearch.selection.splits import refuse_shared
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 
 RUN_METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
 BUDGET_STEP: Final = 1.1  # from one budget that is tried to the next
+MORE_BUDGETS: Final = 2  # above the smallest that looks good, which are tested, too
+GUARANTEE_STAGE: Final = "guarantee"
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +205,7 @@ class SelectionJob:
         method = RUN_METHOD
         contexts = fitted.contexts
         if self.profile is not None:
-            method = SIGNALLED
+            method = self.profile.metadata.method
             settings["phases"] = chosen.phases
             settings["phases_tried"] = (chosen.phases,)
             if chosen.winner is None:
@@ -256,42 +266,63 @@ def list_budgets(least: int, most: int) -> list[int]:
     return budgets
 
 
-def find_smallest_budget(
-    budgets: Sequence[int], within: float, selection_at: Callable[[int], tuple[SelectionJob, StageStore | None]]
+def find_guaranteed_budget(
+    budgets: Sequence[int],
+    bound: float,
+    confidence: float,
+    selection_at: Callable[[int], tuple[SelectionJob, StageStore | None]],
+    store: StageStore | None = None,
 ) -> tuple[Selection, list[TriedBudget]]:
-    """Find the smallest budget whose chosen plan loses at most `within`, in [0, 1]; return its selection and all tries.
+    """Find the smallest budget whose chosen plan is shown to lose at most `bound`; return its selection and all tries.
 
-    A plan is better the more it may keep, so `budgets`, which ascend, are bisected by what the best candidate loses on
-    the questions of one half of the contexts. The smallest that looks good there is flattered by these questions: what
-    is then chosen on the other half has to hold there, too, else the next larger budget is tried. `selection_at`
-    prepares the selection at a budget, and says where its replies are kept.
+    A plan is better the more it may keep, so `budgets`, which ascend, are bisected by what the chosen plan loses on the
+    questions that it is chosen by: it looks good if such a mean loss would be shown by as many contexts as the report
+    has. The smallest that looks good is flattered by these questions, so the next two are tried, too. Then all plans
+    answer the report split, which nothing was chosen by, and are tested from the largest to the smallest, see
+    `count_shown`. `selection_at` prepares the selection at a budget, and says where its replies are kept; `store` keeps
+    those of the test.
 
     Raises:
-        UsageError: no budget holds; see also `PlanRace.decide`.
+        UsageError: no budget looks good, or none is shown; see also `PlanRace.decide`.
     """
-    tried = list[TriedBudget]()
+    chosen: dict[int, tuple[SelectionJob, StageStore | None, PhaseResult]] = {}
 
     def looks_good(budget: int) -> bool:
-        selection, store = selection_at(budget)
-        race = selection.race
-        plans = race.candidate_set
-        names = list(plans.candidates) or list(plans.baselines)
-        first, _ = halve_contexts(race.encoded, selection.seed)
-        stage = race.ask(first, names, "look", store)
-        best = max(names, key=lambda name: stage.score(name).mean)
-        loss = stage.score(FULL).mean - stage.score(best).mean
-        tried.append(TriedBudget(budget, best, loss, confirmed=False))
-        return loss <= within + TIE
+        if budget not in chosen:
+            selection, replies = selection_at(budget)
+            chosen[budget] = (selection, replies, selection.race.decide(replies, answered=True))
+        selection, _, result = chosen[budget]
+        contexts = count_contexts(selection.report_prompts)
+        loss = max(result.full.mean - result.score, 0.0)
+        return compute_hoeffding_bentkus(loss, contexts, bound) <= 1 - confidence + TIE
 
-    for budget in budgets[bisect_left(budgets, True, key=looks_good) :]:
-        selection, store = selection_at(budget)
-        _, second = halve_contexts(selection.race.encoded, selection.seed)
-        result = selection.race.with_questions(second).decide(store, answered=True)
-        loss = result.full.mean - result.score
-        tried.append(TriedBudget(budget, result.written, loss, confirmed=True))
-        if loss <= within + TIE:
-            return selection.report(result, store), tried
-    raise UsageError(
-        f"of {len({step.budget for step in tried})} budgets that were tried, up to {budgets[-1]} entries per kv head, "
-        f"none loses at most {100 * within:g} points: allow more with --within"
+    first = bisect_left(budgets, True, key=looks_good)
+    for budget in budgets[first : first + 1 + MORE_BUDGETS]:
+        looks_good(budget)
+    sequence = sorted(chosen, reverse=True)
+    selection = chosen[sequence[0]][0]
+    plans = {str(budget): chosen[budget][0].race.candidate_set.plans[chosen[budget][2].written] for budget in sequence}
+    evaluation = prepare_plans(selection.race.prepared.loaded, plans, selection.reported)
+    report = evaluation.run_stage(GUARANTEE_STAGE, store)
+    losses = [measure_context_losses(report.samples, report.names[name], report.contexts) for name in plans]
+    shown = count_shown(losses, bound, confidence)
+    tried = [
+        TriedBudget(budget, chosen[budget][2].written, float(lost.mean()), confirmed=number < shown)
+        for number, (budget, lost) in enumerate(zip(sequence, losses, strict=True))
+    ]
+    if not shown:
+        raise UsageError(
+            f"of {len(sequence)} budgets that were tried, up to {sequence[0]} entries per kv head, none is shown to "
+            f"lose at most {100 * bound:g} points: {sequence[0]} loses {100 * losses[0].mean():.2f} on "
+            f"{len(losses[0])} contexts, which shows {100 * find_shown_bound(losses[0], confidence):g} at most: allow "
+            "more with --lose-at-most, or ask more contexts with --samples"
+        )
+    job, replies, result = chosen[sequence[shown - 1]]
+    selected = job.report(result, replies)
+    loaded = selection.race.prepared.loaded
+    masses = measure_evicted_masses(loaded, selected.plan, job.report_prompts, selection.reported)
+    guarantee = make_guarantee(
+        selected.plan, losses[shown - 1], bound, confidence, job.report_prompts, selection.protocol, masses
     )
+    origin = selected.plan.provenance.model_copy(update={"guarantee": guarantee})
+    return replace(selected, plan=selected.plan.model_copy(update={"provenance": origin})), tried

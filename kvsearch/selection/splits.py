@@ -63,38 +63,9 @@ def divide_contexts(
         random.Random(f"{seed}/{task.task.name}").shuffle(texts)
         begin = 0
         for part, end in zip(parts, ends, strict=True):
-            part.append(_select_texts(task, set(texts[begin : end[number]])))
+            chosen = set(texts[begin : end[number]])
+            prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in chosen)
+            coverage = replace(task.coverage, **count_coverage(prompts))
+            part.append(replace(task, prompts=prompts, coverage=coverage))
             begin = end[number]
     return parts
-
-
-def halve_contexts(encoded: Sequence[TaskPrompts], seed: int) -> tuple[list[TaskPrompts], list[TaskPrompts]]:
-    """Divide the contexts of every task at random into halves that have no text in common.
-
-    A text of several tasks goes to the half it has in the task with the fewest contexts.
-
-    Raises:
-        UsageError: a task has one context, or shares with others all that is left for one half.
-    """
-    is_first: dict[tuple[str, ...], bool] = {}
-    for task in sorted(encoded, key=lambda task: len(list_texts(task))):
-        texts = list_texts(task)
-        random.Random(f"{seed}/{task.task.name}").shuffle(texts)
-        count = (len(texts) + 1) // 2
-        shared = sum(is_first.get(text, False) for text in texts)
-        fresh = [text for text in texts if text not in is_first]
-        is_first |= {text: number < count - shared for number, text in enumerate(fresh)}
-        if not 0 < sum(is_first[text] for text in texts) < len(texts):
-            raise UsageError(
-                f"task {task.task.name} has too few contexts: a budget is looked for on one half and checked on the "
-                "other, so it needs two or more that no other task has, ask more --samples"
-            )
-    first = {text for text, early in is_first.items() if early}
-    second = is_first.keys() - first
-    return [_select_texts(task, first) for task in encoded], [_select_texts(task, second) for task in encoded]
-
-
-def _select_texts(task: TaskPrompts, texts: set[tuple[str, ...]]) -> TaskPrompts:
-    """Restrict a task to the prompts on some texts."""
-    prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in texts)
-    return replace(task, prompts=prompts, coverage=replace(task.coverage, **count_coverage(prompts)))

@@ -35,6 +35,7 @@ def score_rows(
     """
     batch, heads, length, _ = keys.shape
     rows = query.shape[2]
+    # Keys are not repeated for the query heads of a group.
     queries = query.reshape(batch, heads, -1, query.shape[-1])  # a kv head's query heads as rows of one matrix
     group = query.shape[1] // heads
     first_later = length - rows if places is None else 0  # no row is before it
@@ -59,7 +60,7 @@ def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
 def exponentiate_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Exponentiate the scores of `score_rows` in place; also returns the exponentials of the `sinks` [Hkv, G].
 
-    Those of a row are divided by its largest, and multiplied by exp(`EXPONENT_SHIFT`).
+    A row's exponentials are divided by its largest, and multiplied by exp(`EXPONENT_SHIFT`).
     """
     largest = scores.amax(-1, keepdim=True)
     if sinks is None:
@@ -124,6 +125,7 @@ def compare_outputs(full: Tensor, changed: Tensor) -> tuple[Tensor, Tensor]:
     other = torch.linalg.vector_norm(second, dim=-1)
     distance = torch.linalg.vector_norm(first - second, dim=-1)
     product = (first * second).sum(-1)
+    # Rounding may leave a cosine just above 1.
     cosine = (product / length / other).clamp(-1, 1)  # one after the other: their product can overflow
     error = distance / length
     nothing = length == 0
@@ -195,6 +197,7 @@ def eviction_errors(
         torch.cat([all_[:, :length].gather(1, order.expand(-1, -1, all_.shape[-1])), all_[:, length:]], 1)
         for all_ in (keys, values.float())
     )
+    # A column of ones, so that one product gives sums of values and the mass.
     values = nn.functional.pad(values, (0, 1), value=1.0)  # a row's last sum is its mass
     errors = []
     for part, scores in score_rows(query[None], keys[None], scaling, softcap, tables=2, places=places):
@@ -249,6 +252,7 @@ def kept_prefix_errors(
     errors = []
     for part, scores in score_rows(query[None], keys[None], scaling, softcap, tables=6):
         (masses,), beside = exponentiate_rows(scores, part, sinks)  # [heads, G, K, N]
+        # g . v for every entry: outputs are needed along g alone, so no values are added up.
         pulls = (slopes[part] @ values[part, None].float().transpose(-1, -2)).mul_(masses)
         seen = masses[..., length:].sum(-1, keepdim=True)
         seen = seen if beside is None else seen + beside[0]
@@ -257,6 +261,7 @@ def kept_prefix_errors(
         of_orders = []
         for order in orders:
             columns = order[part, None, None].to(keys.device).expand(*masses.shape[:-1], -1)
+            # Prefix sums over the order give the mass of every budget at once.
             kept = torch.cat([seen, masses.gather(-1, columns)], -1).cumsum(-1)
             kept.clamp_(min=torch.finfo(torch.float32).tiny)  # of masses too far below the largest is nothing left
             moved = torch.cat([pulled, pulls.gather(-1, columns)], -1).cumsum(-1)
@@ -285,6 +290,7 @@ def bound_output_loss(evicted: Tensor, values: Tensor, weight: Tensor) -> tuple[
     norms = torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=torch.float32)
     largest = norms.cummax(-1).values[..., values.shape[2] - evicted.shape[2] :]
     moved = 2 * evicted * largest.repeat_interleave(evicted.shape[1] // largest.shape[1], 1)
+    # Norm of W_O as a map from L1 to L1: its largest row sum.
     gains = weight.abs().sum(-1).amax(-1)
     return gains.amax() * moved.sum(1), (gains[:, None] * moved).sum(1)
 

@@ -18,9 +18,15 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return -log p of `targets` [K] or [..., K] under `logits` [..., K, V], in nats, [..., K] fp32.
 
     The row of a target is the one that predicts it. fp32 logits are made of a few rows at a time.
+
+    Examples:
+        >>> logits = torch.tensor([[0.0, 0.0], [0.0, 2.0]])
+        >>> token_losses(logits, torch.tensor([0, 1]))
+        tensor([0.6931, 0.1269])
     """
     wanted = targets.to(logits.device).expand(logits.shape[:-1]).reshape(-1, 1)
     rows = logits.flatten(0, -2)
+    # fp32 logits of a large vocabulary would take more than the pass itself.
     step = max(1, PREDICTION_SCRATCH_BYTES // (8 * rows.shape[-1]))
     losses = [
         -part.float().log_softmax(-1).gather(-1, chosen)
@@ -33,6 +39,7 @@ def compute_log_odds(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute log p / (1 - p) of `targets` [K] under `logits` [K, V], in nats, [K] fp32."""
     scores = logits.float()
     wanted = targets.to(logits.device)[:, None]
+    # log p - log(1 - p) from logits: 1 - p itself is 0 in fp32 where the model is sure.
     others = scores.scatter(-1, wanted, float("-inf")).logsumexp(-1)
     return scores.gather(-1, wanted)[:, 0] - others
 

@@ -124,6 +124,7 @@ class SignalTable:
         chosen = values[:, self.axes.budgets.index(self.find_nearest(budget)), self.phase_index(phase)]
         if MEASURES[measure] != "nll":
             return _floats(chosen.mean(axis=0))
+        # Perplexity is of all tokens together, so samples weigh as many as they have.
         mean = np.tensordot(self._weights, chosen, 1)
         full = self._weights @ self._array(FULL_NLL, measure)
         return _floats(np.exp(mean) - np.exp(full) if measure == "ppl" else mean - full)
@@ -165,6 +166,7 @@ class SignalTable:
         gains = self.measured("ppl", phase, budget)
         harm = np.maximum(gains, 0.0)
         columns = range(len(self.patterns))
+        # For every pattern the median of all others: two that explode do not hide each other.
         usual = np.stack([np.median(np.delete(np.abs(gains), at, axis=1), axis=1) for at in columns], axis=1)
         odd = harm > EXPLOSION_FACTOR * usual
         worst = harm.max(1, keepdims=True)

@@ -36,7 +36,7 @@ from kvsearch.plan.saved import PROFILE, WEIGHTS
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import parse_policy, split_settings
 from kvsearch.policies.random import RandomEviction
-from kvsearch.policies.registry import FITTED, build_policy, find_policy_class, list_policy_names
+from kvsearch.policies.registry import build_policy, find_policy_class, is_fitted, list_policy_names
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import PhaseChoice, build_plan, check_mean, round_ratios
 from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, list_method_names
@@ -288,7 +288,7 @@ def _parse_numbers(text: str | None, kind: Callable[[str], Any], noun: str, exam
 def _is_profile(item: str) -> bool:
     """Tell whether an item is NAME=DIR of a profile, not of a fitted policy."""
     name, is_given, _ = item.partition("=")
-    return bool(is_given) and ":" not in name and name not in FITTED
+    return bool(is_given) and ":" not in name and not is_fitted(name)
 
 
 def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
@@ -306,7 +306,7 @@ def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
     if policy is not None:
         require_known("method", method, METHODS)
         require_known("policy", policy, list_policy_names())
-    elif method not in FITTED:
+    elif not is_fitted(method):
         require_known("method", method, list_method_names())
     recipe = METHODS.get(method, Recipe(method))
     weights = {key: fitted.pop(key) for key in (WEIGHTS,) if key in fitted}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvsearch.policies.registry import FITTED, list_policy_names
+from kvsearch.policies.registry import list_fitted, list_policy_names
 
 FULL = "full"  # the full cache
 RANDOM = "random"  # a control
@@ -44,5 +44,6 @@ METHODS: dict[str, Recipe] = {
 
 def list_method_names() -> list[str]:
     """List all names of `parse_methods`; profiles are given as NAME=DIR, a fitted policy as POLICY=DIR."""
-    policies = [name for name in list_policy_names() if name not in METHODS and name not in (FULL, *FITTED)]
+    others = {FULL, *METHODS, *list_fitted()}
+    policies = [name for name in list_policy_names() if name not in others]
     return [*METHODS, *policies, RANDOM]

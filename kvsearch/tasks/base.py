@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -84,11 +84,16 @@ class Sampling:
 class Task(ABC):
     """A named source of examples with a metric in [0, 1].
 
-    Replies of a `traced` task are traces of thought: models may think, and how long replies are is reported.
+    Replies of a `traced` task are traces of thought: models may think, and how long replies are is reported. A task
+    that is registered by itself (see `kvsearch.tasks.catalog.TASKS`) says by `reads` which options of the command line
+    are which of its parameters, such as {"length": "length", "split": "split"}, and by `texts` where its texts are
+    from.
     """
 
     name: str
     traced: ClassVar[bool] = False
+    reads: ClassVar[Mapping[str, str]] = {}
+    texts: ClassVar[str] = "generated"
 
     @property
     @abstractmethod

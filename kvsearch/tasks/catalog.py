@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
+from kvsearch.core.parsing import format_error
+from kvsearch.core.plugins import PluginRegistry
 from kvsearch.tasks import jsonl
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.dataset_task import DatasetTask
@@ -23,7 +25,6 @@ from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_T
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
-from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
@@ -42,7 +43,12 @@ AIME = "aime"
 NEEDLE = "niah"
 JSONL = "jsonl"
 TEXT = "ppl"
-TASK_KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, NEEDLE, JSONL, TEXT)
+KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME)
+OF_FILES: Final = (JSONL, TEXT)  # kinds that are given with a file of the user's own
+# tasks that are a class each; other packages add theirs by the entry point group
+TASKS: Final[PluginRegistry[type[Task]]] = PluginRegistry(
+    "task", "kvsearch.tasks", {NEEDLE: "kvsearch.tasks.niah:NiahTask"}, "kvsearch.tasks.base:Task"
+)
 QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
 NO_QA: Final = f"{RULER}:no-qa"
 MANY = "several tasks are joined by +"
@@ -50,7 +56,6 @@ GENERATED = "generated"
 STORY_HAYSTACK = "generated in a story, or --haystack"
 YOURS = "your file"
 FILE_PLACEHOLDER = "FILE"
-OF_FILES: Final = (JSONL, TEXT)  # kinds that are given with a file of the user's own
 DRAWN_PREFIX: Final = f"{RULER}:file="  # RULER's tasks as somebody has drawn them
 
 _GENERATED: Final = {"length": "length", "split": "split"}
@@ -166,6 +171,25 @@ def _make_dataset_entry(spec: str, task: type[DatasetTask[Any]], name: str, *opt
     return Entry(spec, about.category, about.metric, f"{hub}, or --data", partial(task, name), reads, hub=hub)
 
 
+def find_task_entry(name: str) -> Entry:
+    """Return the entry of a task that is registered by itself; errors: `PluginRegistry.find`, and of its metric."""
+    kind = TASKS.find(name)
+    is_plain = isinstance(kind.category, str) and isinstance(kind.metric, str)
+    task = kind if is_plain else kind()
+    hub = task.dataset.hub if isinstance(task, DatasetTask) else None
+    splits = (*SPLITS, ALL) if "split" in kind.reads else (ALL,)
+    texts = kind.texts if hub is None else f"{hub}, or --data"
+    split = getattr(task, "split", ALL)
+    return Entry(
+        name, str(task.category), str(task.metric), texts, kind, kind.reads, split=split, splits=splits, hub=hub
+    )
+
+
+def list_kinds() -> list[str]:
+    """Return what a spec may begin with."""
+    return [*KINDS, *TASKS.list_names(), *OF_FILES]
+
+
 def _list_entries() -> Iterator[Entry]:
     for name in FORMS:
         synthetic = SyntheticTask(name)
@@ -181,8 +205,7 @@ def _list_entries() -> Iterator[Entry]:
     yield _make_dataset_entry(GSM8K, Gsm8kTask, GSM8K, "shots", "metric")
     for name in TracedTask.specs:
         yield _make_dataset_entry(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
-    reads = {"length": "lengths", **{name: name for name in ("depths", "haystack", "metric", "split")}}
-    yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY_HAYSTACK, NiahTask, reads)
+    yield from map(find_task_entry, TASKS.built_in)
 
 
 def _join_specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -203,13 +226,32 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     INFINITEBENCH: _join_specs(INFINITEBENCH, INFINITEBENCH_TASKS),
     f"{INFINITEBENCH}:lava": _join_specs(INFINITEBENCH, INFINITEBENCH_LAVA),
 }  # specs that stand for several tasks
-SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they are typed
 
 
-def describe_tasks(spec: str | None = None) -> list[Entry]:
-    """Return the catalogue entries of a spec, each once, or all; UsageError for an unknown kind or name."""
-    if spec is None:
-        return [*ENTRIES.values(), *(find_user_task(FILE_PLACEHOLDER, kind) for kind in OF_FILES)]
+def list_specs() -> list[str]:
+    """Return all names of tasks and sets, as they are typed."""
+    return list(dict.fromkeys([*SETS, *ENTRIES, *TASKS.list_names(), *(f"{kind}:" for kind in OF_FILES)]))
+
+
+def load_catalog() -> tuple[list[Entry], list[dict[str, str]]]:
+    """Return the entries of all tasks, and name, package and error of those that cannot be used."""
+    entries = list(ENTRIES.values())
+    faults = []
+    for name in TASKS.list_names()[len(TASKS.built_in) :]:
+        try:
+            entries.append(find_task_entry(name))
+        except Exception as error:  # noqa: BLE001 - one broken package must not hide the other tasks
+            faults.append({"name": name, "package": TASKS.find_package(name), "error": format_error(error)})
+    return [*entries, *(find_user_task(FILE_PLACEHOLDER, kind) for kind in OF_FILES)], faults
+
+
+def describe_tasks(spec: str) -> list[Entry]:
+    """Return the catalogue entries of a spec, each once.
+
+    Raises:
+        UsageError: an unknown kind or name.
+        EnvironmentFault: the package of a task is broken.
+    """
     entries = [entry for part in _split(spec) for entry in _find_kind(part)]
     return list({entry.spec: entry for entry in entries}.values())
 
@@ -233,7 +275,7 @@ def _split(spec: str) -> list[str]:
     specs: list[str] = []
     for piece in spec.split("+"):
         names_file = bool(specs) and (specs[-1].partition(":")[0] in OF_FILES or specs[-1].startswith(DRAWN_PREFIX))
-        if names_file and piece.partition(":")[0] not in TASK_KINDS:
+        if names_file and piece.partition(":")[0] not in list_kinds():
             specs[-1] += f"+{piece}"
         else:
             specs.append(piece)
@@ -255,17 +297,17 @@ def _find_kind(spec: str) -> list[Entry]:
     if kind in OF_FILES:
         if not rest:
             raise UsageError(f"task {spec!r} names no file: a file is given as {kind}:FILE")
-        other = next((name for name in TASK_KINDS if f",{name}:" in rest), None)
+        other = next((name for name in list_kinds() if f",{name}:" in rest), None)
         if other is not None and not Path(rest).exists():
             raise UsageError(f"there is no file {rest}: {MANY}, as in {kind}:FILE+{other}")
         return [find_user_task(rest, kind)]
-    if kind not in TASK_KINDS:
+    if kind not in list_kinds():
         near = [known for known in (*ENTRIES, *SETS) if known.endswith(f":{kind}")]
         if near:
             raise UsageError(f"unknown task {spec!r}; did you mean {' or '.join(map(repr, near))}?")
         if spec.endswith(f".{JSONL}"):
             raise UsageError(f"a file is given as {JSONL}:FILE: write {JSONL}:{spec}")
-        raise UsageError(f"unknown task {spec!r}{suggest(kind, TASK_KINDS)}; a file is given as jsonl:FILE")
+        raise UsageError(f"unknown task {spec!r}{suggest(kind, list_kinds())}; a file is given as jsonl:FILE")
     names = [f"{kind}:{name.strip()}" for name in rest.split(",")] if rest else [kind]
     return [entry for name in names for entry in _find_named(name)]
 
@@ -275,10 +317,12 @@ def _find_named(spec: str) -> list[Entry]:
         return [ENTRIES[member] for member in SETS[spec]]
     if spec in ENTRIES:
         return [ENTRIES[spec]]
+    if spec in TASKS.list_names():
+        return [find_task_entry(spec)]
     kind, _, name = spec.partition(":")
-    if name.partition(":")[0] in TASK_KINDS:
+    if name.partition(":")[0] in list_kinds():
         raise UsageError(f"unknown {kind} task {name!r}: {MANY}, as in {kind}+{name}")
-    if kind in ENTRIES:
+    if kind in ENTRIES or kind in TASKS.list_names():
         raise UsageError(f"unknown task {spec!r}: {kind} is a single task, name it alone")
     known = [one.removeprefix(f"{kind}:") for one in (*ENTRIES, *SETS) if one.startswith(f"{kind}:")]
     raise UsageError(f"unknown {kind} task {name!r}{suggest(name, known)}")

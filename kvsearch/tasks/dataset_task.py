@@ -58,6 +58,12 @@ def read_specs(benchmark: str) -> dict[str, DatasetSpec]:
     return {name: DatasetSpec(**{**settings, "rows": rows[name]}) for name, settings in shipped.items()}
 
 
+def read_texts(value: object) -> object:
+    """Read one answer or several, texts or numbers, as a list of texts."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [str(item) if type(item) in (int, float) else item for item in items]
+
+
 @dataclass(frozen=True)
 class Template:
     """A prompt in the parts that are compressed (up to the context's end) and those that come after.
@@ -97,6 +103,9 @@ class DatasetTask(Task, Generic[Checked]):
     benchmark: ClassVar[str]
     specs: ClassVar[Mapping[str, DatasetSpec]]
     shared: ClassVar[bool] = False  # several tasks have their rows in one file
+    reads: ClassVar[Mapping[str, str]] = {
+        "data": "source", "data_revision": "revision", "split": "split", "prompts": "prompts",
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         """Check metric and template before any row is read."""

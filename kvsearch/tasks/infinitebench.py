@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, BeforeValidator
 
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
+from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs, read_texts
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics.infinitebench import LETTERS
 
@@ -16,17 +16,11 @@ INFINITEBENCH_TASKS = tuple(INFINITEBENCH_SPECS)
 INFINITEBENCH_LAVA = ("longbook_sum_eng", "longbook_choice_eng", "longdialogue_qa_eng")  # LAVa, Table 12
 
 
-def _read_texts(value: object) -> object:
-    """Read one answer or several, texts or numbers, as a list of texts."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return [str(item) if type(item) in (int, float) else item for item in items]
-
-
 class InfiniteBenchRow(BaseModel):
     """A row of InfiniteBench; `options` are empty where there is nothing to choose from."""
 
     context: str
-    answer: Annotated[tuple[str, ...], BeforeValidator(_read_texts)]
+    answer: Annotated[tuple[str, ...], BeforeValidator(read_texts)]
     input: str = ""
     options: tuple[str, ...] = ()
 

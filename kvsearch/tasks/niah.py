@@ -8,7 +8,7 @@ import re
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -75,6 +75,10 @@ class NiahTask(Task):
     name: str = "niah"
     category: ClassVar[str] = "retrieval"
     prompt: ClassVar[str] = PLAIN_PROMPT
+    texts: ClassVar[str] = "generated in a story, or --haystack"
+    reads: ClassVar[Mapping[str, str]] = {
+        "length": "lengths", "depths": "depths", "haystack": "haystack", "metric": "metric", "split": "split",
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         _require_steps("lengths", self.lengths, 1, None)

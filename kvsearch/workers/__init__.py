@@ -1,1 +1,1 @@
-"""Who does the work of a job: this process, or several on Ray, each with its own model."""
+"""Workers of a job: this process, or several on Ray, each with its own model."""

@@ -1,4 +1,4 @@
-"""Executors: they have jobs done by evaluators, and tell what became of each as data.
+"""Executors run jobs on evaluators and return the outcome of each as data.
 
 Only what would fail for every job, a request that cannot be carried out or a broken installation, is raised.
 """
@@ -17,14 +17,14 @@ from kvsearch.models.memory import is_out_of_memory, release_memory
 
 OutcomeKind = Literal["ok", "oom", "error", "non-finite"]
 
-Job = TypeVar("Job")
-Values = TypeVar("Values")
+JobT = TypeVar("JobT")
+ValuesT = TypeVar("ValuesT")
 JobTaken = TypeVar("JobTaken", contravariant=True)
 ValuesGiven = TypeVar("ValuesGiven", covariant=True)
 
 
-class Outcome(NamedTuple, Generic[Values]):
-    """What became of a job: its `values`, where there are any.
+class Outcome(NamedTuple, Generic[ValuesT]):
+    """The outcome of a job, with its `values` if there are any.
 
     ok          all values are there
     oom         memory was short: less at once may fit
@@ -35,14 +35,14 @@ class Outcome(NamedTuple, Generic[Values]):
     """
 
     kind: OutcomeKind
-    values: Values | None
+    values: ValuesT | None
     message: str
     seconds: float
     tokens: int
 
 
 class Evaluator(Protocol[JobTaken, ValuesGiven]):
-    """Does jobs; a worker has one, with its own model."""
+    """Evaluates jobs; every worker has one, with its own model."""
 
     @property
     def tokens_spent(self) -> int:
@@ -55,11 +55,11 @@ class Evaluator(Protocol[JobTaken, ValuesGiven]):
         """Give back memory and files."""
 
 
-class Executor(Closing, Generic[Job, Values]):
-    """Has jobs done; which worker takes which, and in what order they end, changes no value."""
+class Executor(Closing, Generic[JobT, ValuesT]):
+    """Runs jobs; which worker takes which, and in what order they end, changes no value."""
 
     @abstractmethod
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Outcome[Values]]]:
+    def run(self, jobs: Sequence[JobT]) -> Iterator[tuple[int, Outcome[ValuesT]]]:
         """Yield the place of every job among `jobs` with its outcome, as soon as it is there.
 
         Raises:
@@ -67,13 +67,13 @@ class Executor(Closing, Generic[Job, Values]):
         """
 
 
-class SerialExecutor(Executor[Job, Values]):
-    """Has one job after the other done in this process; closing it closes the evaluator."""
+class SerialExecutor(Executor[JobT, ValuesT]):
+    """Runs one job after the other in this process; closing it closes the evaluator."""
 
-    def __init__(self, evaluator: Evaluator[Job, Values]) -> None:
+    def __init__(self, evaluator: Evaluator[JobT, ValuesT]) -> None:
         self._evaluator = evaluator
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Outcome[Values]]]:
+    def run(self, jobs: Sequence[JobT]) -> Iterator[tuple[int, Outcome[ValuesT]]]:
         for number, job in enumerate(jobs):
             yield number, attempt(self._evaluator, job)
 
@@ -81,11 +81,11 @@ class SerialExecutor(Executor[Job, Values]):
         self._evaluator.close()
 
 
-def attempt(evaluator: Evaluator[Job, Values], job: Job) -> Outcome[Values]:
-    """Do a job; what goes wrong becomes an outcome, but for a `KvsearchError`, which is raised."""
+def attempt(evaluator: Evaluator[JobT, ValuesT], job: JobT) -> Outcome[ValuesT]:
+    """Run a job; failures become outcomes, but for a `KvsearchError`, which is raised."""
     tokens = evaluator.tokens_spent
     start = time.perf_counter()
-    values: Values | None = None
+    values: ValuesT | None = None
     kind: OutcomeKind = "ok"
     message = ""
     try:
@@ -93,6 +93,7 @@ def attempt(evaluator: Evaluator[Job, Values], job: Job) -> Outcome[Values]:
     except KvsearchError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever fails for one job must not end the others
+        # A caller may try less at a time, which helps against nothing else.
         kind = "oom" if is_out_of_memory(error) else "error"
         message = format_error(error)
     if kind == "oom":

@@ -1,4 +1,4 @@
-"""Workers that have loaded the same model: what is done for many items alike is shared out, item by item.
+"""Workers with the same model loaded: a function of many items is shared out among them, item by item.
 
 Items are done in any order and handed out in theirs, so whoever sums over them gets the same bytes, however many
 workers there are. A worker computes with as many threads as this process: their number may decide the last bits.
@@ -14,18 +14,15 @@ from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, KvsearchWarning
 from kvsearch.core.parsing import shorten
 from kvsearch.models.foreign import blame_checkpoint
-from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
+from kvsearch.models.loading import Given, LoadedModel, LoadOptions, Made, Work, load
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.workers.base import Outcome
 from kvsearch.workers.ray import RayExecutor, RayPool
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
 
 
 class ModelSource:
@@ -61,7 +58,7 @@ _load = lru_cache(maxsize=1)(load)  # a worker goes from one part of a job to th
 
 
 class ModelWork:
-    """Does one work, which came pickled, for items, in a worker; an `Evaluator`."""
+    """Applies one pickled function to items, in a worker; an `Evaluator`."""
 
     tokens_spent = 0  # nobody asks
 
@@ -87,10 +84,10 @@ class ModelWork:
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 place = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
                 raise InternalError(f"a bug in kvsearch, please report it ({shorten(place)})") from error
-        return made, [str(one.message) for one in caught if issubclass(one.category, KvsearchWarning)]
+        return made, [str(warning.message) for warning in caught if issubclass(warning.category, KvsearchWarning)]
 
     def close(self) -> None:
-        """The model stays: the next work may need it."""
+        """Keep the model: the next work may need it."""
 
 
 class ModelWorkers:
@@ -119,6 +116,7 @@ class ModelWorkers:
         results: dict[int, Made] = {}
         with closing(executor.run(items)) as outcomes:  # type: ignore[type-var]
             for number in range(len(items)):
+                # Results come in any order and leave in that of the items, so sums have the same bits.
                 while number not in results:
                     place, outcome = next(outcomes)
                     results[place] = result_of(outcome)
@@ -130,7 +128,7 @@ class ModelWorkers:
 
 
 def result_of(outcome: Outcome[tuple[Any, list[str]]]) -> Any:
-    """Return what a `ModelWork` has made, with its warnings; raises an error if there is nothing."""
+    """Return the result of a `ModelWork`, and repeat its warnings; raises an error if there is no result."""
     if outcome.values is None:
         raise MemoryError(outcome.message) if outcome.kind == "oom" else EnvironmentFault(outcome.message)
     made, messages = outcome.values

@@ -24,14 +24,14 @@ from typing import Any
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
 from kvsearch.core.parsing import format_error, shorten
 from kvsearch.core.resources import Closing
-from kvsearch.workers.base import Evaluator, Executor, Job, Outcome, Values, attempt
+from kvsearch.workers.base import Evaluator, Executor, JobT, Outcome, ValuesT, attempt
 
 _REACH = 10.0  # seconds for a cluster to answer at all
 _STORE = 256 * 2**20  # bytes that workers of this machine share: jobs and values are small
 
 
 def import_ray() -> Any:
-    """Import Ray so that it does not print what raylets report; what dies is reported here.
+    """Import Ray without the reports that its raylets print; workers that die are reported here.
 
     Raises:
         EnvironmentFault: it is not installed.
@@ -70,7 +70,7 @@ def connect(ray: Any, address: str | None) -> bool:
 
 
 def require_room(ray: Any, workers: int, need: Mapping[str, float]) -> None:
-    """Raise EnvironmentFault, with what is there, if the nodes of the cluster cannot hold all workers."""
+    """Raise EnvironmentFault, with the cluster's resources, if its nodes cannot hold all workers."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, need)
     if room < workers:
@@ -104,7 +104,7 @@ def _require_answer(address: str) -> None:
 
 @contextmanager
 def _own_ends() -> Iterator[None]:
-    """Go on to end by SIGTERM as this process did before: Ray's own handler prints a stack and aborts."""
+    """Keep this process's SIGTERM handler: Ray's own prints a stack and aborts."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -193,12 +193,14 @@ class RayPool(Closing):
                 for task in ready:
                     actor, number, start = busy.pop(task)
                     try:
+                        # Pickled by the worker: arrays from Ray's store are read-only.
                         outcome = pickle.loads(self.ray.get(task))
                     except self.ray.exceptions.RayError as error:
                         self.ray.kill(actor)
                         deaths[number] += 1
                         is_short = isinstance(error, self.ray.exceptions.OutOfMemoryError)
                         if not is_short and deaths[number] < _MOST_DEATHS:
+                            # First in the queue: a job that kills workers shows soon.
                             waiting.appendleft(number)
                             continue
                         what = "Ray ended its worker" if is_short else f"{_MOST_DEATHS} workers died of it"
@@ -250,8 +252,8 @@ class RayPool(Closing):
             self.ray.shutdown()
 
 
-class RayExecutor(Executor[Job, Values]):
-    """Has jobs done by the workers of a pool, which stay there.
+class RayExecutor(Executor[JobT, ValuesT]):
+    """Runs jobs on the workers of a pool, which stay there.
 
     `factory` builds the evaluator of a worker: `functools.partial(function, *arguments)`, of a function that the
     workers can import. Inside it a worker with a GPU sees that one only, as `cuda:0`. Ray allows a worker as many
@@ -259,11 +261,11 @@ class RayExecutor(Executor[Job, Values]):
     the same values everywhere sets it itself.
     """
 
-    def __init__(self, factory: Callable[[], Evaluator[Job, Values]], pool: RayPool) -> None:
+    def __init__(self, factory: Callable[[], Evaluator[JobT, ValuesT]], pool: RayPool) -> None:
         self._pool = pool
         self._factory = pool.ray.put(factory)
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Outcome[Values]]]:
+    def run(self, jobs: Sequence[JobT]) -> Iterator[tuple[int, Outcome[ValuesT]]]:
         return self._pool.run(self._factory, jobs)
 
     def close(self) -> None:
@@ -282,6 +284,7 @@ class _Actor:
     def evaluate(self, factory: list[Any], job: bytes) -> bytes:
         """Do a job with the evaluator that is built by what is stored under the `factory`, once for all its jobs."""
         try:
+            # A worker keeps its model between jobs, and gives it up when other work begins.
             if factory[0] != self._factory:
                 self.stop()
                 self._evaluator = import_ray().get(factory[0])()

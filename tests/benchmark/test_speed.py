@@ -23,7 +23,7 @@ from kvsearch.benchmark.speed import (
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from tests.families import build, prompts
+from tests.families import build, prompts, take_families
 from tests.runtime.helpers import running
 from tests.runtime.recorder import Recorder, capturing
 
@@ -76,7 +76,7 @@ def test_ratios_are_medians_within_rounds_after_the_first(monkeypatch: pytest.Mo
     assert static.token_speedup == 16 / 15
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@take_families("llama", "gemma3", "qwen3_next")
 def test_decoding_is_forgotten(family: str) -> None:
     model, (ids, _) = build(family), prompts(1, 20)
     phase = snapkv(model).prefill

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvsearch.budgets.adakv import Variant
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.core.arrays import Floats
-from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH, AllocatorContract
 from tests.budgets.known import adakv, head_budgets
 
 VARIANTS: tuple[Variant, ...] = ("exact", "kvpress")

@@ -13,7 +13,7 @@ from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.loss_curves import LossCurves, make_convex
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from tests.budgets.contract import LAYERS, LENGTH, AllocatorContract
+from kvsearch.testing.allocator_contract import LAYERS, LENGTH, AllocatorContract
 
 BUDGETS = (2, 5, 9)
 

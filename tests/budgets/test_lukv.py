@@ -14,7 +14,7 @@ from kvsearch.budgets.convex import sort_as_oracle
 from kvsearch.budgets.lukv import MarginalSolver, solve_exactly, solve_grid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH, AllocatorContract
 from tests.budgets.samples import eviction_loss, heavy_tailed, marginal_gains, tables
 
 FIRST = np.array([[[1.0, 5, 3, 1], [4, 2, 2, 2]]])

@@ -7,7 +7,7 @@ from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.polykv import Proportional
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from tests.budgets.contract import HEADS, LAYERS, AllocatorContract
+from kvsearch.testing.allocator_contract import HEADS, LAYERS, AllocatorContract
 
 
 class TestByLayer(AllocatorContract):

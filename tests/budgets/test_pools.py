@@ -13,7 +13,7 @@ from kvsearch.budgets.dynamic import LayerDemand, share_budgets
 from kvsearch.budgets.lava import HeadWeights, LAVaAllocation, LayerWeights
 from kvsearch.budgets.lava import compute_layer_entropy as entropy_of
 from kvsearch.core.arrays import Floats, Ints
-from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH, AllocatorContract
 from tests.budgets.known import OfScores, adakv
 
 NOTHING = np.zeros(0, dtype=np.int32)

@@ -9,7 +9,7 @@ from kvsearch.budgets.allocator import Allocator, Signals, Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from tests.budgets.contract import HEADS, LAYERS, AllocatorContract
+from kvsearch.testing.allocator_contract import HEADS, LAYERS, AllocatorContract
 
 UNREAD = np.zeros(1)
 

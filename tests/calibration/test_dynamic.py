@@ -28,7 +28,7 @@ from kvsearch.runtime.program import PhaseProgram
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.calibrations import calibrate_dynamic
-from tests.combinations import in_turn
+from tests.combinations import first_value, in_turn
 from tests.runtime import test_sharing
 from tests.runtime.helpers import running
 
@@ -107,7 +107,7 @@ def assert_runtime_agrees(
         assert held(model, even_program(model, how, total, prompt.length, floor), prompt.ids) == found[row].tolist()
 
 
-@pytest.mark.parametrize("how", [*METHODS, *VARIANTS])
+@first_value("how", [*METHODS, *VARIANTS], usual=len(METHODS))
 def test_the_runtime_decides_the_same(how: str, model: LoadedModel, data: CalibrationData) -> None:
     prompt, rule = encode_prompts(model, data)[1], {**METHODS, **VARIANTS}[how]
     assert_runtime_agrees(model, prompt, rule, PROTECTED, (0, 20, 49, 79, 88, 98))
@@ -115,13 +115,14 @@ def test_the_runtime_decides_the_same(how: str, model: LoadedModel, data: Calibr
     assert np.ptp(at_eighty) > 3 or how == "lava, equal heads", "something should be decided"
 
 
+@pytest.mark.nightly
 @in_turn(method=METHODS, family=["qwen2", "qwen3", "gemma2", "gemma3"])
 def test_every_family_decides_as_the_runtime_does(method: str, family: str, data: CalibrationData) -> None:
     other = tiny.loaded(family)
     assert_runtime_agrees(other, encode_prompts(other, data)[0], METHODS[method], PROTECTED, (9, 49, 84))
 
 
-@methods
+@first_value("method", METHODS)
 def test_with_the_question_in_the_prompt(method: str, model: LoadedModel, data: CalibrationData) -> None:
     context, aware = encode_prompts(model, data)[0], encode_prompts(model, data, "question-aware")
     assert_runtime_agrees(model, aware[0], METHODS[method], PROTECTED, (49, 79))
@@ -171,6 +172,7 @@ def test_the_table_is_the_mean_of_the_decisions(
     np.testing.assert_allclose(made.arrays["question_ratio"], each[:, rows], atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_protocols_and_progress(model: LoadedModel, data: CalibrationData) -> None:
     told: list[tuple[int, int]] = []
     aware = calibrate_dynamic(

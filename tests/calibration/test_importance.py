@@ -14,13 +14,13 @@ from kvsearch.models.architecture import describe, find_attention_modules, read_
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from tests.families import FAMILIES, build, prompts
+from tests.families import FAMILIES, build, prompts, take_families
 from tests.runtime.helpers import assert_close, feed, reference, running
 
 CONTEXT, ROWS = 40, 7
 POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
-families = pytest.mark.parametrize("family", FAMILIES)
-some_families = pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+families = take_families(*FAMILIES)
+some_families = take_families("llama", "qwen3", "gemma2", "gemma3")
 
 
 def tokens(seed: int = 0, rows: int = ROWS) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from kvsearch.cli import app
 from kvsearch.models.loading import load
 from tests import tiny
-from tests.robustness.inputs import calibration_file
 from tests.runs.guard import every_write_locked
 from tests.shared import Finished, finished_once, folder_once
 from tests.signals.profiles import make_signals, signal_metadata
+from tests.tiny import calibration_file
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
 # a tenth of the time of the default

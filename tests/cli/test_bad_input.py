@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvsearch.core.resources import find_resource
 from tests.cli.conftest import Run
-from tests.robustness.inputs import calibration_file
+from tests.tiny import calibration_file
 
 USAGE, ENVIRONMENT, INCOMPATIBLE, BUG, INTERRUPTED = 2, 3, 4, 1, 130
 

@@ -58,7 +58,7 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
         shapes.make_random_model("llama-3.1-8b")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_curve_of_where_a_plan_pays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "curve.svg"
     grid = ("--length", "64,16", "--batch", "1,3", *SHORT)
@@ -84,6 +84,10 @@ def test_a_curve_of_where_a_plan_pays(run: Run, tmp_path: Path, monkeypatch: pyt
     shown, _ = done("show", record)
     assert "at batch 3" in shown
     assert "points that were not measured for the fit: errors of" in shown
+    told["points"] = [point for point in told["points"] if point["cache"] != "full"]
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(json.dumps(told))
+    assert run("show", damaged)[0] == 2
     page = tmp_path / "report.html"
     done("report", record, "-o", page)
     assert "Requests that fit at once" in page.read_text()
@@ -100,6 +104,7 @@ def test_a_curve_of_where_a_plan_pays(run: Run, tmp_path: Path, monkeypatch: pyt
     assert len(json.loads(line.partition(": ")[2])["measured"]) == 12
 
 
+@pytest.mark.nightly
 def test_compiled_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(

@@ -15,7 +15,7 @@ from kvsearch.report.profile import list_profile_parts
 from tests import tiny
 from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
-from tests.robustness.inputs import calibration_file
+from tests.tiny import calibration_file
 
 CONTEXTS = 3
 

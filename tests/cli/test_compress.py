@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvsearch
 from kvsearch.core.resources import find_resource
+from kvsearch.evaluation.guarantee import make_guarantee
+from kvsearch.plan import load_plan, save_plan
 from tests import tiny
 from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
@@ -45,11 +48,27 @@ def test_a_file_answers_any_number_of_questions(plan: Path, saved: Path) -> None
     direct, _ = done(
         "generate", "bundled", "--plan", plan, "--context", CONTEXT, *asked, "--json", "--max-new-tokens", 4
     )
-    assert json.loads(out) == json.loads(direct)
+    # what has left is measured while a context is read
+    assert json.loads(out) == [{**reply, "evicted_mass": None} for reply in json.loads(direct)]
+    assert all(0.1 < reply["evicted_mass"] < 1 for reply in json.loads(direct))
     assert len(json.loads(out)) == 2
     out, _ = done("generate", "bundled", "--cache", saved, *asked[2:], "--max-new-tokens", 4, "--plan", plan)
     assert out.strip() == json.loads(direct)[1]["text"]
     assert saved.read_bytes() == before
+
+
+@pytest.mark.parametrize("most", [0.01, 1.0])
+def test_a_context_beyond_those_of_a_guarantee_is_said(plan: Path, tmp_path: Path, most: float) -> None:
+    stated = load_plan(plan)
+    guarantee = make_guarantee(stated, np.zeros(149), 0.02, 0.95, [], "question-agnostic", [0.0, most])
+    origin = stated.provenance.model_copy(update={"guarantee": guarantee})
+    save_plan(stated.model_copy(update={"provenance": origin}), tmp_path / "plan.json")
+    arguments = ("--plan", tmp_path / "plan.json", "--context", CONTEXT, "--prompt", QUESTIONS[0])
+    _, talk = done("generate", "bundled", *arguments, "--max-new-tokens", 2)
+    first = talk.splitlines()[0]
+    assert first.startswith(f"the plan {tmp_path / 'plan.json'}: it loses at most 2 points to the full cache")
+    assert ("beyond those that the plan was shown on: " in talk) == (most < 0.5)
+    assert "% of the attention at its end has left" in talk
 
 
 def test_compress_is_a_function(plan: Path, saved: Path, tmp_path: Path) -> None:

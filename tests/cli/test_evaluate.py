@@ -13,6 +13,7 @@ import pytest
 
 from kvsearch.evaluation import statistics
 from kvsearch.models.loading import OFFLINE_VARIABLES
+from kvsearch.plan import load_plan
 from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import refused
 from tests.tiny import document, task_file
@@ -34,6 +35,24 @@ def test_scores_and_equal_entries(calibrated: Path, tmp_path: Path) -> None:
     scores = {name: method["scores"]["averages"]["macro"]["mean"] for name, method in methods.items()}
     assert result["full"]["scores"]["tasks"]["multikey"]["mean"] >= scores["plan"] > scores["streaming"]
     assert len(list(csv.DictReader(replies.open()))) == result["tasks"][0]["questions"] * (1 + len(held))
+
+
+def test_what_a_plan_is_shown_to_lose_at_most(calibrated: Path, tmp_path: Path) -> None:
+    """Of two equal plans together the level is shared; a plan that answers all loses what no loss shows."""
+    (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
+    arguments = ("evaluate", "bundled", "--plan", calibrated / "plan.json", *SHORT, "--samples", 6)
+    result = done_json(*arguments, "--plan", tmp_path / "again.json", "--lose-at-most", "99%", "--json")
+    assert result["guarantees"].keys() == {"plan", "again"}
+    for found in result["guarantees"].values():
+        shown = found["guarantee"]
+        assert (found["wished"], found["holds"]) == (0.99, True)
+        assert shown["loss"] >= 1 - 0.025 ** (1 / 6)  # with 97.5% each
+        assert (shown["confidence"], shown["contexts"], shown["tasks"]) == (0.95, 6, {"multikey": 6})
+        assert shown["plan_sha256"] == load_plan(calibrated / "plan.json").content_sha256
+    out, talk = done(*arguments, "--guarantee")
+    assert "6 contexts show a mean loss of at most 39.4 points with 95% confidence if none of them loses" in talk
+    assert "plan loses at most " in out
+    assert "all plans together" not in out
 
 
 def test_question_aware_with_two_plans(calibrated: Path, tmp_path: Path) -> None:

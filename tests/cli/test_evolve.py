@@ -63,7 +63,7 @@ def test_a_search_writes_a_plan_and_a_report(evolved: Finished) -> None:
     assert any(line.endswith(f"wrote {directory / 'plan.json'}") for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_limits_end_a_search_with_a_result_and_may_be_raised(
     evolved: Finished, questions: Path, tmp_path: Path
 ) -> None:
@@ -98,7 +98,7 @@ def test_budgets_of_the_decode_phase(questions: Path, tmp_path: Path) -> None:
     assert "report split, 12 entries per kv head, question-agnostic, decode" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None:
     hard = (*SMALL, "--hard-below", 100, "--hard-most", 2, "--generations", 1, "--max-evals", 3)
     _, talk = done(*command(questions, tmp_path / "run", small=hard))

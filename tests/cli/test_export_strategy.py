@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvsearch.jobs import export as export_job
 from kvsearch.plan import Size, load_plan, load_profile
+from kvsearch.results import validation
 from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
 from tests.cli.conftest import Run, done, polykv_in
 from tests.cli.test_bad_input import USAGE, refused
@@ -70,7 +70,7 @@ def test_harmful_signals_are_not_used_unless_allowed(
 
     path, file = tmp_path / "plan.json", polykv / "profile.safetensors"
     assert run("export", polykv, "-o", path, "--dry-run")[0] == 0  # not validated
-    monkeypatch.setattr(export_job, "find_harmful", harmful)
+    monkeypatch.setattr(validation, "find_harmful", harmful)
     words = "route cosine was judged harmful; give --allow-harmful to write it anyway"
     refused(run, USAGE, words, "export", polykv, "-o", path, "--budget", 20)
     assert not path.exists()

@@ -42,7 +42,17 @@ def test_the_short_help_is_the_essentials_in_the_order_of_use(run: Run, verb: st
         if line.startswith(("  -", "  MODEL"))
     ]
     assert 8 <= len(lines) <= 14
-    order = ["MODEL", "--tasks", "--samples", "--budget", "--budgets", "--output", "--sure", "--device", "--dry-run"]
+    order = [
+        "MODEL",
+        "--tasks",
+        "--samples",
+        "--budget",
+        "--budgets",
+        "--output",
+        "--confidence",
+        "--device",
+        "--dry-run",
+    ]
     named = [line for line in lines if line in order]
     assert named == sorted(named, key=order.index)
     assert f"All options: kvsearch {verb} --help-all" in out
@@ -63,7 +73,7 @@ def test_the_options_of_a_method_are_shown_with_it(run: Run) -> None:
 
 COMPLETED = {
     "eval": "evaluate",
-    "run --sm": "--smallest",
+    "run --lose": "--lose-at-most",
     "run ./m --policies snapkv,key": "snapkv,keydiff",
     "plan uniform bundled --policy exp": "expected_attention",
     "run bundled --tasks ruler:vt+ruler:no": "ruler:vt+ruler:no-qa",

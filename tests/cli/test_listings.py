@@ -15,6 +15,7 @@ from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
 from kvsearch.config.options import option
 from kvsearch.config.recipes import list_shipped_recipes
+from kvsearch.core import plugins
 from kvsearch.jobs.groups import TASK_DETAILS, TaskOptions
 from kvsearch.policies import registry
 from kvsearch.tasks.catalog import ENTRIES, SETS, format_flag
@@ -69,18 +70,13 @@ def test_the_help_documents_every_key_of_the_json(run: Run) -> None:
 
 def test_a_broken_package_does_not_break_the_listing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("theirs", "no_such_module_here:X", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([point]))
+    monkeypatch.setattr(plugins, "entry_points", lambda group: EntryPoints([point]))
     out, _ = done("policies")
     assert "snapkv" in out
     assert [line for line in out.splitlines() if line.startswith("theirs (no_such_module_here): ")]
     refused(run, ENVIRONMENT, "repair or uninstall", "policies", "theirs")
     out, _ = done("policies", "--json")
     assert {"name", "package", "error"} == set(json.loads(out)["problems"][-1])
-
-
-def test_readme_names_every_policy() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert [name for name in registry.BUILT_IN if f"`{name}`" not in readme] == []
 
 
 class Probe(TaskOptions):

@@ -82,7 +82,7 @@ def test_from_a_calibration_to_an_evaluation_of_its_plan(place: Path) -> None:
     assert evaluate == ["evaluate", model, "--plan", str(place / "p.json")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_the_verdicts_on_signals_to_a_selection_and_on(place: Path) -> None:
     options = typed(place)
     directory = place / "polykv"
@@ -143,6 +143,7 @@ def test_budgets_are_offered_for_the_ranking_that_is_better(fit: float, policy: 
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_plan_of_ones_own(tmp_path: Path) -> None:
     plan = tmp_path / "my plan.json"
     making = ("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 3000, "--dtype", "float32", "-o", plan)

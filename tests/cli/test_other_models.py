@@ -72,6 +72,7 @@ def test_what_is_asked_by_default(model: Path, calibrated: Path, tmp_path: Path)
     ]
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_answer_gets_no_plan(
     run: Run, model: Path, calibrated: Path, questions: Path, tmp_path: Path
 ) -> None:

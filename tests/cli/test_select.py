@@ -95,6 +95,7 @@ def test_a_search_does_not_choose_by_the_same_questions_again(
     assert f"({SAMPLES} in all)" in message
 
 
+@pytest.mark.nightly
 def test_how_sure_to_be_takes_no_other_replies(chosen: tuple[Path, str, str], questions: Path) -> None:
     directory, _, _ = chosen
     before = lines(directory)
@@ -104,6 +105,7 @@ def test_how_sure_to_be_takes_no_other_replies(chosen: tuple[Path, str, str], qu
     assert lines(directory) == before
 
 
+@pytest.mark.nightly
 def test_the_evidence_is_there_before_the_plan(
     directory: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

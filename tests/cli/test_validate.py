@@ -50,7 +50,7 @@ def test_all_measured_budgets(directory: Path) -> None:
     assert find_harmful(directory, Strategy("ppl"), 64) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_signals_more_permutations_and_another_budget_join_what_is_there(directory: Path) -> None:
     one = ("validate", directory, *ASKED, "--budget", 32, "--json")
     first, _ = done(*one, *ROUTE)

@@ -79,8 +79,8 @@ KEPT = {
         "--seed 1", ("run/plan.json", "run/run.json"), "run/run.json", 14,
     ),
 }  # fmt: skip
-# for whole runs: `run` itself, which takes longest, has tests/cli/test_run.py before every commit
-MARKS = {"run": [pytest.mark.nightly], "evaluate": []}
+# for whole runs: those that take longest have files of their own in this folder before every commit
+MARKS = {"evaluate": [], **{verb: [pytest.mark.nightly] for verb in ("run", "select", "evolve")}}
 finished = pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=MARKS.get(verb, [pytest.mark.slow])) for verb in KEPT]
 )

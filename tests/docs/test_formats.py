@@ -18,11 +18,10 @@ from kvsearch.plan.origin import ContextRecord, ContextSet
 from kvsearch.plan.profile import ProfileMetadata, TableCheck, load_profile
 from kvsearch.plan.profile_arrays import GRID_SIZE, SignalAxes
 from kvsearch.plan.schema import LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
-from kvsearch.runs.identity import RunConfig, read_config, read_identity
+from kvsearch.runs.identity import RunConfig, read_config
 from kvsearch.runs.run import ContextsFile, read_contexts
 from kvsearch.runtime.store.cache_file import CacheHeader
 from kvsearch.search.trials import TRIAL_RECORDS
-from tests.runs.sealing import sealed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 EXAMPLES: dict[str, str] = dict(re.findall(r"^```json (\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
@@ -60,20 +59,6 @@ def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
     config = read_config(tmp_path)
     assert json.loads(config.to_bytes()) == json.loads(EXAMPLES["run"])
     assert json.loads(canonical_json(read_contexts(tmp_path))) == json.loads(EXAMPLES["contexts"])
-
-
-def test_the_checksums_of_a_ledger_are_as_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [program] = re.findall(r"^```python checksums\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(EXAMPLES["run"])
-    lines = sealed(['{"text": "a"}', '{"text": "b"}', '{"text": "c"}'], read_identity(tmp_path / "run"))
-    for content, printed in ((lines, ""), (lines.replace('"b"', '"x"'), "2\n"), (lines.replace('"a"', '"x"'), "1\n")):
-        (tmp_path / "run" / "ledger.jsonl").write_text(content)
-        exec(program, {})
-        assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=[record.__name__ for record in RECORDS])

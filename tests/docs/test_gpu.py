@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.device.build import NoCompiler, library
 from tests.docs.test_links import DOCS
+from tests.torture.device.build import NoCompiler, library
 
 FOLDER = DOCS.parent / "benchmarks" / "gpu"
 SCRIPTS = ("correctness", "kernel_speed", "decoding", "long_context")

@@ -1,14 +1,15 @@
-"""docs/policies.md has every policy; `python -m tests.docs.test_policies` writes its list."""
+"""docs/policies.md has every policy; `python -m tests.docs.test_policies` writes its tables."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from kvsearch.policies.registry import OWN_PACKAGE, load_catalog
+import pytest
+
+from kvsearch.core.plugins import OWN_PACKAGE
+from kvsearch.policies.registry import BUILT_IN, find_policy_class, load_catalog
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
-MARK, END = "<!-- the list is made by tests/docs/test_policies.py -->", "<!-- end of the list -->"
 WEIGHTS = "as its weights say"
 
 
@@ -22,20 +23,40 @@ def listed() -> str:
     return "\n".join(lines)
 
 
-def with_list(text: str) -> str:
-    before, _, rest = text.partition(MARK)
-    return f"{before}{MARK}\n\n{listed()}\n\n{END}{rest.partition(END)[2]}"
+def explained() -> str:
+    lines = ["| name | score of an entry | fails |", "|---|---|---|"]
+    for facts in load_catalog()[0]:
+        if facts.package == OWN_PACKAGE:
+            policy = vars(find_policy_class(facts.name))  # its own, not those of a policy that it derives from
+            texts = (policy.get(text, "").replace("|", "\\|") for text in ("summary", "weakness"))
+            lines.append(f"| `{facts.name}` | {' | '.join(texts)} |")
+    return "\n".join(lines)
 
 
-def test_the_list_is_that_of_the_catalog() -> None:
+TABLES = {
+    ("<!-- the list is made by tests/docs/test_policies.py -->", "<!-- end of the list -->"): listed,
+    ("<!-- the table is made by tests/docs/test_policies.py -->", "<!-- end of the table -->"): explained,
+}
+
+
+def with_tables(text: str) -> str:
+    for (mark, end), make in TABLES.items():
+        before, _, rest = text.partition(mark)
+        text = f"{before}{mark}\n\n{make()}\n\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def test_the_tables_are_those_of_the_catalog() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == with_list(text), "run python -m tests.docs.test_policies"
+    assert text == with_tables(text), "run python -m tests.docs.test_policies"
 
 
-def test_every_policy_says_when_it_fails() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", PAGE.read_text(encoding="utf-8").partition(END)[2], re.MULTILINE)
-    assert rows == [facts.name for facts in load_catalog()[0] if facts.package == OWN_PACKAGE]
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_policy_says_what_it_scores_and_when_it_fails(name: str) -> None:
+    policy = vars(find_policy_class(name))
+    assert policy["summary"]
+    assert policy["weakness"]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_list(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

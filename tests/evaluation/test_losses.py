@@ -29,11 +29,11 @@ from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_repli
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.attention_rows import attention_change
 from kvsearch.tasks.base import Query
+from kvsearch.testing.policy_contract import properties
 from tests import tiny
 from tests.combinations import in_turn
 from tests.evaluation.results import rendered
 from tests.families import EACH_FAMILY, build, prompts
-from tests.policies.contract import properties
 from tests.runtime.helpers import columns, feed, one_by_one, random_eviction, running
 from tests.runtime.layers import Layer, Scene, scenes
 from tests.runtime.policies import SMALL

@@ -76,7 +76,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     ("protocol", "phases", "memory"),
     [
         (QUESTION_AGNOSTIC, "prefill", None),
-        (QUESTION_AWARE, "both", None),  # every method replies alone: many lines
+        # every method replies alone: many lines
+        pytest.param(QUESTION_AWARE, "both", None, marks=pytest.mark.nightly),
         pytest.param(QUESTION_AGNOSTIC, "prefill", 60_000, marks=pytest.mark.nightly),  # prompts are read several times
     ],
 )
@@ -105,6 +106,7 @@ def told(line: bytes) -> list[Any]:
     return [{name: value for name, value in item.items() if "seconds" not in name} for item in samples]
 
 
+@pytest.mark.nightly
 def test_only_methods_that_are_new_are_compressed(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

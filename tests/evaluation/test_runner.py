@@ -28,6 +28,7 @@ from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics.likelihood import FORCED
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
+from tests.combinations import first_value
 from tests.evaluation.results import PLACE, without_bytes
 from tests.tiny import run
 
@@ -100,7 +101,7 @@ def by_question(samples: Sequence[Sample]) -> dict[tuple[str, str, int], Sample]
     return {(sample.method, sample.key, sample.question): sample for sample in samples}
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@first_value("protocol", PROTOCOLS)
 def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel, protocol: Protocol) -> None:
     """Of two words, so that no single token is one; some replies have it, some do not."""
     whole = by_question(run(model, programs(model), [LONG], 4, protocol=protocol))
@@ -221,6 +222,7 @@ def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Pro
     assert len(expected) == len(programs) * len(alone["full"])
 
 
+@pytest.mark.nightly
 def test_prompts_are_read_once_unless_memory_is_short(model: LoadedModel) -> None:
     read: list[int] = []
     handle = model.model.register_forward_pre_hook(

@@ -13,7 +13,6 @@ from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
 from kvsearch.strategies.methods import Size, parse_methods
 from kvsearch.strategies.ready_methods import prepare_methods
 from tests import tiny
-from tests.runs.sealing import sealed
 
 ONE = RunConfig(job="select", content={"seed": 1})
 OTHER = RunConfig(job="select", content={"seed": 2})
@@ -30,7 +29,7 @@ def there(place: Path, config: RunConfig, ledger: str | None = "") -> Path:
 
 
 def test_force_throws_away_only_what_cannot_be_gone_on_with(tmp_path: Path) -> None:
-    line = sealed(['{"samples": []}'], ONE.identity)
+    line = '{"samples": []}\n'
     same = there(tmp_path / "same", ONE, line)
     other = there(tmp_path / "other", OTHER, line)
     damaged = there(tmp_path / "damaged", ONE, NONSENSE)

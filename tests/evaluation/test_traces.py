@@ -114,6 +114,7 @@ def test_lengths_are_reported(found: Evaluation) -> None:
     assert {row.name for row in result.rows if row.kind == "category"} == {"Algebra", "Geometry"}
 
 
+@pytest.mark.nightly
 def test_a_reply_depends_on_its_own_seed(model: LoadedModel, task: TracedTask, found: Evaluation) -> None:
     def few(sampling: Sampling | None = DRAWN, samples: int = 2, **settings: Any) -> dict[tuple[Any, ...], str]:
         return texts(evaluation(model, task, sampling, samples=samples, **settings).run())
@@ -126,6 +127,7 @@ def test_a_reply_depends_on_its_own_seed(model: LoadedModel, task: TracedTask, f
     assert few(samples=1, batch=1, protocol=QUESTION_AWARE) == few(samples=1, batch=4, protocol=QUESTION_AWARE)
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_draws_the_same(
     model: LoadedModel, task: TracedTask, found: Evaluation, tmp_path: Path
 ) -> None:

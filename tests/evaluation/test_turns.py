@@ -22,6 +22,8 @@ from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
 from tests import tiny
+from tests.combinations import first_value
+from tests.families import take_families
 from tests.tiny import chat_tokenizer, listed, loaded, run
 
 PLAN = [[14, 7], [25, 6], [31, 12], [9, 16]]
@@ -44,11 +46,11 @@ def test_without_a_plan_the_full_cache_answers(model: LoadedModel) -> None:
     assert reply.text == plain_reply(model, tiny.ids_of(CONTEXT + " ? vote"), 6)
     length = len(CONTEXT.split()) + 1
     size, most = 8 * length * 2 * 16 * 4, 8 * (length + 2 + len(reply.text.split()) - 1)  # the last word is never fed
-    assert reply == Reply(reply.text, length, 8 * length, 8 * length, size + 4 * 8 * length, size, most)
+    assert reply == Reply(reply.text, length, 8 * length, 8 * length, size + 4 * 8 * length, size, most, 0.0)
     assert model.model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@take_families("llama", "gemma2", "gemma3")
 def test_with_a_plan(family: str) -> None:
     model = tiny.loaded(family)
     layers = 4 if family == "llama" else 2
@@ -105,7 +107,7 @@ def conversation(model: LoadedModel, program: Program, row: int) -> list[str]:
     return replies
 
 
-@pytest.mark.parametrize(("batch", "penalty"), [(1, None), (3, None), (3, 1.6)])
+@first_value(("batch", "penalty"), [(3, 1.6), (3, None), (1, None)])
 def test_replies_are_those_of_a_conversation(
     model: LoadedModel, batch: int, penalty: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import yaml
@@ -159,8 +158,3 @@ OPTIONS: dict[str, set[str]] = {
 def options_of(usage: tuple[str, ...]) -> set[str]:
     """The options in commands."""
     return {name for line in usage for name in re.findall(r"(?<!\S)--[\w-]+", line)}
-
-
-def difference(planned: Ints, held: Any) -> tuple[int, int]:
-    """How many planned entries are not held, and how many are held beyond the plan's total."""
-    return int(np.maximum(planned - held, 0).sum()), max(int((held - planned).sum()), 0)

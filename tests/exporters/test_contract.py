@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters import TARGETS, create_exporter
-from kvsearch.exporters.base import SINGLE_FILE, ExportInputs, PlanExporter, PrefillBudgets
+from kvsearch.exporters.base import SINGLE_FILE, ExportedFiles, ExportInputs, PlanExporter, PrefillBudgets
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import ModelFingerprint, Plan
 from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.rounding import largest_remainder
-from tests.exporters.simulations import OPTIONS, SIMULATIONS, difference, options_of
+from kvsearch.testing import ExporterContract
+from kvsearch.testing.exporter_contract import HEADS, LENGTH, budget_rows, plan_policies, plan_rows
+from tests.exporters.simulations import OPTIONS, SIMULATIONS, options_of
 from tests.plan.builders import make_plan, phase_dict
 
-HEADS, LENGTH = 2, 400
 WHOLE = ("folder", "custom-generate", "model")  # targets that hold whole plans
 TOLD_SHARES = ("attention-matching", "spectralkv")  # of a total that is told elsewhere
 PLAN_TARGETS = [name for name in TARGETS if isinstance(create_exporter(name), PlanExporter)]
@@ -79,43 +80,20 @@ READERS = {
 }  # fmt: skip
 
 
-rows = st.lists(st.integers(1, LENGTH), min_size=HEADS, max_size=HEADS)
-windows = st.integers(1, 40)
-policies = st.one_of(
-    st.sampled_from([("knorm", {}), ("keydiff", {}), ("pyramidkv", {}), ("h2o", {})]),
-    st.tuples(st.just("snapkv"), st.fixed_dictionaries({"window": windows, "sinks": st.integers(0, 4)})),
-    st.tuples(st.just("duo_attention"), st.fixed_dictionaries({"window": windows, "sinks": st.integers(0, 4)})),
-    st.tuples(
-        st.sampled_from(["streaming", "expected_attention"]), st.fixed_dictionaries({"sinks": st.integers(0, 6)})
-    ),
-)
+def contract_of(target: str) -> type[ExporterContract]:
+    """The contract of a target, by what its tool holds."""
+
+    def held(self: ExporterContract, exported: ExportedFiles, model: ModelFingerprint, length: int) -> Ints:
+        return SIMULATIONS[target](exported, model, length)
+
+    return type(f"Test_{target}", (ExporterContract,), {"target": target, "held": held})
+
+
+globals().update({f"Test_{target}": contract_of(target) for target in SIMULATIONS})
 
 
 @pytest.mark.parametrize("name", SIMULATIONS)
-@given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any), policies, st.booleans())
-def test_what_is_said_to_be_lost_is_what_the_tool_does_not_hold(
-    name: str, budgets: list[list[int] | None], policy: tuple[str, dict[str, Any]], fixed: bool
-) -> None:
-    plan = plan_of(budgets, *policy, scaling="fixed" if fixed else "proportional")
-    try:
-        exporter, found = exported(name, plan)
-    except IncompatibleError:  # nothing to evict, or no press
-        return
-    planned = PrefillBudgets(plan).entries
-    held = SIMULATIONS[name](found, plan.model, LENGTH)
-    missing, beyond = difference(planned, held)
-    counted = [entries for entries in found.losses.values() if entries is not None]
-    assert not missing or missing in counted
-    assert not beyond or beyond in counted
-    if exporter.coarser:
-        said = [what for what in found.losses if what.startswith(exporter.coarser)]
-        assert len(said) == (missing > 0) + (beyond > 0)
-    if not found.losses:
-        assert (held == planned).all()
-
-
-@pytest.mark.parametrize("name", SIMULATIONS)
-@given(st.integers(1, LENGTH - 1), st.integers(1, 5), policies)
+@given(st.integers(1, LENGTH - 1), st.integers(1, 5), plan_policies)
 @example(120, 1, ("snapkv", {"window": 1, "sinks": 1}))
 def test_even_budgets_lose_no_entries_where_the_tool_can_say_them(
     name: str, entries: int, layers: int, policy: tuple[str, dict[str, Any]]
@@ -171,7 +149,7 @@ def test_a_window_that_headkv_has_not_is_a_loss() -> None:
 
 
 @pytest.mark.parametrize("name", [*WHOLE, "tangram"])
-@given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any), policies, st.booleans())
+@given(plan_rows, plan_policies, st.booleans())
 def test_entries_that_a_file_does_not_name_are_counted(
     name: str, budgets: list[list[int] | None], policy: tuple[str, dict[str, Any]], fixed: bool
 ) -> None:
@@ -187,7 +165,7 @@ def test_entries_that_a_file_does_not_name_are_counted(
 
 
 @pytest.mark.parametrize("name", TOLD_SHARES)
-@given(st.lists(rows, min_size=1, max_size=5))
+@given(st.lists(budget_rows, min_size=1, max_size=5))
 def test_shares_of_a_total_come_back(name: str, budgets: list[list[int] | None]) -> None:
     plan = plan_of(budgets)
     _, found = exported(name, plan)
@@ -226,7 +204,7 @@ def test_streaming_heads_come_back_from_gates() -> None:
     assert exporter.read(found.files, plan.model, 1000).tolist() == [[1000, 68], [68, 1000]]
 
 
-@given(st.lists(rows, min_size=1, max_size=4), st.integers(1, 60))
+@given(st.lists(budget_rows, min_size=1, max_size=4), st.integers(1, 60))
 def test_heads_that_keep_as_many_are_told_apart(budgets: list[list[int] | None], recent: int) -> None:
     plan = plan_of(budgets, "streaming", {"sinks": 2})
     exporter, found = exported("duo", plan)
@@ -269,7 +247,7 @@ def test_heads_that_keep_as_much_share_pages() -> None:
     assert found.describe()[0].endswith("240 of 240 entries (100.0%)")
 
 
-@given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any))
+@given(plan_rows)
 def test_clusters_hold_every_head_once(budgets: list[list[int] | None]) -> None:
     _, found = exported("tangram", plan_of(budgets))
     pages = arrays_of(found.files, "pg")

@@ -12,6 +12,7 @@ from kvsearch.core.errors import KvsearchWarning
 from kvsearch.kernels import attention, blocks, dispatch
 from kvsearch.kernels.attention import Entries, attend
 from kvsearch.kernels.dispatch import serves
+from tests.combinations import first_value
 from tests.examples import at_most
 from tests.kernels.reference import NAN, Case, relative_error
 from tests.kernels.serving import interpreted
@@ -106,7 +107,7 @@ def test_a_flat_store_gives_the_bits_of_a_block(columns: int) -> None:
     assert torch.equal(found, output)
 
 
-@pytest.mark.parametrize("lengths", [[3000, 1, 0, 300], [256, 3000, 257, 3000], [0, 0, 1, 0], [600, 600, 600, 600]])
+@first_value("lengths", [[3000, 1, 0, 300], [0, 0, 1, 0], [256, 3000, 257, 3000], [600, 600, 600, 600]], usual=2)
 def test_segments_of_a_flat_store_have_as_many_chunks_as_they_need(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvsearch.kernels.rows import Rows
 from kvsearch.policies.scoring import find_kernel_rows
+from kvsearch.testing.policy_contract import Case, observe
+from tests.combinations import first_value
 from tests.kernels.reference import relative_error
 from tests.kernels.serving import interpreted
 from tests.policies import test_cake, test_scoring
-from tests.policies.contract import Case, observe
 from tests.runtime.policies import SMALL
 from tests.signals import test_oracle
 
@@ -66,7 +67,7 @@ class Prompt:
         return logits.softmax(-1)[..., : self.length].nan_to_num(0.0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@first_value("causal", [True, False])
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -91,8 +92,8 @@ def test_what_entries_receive_is_that_of_a_dense_softmax(prompt: Prompt, causal:
     assert relative_error(variance, squares / (count - 1).clamp(min=1)) < 1e-5
 
 
-@pytest.mark.parametrize("group", ["sum", "max"])
-@pytest.mark.parametrize("factors", ["neither", "norms", "both"])
+@first_value("group", ["sum", "max"])
+@first_value("factors", ["both", "neither", "norms"])
 def test_peaks_are_those_of_a_dense_softmax(group: Literal["sum", "max"], factors: str) -> None:
     prompt = Prompt(2, 3, 37, 90, 16, pads=5, sinks=True)
     context = 61
@@ -109,6 +110,7 @@ def test_peaks_are_those_of_a_dense_softmax(group: Literal["sum", "max"], factor
     assert relative_error(found, given.amax(2)) < 1e-5
 
 
+@pytest.mark.nightly
 def test_what_policies_compute_is_what_their_own_tests_say(monkeypatch: pytest.MonkeyPatch) -> None:
     test_scoring.test_attention_of_the_window_is_that_of_a_dense_softmax()
     test_scoring.test_column_sums_are_those_of_a_dense_softmax(monkeypatch, 9, 2.0, 10**9)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.kernels.step import Rule, Slots, step
+from tests.combinations import first_value
 from tests.kernels.reference import NAN
 
 S, G, D, DV = 3, 4, 16, 24
@@ -105,7 +106,7 @@ def test_the_next_token_takes_no_slot_of_an_entry_where_several_left_at_once() -
         assert torch.equal(slots.slot, head.slot), token
 
 
-@pytest.mark.parametrize("pauses", [False, True])
+@first_value("pauses", [True, False])
 @pytest.mark.parametrize("rule", ["position", "mass", "stored"])
 def test_steps_hold_and_answer_what_operations_of_pytorch_do(rule: Rule, pauses: bool) -> None:
     """From below the budgets to steps in which an entry leaves each head; with pauses, some heads get nothing."""

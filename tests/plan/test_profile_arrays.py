@@ -17,7 +17,7 @@ from kvsearch.plan.profile_arrays import BESIDE_TABLE, SignalAxes
 from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
 from tests.signals.profiles import make_signals, signal_metadata
 
-SEEDS = Path(__file__).parents[1] / "robustness" / "seeds"
+SEEDS = Path(__file__).parents[1] / "seeds"
 
 
 @pytest.fixture(scope="module", params=["lukv", "lukv-rivals", "cake", "adakv"])

@@ -9,19 +9,14 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.checks import read_lengths
 from kvsearch.policies.decoding import Cached, State, Step, find_lowest, mark_protected
-from kvsearch.policies.ranking import apply_to_each, find_limits, keep_at
+from kvsearch.policies.ranking import apply_to_each
+from kvsearch.testing.policy_contract import keep_under
 
 NAN = float("nan")
 JUNK = 1e4  # in keys and values of empty slots
 # mean attention of the window over the six candidates, as two rows that see the window causally
 WINDOW_ROWS = [[0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.30, 0.00], [0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.10, 0.20]]
-
-
-def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
-    """What a policy keeps at `budgets` [B, Hkv] int64, [B, Hkv, T] bool; exempt heads keep everything."""
-    return keep_at(policy, observation, find_limits(policy, budgets, read_lengths(observation)))
 
 
 def kept(policy: Policy, observation: Observation, budget: int, head: int = 0) -> set[int]:

@@ -8,7 +8,7 @@ import torch
 
 from kvsearch.policies.duo_attention import DuoAttention
 from kvsearch.policies.streaming import StreamingLLM
-from tests.policies.contract import Case, observe
+from kvsearch.testing.policy_contract import Case, observe
 from tests.policies.examples import keep_under, kept, leaves, plain, step_at
 
 

@@ -10,8 +10,8 @@ from kvsearch.policies import scoring
 from kvsearch.policies.cake import CAKE, compute_row_moments
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import iterate_window_rows
+from kvsearch.testing.policy_contract import Case, observe
 from tests.combinations import in_turn
-from tests.policies.contract import Case, observe
 from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
 
 # three candidates, then the window's own two columns

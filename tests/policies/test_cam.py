@@ -13,7 +13,7 @@ from kvsearch.policies.cam import CaM
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import MASS_STATE
 from kvsearch.policies.random import uniform
-from tests.policies.contract import Case, cases, observe, properties
+from kvsearch.testing.policy_contract import Case, cases, observe, properties
 from tests.policies.course import decode, merged, some_slots
 from tests.policies.examples import NAN, scattered, step_at
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from kvsearch.policies import Observation
 from kvsearch.policies.base import References
 from kvsearch.policies.carry import MIN_WEIGHT, REFERENCES, match_attention, match_segments
+from kvsearch.testing.policy_contract import DIM, no_rope, rope
 from tests.examples import fixed
-from tests.policies.contract import DIM, no_rope, rope
 
 
 def test_two_equal_entries_become_one_of_twice_the_weight() -> None:

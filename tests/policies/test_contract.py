@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from kvsearch.policies import Policy
+from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.cake import CAKE
 from kvsearch.policies.cam import CaM
 from kvsearch.policies.criticalkv import CriticalKV
@@ -28,7 +28,7 @@ from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.policies.tova import TOVA
 from kvsearch.policies.vatp import VATP
-from tests.policies.contract import PolicyContract
+from kvsearch.testing.policy_contract import PolicyContract
 from tests.policies.probes import example
 
 BY_POSITION = (
@@ -69,6 +69,10 @@ BY_SCORE = (
     *map(example, ("probe", "query_bank", "kvzip", "kvzap")),
 )  # fmt: skip
 
+SETTINGS = (*BY_POSITION, *BY_SCORE)
+COVERED = {policy.name for policy in SETTINGS}
+OTHERS = tuple(create_policy(name) for name in BUILT_IN if name not in COVERED)  # with their defaults
+
 
 def named(policy: Policy) -> str:
     return f"{policy.name}-{'-'.join(str(value)[:8] for value in policy.parameters().values())}"
@@ -77,7 +81,7 @@ def named(policy: Policy) -> str:
 def settings_of_all() -> Iterator[ParameterSet]:
     """All settings above; those behind the first two of a policy are nightly."""
     seen = Counter[str]()
-    for policy in (*BY_POSITION, *BY_SCORE):
+    for policy in (*SETTINGS, *OTHERS):
         seen[policy.name] += 1
         yield pytest.param(policy, id=named(policy), marks=[pytest.mark.nightly] if seen[policy.name] > 2 else [])
 
@@ -91,7 +95,3 @@ def policy(request: pytest.FixtureRequest) -> None:
 @pytest.mark.usefixtures("policy")
 class TestContract(PolicyContract):
     """All of them."""
-
-
-def test_no_policy_is_left_out() -> None:
-    assert {policy.name for policy in (*BY_POSITION, *BY_SCORE)} == set(BUILT_IN)

@@ -13,7 +13,7 @@ from kvsearch.policies.criticalkv import CriticalKV
 from kvsearch.policies.ranking import rank_under
 from kvsearch.policies.scoring import projected_norms
 from kvsearch.policies.snapkv import SnapKV
-from tests.policies.contract import Case, no_rope, observe
+from kvsearch.testing.policy_contract import Case, no_rope, observe
 from tests.policies.examples import attending, kept
 
 NORMS = [1.0, 1.0, 4.0, 2.0]

@@ -13,7 +13,7 @@ from kvsearch.policies import scoring
 from kvsearch.policies.d2o import D2O, TAU
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import H2O, MASS_STATE
-from tests.policies.contract import Case, cases, observe, properties
+from kvsearch.testing.policy_contract import Case, cases, observe, properties
 from tests.policies.course import decode, merged, some_slots
 from tests.policies.examples import NAN, kept, scattered
 from tests.policies.test_h2o import SUMS, received

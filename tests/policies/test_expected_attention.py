@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation, QueryStatistics
 from kvsearch.policies.expected_attention import ExpectedAttention
-from tests.policies.contract import Case, observe, rope
+from kvsearch.testing.policy_contract import Case, observe, rope
 from tests.policies.examples import kept
 
 

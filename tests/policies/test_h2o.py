@@ -14,7 +14,7 @@ from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O, MASS_STATE
 from kvsearch.policies.scoring import sum_columns
 from kvsearch.policies.tova import TOVA
-from tests.policies.contract import Case, cases, observe, properties
+from kvsearch.testing.policy_contract import Case, cases, observe, properties
 from tests.policies.examples import attending, kept, leaves, step_at
 
 ROWS = [

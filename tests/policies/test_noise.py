@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.policies.random import uniform
-from tests.policies.contract import properties
+from kvsearch.testing.policy_contract import properties
 
 MASK = 2**64 - 1
 

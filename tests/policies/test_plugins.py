@@ -15,6 +15,7 @@ from torch import Tensor
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.budgets.lava import LAVaAllocation
+from kvsearch.core import plugins
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.policies import Observation, Policy, create_policy, registry
 from kvsearch.policies.decoding import State, Step
@@ -154,7 +155,7 @@ def test_the_package_is_that_of_the_entry_point(monkeypatch: pytest.MonkeyPatch)
 
     point = EntryPoint("foreign", f"{__name__}:Foreign", registry.GROUP)
     object.__setattr__(point, "dist", Distribution)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
     assert str(registry.policy_error(Foreign, "is odd")).startswith("policy foreign of kvsearch-foreign 1.2 is odd: ")
 
 
@@ -165,6 +166,6 @@ def test_a_module_that_exits_when_it_is_imported(monkeypatch: pytest.MonkeyPatch
         def load(self) -> None:
             sys.exit("no licence")
 
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Leaving()])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [Leaving()])
     with pytest.raises(EnvironmentFault, match=r"policy leaving of leaving cannot be imported \(SystemExit: no"):
         create_policy("leaving")

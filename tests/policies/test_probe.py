@@ -19,8 +19,8 @@ from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.policies.fitted import spread_places
 from kvsearch.policies.probe import FEATURES, SINKS, WINDOW, Probe, features_of
 from kvsearch.runtime.collector import unrotate_queries
+from kvsearch.testing.policy_contract import DIM, rope
 from tests import tiny
-from tests.policies.contract import DIM, rope
 from tests.policies.probes import fitted, ranking
 from tests.runtime.layers import Layer, Scene
 

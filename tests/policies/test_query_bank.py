@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvsearch.calibration.probe.bank import choose_by_k_means, choose_farthest
 from kvsearch.core.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.models.architecture import unrotate
+from kvsearch.testing.policy_contract import DIM, rope
 from tests import tiny
-from tests.policies.contract import DIM, rope
 from tests.policies.probes import bank
 from tests.policies.test_probe import scored_while_decoding
 from tests.runtime.layers import Layer, Scene

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsearch.policies import Observation, scoring
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scissorhands import LOW, MASS, RING, Scissorhands, places
-from tests.policies.contract import Case, cases, observe, properties
+from kvsearch.testing.policy_contract import Case, cases, observe, properties
 from tests.policies.course import Row, decode
 from tests.policies.examples import attending, kept, leaves, step_at
 from tests.policies.test_h2o import ROWS

@@ -12,8 +12,8 @@ from kvsearch.policies import rank_entries, scoring
 from kvsearch.policies.ranking import merge_ranks
 from kvsearch.policies.scoring import average_window_attention, iterate_window_rows, sum_columns
 from kvsearch.policies.snapkv import SnapKV
+from kvsearch.testing.policy_contract import Case, observe
 from tests.combinations import every_value
-from tests.policies.contract import Case, observe
 
 CASE = Case(heads=6, group=2, length=40, pads=(0, 11), seed=1)
 ROW = 8 * 2 * 40  # bytes of logits and attention of a row of one kv head: two query heads, 40 keys

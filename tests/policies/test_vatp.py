@@ -12,7 +12,7 @@ from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O, MASS_STATE
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.vatp import NORM_STATE, VATP
-from tests.policies.contract import Case, cases, observe, properties
+from kvsearch.testing.policy_contract import Case, cases, observe, properties
 from tests.policies.course import decode
 from tests.policies.examples import NAN, attending, kept, leaves, step_at
 from tests.policies.test_h2o import SUMS, received

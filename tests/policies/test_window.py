@@ -13,7 +13,7 @@ from kvsearch.policies.lava import LAVa
 from kvsearch.policies.pyramidkv import PyramidKV
 from kvsearch.policies.scoring import pool_positions
 from kvsearch.policies.snapkv import SnapKV
-from tests.policies.contract import Case, observe
+from kvsearch.testing.policy_contract import Case, observe
 from tests.policies.examples import WINDOW_ROWS, attending, kept
 
 

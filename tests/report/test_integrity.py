@@ -100,7 +100,7 @@ def test_any_damage_to_any_file_is_found(run: Path, name: str, damage: Callable[
     damage(run / name)
     found = Verification([run])
     assert name in [one.path.name for one in found.damaged]
-    assert all(one.path.name in (name, LEDGER) for one in found.damaged)  # a ledger begins with its configuration
+    assert all(one.path.name in (name, LEDGER) for one in found.damaged)  # what a ledger has its configuration says
 
 
 def test_no_run_goes_on_from_a_finished_file_that_was_changed(run: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_policy_allows_our_script_and_style_and_nothing_from_anywhere(hostile:
 
 
 def test_a_run_begins_with_what_to_deploy_then_score_against_entries_names_and_the_rest() -> None:
-    page = render(group_by_model([open_path(Path(__file__).parents[1] / "robustness/seeds/run.json")])).decode()
+    page = render(group_by_model([open_path(Path(__file__).parents[1] / "seeds/run.json")])).decode()
     text = Reader(page).text
     order = [
         "Deploy lukv:snapkv at 22% of the cache",

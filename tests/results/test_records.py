@@ -15,7 +15,7 @@ from kvsearch.results.search import SearchResult
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import ValidationResult
 
-FILES = Path(__file__).parents[1] / "robustness" / "seeds"
+FILES = Path(__file__).parents[1] / "seeds"
 RECORDS: dict[str, type[Result]] = {
     "evaluation": EvaluationResult,
     "evaluation-losses": EvaluationResult,

@@ -1,4 +1,4 @@
-"""The simplest ledger: lines that have a text each."""
+"""The simplest ledger, lines that have a text each; and the lines of any, read again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvsearch.runs.ledger import Ledger, LedgerFormatError
+from kvsearch.runs.ledger import Ledger, LedgerFormatError, parse_lines
 
 
 class Notes(Ledger[str]):
-    def __init__(self, path: Path, identity: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         self.lines: list[str] = []
-        super().__init__(path, identity)
+        super().__init__(path)
 
     @property
     def go_on(self) -> str:
@@ -29,3 +29,8 @@ class Notes(Ledger[str]):
 
     def _note(self, line: str) -> None:
         self.lines.append(line)
+
+
+def read_again(opened: Ledger[Any]) -> list[Any]:
+    """All lines of a ledger, read again."""
+    return [line for line, _ in parse_lines(opened.path.read_bytes(), opened.path, opened.parse)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from tests.runs.notes import Notes
-from tests.runs.sealing import sealed
+from kvsearch.runs.ledger import read_lines
+from tests.runs.notes import Notes, read_again
 
 
 def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:
@@ -47,9 +48,28 @@ def test_a_last_line_that_is_nonsense_is_dropped_and_another_one_is_refused(tmp_
 def test_a_whole_line_with_other_content_is_refused(tmp_path: Path) -> None:
     """Also the last one: nobody was killed in the middle of a whole line."""
     path = tmp_path / "l"
-    path.write_text(sealed(['{"text": "x"}', '{"txt": "x"}']))
+    path.write_text('{"text": "x"}\n{"txt": "x"}\n')
     with pytest.raises(UsageError, match=r"line 2 is damaged \(it has no text\)"):
         Notes(path)
+
+
+def test_lines_are_the_json_that_was_added(tmp_path: Path) -> None:
+    """Any JSON reader reads a ledger, and a line that somebody changed is as good as one that a run has written."""
+    texts = ["one", "three\n", "\u2028", ""]
+    with Notes(tmp_path / "l") as ledger:
+        for text in texts:
+            ledger.add(text)
+        assert read_again(ledger) == texts
+    assert [json.loads(line) for line in (tmp_path / "l").read_bytes().splitlines()] == [{"text": t} for t in texts]
+    (tmp_path / "l").write_text('{"text": "mine"}\n')
+    assert list(read_lines(tmp_path / "l", Notes.parse)) == ["mine"]
+
+
+@pytest.mark.parametrize("line", ["3", "[]", "null", '"text"'])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "l").write_text(f'{{"text": "x"}}\n{line}\n')
+    with pytest.raises(UsageError, match=r"l, line 2 is damaged \(it is no JSON object\): restore the file, delete"):
+        Notes(tmp_path / "l")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.logits import Logits, OutputProjection
 from kvsearch.runtime.replay.replay import FollowedLayer, LayerContinuation
-from tests.policies.contract import DIM, rope
+from kvsearch.testing.policy_contract import DIM, rope
 
 WIDTH = 6  # of the model, behind the output projection
 

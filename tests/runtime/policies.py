@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from kvsearch.policies import Policy, create_policy
+from kvsearch.policies import Policy, create_policy, find_policy_class
+from kvsearch.policies.registry import BUILT_IN, list_fitted
 from tests.policies.probes import bank, fitted
 
 SMALL = {
@@ -49,7 +51,25 @@ SMALL = {
     "query_bank, anew": bank(sinks=1, protect=2, refresh=3),
 }
 
+# a policy without settings of its own: its defaults, its parameters of these names small
+_FEW = {"sinks": 1, "window": 3, "recent": 2, "protect": 2, "history": 5, "refresh": 2, "kernel": 3}
+_UNFIT = {*list_fitted(), "kvzip"}  # their weights, or what they need of the prompt, are not there
+for _name in BUILT_IN:
+    if _name not in _UNFIT and _name not in {policy.name for policy in SMALL.values()}:
+        _fields = {field.name for field in fields(find_policy_class(_name))}
+        SMALL[_name] = create_policy(_name, {key: value for key, value in _FEW.items() if key in _fields})
+
 FIRST = {policy.name: name for name, policy in reversed(SMALL.items())}  # settings of every policy
+
+
+# by positions alone, scores of one step, scores that add up or stay, merges, keys, scored anew
+KINDS = ("streaming", "tova", "h2o", "scissorhands", "cake", "d2o", "probe", "keydiff", "snapkv")
+
+
+def kinds_of_rules() -> list[Any]:
+    """Parameters of a test, by name: one policy of every kind of decode rule; others are nightly."""
+    usual = {FIRST[name] for name in KINDS}
+    return [pytest.param(name, marks=[] if name in usual else [pytest.mark.nightly]) for name in SMALL]
 
 
 def policies_of(names: Iterable[str] = SMALL) -> list[Any]:

@@ -24,7 +24,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.shared_prefill import prefill_all
 from kvsearch.runtime.store.tensor_file import read_tensors, write_tensors
 from tests.combinations import every_value, in_turn
-from tests.families import DEVICES, SPECIAL, build, prompts
+from tests.families import DEVICES, SPECIAL, build, prompts, take_families
 from tests.policies import probes
 from tests.runtime.helpers import keep_everything, plan_for, running
 from tests.runtime.policies import SMALL
@@ -150,7 +150,7 @@ def test_layers_outside_the_plan_keep_their_own(family: str, phases: str, tmp_pa
 
 
 @pytest.mark.parametrize("phases", PHASES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@take_families("llama", "gemma3")
 def test_the_middle_of_a_conversation_is_a_state_too(family: str, phases: str, tmp_path: Path) -> None:
     """And one file answers any number of questions, each as if it were the first."""
     model = tiny(family)

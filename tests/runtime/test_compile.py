@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +14,11 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.store.flat import FlatBlock
-from tests.device import counting
 from tests.families import build, prompts
 from tests.policies.probes import zap
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.policies import FIRST, SMALL
+from tests.torture.device import counting
 
 EVEN, RAGGED = (7, 7), (7, 10)  # budgets of two heads
 # by positions alone, scores of one step, scores that add up or stay, merges, keys, scored anew
@@ -27,12 +26,11 @@ RULES = {"streaming": EVEN, "tova": RAGGED, "h2o": RAGGED, "scissorhands": RAGGE
          "probe": RAGGED, "keydiff": RAGGED, "snapkv": RAGGED}  # fmt: skip
 
 
-def shapes() -> Iterator[Any]:
-    """Each kind of rule with its budgets; all settings of policies, nightly, with equal budgets and others in turn."""
+def shapes() -> Iterator[tuple[str, tuple[int, int]]]:
+    """Each kind of rule with its budgets; all settings of policies with equal budgets and others in turn."""
     for number, (name, policy) in enumerate(SMALL.items()):
-        always = name == FIRST[policy.name] and policy.name in RULES
-        budgets = RULES[policy.name] if always else (EVEN, RAGGED)[number % 2]
-        yield pytest.param(name, budgets, marks=[] if always else [pytest.mark.nightly])
+        own = RULES.get(policy.name) if name == FIRST[policy.name] else None
+        yield name, own or (EVEN, RAGGED)[number % 2]
 
 
 def plain(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -60,8 +58,8 @@ def steps(
     return torch.cat(outputs, 2), held(holder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "budgets"), shapes())
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "budgets"), list(shapes()))
 @torch.no_grad()
 def test_a_step_compiles_without_a_break(name: str, budgets: tuple[int, int]) -> None:
     torch._dynamo.reset()
@@ -74,23 +72,16 @@ def test_a_step_compiles_without_a_break(name: str, budgets: tuple[int, int]) ->
 WHOLE = {"h2o": create_policy("h2o"), "kvzap": zap(1, 2, 64)}  # KVzap reads hidden states: a layer alone has none
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "phases", "budgets"),
-    [
-        ("h2o", 1, RAGGED),
-        ("kvzap", 2, RAGGED),
-        pytest.param("h2o", 2, EVEN, marks=pytest.mark.nightly),
-        pytest.param("h2o", 1, EVEN, marks=pytest.mark.nightly),
-        pytest.param("h2o", 2, RAGGED, marks=pytest.mark.nightly),
-        pytest.param("kvzap", 2, EVEN, marks=pytest.mark.nightly),
-    ],
+    [(name, phases, budgets) for name, phases in (("h2o", 1), ("h2o", 2), ("kvzap", 2)) for budgets in (EVEN, RAGGED)],
 )
 def test_a_step_of_a_whole_model_compiles_without_a_break(name: str, phases: int, budgets: tuple[int, int]) -> None:
     compiles_whole(name, phases, budgets)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_over_flat_entries_does_too() -> None:
     with counting.flat():
         cache = compiles_whole("h2o", 1, RAGGED)

@@ -18,12 +18,12 @@ from kvsearch.policies.ranking import apply_to_each
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
+from kvsearch.testing.policy_contract import DIM, properties
 from tests.combinations import in_turn
 from tests.examples import fixed
-from tests.policies.contract import DIM, properties
 from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
-from tests.runtime.policies import SMALL, policies_of
+from tests.runtime.policies import SMALL, kinds_of_rules, policies_of
 
 every_policy = pytest.mark.parametrize("name", policies_of())
 
@@ -40,7 +40,7 @@ def feed(layer: Layer, holder: Decoding, first: int, count: int, valid: Tensor |
     return holder.attend(query, key, value, positions, layer.logits, arrived=valid)
 
 
-@every_policy
+@pytest.mark.parametrize("name", kinds_of_rules())
 def test_decoding(name: str) -> None:
     policy = SMALL[name]
 

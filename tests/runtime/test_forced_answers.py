@@ -12,7 +12,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import (
-    LONGER,
+    EXTRA_TOKENS,
     TOGETHER,
     Asked,
     ForcedAnswer,
@@ -95,7 +95,7 @@ def test_half_of_the_answers_are_not_enough(model: LoadedModel) -> None:
 
 def test_an_own_reply_is_little_longer_than_the_right_one(model: LoadedModel) -> None:
     """Of a reply that is allowed 100 tokens, 3 + 32 are made where the right one has 3."""
-    assert limit_own_reply(3, 100) == 3 + LONGER == 35
+    assert limit_own_reply(3, 100) == 3 + EXTRA_TOKENS == 35
     assert limit_own_reply(3, 20) == 20
     assert limit_own_reply(0, 100) == 100  # no right reply says how long it is
     lengths: list[int] = []

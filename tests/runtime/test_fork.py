@@ -18,7 +18,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.shared_prefill import can_join, join_caches, prefill_all
-from tests.families import DEVICES, EACH_FAMILY, build, prompts
+from tests.families import DEVICES, EACH_FAMILY, build, prompts, take_families
 from tests.runtime.helpers import assert_close, keep_everything, running
 from tests.runtime.policies import SMALL
 from tests.runtime.test_sharing import go_on, read
@@ -86,7 +86,7 @@ def test_it_is_as_if_every_plan_had_run_alone(family: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@take_families("llama", "qwen3", "gemma3")
 def test_joined_caches_answer_as_each_does(family: str, device: str) -> None:
     model = build(family, device)
     ids, mask = prompts(2, 40, pads=9, device=device)

@@ -1,4 +1,4 @@
-"""The bytes of what is evicted are gone, and masks are looked at once; tests/device/test_memory.py has peaks."""
+"""The bytes of what is evicted are gone, and masks are looked at once; tests/torture/device has peaks."""
 
 from __future__ import annotations
 

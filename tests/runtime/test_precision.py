@@ -17,8 +17,8 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.logits import Logits, multiply
 from kvsearch.search.bank.passes import VisibleKV, attend_prefix
+from kvsearch.testing.policy_contract import DIM
 from tests.combinations import in_turn
-from tests.policies.contract import DIM
 from tests.runtime.layers import Layer, Scene
 from tests.runtime.policies import SMALL
 

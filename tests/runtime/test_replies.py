@@ -21,14 +21,14 @@ from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.strategies.ready_methods import spread_evenly
 from tests import families as all_families
-from tests.combinations import every_value
-from tests.families import EACH_FAMILY, FAMILIES, prompts
+from tests.combinations import every_value, first_value
+from tests.families import EACH_FAMILY, FAMILIES, prompts, take_families
 from tests.runtime.helpers import feed, one_by_one, running
 from tests.runtime.recorder import Recorder, capturing
 
 LENGTHS, NEW = (23, 40, 31), 6
 families = pytest.mark.parametrize("family", EACH_FAMILY)
-some_families = pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+some_families = take_families("llama", "gemma2", "gemma3")
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -197,16 +197,16 @@ PROGRAMS = {
     )
 }  # fmt: skip
 MANY, LIMITS = rows((23, 40, 31, 23, 52, 28), 30), [3, 17, 2, 9, 24, 1]
-LEAVING = [
-    *zip(("llama", "gemma2", "qwen3", "llama", "gemma2"), PROGRAMS, strict=False),
-    *(
-        pytest.param(family, name, marks=pytest.mark.nightly)
-        for family, name in [
-            *(("llama", name) for name in PROGRAMS),
-            *((family, name) for family in ("gemma3", *all_families.SPECIAL) for name in ("third", "both_phases")),
-        ]
-    ),
-]
+LEAVING = first_value(
+    ("family", "program"),
+    [
+        *(("llama", "both_phases"), ("gemma2", "evicting_h2o")),
+        *(("llama", name) for name in PROGRAMS if name != "both_phases"),
+        *(("gemma2", "evicting_snapkv"), ("qwen3", "third")),
+        *((family, name) for family in ("gemma3", *all_families.SPECIAL) for name in ("third", "both_phases")),
+    ],
+    usual=2,
+)
 
 
 def held_by(cache: PlanCache) -> str:
@@ -222,7 +222,7 @@ def held_by(cache: PlanCache) -> str:
     return str([*held, cache.get_seq_length(), cache.read_mask.columns(cache.get_seq_length())])
 
 
-@pytest.mark.parametrize(("family", "program"), LEAVING)
+@LEAVING
 def test_rows_that_have_ended_leave_and_nothing_else_changes(family: str, program: str) -> None:
     """Replies, what was held, and the cache after them are those of each row alone; questions can follow."""
     model, same = build(family), family in all_families.SPECIAL or family.startswith("gemma")

@@ -148,7 +148,7 @@ class TestCompiled:
         return made
 
     @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
-    @pytest.mark.parametrize("decode", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("decode", [False, pytest.param(True, marks=pytest.mark.nightly)])
     def test_replies_are_the_same(self, decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -329,7 +329,7 @@ class TestStandIn:
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_gpu_replays_every_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tests/device has it with a stand-in: here the graphs are those of CUDA."""
+    """As tests/torture/device has it with a stand-in: here the graphs are those of CUDA."""
     replayed: list[str] = []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replayed.append(name), replay(graph)))

@@ -16,7 +16,7 @@ from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.stages import BudgetBounds, SearchStage
 from kvsearch.search.trials import JOB_SIZE, Candidate, GenerationRecord, Tables, TrialLog, TrialRunner
 from kvsearch.workers.base import SerialExecutor
-from tests.runs.sealing import lines_of
+from tests.runs.notes import read_again
 
 LAYERS, HEADS, BUDGET, SAMPLES = 4, 2, 16, 6
 TOKENS = 10  # of one candidate on one sample
@@ -118,13 +118,13 @@ def run(path: Path, measure: Measure | None = None, allowed: int | None = None, 
 
 def generations_of(log: TrialLog, stage: str) -> list[GenerationRecord]:
     """The lines of a stage that say what was told."""
-    return [line for line in lines_of(log) if isinstance(line, GenerationRecord) and line.stage == stage]
+    return [line for line in read_again(log) if isinstance(line, GenerationRecord) and line.stage == stage]
 
 
 def timeless(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger without what time says of them, which their checksums cover."""
+    """The lines of a ledger without what time says of them."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("at", "seconds", "checksum")} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("at", "seconds")} for line in lines]
 
 
 def told(outcome: SearchOutcome) -> list[tuple[list[list[int]], float, str]]:

@@ -113,6 +113,7 @@ def test_the_mean_is_among_the_finalists(loaded: LoadedModel, tmp_path: Path) ->
     assert kept == [one.table.tolist() for one in (outcome.pool[0], outcome.mean)]
 
 
+@pytest.mark.nightly
 def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: LoadedModel) -> None:
     """Layer 0 gets all that the floors of the others leave: even budgets score above that."""
     prepared = prepare(loaded, parity=True, budget=40)

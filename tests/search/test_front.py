@@ -49,6 +49,7 @@ def test_every_budget_has_a_plan_of_its_size(found: tuple[list[Evolved], Path, N
     assert watcher.ends == [f"budget {n}: all stages are finished" for n in BUDGETS]
 
 
+@pytest.mark.nightly
 def test_a_direct_search_does_not_know_the_plan_that_it_is_compared_with(
     found: tuple[list[Evolved], Path, NullReporter], loaded: LoadedModel, tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Null
     assert all(rows[2])
 
 
+@pytest.mark.nightly
 def test_a_front_that_is_cut_ends_the_same(
     found: tuple[list[Evolved], Path, NullReporter], loaded: LoadedModel, tmp_path: Path
 ) -> None:

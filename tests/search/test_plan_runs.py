@@ -30,7 +30,7 @@ from kvsearch.search.trials import Evaluator
 from kvsearch.workers.models import ModelSource
 from kvsearch.workers.ray import import_ray
 from tests import tiny
-from tests.combinations import every_value
+from tests.combinations import every_value, first_value
 from tests.runtime.helpers import TOLERANCE, feed, one_by_one
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, encoded, losses_of, random_candidates, samples_of
 from tests.search.evolving import CONTEXTS, QUESTIONS, prepare
@@ -111,7 +111,7 @@ def test_policies_without_one_order_of_entries_can_be_searched(policy: Policy) -
     assert np.isfinite(found).all()
 
 
-@pytest.mark.parametrize("name", PHASES)
+@first_value("name", PHASES)
 def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = model_of()
     base, samples = SearchSetup.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic", *SHAPES)
@@ -134,7 +134,7 @@ def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
     return factory()
 
 
-@pytest.mark.parametrize(("objective", "phases"), [("nll", "prefill"), ("metric", "prefill"), ("nll", "decode")])
+@first_value(("objective", "phases"), [("nll", "decode"), ("metric", "prefill"), ("nll", "prefill")])
 def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loaded: LoadedModel) -> None:
     prepared = prepare(loaded, objective=objective, phases=phases)
     job = tuple(prepared.starts.values())

@@ -25,7 +25,7 @@ from kvsearch.search.trials import (
     candidate_key,
 )
 from kvsearch.workers.base import SerialExecutor
-from tests.runs.sealing import lines_of
+from tests.runs.notes import read_again
 from tests.search.searching import Measure, generations_of
 from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, Fake, table
 
@@ -104,7 +104,7 @@ def test_what_stands_before_every_line(data: st.DataObject, tmp_path_factory: py
             else:
                 keys = data.draw(st.lists(st.sampled_from(new), min_size=1, unique=True))
                 log.append("result", **result(*keys, outcome=data.draw(st.sampled_from(["ok", "oom"]))))
-                lines.append(lines_of(log)[-1])
+                lines.append(read_again(log)[-1])
         for number in range(1, len(lines) + 2):
             wanted = by_reading(lines[: number - 1])
             assert {key for key in log.trials if log.trials[key].line < number} == set(wanted)

@@ -19,7 +19,6 @@ from kvsearch.report.selections import (
     describe_decision,
     describe_parts,
     describe_results,
-    describe_smallest,
     make_selection_result,
     make_tables,
     report_ahead_words,
@@ -27,7 +26,7 @@ from kvsearch.report.selections import (
 )
 from kvsearch.results.selection import SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss
-from kvsearch.selection.selection import MethodResult, QuestionCount, ReportScores, TriedBudget
+from kvsearch.selection.selection import MethodResult, QuestionCount, ReportScores
 from kvsearch.selection.selection_job import measure_parts, prepare_selection
 from kvsearch.tasks.text import TextTask
 from tests import tiny
@@ -96,15 +95,6 @@ def test_a_card_has_losses_or_scores() -> None:
         "nats above full": "0.0500 [0.0400, 0.0600]", "full cache itself": "3.0000 [2.9900, 3.0100]",
     }  # fmt: skip
     assert dict(score_facts(replace(REPORT, nats={}), "a"))["score"] == "100.0 [100.0, 100.0]"
-
-
-def test_the_smallest_budget_is_said_in_nats() -> None:
-    """A point of 100 is a hundredth of the quarter of a nat that a score reaches over."""
-    tried = (TriedBudget(40, "a", 0.04, confirmed=False), TriedBudget(20, "a", 0.012, confirmed=True))
-    words = describe_smallest(tried, 200, 2, Difference(0.0, 0.0, 0.01, 0, 0, 0), on_text=True)
-    assert "loses at most 0.005 nats per token: +0.0030 on" in words
-    assert "(nats per token lost by what was tried: 40: +0.0100, 20: +0.0030)" in words
-    assert "point" not in words
 
 
 @pytest.mark.slow

@@ -102,6 +102,7 @@ def test_hopeless_worked_by_hand() -> None:
     assert find_hopeless(made(**{name: [-row[0]] for name, row in losses.items()}), candidates, ["b0"]) == []
 
 
+@pytest.mark.nightly
 def test_the_best_is_hardly_ever_hopeless() -> None:
     """Losses of 40 methods, the first of which loses least: as the contexts have it, or all but for chance."""
     rng = np.random.default_rng(0)

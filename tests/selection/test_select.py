@@ -33,7 +33,6 @@ from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
-from kvsearch.selection.splits import halve_contexts
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics.likelihood import read_loss
@@ -115,15 +114,6 @@ def questions_of(*numbers: int, length: int = 44, name: str = "one", each: int =
     """A task of contexts of their own."""
     rows = tuple(tiny.listed(*[(length, each)] * (max(numbers) + 1)).rows[number] for number in numbers)
     return tiny.Listed(name, rows)
-
-
-def test_questions_about_one_context_are_divided_all_the_same(model: LoadedModel) -> None:
-    (row,) = questions_of(0, each=3).rows
-    rows = tuple(replace(row, key=str(n), queries=(query,)) for n, query in enumerate(row.queries))
-    (first,), (second,) = halve_contexts(encode_tasks(model, [tiny.Listed("one", rows)], 8), 0)
-    assert {p.key for p in (*first.prompts, *second.prompts)} == {"0", "1", "2"}
-    with pytest.raises(UsageError, match="task one has too few contexts: a budget is looked for on one half"):
-        halve_contexts(encode_tasks(model, [tiny.Listed("one", rows[:1])], 8), 0)
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +235,7 @@ def test_what_is_asked_costs_at_most_what_is_said(model: LoadedModel, profile: P
     assert seen["prefill/report"] <= report.work.tokens
 
 
+@pytest.mark.nightly
 def test_the_hopeless_do_not_reply(
     model: LoadedModel, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_too_few_contexts_are_not_checked_nor_any_where_it_is_off(measured: Any)
     assert made.metadata.checks is None
 
 
+@pytest.mark.nightly
 def test_dynamic_tables_are_checked_too(measured: Any) -> None:
     model, data, _ = measured
     options = LavaOptions(params={"window": 4}, check=True)

@@ -105,6 +105,7 @@ def test_draws_are_counted_by_their_scores() -> None:
     assert RandomControls.of(forward, random) == (4, 2, 3, False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("spread", "count"), [(0.02, 5), (0.1, 20)])
 def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -> None:
     """Forward, inverse, uniform and random strategies drawn alike: 40 questions, scores that differ by `spread`."""

@@ -133,9 +133,9 @@ def test_options_reach_their_tasks(files: dict[str, Path]) -> None:
     ("spec", "options", "problem"),
     [
         ("gsm8k", {"haystack": Path("h")}, "none of the chosen tasks reads --haystack: --haystack is for ruler:niah_s"),
-        ("gsm8k", {"length": (9,)}, "reads --length: --length is for synthetic, ruler, niah$"),
+        ("gsm8k", {"length": (9,)}, "reads --length: --length is for synthetic, ruler, niah"),
         ("longbench:trec", {"shots": 3}, "reads --shots: --shots is for gsm8k"),
-        ("ruler:vt", {"haystack": Path("h")}, f"for {', '.join(f'ruler:{name}' for name in ESSAYS)}, niah$"),
+        ("ruler:vt", {"haystack": Path("h")}, f"for {', '.join(f'ruler:{name}' for name in ESSAYS)}, niah"),
         ("ruler:qa_1", {"squad": Path("s"), "hotpot": Path("h")}, "reads --hotpot: --hotpot is for ruler:qa_2"),
         (
             "niah",

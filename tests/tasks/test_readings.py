@@ -20,7 +20,7 @@ from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, hash_tokens, make_readings
 from tests import tiny
-from tests.combinations import every_value
+from tests.combinations import every_value, first_value
 from tests.evaluation.results import without_bytes
 from tests.tiny import run
 
@@ -99,7 +99,7 @@ def programs(model: LoadedModel) -> dict[str, Program]:
 
 
 @pytest.mark.slow
-@every_value(family=["llama", pytest.param("gemma3", marks=pytest.mark.nightly)], protocol=PROTOCOLS)
+@first_value(("family", "protocol"), [("llama", PROTOCOLS[0]), ("llama", PROTOCOLS[1]), ("gemma3", PROTOCOLS[0])])
 def test_the_size_of_a_batch_changes_nothing(family: str, protocol: Protocol) -> None:
     model = build(family)
     alone = run(model, programs(model), [PREFIX], 4, batch=1, protocol=protocol)

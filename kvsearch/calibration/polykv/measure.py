@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvsearch.calibration.methods import Calibration
+from kvsearch.calibration.base import Calibration
 from kvsearch.calibration.polykv.layer_sweep import (
     ROWS,
     Ablations,

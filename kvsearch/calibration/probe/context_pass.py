@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.importance import ImportancePass, RankedContext
-from kvsearch.calibration.options import RIVAL_POLICIES, Compare, RankingOptions
+from kvsearch.calibration.options import Compare, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError, assert_present
@@ -29,6 +29,7 @@ from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
 from kvsearch.policies.fitted import GOLDEN_RATIO, spread_places
 from kvsearch.policies.probe import SINKS
+from kvsearch.policies.registry import list_rivals
 from kvsearch.runtime.collector import unrotate_queries
 from kvsearch.runtime.observe import is_finite
 from kvsearch.runtime.replay.replay import LayerContinuation
@@ -393,7 +394,8 @@ def report(
     of all policies [P], or of these alone [P'] where not all of them are better than the fit. The policies are those
     that contexts are read with; all protect the same entries.
     """
-    rankings = [*fits.values(), *map(rank_by_policy, range(len(RIVAL_POLICIES)))]
+    names = list_rivals()
+    rankings = [*fits.values(), *map(rank_by_policy, range(len(names)))]
     first = len(fits)
 
     def at_middle(context_pass: ContextPass) -> dict[str, Tensor]:
@@ -433,7 +435,7 @@ def report(
                 "text_loss": text_loss[:, [number, *range(first, len(judged))]].astype(np.float32),
                 "middle_loss": np.append(middle[number], middle[first:]),
             },
-            (name, *(RIVAL_POLICIES[rival - first] for rival in rivals)),
+            (name, *(names[rival - first] for rival in rivals)),
         )
     return reports
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsearch.calibration.base import Calibration
 from kvsearch.calibration.lukv import estimate_replies
-from kvsearch.calibration.methods import Calibration
-from kvsearch.calibration.options import MIN_DRAWN_PER_CONTEXT, RIVAL_POLICIES, RankingOptions
+from kvsearch.calibration.options import MIN_DRAWN_PER_CONTEXT, RankingOptions
 from kvsearch.calibration.probe.context_pass import (
     JUDGED_SHARES,
     REPORTED_RIVALS,
@@ -45,6 +45,7 @@ from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
 from kvsearch.policies.probe import SINKS
+from kvsearch.policies.registry import list_rivals
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.replay.forced_answers import TOGETHER
@@ -144,7 +145,7 @@ class FitContexts:
         parts = (self.fit, self.choose, self.report)
         common = {
             "data": self.calibration.data.name, **options.settings(), WRITTEN_FOR: VERSION,
-            "rankings": (options.method, *RIVAL_POLICIES), "judged": judged, "targets": self.builder.targets,
+            "rankings": (options.method, *list_rivals()), "judged": judged, "targets": self.builder.targets,
             "without_questions": sum(not prompt.continuations for prompt in self.prompts), "at": JUDGED_SHARES,
             "contexts": tuple(map(len, parts)), "spread_heads": int((even & ~unseen).sum()),
             "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in unseen.nonzero().tolist()),
@@ -257,6 +258,17 @@ class RankingCalibration(Calibration[AnyRanking]):
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         return estimate_rankings([self], prompts)
 
+    @classmethod
+    def estimate_together(cls, calibrations: Sequence[Any], prompts: Sequence[CalibrationPrompt]) -> Work:
+        return estimate_rankings(calibrations, prompts)
+
+    @classmethod
+    def measure_together(
+        cls, calibrations: Sequence[Any], prompts: Sequence[CalibrationPrompt], progress: Progress | None = None
+    ) -> list[Profile]:
+        """Fit several rankings in shared passes over the same contexts, see `fit_rankings`."""
+        return fit_rankings(calibrations, prompts, progress)
+
     def estimate_fit(self, contexts: int) -> Work:  # noqa: ARG002
         """Estimate the work of a fit to samples of so many contexts, besides their passes."""
         return Work()
@@ -354,7 +366,7 @@ def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: 
     if "answers" in builder.targets:
         work += estimate_replies(prompts, calibration.options)
     count = len(calibrations)
-    middle = 1 + count + len(RIVAL_POLICIES) if calibration.options.compare == "all" else 0
+    middle = 1 + count + len(list_rivals()) if calibration.options.compare == "all" else 0
     readings = (  # contexts, times that they are measured, and that what is judged is read in all
         (fit, 1, 0),
         (choose, CHOICE_READINGS, 1 + 2 * count * len(JUDGED_SHARES)),  # replies under the full cache and two rankings

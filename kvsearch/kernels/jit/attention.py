@@ -1,7 +1,7 @@
 """Attention of a few queries to ragged segments: partial softmaxes over chunks of a segment, then their merger.
 
-A segment's queries [M, D] are those of its query group, token by token within a head: query m is token m % ROWS. The
-last ROWS entries are these tokens' own. Softmax statistics are in units of log2.
+A segment's queries [M, D] are its query group's, token by token within a head: query m is token m % ROWS. The last ROWS
+entries are these tokens' own. Softmax statistics are in units of log2.
 """
 
 import triton
@@ -34,6 +34,8 @@ def attend_chunks(
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     d, dv, n = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
     if FLAT:
+        # Lengths are on the device, so the host launches a number of programs that is enough for any: each finds its
+        # segment by counting chunks, and those too many have nothing to do.
         part = tl.program_id(0).to(tl.int64)
         counts = count_chunks(Lengths, chunk, segments, BS)
         seg = tl.minimum(tl.sum((tl.cumsum(counts, 0) <= part).to(tl.int64), 0), segments - 1)
@@ -48,6 +50,7 @@ def attend_chunks(
         seg = tl.program_id(0).to(tl.int64)
         split = tl.program_id(1)
         part = seg * splits + split
+        # Blocks are dense, so a segment and its chunk follow from the numbers of the program.
         stop = columns
         K += seg * k_seg
         V += seg * v_seg
@@ -58,9 +61,12 @@ def attend_chunks(
         slot = tl.load(Slot + seg).to(tl.int32)
         if (split == 0) & (tl.program_id(2) == 0):
             tl.store(Done + seg, 0)
+        # Slot -1 is in no chunk: a segment that pauses stores nothing, and attends to no new token.
         if PAUSES:
             slot = tl.where(tl.load(Active + seg) != 0, slot, -1)
     limit = stop - (ROWS - 1) + m % ROWS  # what is at or behind it is later than the query
+    # Softmax in one pass (Milakov and Gimelshein 2018): the maximum so far, the sum and the output below it; both are
+    # scaled down when a larger logit comes.
     peak = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, BDV), tl.float32)
@@ -74,6 +80,7 @@ def attend_chunks(
         if APPEND:  # its slot is left to what follows the loop, whoever fills it meanwhile
             there = there & (c + n != slot)
             wrote = wrote & (c + n != slot)
+        # Column times stride goes beyond 32 bits in long blocks.
         far = tl.cast(c, tl.int64)
         k = tl.load(
             K + far * k_col + n[:, None] * k_col + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
@@ -95,6 +102,8 @@ def attend_chunks(
         total = total * shrink + tl.sum(p, 1)
         peak = now
     if APPEND:
+        # The token is attended to from registers: in memory its slot may hold either what was there or what is stored
+        # here.
         if (slot >= first) & (slot < last):
             k = tl.load(NewKeys + seg * D + d, mask=d < D, other=0.0)
             v = tl.load(NewValues + seg * DV + dv, mask=dv < DV, other=0.0)
@@ -113,16 +122,19 @@ def attend_chunks(
             if WEIGHTED:
                 tl.store(Weights + slot, 0.0)
     if LOGITS or not WHOLE:
+        # Read by the launch that merges chunks, or that makes the row of the logits.
         stat = Stat + part * 2 * M
         tl.store(stat + m, peak, mask=m < M)
         tl.store(stat + M + m, total, mask=m < M)
     own = (m < M)[:, None] & (dv < DV)[None, :]
     if WHOLE:
         if SINKS:
+            # A sink takes its share of the sum, and has no value to add to the output.
             sink = tl.load(Sinks + seg * (M // ROWS) + m // ROWS, mask=m < M, other=0.0) * LOG2E
-            most = tl.maximum(peak, sink)
-            acc = acc * tl.exp2(peak - most)[:, None]
-            total = total * tl.exp2(peak - most) + tl.exp2(sink - most)
+            largest = tl.maximum(peak, sink)
+            acc = acc * tl.exp2(peak - largest)[:, None]
+            total = total * tl.exp2(peak - largest) + tl.exp2(sink - largest)
+        # Where nothing is visible this is 0 / 1, not NaN.
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(Out + (seg * M + m[:, None]) * DV + dv[None, :], out.to(Out.dtype.element_ty), mask=own)
     else:
@@ -178,6 +190,7 @@ def merge_chunks(
             if LAYER:
                 position = tl.load(Positions + seg * p_seg + c, mask=c < columns, other=-1)
                 cell = Row + tl.load(First + seg) + position
+                # Heads of a layer hold different entries: the sum and its count make a mean over those that hold it.
                 tl.atomic_add(cell, row, mask=position >= 0)
                 tl.atomic_add(cell + cells, row * 0.0 + 1.0, mask=position >= 0)
             else:
@@ -200,6 +213,7 @@ def merge_output(
         sink = tl.load(Sinks + seg * (M // ROWS) + m // ROWS) * LOG2E
         peak = tl.maximum(peak, sink)
         beside = tl.exp2(sink - peak)
+    # Each chunk's sum and output are below its own maximum; this brings them below the common one.
     share = tl.exp2(peaks - finite(peak))
     total = tl.sum(totals * share, 0) + beside
     acc = tl.load(

@@ -32,6 +32,7 @@ def normalise_rows(
     first = tl.program_id(2) * chunk
     last = tl.minimum(first + chunk, length)
     if CAUSAL:
+        # No row of this tile sees a column behind its last row's own.
         last = tl.minimum(last, length - rows + ((tl.program_id(0) + 1) * BM - 1) // G + 1)
     peak = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
@@ -42,6 +43,7 @@ def normalise_rows(
         seen = (column >= 0)[None, :] & (column[None, :] <= place[:, None])
         s = tl.where(seen, logits_of(q, k, scale, softcap, SOFTCAP), float("-inf"))
         now = tl.maximum(peak, tl.max(s, 1))
+        # As in attention: the sum so far is scaled down when a larger logit comes.
         total = total * tl.exp2(peak - finite(now)) + tl.sum(tl.exp2(s - finite(now)[:, None]), 1)
         peak = now
     lse = (peak + tl.log2(tl.where(total > 0, total, 1.0))) / LOG2E  # -inf where nothing is seen
@@ -77,6 +79,7 @@ def entries(
     k = tl.load(key + d[None, :], mask=(column >= 0)[:, None] & (d < D)[None, :], other=0.0)
     first = 0
     if CAUSAL:
+        # Rows before this one end in front of the block; rounded down to a whole tile.
         first = tl.maximum(0, tl.program_id(0) * BN - (length - rows)) // BM * BM
     return c, column, k, first
 
@@ -99,7 +102,7 @@ def add_columns(
     c, column, k, first = entries(
         K + batch * k_batch + head * k_head, Columns + batch * c_batch, rows, length, k_col, D, BM, BN, BD, CAUSAL
     )
-    found = tl.zeros((BN,), tl.float32)
+    received = tl.zeros((BN,), tl.float32)
     for g in range(G):
         query = Q + batch * q_batch + (head * G + g) * q_head
         place_at, lse_at = Places + batch * p_batch, Lse + (segment * G + g) * rows
@@ -107,24 +110,24 @@ def add_columns(
         for r in range(first, rows, BM):
             p, _ = probabilities(query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP)
             tile += p
-        one = tl.sum(tile, 0)
+        of_head = tl.sum(tile, 0)
         if HOW == "mean":
-            found += one / G
+            received += of_head / G
         elif HOW == "max":
-            found = tl.maximum(found, one)
+            received = tl.maximum(received, of_head)
         else:
-            one = one / tl.load(Counts + segment)
+            of_head = of_head / tl.load(Counts + segment)
             squares = tl.zeros((BM, BN), tl.float32)
             for r in range(0, rows, BM):  # rows that do not see an entry are apart from its mean, too
                 p, real = probabilities(
                     query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP
                 )
-                apart = tl.where(real[:, None], p - one[None, :], 0.0)
+                apart = tl.where(real[:, None], p - of_head[None, :], 0.0)
                 squares += apart * apart
-            tl.store(Out + (segment * G + g) * length + c, one, mask=c < length)
+            tl.store(Out + (segment * G + g) * length + c, of_head, mask=c < length)
             tl.store(Scatter + (segment * G + g) * length + c, tl.sum(squares, 0), mask=c < length)
     if HOW == "mean" or HOW == "max":
-        tl.store(Out + segment * length + c, found, mask=c < length)
+        tl.store(Out + segment * length + c, received, mask=c < length)
 
 
 @triton.jit
@@ -147,6 +150,7 @@ def find_peaks(
     )
     peak = tl.zeros((BN,), tl.float32)
     for r in range(first, rows, BM):
+        # A row gives what its whole query group gives, so heads are combined before the maximum over rows.
         given = tl.zeros((BM, BN), tl.float32)
         for g in range(G):
             query = Q + batch * q_batch + (head * G + g) * q_head

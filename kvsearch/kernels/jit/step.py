@@ -16,6 +16,8 @@ HIGHEST = tl.constexpr(2**63 - 1)
 @triton.jit
 def ordered(priority):
     """Return whole numbers in the order of fp32 priorities, equal for both zeros."""
+    # Adding 0 makes -0 a +0, so that both have the same bits. Bits of negative floats ascend as these fall, and are
+    # turned round but for the sign.
     bits = (priority + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
@@ -23,6 +25,7 @@ def ordered(priority):
 @triton.jit
 def choose(value, position, free, n, lowest, latest, place):
     """Return value, position and slot of the lowest entry: of those found, or of slots n [BN]; the later of equals."""
+    # Where nothing is free `where` is -1, and what was best so far stays.
     value = tl.where(free, value, HIGHEST)
     least = tl.min(value, 0)
     last = tl.max(tl.where(free & (value == least), position, -1), 0)
@@ -41,6 +44,7 @@ def persistence(
     even share, `Ring` [C, BYTES] uint8 has a bit for each of them, `Mass` [C] fp32 the attention received. All take the
     row p [BN] of a token that arrived in.
     """
+    # The row of a token overwrites that of the token HISTORY before it, so the count loses one mark as it gains one.
     at = ((seen - 1) % HISTORY).to(tl.int32)
     bit = 1 << (at % 8)
     byte = Ring + n * BYTES + at // 8
@@ -55,6 +59,7 @@ def persistence(
         tl.store(Low + n, low.to(tl.int16), mask=there)
         tl.store(Mass + n, mass, mask=there)
     visible = tl.maximum(tl.minimum(seen - position, HISTORY), 1)
+    # Two different ratios of counts below 2^15 differ in their first 31 bits; the mass decides between equal ones.
     ratio = (low.to(tl.int64) << 31) // visible
     bits = mass.to(tl.int32, bitcast=True).to(tl.int64)  # in the order of the masses, which are not negative
     return ((2147483648 - ratio) << 31) | bits
@@ -67,8 +72,8 @@ def pooled(
 ):  # fmt: skip
     """Return the row in slots n [BN], pooled over KERNEL neighbours in the order of positions (CAKE).
 
-    See `policies.cake`. `Before` [capacity] are the slots whose entries came before those of each slot, -1 for none,
-    `behind` numbers later the slots of those that came next. The last PROTECT tokens are no neighbours.
+    See `policies.cake`. `Before` [capacity] are the slots whose entries came before each slot's, -1 for none, and
+    `behind` numbers further the slots of the entries that came next. The last PROTECT tokens are no neighbours.
     """
     row = tl.zeros((BN,), tl.float32)
     for offset in range(-(KERNEL // 2), KERNEL // 2 + 1):
@@ -77,6 +82,7 @@ def pooled(
         for _ in range(tl.abs(offset)):
             beside = tl.load(link + beside, mask=beside >= 0, other=-1)
         there = tl.load(Positions + beside, mask=beside >= 0, other=-1)
+        # Column `width` is behind the row, where `mean_row` reads as hidden.
         shown = tl.where((there >= 0) & (there < seen - PROTECT), beside, width)
         p = mean_row(Logit, peak, total, seg, m, shown, width, M)
         if POOLING == "max":  # attention is not negative
@@ -90,7 +96,7 @@ def pooled(
 
 @triton.jit
 def relink(Before, behind, gone, newest):
-    """Let slot `gone` come behind that of the newest entry, as it is the next token's; see `pooled`."""
+    """Move slot `gone` behind the newest entry's slot in the links, as it is the next token's; see `pooled`."""
     moves = (gone >= 0) & (gone != newest)
     left = tl.load(Before + gone, mask=moves, other=-1)
     right = tl.load(Before + behind + gone, mask=moves, other=-1)
@@ -133,6 +139,7 @@ def finish_step(
         seen = tl.load(Clock + seg) + arrived
         first = tl.load(First + seg)
         recent = tl.load(Recent + seg)
+        # An int64 zero: a variable of a loop keeps the type that it begins with.
         nothing = seen - seen
         slot = tl.where(arrived != 0, tl.load(Slot + seg), -1)
         Positions += seg * p_seg
@@ -149,6 +156,7 @@ def finish_step(
             for c in range(0, width, BN):
                 n = c + tl.arange(0, BN)
                 count += tl.sum((tl.load(Positions + n, mask=n < width, other=-1) >= 0).to(tl.int64), 0)
+            # Every program counts all entries of its segment, which is cheaper than to wait for the others.
             even = 1.0 / count.to(tl.float32)
         lowest, latest, place = nothing, nothing - 1, nothing - 1
         held = nothing
@@ -184,17 +192,20 @@ def finish_step(
                 else:
                     priority = position.to(tl.float32)
                 value = ordered(priority)
+            # Sinks and recent tokens stay, whatever their priority.
             free = entry & (position >= first) & (position < seen - recent)
             lowest, latest, place = choose(value, position, free, n, lowest, latest, place)
             held += tl.sum(entry.to(tl.int64), 0)
             empty = tl.minimum(empty, tl.min(tl.where(entry, empty, n), 0))  # behind the last slots is one, too
-        found = Found + (seg * parts + part) * 5
-        tl.store(found, lowest)
-        tl.store(found + 1, latest)
-        tl.store(found + 2, place)
-        tl.store(found + 3, held)
-        tl.store(found + 4, empty)
+        report = Found + (seg * parts + part) * 5
+        tl.store(report, lowest)
+        tl.store(report + 1, latest)
+        tl.store(report + 2, place)
+        tl.store(report + 3, held)
+        tl.store(report + 4, empty)
         tl.debug_barrier()  # all threads have written before others are told, and the state before a slot is cleared
+        # The last program of a segment to come here compares what all have found; acquire and release make their writes
+        # visible to it.
         if tl.atomic_add(Done + seg, 1, sem="acq_rel") == parts - 1:
             n = tl.arange(0, PARTS)
             each = Found + (seg * parts + n) * 5  # past the cache, as other programs have written it
@@ -208,6 +219,7 @@ def finish_step(
                 budget = tl.load(Budgets + seg)
                 tl.store(Clock + seg, seen)
                 tl.store(Clock + tl.num_programs(0) + seg, seen - recent - 1)
+                # A segment within its budget loses nothing, and its next token goes to the first empty slot.
                 gone = tl.where(held_in_all > budget, lowest_of_all, -1)
                 tl.store(Positions + gone, -1, mask=gone >= 0)
                 if RULE == "pooled":

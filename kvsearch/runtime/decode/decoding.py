@@ -1,4 +1,4 @@
-"""A layer while its decode rule is in force: token by token, attention first, then the rule, then the slot is free.
+"""A layer that evicts while it decodes: each token is stored and attends, then the rule frees a slot.
 
 A step has two parts. `prepare_step` is the host's: it makes room and decides what the step does. `step` is the
 device's: it changes tensors in place and looks at no value. `attend` runs both; who compiles or captures steps runs the
@@ -27,7 +27,7 @@ from kvsearch.runtime.store.slots import SlotBlock, SlotSource, StepPlan, comput
 
 
 class Decoding(Segmented):
-    """The entries of one layer for a batch, and the rule that decides which of them leave."""
+    """The cached entries of one layer for a batch, with the decode rule that evicts them."""
 
     def __init__(self, blocks: list[SlotBlock], rule: StepRule, columns: int, peak: Ints | None = None) -> None:
         self.rule = rule
@@ -46,7 +46,7 @@ class Decoding(Segmented):
 
     @classmethod
     def joined(cls, parts: Sequence[Decoding]) -> Decoding:
-        """Join the sequences of several batches, to which no token has come yet, in their order."""
+        """Join several batches, to which no token has come yet, into one, in their order."""
         rule = StepRule.joined([part.rule for part in parts])
         sources = []
         first = 0
@@ -66,14 +66,16 @@ class Decoding(Segmented):
         arrived: Tensor | None = None,
         shown: Tensor | None = None,
     ) -> Tensor:
-        """Take in q tokens one after the other, each seeing what the rule left; [B, Hq, q, D] -> [B, Hq, q, Dv].
+        """Decode q tokens one after the other, each seeing what the rule left; [B, Hq, q, D] -> [B, Hq, q, Dv].
 
         `key` [B, Hkv, q, D] and `value` [B, Hkv, q, Dv] are the tokens' own, `positions` [B, q] their rotary positions,
         `hidden` [B, Hkv, q] what the policy makes of their hidden states, where it wants them; for `arrived` and
         `shown` see `read_mask.Visible`.
         """
+        # Read once for all tokens: each read waits for the device.
         known = None if arrived is None else arrived.cpu().numpy()
         outputs = []
+        # One after the other, as each token sees what the rule has left after the one before it.
         for token in range(query.shape[2]):
             this = slice(token, token + 1)
             real = active = None
@@ -90,7 +92,8 @@ class Decoding(Segmented):
     # --- the host's part ------------------------------------------------------------------------------------------
 
     def prepare_step(self, real: Bools | None = None) -> None:
-        """Make room for the next token and decide what its step does; it is padding where not `real` [B]."""
+        """Prepare the next step on the host: make room, and decide what it does; padding where not `real` [B]."""
+        # All segments of a block have the same number of slots, so the fullest one says when it is full.
         if any(int(block.used.max()) == block.capacity for block in self.blocks):
             self._repack()
         heads = self.heads
@@ -100,14 +103,18 @@ class Decoding(Segmented):
             real_segments = None if real is None else real[block.names // heads]
             dtype = None if serves(keys, block.cached.values) else self._bias_dtype(keys)
             used = block.prepare_step(real_segments, self.room > 0, dtype)
+            # A sequence is over its budgets if any of its heads is.
             over[block.names[used > block.limits.host] // heads] = True
             self.peak[block.names] = np.maximum(self.peak[block.names], used)
         self.rule.prepare_step(over, real)
         for block in self.blocks if self.rule.running == "pooled" else ():
+            # CAKE's kernel pools over neighbours by position. A step without that kernel loses the links; made anew
+            # they are another tensor, which captured steps do not know.
             if block.links is None and serves(block.cached.keys, block.cached.values):
                 block.link()
                 self.packed += 1
         self.columns += 1
+        # The table has a column for every token of a sequence, so it is made anew, with room to spare, as these come.
         if self.rule.policy.row == "layer" and (self.averages is None or self.columns > self.averages.columns):
             slots = [block.capacity for block in self.blocks]
             self.packed += self.averages is not None
@@ -120,9 +127,9 @@ class Decoding(Segmented):
         return torch.float32 if self.rule.policy.row is not None else keys.dtype
 
     def finish_step(self) -> None:
-        """Give up slots that are not needed any more, once many entries have left."""
+        """Shrink the storage once many entries have left."""
         for block in self.blocks:
-            if block.step_plan is None or block.step_plan.leaving.most <= 1:
+            if block.step_plan is None or block.step_plan.leaving.max_leaving <= 1:
                 continue
             # where room is reserved, budgets stay within reach: tensors move once at most
             wanted = block.limits.host + 1 if self.room else compute_capacities(block.used, block.limits.host)
@@ -131,26 +138,28 @@ class Decoding(Segmented):
                 return
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens ahead of time, and let all steps look at all slots; 0: as before."""
+        """Reserve room for `tokens` tokens ahead, and let all steps look at all slots; 0: as before."""
         self.room = tokens
         wanted = (compute_capacities(block.used, block.limits.host, tokens) for block in self.blocks)
         if tokens and any((needed > block.capacity).any() for needed, block in zip(wanted, self.blocks, strict=True)):
             self._repack()
+        # Steps look at all slots from now on, so what is added to logits no longer fits.
         for block in self.blocks:
             block.biased = False
 
     def plan(self) -> tuple[Hashable, ...] | None:
-        """Return all that the foreseen step depends on and the host decided: steps of equal plans are the same.
+        """Return a key of the prepared step: steps with equal keys do the same on the device.
 
-        None: there is no other like it.
+        None: it cannot be repeated.
         """
         if self.rule.noting:
             return None
+        # All but `stay`: these counts change at every step, and the device never sees them.
         plans = (_plan_step(block) for block in self.blocks)
         return self.rule.due, *((*plan[:3], *plan.leaving[1:], plan.holes) for plan in plans)
 
     def _sources(self) -> list[SlotSource]:
-        """Return what is held, to be packed anew."""
+        """Return all entries as sources for `pack`."""
         sources = []
         for block in self.blocks:
             cached = block.first(block.width)
@@ -159,7 +168,7 @@ class Decoding(Segmented):
         return sources
 
     def _repack(self) -> None:
-        """Make new blocks for what is held."""
+        """Move all entries to new blocks."""
         self._hold(pack(self._sources(), self.rule, self.room))
         self.packed += 1
 
@@ -176,13 +185,15 @@ class Decoding(Segmented):
         active: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Take in the token that was foreseen; see `attend` for the tensors, of which q is 1.
+        """Run the prepared step for one token per sequence; tensors as for `attend`, with q = 1.
 
         Not `active` [B] bool (None: all are) has padding. Attention sees the tokens that are `visible` [B, T] bool, by
         their index in the sequence (None: all); the rule, which decides what leaves, knows all of them. Nothing here
         waits for the device, depends on values, or binds a tensor that lasts.
         """
         policy = self.rule.policy
+        # A step writes in place, which would spoil what a backward pass reads, so it goes on in copies. Which entries
+        # leave is a choice and has no gradient.
         learning = needs_gradients(query, key, value)
         if learning:
             self.separate()
@@ -197,10 +208,13 @@ class Decoding(Segmented):
             step_plan = _plan_step(block)
             arriving = None if active is None else active[block.rows]
             fused = None
+            # The fused kernel sees in the positions alone which slots hold an entry: it cannot hide some of them for
+            # one step.
             if visible is None:
                 fused = make_fused_step(
                     block, step_plan, self.rule, (own, keys[:, 0], values[:, 0]), logits, arriving, self.averages
                 )
+            # The token is stored, has attended, and a slot is free: nothing else is to be done for this block.
             if fused is not None:
                 outputs.append(fused)
                 continue
@@ -209,6 +223,7 @@ class Decoding(Segmented):
             cached = block.first(step_plan.width)
             bias = None if not step_plan.bias or block.bias is None else block.bias[:, : step_plan.width]
             full = step_plan.full
+            # A hidden entry looks like an empty slot to attention, and keeps its slot.
             if visible is not None:
                 cached = block.showing(step_plan, visible)
                 full = False
@@ -230,6 +245,7 @@ class Decoding(Segmented):
         arriving = None if active is None else active[block.rows]
         step_plan = _plan_step(block)
         cached = block.first(step_plan.width)
+        # Rules update all segments; those without a token are put back to this.
         before = None if arriving is None else cached.state.changed(torch.clone, torch.clone)
         full = step_plan.full or (self.averages is not None and self.averages.empty > 0)
         step = Step(cached, block.slot, block.seen, row, full=full)
@@ -238,6 +254,7 @@ class Decoding(Segmented):
         if arriving is not None and before is not None:
             cached.state.restore(before, ~arriving)
         block.free(gone, step_plan, arriving)
+        # Only the fused kernel keeps these up to date.
         block.links = None
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
@@ -272,7 +289,7 @@ class Decoding(Segmented):
         return Decoding(blocks, self.rule.select_rows(rows), self.columns, peak)
 
     def copy(self) -> Decoding:
-        """Return the same, to go its own way."""
+        """Return an independent copy."""
         return self.select_rows(range(self.batch))
 
     def nbytes(self) -> int:
@@ -281,7 +298,7 @@ class Decoding(Segmented):
 
 
 def cache_bias(cached: Cached, dtype: torch.dtype) -> Tensor:
-    """Return what to add to logits, [S, C]: -inf where there is no entry.
+    """Return the attention bias of slots, [S, C]: 0, or -inf where there is no entry.
 
     Padding may see no entry at all: it sees every slot then, so that what becomes of it is finite.
     """
@@ -303,7 +320,7 @@ def make_fused_step(
     active: Tensor | None,
     averages: AttentionAverages | None = None,
 ) -> Tensor | None:
-    """Take in a token and free a slot in one go, [S, G, Dv]; None, and nothing done, where that is not served.
+    """Run a decode step as a fused kernel; return its output [S, G, Dv], or None, nothing done, where none serves.
 
     `states` are the token's query [S, G, D], key [S, D] and value [S, Dv]; it is padding where not `active` [S] bool
     (None: nowhere). `averages` is where all heads of a layer add up their rows: where it is wanted the block is of all.
@@ -311,7 +328,8 @@ def make_fused_step(
     cached = block.cached
     limits = block.limits
     query, key, value = states
-    if step_plan.leaving.most > 1 or not serves(query, cached.keys, cached.values, key, value):
+    # The kernel frees one slot of a segment, and gradients do not pass through it.
+    if step_plan.leaving.max_leaving > 1 or not serves(query, cached.keys, cached.values, key, value):
         return None
     if (running := rule.running) is None or (averages is not None and len(averages.parts) > 1):
         return None
@@ -319,6 +337,7 @@ def make_fused_step(
     state = () if running in ("position", "row", "pooled") else tuple(read.values())
     sums = None
     if averages is not None:
+        # Heads add to these by atomic operations, so they begin at zero.
         averages.made_anew.zero_()
         sums = averages.sums, averages.first[0][:, 0]
     slots = Slots(
@@ -327,6 +346,7 @@ def make_fused_step(
     )  # fmt: skip
 
     def arriving() -> Tensor | None:
+        # The new entry is scored between the two launches, and the clock goes on in the second.
         seen = block.seen + (1 if active is None else active)
         own = Step(block.first(step_plan.width), block.slot, seen, None)
         return rule.arriving(own, block.rows, limits.heads, logits)
@@ -337,10 +357,10 @@ def make_fused_step(
 
 
 class AttentionAverages:
-    """A column for every token of every sequence, and for some to come, in which segments add up what they have of it.
+    """Averages of attention rows over the heads of a layer, made from a column of sums for every token of a sequence.
 
-    `rows` are the sequences of the segments of each part, [S], of which it has `slots`; slots without an entry get
-    `empty`, 0 or infinity.
+    There are columns for some tokens to come, too. `rows` are the sequences of the segments of each part, [S], and
+    `slots` says how many slots a part has; slots without an entry get `empty`, 0 or infinity.
     """
 
     def __init__(
@@ -354,6 +374,7 @@ class AttentionAverages:
         if empty:
             self.sums[0].fill_(empty)  # in front nothing but 0 is added to it
             self.sums[1].fill_(1.0)
+        # Where position 0 of each segment is; the position -1 of an empty slot falls on the column in front.
         self.first = [sequences[:, None] * width + 1 for sequences in rows]  # [S, 1]
         # what is added up: attention, to be written by who makes it, and 1
         self.parts = [self.sums.new_ones(2, len(places), count) for places, count in zip(rows, slots, strict=True)]
@@ -366,5 +387,6 @@ class AttentionAverages:
             place = (held + first).view(-1)
             self.sums.scatter_add_(1, place.expand(2, -1), own[:, :, : held.shape[1]].detach().reshape(2, -1))
             places.append(place)
+        # Columns that no head holds are 0 / 0, and nothing gathers them.
         mean = self.sums[0] / self.sums[1]
         return [mean.gather(0, place).view_as(held) for place, held in zip(places, positions, strict=True)]

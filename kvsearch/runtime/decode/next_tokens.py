@@ -72,14 +72,14 @@ def describe_generation_settings(model: Any, *, drawn: bool = False) -> str | No
 
 
 class Draws:
-    """Draws the next token of every row by a sequence of random numbers of its own."""
+    """Draws the next token of every row from a random stream of its own."""
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
         self.sampling = sampling
         self._numbers = [np.random.default_rng(seed) for seed in seeds]
 
     def of_rows(self, rows: Sequence[int]) -> Draws:
-        """Return what draws for `rows` of these, by the numbers that they would have had next."""
+        """Return the draws of `rows` alone, each going on with its own random stream."""
         chosen = copy(self)
         chosen._numbers = [self._numbers[row] for row in rows]
         return chosen
@@ -89,9 +89,13 @@ class Draws:
 
         Tokens share a number line by their chances, the likeliest first, and a random number points at one of them.
         """
+        # In float64, and with ties in a fixed order, so that a number points at the same token on every device.
         chances, tokens = scores.double().softmax(-1).sort(stable=True, dim=-1, descending=True)
         ends = chances.cumsum(-1)
+        # A row has numbers of its own: its reply does not depend on which others are in the batch, or have left it.
         points = torch.tensor([[numbers.random()] for numbers in self._numbers], device=scores.device)
+        # Rounding at the end of the line must not draw a token without a chance, nor run beyond the last one; the last
+        # sum is not quite 1 either.
         final = (chances > 0).sum(-1, keepdim=True) - 1
         places = (ends <= points * ends[:, -1:]).sum(-1, keepdim=True)
         drawn: Tensor = tokens.gather(-1, places.minimum(final))
@@ -100,7 +104,7 @@ class Draws:
 
 @dataclass
 class _Alike:
-    """Rows of a batch with prompts and limits of one length, their token ids [n, T] so far, and their processors.
+    """Rows of a batch with equally long prompts and limits: token ids [n, T] so far, and logits processors.
 
     Processors may remember how many rows they had: one that has left the batch goes on here, without a meaning.
     """
@@ -111,12 +115,12 @@ class _Alike:
     process: Callable[[Tensor, Tensor], Tensor]
 
     def of_rows(self, rows: Tensor) -> _Alike:
-        """Return the same in a batch of `rows` [B'] of this one."""
+        """Return these rows within a batch reduced to `rows` [B']."""
         held, place = (self.rows[:, None] == rows).nonzero().unbind(1)
         return replace(self, lines=self.lines[held], rows=place)
 
     def put(self, values: Tensor) -> Tensor:
-        """Return what all of the batch have, [B, ...], for these rows, zeros for those that have left it, [n, ...]."""
+        """Select values of the batch [B, ...] for these rows, zeros for rows that have left it, [n, ...]."""
         values = values.to(self.ids.device)
         whole = values.new_zeros(len(self.ids), *values.shape[1:])
         whole[self.lines] = values[self.rows]
@@ -148,6 +152,7 @@ class NextTokens:
         if draws is None and not read_generation_settings(model):
             return
         sampling = None if draws is None else draws.sampling
+        # Processors look at the tokens so far, and some at how many may come: rows that share both are one call.
         for rows in group_by_key(range(len(prompts)), lambda row: (len(prompts[row]), limits[row])).values():
             ids = torch.stack([prompts[row] for row in rows]).to(model.device)
             processors = make_logits_processors(model, ids, limits[rows[0]], sampling)
@@ -156,7 +161,7 @@ class NextTokens:
                 self._alike.append(_Alike(lines, torch.tensor(rows, device=ids.device), ids, processors))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with `rows` of those that are there, in that order."""
+        """Reduce the batch to `rows`, in that order."""
         self._draws = None if self._draws is None else self._draws.of_rows(rows)
         moved = [alike.of_rows(torch.tensor(rows, device=alike.rows.device)) for alike in self._alike]
         self._alike = [alike for alike in moved if len(alike.rows)]
@@ -214,7 +219,7 @@ def make_logits_processors(model: Any, ids: Tensor, limit: int, sampling: Sampli
 
 @contextmanager
 def _make_config() -> Iterator[None]:
-    """Say of what fails here that it comes of the generation config."""
+    """Turn failures inside into an IncompatibleError that names the generation config."""
     try:
         yield
     except Exception as error:  # of whatever processors a transformers has

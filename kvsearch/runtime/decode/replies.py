@@ -44,7 +44,7 @@ class GrowingReply:
         self.ended = False
 
     def take(self, token: int) -> None:
-        """Go on with a token."""
+        """Add a token."""
         self.generated.append(token)
         self.ended = token in self.stop or len(self.generated) >= self.limit
         self.ended = self.ended or (self.finished is not None and self.finished(self.generated))
@@ -63,8 +63,9 @@ class Replies:
     the token that makes `finished` true of it (None: nothing does).
 
     The `cache` holds the `prompts`, token ids [T] each; `mask` [B, T] is 0 where they are padded, `logits` [b, 1, V]
-    are those of their ends (None: not known, so that it can be asked but does not go on by itself). Prompts and logits
-    repeat in a batch of several methods. Replies are greedy, or drawn as `draws` says, both as `NextTokens` has them.
+    are from the ends of the prompts (None: not known, so that it can be asked but does not go on by itself). Prompts
+    and logits repeat in a batch of several methods. Replies are greedy, or drawn as `draws` says, both as `NextTokens`
+    has them.
 
     Raises:
         NonFiniteError: from both kinds of reply.
@@ -102,13 +103,14 @@ class Replies:
         held = self._peak()
         logits = self._forward(self.model, ids, seen, positions)
         held.step(np.array([len(question) for question in questions]))
+        # Processors penalise what was said so far, prompt and question included.
         whole = [torch.cat(both) for both in zip(self._prompt_rows, questions, strict=True)]
         replies = self._generate(whole, logits, seen, positions[:, -1:], max_new_tokens, held)
         self.cache.rewind(mark)
         return replies
 
     def force(self, tokens: Sequence[Tensor], rows: int) -> Tensor:
-        """Return the logits [B, rows, V] of the last `rows` of tokens that follow the sequences, a row of them each.
+        """Teacher-force tokens after the sequences, a row each; return the logits [B, rows, V] of the last `rows`.
 
         They are forgotten again, as questions are; errors as for `ask`, but that logits may be NaN.
         """
@@ -125,6 +127,7 @@ class Replies:
         last logits predict the first token. Questions and answers are forgotten again; errors as for `ask`.
         """
         rows = [torch.tensor(answer) for answer in answers]
+        # The last token of an answer predicts nothing that is scored.
         inputs = [torch.cat([question, row[:-1]]) for question, row in zip(questions, rows, strict=True)]
         lengths = np.array([len(tokens) for tokens in inputs])
         longest = max(map(len, rows))
@@ -135,6 +138,7 @@ class Replies:
         last = None if any(map(len, questions)) else self._prompt_logits()
         ahead = 0 if last is None else 1  # tokens of an answer that the prompt's own logits predict
         width = longest - ahead
+        # An answer of one token that follows the prompt at once needs no pass.
         forced = self.force(inputs, width) if width else self._prompt_logits()[:, :0]
         self.cache.check_scores()
         held.step(lengths)
@@ -170,7 +174,7 @@ class Replies:
         return [*self.prompts] * (len(self.mask) // len(self.prompts))
 
     def _mark(self) -> CacheMark:
-        """Return where the prompts end."""
+        """Return the mark of the cache at the end of the prompts, taken once."""
         if self._compressed is None:
             self.cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
             for layer in self.cache.planned.values():
@@ -179,9 +183,9 @@ class Replies:
         return self._compressed
 
     def _following(self, tokens: Sequence[Tensor], later: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens that follow the prompts, [B, n], the mask of all until then, and their positions.
+        """Batch tokens that follow the prompts, [B, n]; return them, the mask of all until then, and their positions.
 
-        So many `later` ones follow them.
+        `later` more tokens are to follow them.
         """
         require_same_rotary(self.model, self.lengths[:, 0], max(map(len, tokens)) + later)
         if has_windows(self.model) and len({len(row) for row in tokens}) > 1:
@@ -200,7 +204,7 @@ class Replies:
         max_new_tokens: Sequence[int],
         held: PeakEntries,
     ) -> list[list[int]]:
-        """Make replies to whole `prompts`, at whose ends `logits` [B, n, V] and `positions` [B, 1] are.
+        """Generate replies to whole `prompts`, from the `logits` [B, n, V] and `positions` [B, 1] of their ends.
 
         Rows whose replies have ended leave, in a cache of copies of the others, once so many have that it pays.
         """
@@ -250,7 +254,7 @@ class Replies:
 
 @contextmanager
 def _name_rows_on_error(rows: Sequence[int]) -> Iterator[None]:
-    """Name the row of the whole batch that a NonFiniteError is of: `rows` are those that are left of it."""
+    """Translate the row of a NonFiniteError to the whole batch; `rows` are the rows still in it."""
     try:
         yield
     except NonFiniteError as error:
@@ -319,12 +323,12 @@ def find_stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> s
 
 
 class PeakEntries:
-    """The largest sum over all full-attention layers and kv heads at any token so far, per sequence.
+    """Peak number of cache entries per sequence: the largest sum over all full-attention layers and kv heads so far.
 
     A head counts with the token that is coming in, as it evicts after that. What each head has held at most would add
     up to more: under two phases with different budgets some heads shrink while others grow. All is counted on the host,
-    nothing waits for the device. Of several tokens that come in at once, as those of a question, the sum is exact at
-    the first, and from the second on as if no head dropped more than it has to: never too low.
+    nothing waits for the device. Of several tokens that come in at once, as a question does, the sum is exact at the
+    first, and from the second on as if no head dropped more than it has to: never too low.
 
     Args:
         model: the model, for its layers outside the plan, which hold every token.
@@ -350,7 +354,7 @@ class PeakEntries:
         self.most: Ints = self._held.sum(axis=1) + self._grown
 
     def of_rows(self, cache: PlanCache, rows: Sequence[int]) -> PeakEntries:
-        """Return the same of `rows` of the batch, which are those of `cache`."""
+        """Return the counts of `rows` of the batch, which `cache` holds now."""
         chosen = copy(self)
         chosen._deciding = _deciding(cache)
         chosen._grown, chosen._limits, chosen._held, chosen.most = (
@@ -359,7 +363,7 @@ class PeakEntries:
         return chosen
 
     def step(self, tokens: Ints) -> None:
-        """Take note that so many tokens of each sequence, [B], came into the cache, padding not counted."""
+        """Count `tokens` [B] that came into the cache of each sequence, padding left out."""
         came = np.minimum(tokens, 1)
         later = np.maximum(tokens - 1, 0)
         first = self._held.sum(axis=1) + self._heads * came + self._grown + self._growing_heads * came
@@ -375,7 +379,7 @@ class PeakEntries:
 
 
 def _deciding(cache: PlanCache) -> list[Decoding]:
-    """Return what planned layers hold that evict while they decode."""
+    """Return the planned layers that evict while they decode."""
     return [layer.holder for layer in cache.planned.values() if isinstance(layer.holder, Decoding)]
 
 

@@ -34,7 +34,7 @@ PRIORITY = "priority"  # state of the rule itself: the last scores
 
 
 def decode_needs(policy: Policy) -> Needs:
-    """Return what the decode rule of `policy` must be given of the prompt.
+    """Return what the decode rule of `policy` needs of the prompt.
 
     Raises:
         UsageError: the policy needs something that cannot be kept up while decoding.
@@ -44,6 +44,8 @@ def decode_needs(policy: Policy) -> Needs:
         return needs
     if (problem := policy.no_decode_rule()) is not None:
         raise UsageError(problem)
+    # Moments of all queries would have to be updated for every entry; those of the last rows, which a ring of fixed
+    # size holds, stand in for them.
     rows = max(needs.query_rows, STATISTICS_ROWS if needs.query_statistics_from is not None else 0)
     return Needs(query_rows=rows, projection=needs.projection)
 
@@ -54,6 +56,7 @@ def is_same_in_layers(policy: Policy) -> bool:
     Of a policy of another package nothing is known.
     """
     needs = policy.needs()
+    # Each of these belongs to one layer: its output projection, its rotary tables, its hidden states.
     own = needs.projection or needs.unrotated or needs.hidden is not None or needs.query_statistics_from is not None
     return is_ours(type(policy)) and not isinstance(policy, Fitted) and not own
 
@@ -62,14 +65,14 @@ class Evictions(NamedTuple):
     """How many entries leave some segments after a step: known on the host before the step runs."""
 
     stay: Ints  # [S] entries that each segment holds then
-    most: int  # the most that leave one of them
+    max_leaving: int  # entries that leave one of them at most
     each_one: bool  # every segment loses one, whose slot is free for the next token
     longest: int  # the most that stay in one of them, where several leave it; else 0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What some segments may hold, on the host and on the device, [S] each."""
+    """Budgets and protection of some segments, [S] each, on the host and on the device."""
 
     host: Ints  # budgets
     stay: Ints  # entries left after an eviction
@@ -84,20 +87,24 @@ class Limits:
 
     @staticmethod
     def table(policy: Policy, host: Ints) -> Tensor:
-        """Return what is on the device of the limits of segments with these budgets, [6, S] int64, on the CPU."""
+        """Make the device part of the limits of segments with budgets `host`, [6, S] int64, still on the CPU."""
         budgets = torch.from_numpy(host)
         sinks, recent = apply_to_each(policy.protected_at, budgets).unbind(-1)
+        # A head that decodes is over its budget by one entry when it evicts, and a longer prompt is cut to the same
+        # number in the first step. One entry stays in any case: attention over nothing is NaN.
         stays = (budgets + 1 - apply_to_each(policy.drop_at, budgets)).clamp(min=1)
         quotas = torch.minimum(apply_to_each(policy.first_stage_budget, budgets), budgets)
+        # One table, so that the device gets all six rows in a single copy.
         return torch.stack([budgets, sinks, recent, stays, quotas, recent + 1])
 
     def select(self, rows: Ints, index: Tensor, heads: HeadRows) -> Limits:
-        """Return the limits of segments `rows`, which are of these `heads`, of what is on the device at the `index`."""
+        """Select segments: by `rows` what is on the host, by `index` what is on the device; `heads` are theirs."""
         on_device = (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
         return Limits(self.host[rows], self.stay[rows], self.guarded, heads, *(tensor[index] for tensor in on_device))
 
     def leaving(self, used: Ints, real: Bools | None) -> Evictions:
-        """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
+        """Compute how many leave segments that hold `used` entries; none where not `real` [S] (None: all are)."""
+        # A segment whose token is padding has got nothing, so nothing leaves it either.
         over = used > self.host if real is None else (used > self.host) & real
         stay = np.where(over, self.stay, used)
         gone = used - stay
@@ -119,7 +126,7 @@ class Limits:
 
 
 class StepRule:
-    """The rule of `policy` at `budgets` [B * Hkv] (UNBOUNDED where exempt), from the end of the prompt on.
+    """The decode rule of one layer: evicts by `policy` at `budgets` [B * Hkv] (UNBOUNDED where exempt).
 
     `queries` are the last query rows [B, Hq, w, D], where the policy looks at them; `next_position` [B] are the rotary
     positions of the tokens that come next; `scored` [B] counts steps since the last scoring (default: never, -1).
@@ -143,6 +150,7 @@ class StepRule:
         self.layer = layer
         self.heads = heads
         self.needs = decode_needs(policy)
+        # A copy: steps write to it in place, and captured steps read it where it is.
         self.next_position = next_position.clone()
         self.ring = None if queries is None or not queries.shape[2] else Ring(queries)
         # `running` holds of the `step` beside it: a subclass that overrides `step` alone has no kernel
@@ -169,6 +177,7 @@ class StepRule:
         queries = None
         wanted = decode_needs(policy).query_rows
         if not policy.has_decode_rule and observation.queries is not None:
+            # A slice [-0:] would take all rows.
             rows = observation.queries[:, :, -wanted:] if wanted else observation.queries[:, :, :0]
             # zeros in front of a shorter prompt
             queries = torch.nn.functional.pad(rows, (0, 0, wanted - rows.shape[2], 0)).clone()
@@ -177,14 +186,14 @@ class StepRule:
         return cls(policy, flat, observation.rotary, observation.layer, heads, queries, observation.following)
 
     def bound(self, budgets: Ints) -> None:
-        """Set the budgets [B * Hkv] or [B, Hkv], known from the beginning or once all layers' prompts have passed."""
+        """Set the budgets, [B * Hkv] or [B, Hkv]: at the start, or once all layers have seen the prompt."""
         self.budgets: Ints = budgets.flatten()
         self.there: Tensor | None = None  # `Limits.table` of all segments, where it is on the device already
         self.interval = self._intervals()
         self.together = self._together()
 
     def start(self, observation: Observation) -> State:
-        """Make the running state per entry and head at the end of the prompt, [B, Hkv, T, ...] and [B, Hkv, ...]."""
+        """Make the running state at the end of the prompt: [B, Hkv, T, ...] per entry, [B, Hkv, ...] per head."""
         if self.policy.has_decode_rule:
             return start_state(self.policy, observation)
         shape = observation.keys.shape[:3]
@@ -193,30 +202,33 @@ class StepRule:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def prepare_step(self, over: Bools, real: Bools | None = None) -> None:
-        """Decide, on the host and before a step, whether its scores are made anew.
+        """Decide on the host, before a step, whether it scores entries anew.
 
         `over` [B] says which sequences have a head over its budget; those not `real` [B] (None: all are) had padding.
         """
         arrived = np.ones_like(over) if real is None else real
         if self.policy.has_decode_rule:
             self.scored = self.scored.clip(min=0) + arrived  # the prompt's entries have their scores
+            # All sequences are scored in the same step, as soon as one of them has waited as long as it may.
             is_rescoring = bool((arrived & (self.scored >= self.together)).any())
             self.due = "all" if is_rescoring and self.together > 1 else ""
             self.scored = np.where(arrived & is_rescoring, 0, self.scored)
             self._count(is_rescoring)
             return
         self.scored = self.scored + (arrived & (self.scored >= 0))
+        # A sequence within its budgets evicts nothing, so its scores can wait.
         due = over & arrived & ((self.scored < 0) | (self.scored >= self.interval))
         self.scored = np.where(due, 0, self.scored)
         self._count(bool(due.any()))
         self.due = "all" if due.all() else "some" if due.any() else ""
+        # In place: captured steps read this tensor where it is.
         if self.due == "some":
             self.due_rows.copy_(torch.from_numpy(due))
 
     def begin(
         self, query: Tensor, positions: Tensor, active: Tensor | None = None, hidden: Tensor | None = None
     ) -> None:
-        """Take note of a step's queries [B, Hq, 1, D] at rotary `positions` [B, 1].
+        """Store a step's queries [B, Hq, 1, D] at rotary `positions` [B, 1].
 
         `hidden` [B, Hkv] is what the policy makes of the tokens' hidden states (`Needs.hidden`), where it wants them.
         Those not `active` [B] bool (None: all are) had padding in this step.
@@ -226,6 +238,7 @@ class StepRule:
             return  # what is asked for of its own token does not depend on what came before
         last = positions[:, -1].expand_as(self.next_position)
         if active is None:
+            # In place, for captured steps; a sequence with padding stays where it was.
             torch.add(last, 1, out=self.next_position)
         else:
             self.next_position.copy_(torch.where(active, last + 1, self.next_position))
@@ -241,6 +254,8 @@ class StepRule:
         heads = list_head_rows(names % self.heads, self.heads, device)
         host = self.budgets[names]
         table = Limits.table(self.policy, host)
+        # What was placed at the end of the prompt is of all segments in order; a block of some of them makes a table of
+        # its own.
         there = self.there if len(names) == len(self.budgets) else None
         guarded = bool((table[1] + table[2]).any())
         return Limits(host, table[3].numpy(), guarded, heads, *(table.to(device) if there is None else there).unbind())
@@ -265,12 +280,14 @@ class StepRule:
         """
         if self.policy.has_decode_rule:
             step = self._asked(step, rows, limits.heads, logits)
+        # Also where nothing leaves: the running state has to see every step.
         priorities = self._priorities(step, rows, limits, logits)
-        if not plan.most:
+        if not plan.max_leaving:
             return None
         cached = step.cached
         positions = cached.positions
-        if plan.most == 1:
+        # The usual case: one entry at most leaves each segment, and a single argmax finds it.
+        if plan.max_leaving == 1:
             outside = limits.outside(step, edge)
             signed = self.policy.signed
             slots = find_lowest(priorities, positions, outside, signed, out if plan.each_one else None)
@@ -279,12 +296,14 @@ class StepRule:
                 stays = cached.held.sum(-1) <= limits.budgets
                 leaving = leaving.masked_fill((stays if active is None else stays | ~active)[:, None], -1)
         else:
+            # Several leave at once: under a policy that drops many, or after a prompt that no prefill phase has cut.
+            # How many stay at most is known on the host, so tensors have sizes that no value decides.
             protected = mark_protected(positions, step.seen, limits.sinks, limits.recent)
             held = cached.held.sum(-1)
             over = held > limits.budgets if active is None else (held > limits.budgets) & active
             stay = torch.where(over, limits.stays, held)
             keep = mark_best(priorities, protected, positions, stay, plan.longest)
-            leaving = list_slots(cached.held & ~keep, positions, plan.most)
+            leaving = list_slots(cached.held & ~keep, positions, plan.max_leaving)
             cached = replace(cached, most_staying=plan.longest)
         if self.policy.merges:
             self.policy.merge(cached, leaving)
@@ -292,12 +311,12 @@ class StepRule:
 
     @property
     def running(self) -> Running | None:
-        """What kernels can do in place of `decide` for the step that was foreseen; see `Policy.running`."""
+        """The kernel rule that can do the work of `decide` in the prepared step; see `Policy.running`."""
+        # Kernels neither note scores that are not finite nor score entries anew.
         if self.noting or self.due:
             return None
-        return (
-            self._running if self.policy.has_decode_rule else "stored"
-        )  # of before, and +inf for what has arrived since
+        # Between two scorings a policy without a rule of its own ranks by what is stored, +inf for what has come since.
+        return self._running if self.policy.has_decode_rule else "stored"
 
     @property
     def ranks_by_row(self) -> bool:
@@ -305,7 +324,7 @@ class StepRule:
         return self._running == "row"
 
     def arriving(self, step: Step, rows: Tensor, heads: HeadRows, logits: Logits) -> Tensor | None:
-        """Return the priority of the step's own token, [S] fp32; None where it is made later, or not on arrival."""
+        """Return the priority of the step's own token, [S] fp32; None if it is scored later, or not on arrival."""
         if self._running != "stored" or not self.policy.has_decode_rule or self.together > 1:
             return None
         return self.policy.arriving(self._asked(step, rows, heads, logits))[:, 0]
@@ -318,11 +337,14 @@ class StepRule:
                 scores = self.policy.step(step)
             checked = check_form(self.policy, "step", scores, step.cached.positions.shape, step.cached.positions)
             if self.noting:
+                # Infinity is no fault here: policies give it to what must not leave.
                 wrong = checked.isnan() & step.cached.held
                 self.checks.append(make_finite_check(self.policy, self.layer, wrong).in_segments(rows))
             return checked
         priority = step.cached.state.entries[PRIORITY]
         priority.scatter_(1, step.newest[:, None], float("inf"))  # until it is scored nothing can make it leave
+        # Where only some sequences are due all are scored, and the others' scores are thrown away: the device has no
+        # branch.
         if self.due == "all":
             priority.copy_(self._score(step, rows, limits, logits))
         elif self.due == "some":
@@ -333,6 +355,8 @@ class StepRule:
     def _score(self, step: Step, rows: Tensor, limits: Limits, logits: Logits) -> Tensor:
         """Compute the policy's own scores over what is held, per slot [S, C]; +inf for what is protected."""
         cached = step.cached
+        # Slots are in no order, and policies take columns by position with padding in front: empty slots have position
+        # -1, so they come first.
         order = torch.argsort(cached.positions, dim=-1, stable=True)
         observation = self._seen(step, rows, limits.heads, order, logits)
         scores = raise_taken(self.policy, observation, limits.quotas[:, None])[:, 0]
@@ -342,7 +366,7 @@ class StepRule:
         return torch.empty_like(scores).scatter_(-1, order, scores)
 
     def _asked(self, step: Step, rows: Tensor, heads: HeadRows, logits: Logits) -> Step:
-        """Return the step as policies see it that have a decode rule of their own."""
+        """Return the step with the views of new tokens that policies with a decode rule look at."""
         slots = step.newest[:, None]
         waits = False
         if self.together > 1:
@@ -359,7 +383,7 @@ class StepRule:
     def _arrived(
         self, step: Step, rows: Tensor, heads: HeadRows, slots: Tensor, logits: Logits, hidden: Tensor | None
     ) -> Observation:
-        """Return the tokens in `slots` [S, K], the newest first, as policies see them."""
+        """Return the tokens in `slots` [S, K], the newest first, as an observation."""
         seen = self._seen(step, rows, heads, slots, logits)
         projection = self.needs.hidden
         if projection is not None and hidden is not None:
@@ -367,7 +391,7 @@ class StepRule:
         return seen if heads is not None else _group_by_sequence(seen, self.heads, logits)
 
     def _seen(self, step: Step, rows: Tensor, heads: HeadRows, order: Tensor, logits: Logits) -> Observation:
-        """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""
+        """Return the entries in the slots `order` [S, N] as an observation, a row for each segment."""
         cached = step.cached
         queries = None
         held = self.queries
@@ -405,9 +429,13 @@ class StepRule:
         if queries is None or self.rotary is None:
             raise InternalError("query statistics without the rows behind them, or what turned these")
         batch, query_heads, rows, dim = queries.shape
+        # Row r of the ring is the query that came `rows - r` tokens before the next one; it is turned back by that
+        # position.
         back = torch.arange(rows, device=row.device) - rows
         plain = unrotate_queries(queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)
+        # All segments of a sequence have seen as many tokens, so it does not matter whose number is written last.
         tokens = torch.zeros_like(self.next_position).index_put_((row,), seen.to(self.next_position.dtype))
+        # This leaves out the zeros in front of a sequence that is shorter than the ring, too: their index is negative.
         statistics = Moments.of(plain, tokens[:, None] + back >= start).statistics()
         shape = (batch, self.heads, query_heads // self.heads)
         mean = statistics.mean.view(*shape, dim)
@@ -415,29 +443,34 @@ class StepRule:
         return {start: QueryStatistics(mean[row, head], covariance[row, head])}
 
     def _intervals(self) -> Ints:
-        """Return steps between two scorings, [B]: half of what one leaves open in the tightest head, at most."""
+        """Return the steps between two scorings, [B]: at most half of the entries that may leave the tightest head."""
 
         def supply(budget: int) -> int:
+            # What arrives after a scoring has priority +inf until the next one. With longer intervals a head would run
+            # out of entries that may leave.
             fixed = max(sum(self.policy.protected_at(budget)), min(self.policy.first_stage_budget(budget), budget))
             return max(1, (budget + 1 - fixed) // 2)
 
+        # A sequence is scored as a whole, so its tightest head sets the interval.
         tightest = apply_to_each(supply, torch.from_numpy(self.budgets)).numpy().reshape(-1, self.heads).min(-1)
         interval: Ints = np.minimum(tightest, self.policy.refresh_interval)
         return interval
 
     def _together(self) -> int:
-        """Return how many tokens get their scores on arrival at once: none may leave before, they are protected."""
+        """Return how many new tokens are scored at once: each is protected until then."""
         if self._running != "stored" or not self.policy.has_decode_rule or self.needs.hidden is not None:
             return 1
+        # A token that is among the recent ones of every head cannot leave, so its score may wait that long.
         recent = apply_to_each(self.policy.protected_at, torch.from_numpy(np.unique(self.budgets)))[..., 1]
         return 1 + int(recent.min())
 
     # --- rows of the batch ----------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int]) -> StepRule:
-        """Return the rule for sequences `rows` of the batch, in that order; it goes its own way from here."""
+        """Return an independent rule for sequences `rows` of the batch, in that order."""
         chosen = list(rows)
         index = torch.tensor(chosen, device=self.next_position.device)
+        # Policy and flags are shared; what belongs to the rows of the batch, or is changed in place, is replaced.
         rule = copy(self)
         rule.budgets = self.budgets.reshape(-1, self.heads)[chosen].flatten()
         rule.there = None
@@ -450,7 +483,10 @@ class StepRule:
 
     @classmethod
     def joined(cls, rules: Sequence[StepRule]) -> StepRule:
-        """Join rules of one policy, not asked anything yet, as that of one batch; `is_same_in_layers` if of several."""
+        """Join rules of one policy, before their first step, into the rule of one batch.
+
+        Rules of several layers are alike only where `is_same_in_layers`.
+        """
         joint = copy(rules[0])
         joint.bound(np.concatenate([rule.budgets for rule in rules]))
         joint.scored = np.concatenate([rule.scored for rule in rules])
@@ -475,6 +511,7 @@ def _group_by_sequence(seen: Observation, heads: int, logits: Logits) -> Observa
     index = seen.token_index
     count = seen.token_count
     following = seen.next_position
+    # All heads of a sequence get the same tokens, so every `heads`-th row speaks for it.
     return replace(
         seen,
         keys=whole(seen.keys),
@@ -503,6 +540,7 @@ class Ring:
         where = self.place[:, None, None, None].expand_as(query)
         query = query.to(self.states.dtype)
         if active is not None:
+            # A sequence with padding writes back what is there already.
             query = torch.where(active[:, None, None, None], query, self.states.gather(2, where))
         self.states.scatter_(2, where, query)
         self.place.add_(1 if active is None else active).remainder_(self.states.shape[2])

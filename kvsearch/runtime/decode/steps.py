@@ -1,8 +1,9 @@
-"""Decode steps that are compiled, or done again from what was captured of them, for greedy and sampled generation.
+"""CUDA graphs and compilation of decode steps, for greedy and sampled generation.
 
-Of a step the host decides how many entries leave where and whether scores are made anew (`PlanCache.ahead`); for every
-such decision that comes up twice there is a graph. The tensors that graphs read and write stay where they are until
-room has run out or sequences are rearranged; then the graphs are dropped and captured anew.
+Of a step the host decides how many entries leave where and whether scores are made anew
+(`PlanCache.reserve_positions`); for every such decision that comes up twice there is a graph. The tensors that graphs
+read and write stay where they are until room has run out or sequences are rearranged; then the graphs are dropped and
+captured anew.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class CudaGraphs:
         self.drop()
 
     def drop(self) -> None:
-        """Take other memory for the graphs to come, all others being dropped: their last output is still in use."""
+        """Use another memory pool for the graphs to come: the last output of the dropped ones is still in use."""
         self.pool: Any = torch.cuda.graph_pool_handle()
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Do a step on the stream that steps are captured on: libraries get ready there for what comes."""
+        """Run a step on the stream that steps are captured on, so that libraries are initialised there."""
+        # What is queued now comes before the step, and whatever follows waits for it.
         now = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(now)
         with torch.cuda.stream(self.stream), warn_of_waits() as waits:
@@ -55,11 +57,12 @@ class CudaGraphs:
         return output
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Write a step down without doing it, and return what does it; its like was run before.
+        """Capture a step without running it; return a function that replays it. Its like was run before.
 
         Raises:
             RuntimeError: it does what cannot be captured; all tensors are as they were.
         """
+        # Thread-local: other threads may go on calling CUDA while a step is captured.
         graph = torch.cuda.CUDAGraph()
         now = torch.cuda.current_stream(self.stream.device)
         try:
@@ -81,7 +84,7 @@ class CudaGraphs:
 
 @contextmanager
 def warn_of_waits() -> Iterator[list[warnings.WarningMessage]]:
-    """Give a list for what torch says of operations that wait for the device; other warnings are passed on."""
+    """Collect torch's warnings of operations that wait for the device; pass other warnings on."""
     before = torch.cuda.get_sync_debug_mode()
     waits: list[warnings.WarningMessage] = []
     try:
@@ -100,7 +103,7 @@ def warn_of_waits() -> Iterator[list[warnings.WarningMessage]]:
 
 
 class RepeatedStep:
-    """A step that is always the same but for what its tensors hold: run first, then captured, then replayed.
+    """A step that repeats but for the contents of its tensors: run first, then captured as a CUDA graph and replayed.
 
     It is `refused`, and run as ever, where it cannot be captured, or the host waited for the device twice: in a first
     run it may wait for what is made once.
@@ -115,6 +118,7 @@ class RepeatedStep:
         self._ready = False
 
     def __call__(self) -> Any:
+        # The run before has made what is made once (workspaces, tables, compiled kernels): a capture must not do so.
         if self._ready and self._captured is None and not self.refused:
             try:
                 self._captured = self.graphs.capture(self.step)
@@ -135,18 +139,18 @@ class RepeatedStep:
 
 
 def repeat_steps(model: Any, step: Callable[[], Any], tokens: int) -> RepeatedStep | None:
-    """Return what captures a step of a model for so many tokens; None where nothing does or it does not pay."""
+    """Make a step that is captured and replayed, for `tokens` tokens; None where that cannot be, or does not pay."""
     graphs = find_graphs(model.device) if tokens >= MIN_CAPTURED_TOKENS and not is_spread(model) else None
     return None if graphs is None else RepeatedStep(graphs, step)
 
 
 def find_graphs(device: torch.device) -> CudaGraphs | None:
-    """Return what captures steps on a device; None: nothing does."""
+    """Return the CUDA graphs of a device; None if it has none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class CompiledModel:
-    """A model whose calls torch.compile makes one graph each; where it cannot, it says why, and they run as ever."""
+    """A model whose calls torch.compile makes one graph each; where it cannot, it warns, and they run as ever."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -158,6 +162,7 @@ class CompiledModel:
             from torch._dynamo import config
             from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+            # Every plan of a step is a variant, and torch allows few before it gives up.
             limit: Any = config.patch(recompile_limit=MOST_COMPILED)
             try:
                 with limit:
@@ -170,7 +175,7 @@ class CompiledModel:
 
 
 class DecodeSteps:
-    """Calls of `model` with `cache`, whose decode steps are compiled, captured by `graphs`, or both (None: not).
+    """Decode steps of `model` with `cache`: compiled, captured by `graphs`, or both (None: not).
 
     `tokens` are the most that will come.
     """
@@ -197,7 +202,7 @@ class DecodeSteps:
         self._inputs: Any = None  # ids, positions and mask, tensors that stay where they are
 
     def serve(self, given: Mapping[str, Any]) -> Any | None:
-        """Do a call of the model with these arguments, if it is a decode step; None, and nothing done, if not."""
+        """Run a call of the model with these arguments if it is a decode step; None, and nothing done, if not."""
         output = None
         if not self.stopped and self._serves(given):
             self._enter(given["input_ids"], given.get("position_ids"))
@@ -208,13 +213,13 @@ class DecodeSteps:
         return output
 
     def leave(self) -> None:
-        """Let the cache take room as it needs it again; what was captured serves later steps over the same tensors."""
+        """Reserve no more room; captured steps stay for later calls with the same tensors."""
         if self._entered:
             self.cache.reserve(0)
         self._entered = False
 
     def close(self) -> None:
-        """Leave, and drop the graphs."""
+        """Reserve no more room, and drop the graphs."""
         self.leave()
         self._known = {}
         self._holders = []
@@ -226,11 +231,14 @@ class DecodeSteps:
         positions = given.get("position_ids")
         planned = self.cache.planned.values()
         holders = [layer.holder for layer in planned]
+        # First what is none of our steps, and no reason to stop: they may come later.
         if find_cache(given) is not self.cache or ids is None or None in holders:
             return False  # of another model that drafts, or the prompt
+        # Then what will not get better: tokens that are taken back, or rows that move between the steps.
         changed = self._entered and (ids.shape[1] != 1 or holders != self._holders)
         if changed or any(layer.drafts for layer in planned):
             return self._stop("several tokens come at a time, or sequences are rearranged between them")
+        # A question of several tokens runs as ever, and single tokens follow it.
         if ids.shape[1] != 1 or given.get("inputs_embeds") is not None:
             return False
         if (positions is not None and positions.dim() != 2) or torch.is_grad_enabled() or self.model.training:
@@ -246,6 +254,7 @@ class DecodeSteps:
             and not (mask.dim() == 2 and self.cache.read_mask.shows_all(mask.bool()))
         ):
             return self._stop("the attention_mask hides tokens that were read before")
+        # A graph would keep whatever such an argument held when it was captured.
         strange = [key for key, value in given.items() if key not in INPUTS and not isinstance(value, PLAIN_TYPES)]
         return self._stop(f"they are given {', '.join(sorted(strange))}") if strange else True
 
@@ -255,7 +264,7 @@ class DecodeSteps:
         return False
 
     def _enter(self, ids: Tensor, positions: Tensor | None) -> None:
-        """Copy a step's tokens and their positions to where graphs read them; None: those that models take then."""
+        """Copy a step's tokens and positions to where graphs read them; None: the model's default positions."""
         if positions is None:
             positions = torch.full((1, 1), self.cache.get_seq_length(), device=ids.device)
         if not self._entered:
@@ -272,20 +281,23 @@ class DecodeSteps:
         self._inputs[1].copy_(positions)
 
     def _done(self, others: Mapping[str, Any]) -> Any:
-        """Do the step that is ahead."""
+        """Run the prepared step."""
         if self.graphs is None:
             return self._step(others)
         plan = self.cache.step_plan()
         packed = [holder.packed for holder in self._holders]
+        # Graphs hold addresses: once a tensor was made anew, none of them is right.
         if packed != self._packed:
             self._known.clear()
             self.graphs.drop()
             self._packed = packed
         key = plan, tuple(sorted(others.items()))
         step = self._known.get(key) or RepeatedStep(self.graphs, lambda: self._step(others))
+        # What will not come again, or would be one too many, runs without being remembered.
         if plan is not None and len(self._known) < MOST_GRAPHS:
             self._known[key] = step
         output = step()
+        # The answer is frozen in what was captured, and wrong from the next step on.
         if self.cache.asked:
             self._stop("the code of the model asks how long the sequence is in every step")
         if step.refused:
@@ -334,7 +346,7 @@ def use_steps(
     compiled: CompiledModel | None = None,
     kept: list[DecodeSteps] | None = None,
 ) -> Iterator[Any]:
-    """Give a model, or where its steps are captured or compiled another view of it: its very state, and `DecodeSteps`.
+    """Yield a model, or a view of it (the same `__dict__`) whose decode steps are captured or compiled.
 
     The model itself stays as it is. Where neither is possible the reason is said once. Steps are `kept` in a list for
     the next time with the same model and cache.
@@ -349,6 +361,8 @@ def use_steps(
         yield model
         return
     steps = kept.pop() if kept else DecodeSteps(model, cache, graphs, tokens, compiled)
+    # The view shares the model's `__dict__`, so that weights, hooks and settings are the model's own. Only its class is
+    # another one, whose calls may be replays, and the model itself is never patched.
     kind: Any = type(model)
     view = object.__new__(_make_stepping_class(kind))
     object.__setattr__(view, "__dict__", model.__dict__)

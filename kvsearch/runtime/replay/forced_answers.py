@@ -34,14 +34,14 @@ from kvsearch.tasks.metrics import is_forced, is_right, score
 from kvsearch.tasks.prompts import cut_at_stop, find_stop
 
 TOGETHER = 8  # sequences that are decoded in one batch
-LONGER = 32  # tokens that an own reply may have more than the right one
+EXTRA_TOKENS = 32  # tokens that an own reply may have more than the right one
 
 Asked = tuple[str, str, int]  # a question by its task, the key of its example and its number there
 
 
 @dataclass(frozen=True, eq=False)
 class ForcedQuestions:
-    """A prompt, token ids [T], and what is asked of it: `questions` [K] each, replies of at most `limits` tokens.
+    """A prompt, token ids [T], with questions, token ids [K] each, and the most tokens of each reply, `limits`.
 
     A single question without tokens: the prompt has it, and the reply follows at once. A reply ends before a token of
     `stop`, or with the token that makes `ended` true of it. `place` is for messages.
@@ -55,22 +55,22 @@ class ForcedQuestions:
     ended: Finished | None = None
 
     def kind(self, model: Any) -> object:
-        """Return what prompts have in common that reply in one batch."""
+        """Return the key that prompts share which can reply in one batch."""
         lengths = tuple(map(len, self.questions))
         questions = lengths if has_windows(model) else lengths[0] > 0
         return self.ended, self.stop, questions, is_beyond_switch(model, len(self.prompt))
 
 
 def reply_end(task: TaskPrompts) -> Finished | None:
-    """Return whether an own reply has come to a stop text; None where the task has none.
+    """Return the predicate that ends an own reply at a stop text; None where the task has none.
 
-    One that is not taken ends at once.
+    A reply that is not used ends at once.
     """
     return (lambda _: True) if is_forced(task.task) else task.format.ended(task.task.stops)
 
 
 def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
-    """Return what is teacher-forced of an own reply: up to the stop text that ended it, in whole tokens.
+    """Return the part of an own reply that is teacher-forced: up to its stop text, in whole tokens.
 
     Nothing if it is not right, or not scored.
 
@@ -82,6 +82,7 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
     decode = task.format.decode
     stops = task.task.stops
     said = list(reply)
+    # A stop text may begin inside of a token: whole tokens are dropped until nothing of it is left.
     end = find_stop(decode(reply), stops)
     while end is not None and said and len(decode(said)) > end:
         said.pop()
@@ -90,16 +91,16 @@ def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: l
     return []
 
 
-def limit_own_reply(right: int, most: int) -> int:
-    """Return how many of at most `most` tokens an own reply gets that is used only if it is right.
+def limit_own_reply(right: int, limit: int) -> int:
+    """Return how many tokens an own reply gets, at most `limit`, as it is used only if it is right.
 
-    One that is not by `LONGER` tokens more than the `right` reply takes hardly ever is later on.
+    A reply that is not right within `EXTRA_TOKENS` tokens more than the `right` reply has hardly ever is later on.
     """
-    return min(most, right + LONGER) if right else most
+    return min(limit, right + EXTRA_TOKENS) if right else limit
 
 
 class ForcedAnswer(NamedTuple):
-    """Token ids [A] to teacher-force; `own`: the model's own reply, else the one that is given."""
+    """Token ids [A] to teacher-force; `own` if they are the model's own reply, else they are the given one."""
 
     ids: Tensor
     own: bool
@@ -112,7 +113,7 @@ def forced_answers(
     answers: Answers,
     progress: Progress | None = None,
 ) -> dict[Asked, ForcedAnswer]:
-    """Decide what is teacher-forced after every question of tasks; no tokens where the task names no right answer.
+    """Choose the reply that is teacher-forced after every question; empty where the task names no right answer.
 
     Own replies are made anew at every call, in batches that depend on the questions alone: equal calls, equal replies.
 
@@ -120,31 +121,31 @@ def forced_answers(
         IncompatibleError: the model emits NaN or infinity under its full cache; a prompt is too long for it.
         UsageError: the metric cannot judge a reply.
     """
-    asked = [(task, reading) for task in tasks for reading in make_readings(task.prompts, protocol)]
-    found = {
+    readings = [(task, reading) for task in tasks for reading in make_readings(task.prompts, protocol)]
+    forced = {
         (task.task.name, reading.prompt.key, question.number): ForcedAnswer(question.right, own=False)
-        for task, reading in asked
+        for task, reading in readings
         for question in reading.questions
     }
     if answers == "given":
-        return found
+        return forced
     ends = {task.task.name: reply_end(task) for task in tasks}
     stops = {task.task.name: frozenset(find_stop_tokens(loaded, task.format)) for task in tasks}
-    questions = [_asking(task, one, stops[task.task.name], ends[task.task.name]) for task, one in asked]
+    questions = [_asking(task, reading, stops[task.task.name], ends[task.task.name]) for task, reading in readings]
     [made] = parted_replies(loaded, [questions], progress)
-    for (task, reading), replies in zip(asked, made, strict=True):
+    for (task, reading), replies in zip(readings, made, strict=True):
         name = task.task.name
         key = reading.prompt.key
         for question, reply in zip(reading.questions, replies, strict=True):
             if said := right_reply(task, key, question.number, question.query, reply):
-                found[name, key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
-    return found
+                forced[name, key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
+    return forced
 
 
 def parted_replies(
     loaded: LoadedModel, parts: Sequence[Sequence[ForcedQuestions]], progress: Progress | None = None
 ) -> Iterator[list[list[list[int]]]]:
-    """Yield the model's greedy replies under its full cache, token ids by prompt and question, of each part.
+    """Yield greedy replies under the full cache for each part: token ids by prompt and question.
 
     Sequences of different parts are not decoded in one batch.
 
@@ -153,19 +154,19 @@ def parted_replies(
     """
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
-    whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
-    together = [list(make_batches(part, TOGETHER, lambda one: one[1].kind(loaded.model))) for part in whole]
+    whole = [[(number, reading) for number, reading in enumerate(part)] for part in parts]
+    together = [list(make_batches(part, TOGETHER, lambda numbered: numbered[1].kind(loaded.model))) for part in whole]
     # what ends replies is common to many and has a tokenizer: workers get it once
-    ends = list(dict.fromkeys(one.ended for part in parts for one in part))
+    ends = list(dict.fromkeys(reading.ended for part in parts for reading in part))
     items = [
-        ([replace(one, ended=None) for _, one in batch], ends.index(batch[0][1].ended))
+        ([replace(reading, ended=None) for _, reading in batch], ends.index(batch[0][1].ended))
         for part in together
         for batch in part
     ]
     replies = with_progress(loaded.map(partial(_replies, ends=ends, apart=apart), items), len(items), progress)
     for part in together:
-        found = {number: said for batch in part for (number, _), said in zip(batch, next(replies), strict=True)}
-        yield [found[number] for number in range(len(found))]
+        by_number = {number: said for batch in part for (number, _), said in zip(batch, next(replies), strict=True)}
+        yield [by_number[number] for number in range(len(by_number))]
     next(replies, None)  # there are none left: progress is told of the last
 
 
@@ -179,16 +180,16 @@ def _replies(
     part, end = item
     copies = _copies(part, apart)
     programs = {str(copy): make_full_program(loaded.model) for copy in range(copies)}
-    prompts = [one.prompt for one in part]
-    found = dict[tuple[int, int], list[int]]()
+    prompts = [reading.prompt for reading in part]
+    by_question = dict[tuple[int, int], list[int]]()
     with run_attention(loaded.model), _named(part):
         for joint in compress_prompts(loaded.model, programs, prompts, set(part[0].stop), ends[end], CPU_BYTES):
-            found |= _ask_all(joint.replies, part, [int(copy) for copy in joint.methods], copies)
-    return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
+            by_question |= _ask_all(joint.replies, part, [int(copy) for copy in joint.methods], copies)
+    return [[by_question[row, number] for number in range(len(reading.questions))] for row, reading in enumerate(part)]
 
 
 def replies_of_passes(
-    model: Any, passes: Sequence[DensePass[Any]], asked: Sequence[ForcedQuestions]
+    model: Any, passes: Sequence[DensePass[Any]], readings: Sequence[ForcedQuestions]
 ) -> list[list[list[int]]]:
     """Return a model's greedy replies by prompt and question, as `parted_replies`, to prompts that passes have read.
 
@@ -198,45 +199,46 @@ def replies_of_passes(
         IncompatibleError: see `forced_answers`.
     """
     apart = has_windows(model)
-    found = dict[int, list[list[int]]]()
-    for batch in make_batches(range(len(asked)), TOGETHER, lambda number: asked[number].kind(model)):
-        part = [asked[number] for number in batch]
+    by_number = dict[int, list[list[int]]]()
+    for batch in make_batches(range(len(readings)), TOGETHER, lambda number: readings[number].kind(model)):
+        part = [readings[number] for number in batch]
         copies = _copies(part, apart)
-        prompts = [one.prompt for one in part]
+        prompts = [reading.prompt for reading in part]
         with _named(part):
             some = [passes[number] for number in batch]
             replies = reply_after_prefill(some, prompts, copies, set(part[0].stop), part[0].ended)
             said = _ask_all(replies, part, range(copies), copies)
         for row, number in enumerate(batch):
-            found[number] = [said[row, question] for question in range(len(asked[number].questions))]
-    return [found[number] for number in range(len(asked))]
+            by_number[number] = [said[row, question] for question in range(len(readings[number].questions))]
+    return [by_number[number] for number in range(len(readings))]
 
 
 def _copies(part: Sequence[ForcedQuestions], apart: bool) -> int:
     """Return how many questions of each prompt are asked side by side."""
-    return 1 if apart else min(max(len(one.questions) for one in part), max(1, TOGETHER // len(part)))
+    return 1 if apart else min(max(len(reading.questions) for reading in part), max(1, TOGETHER // len(part)))
 
 
 def _ask_all(
     replies: Replies, part: Sequence[ForcedQuestions], copies: Sequence[int], step: int
 ) -> dict[tuple[int, int], list[int]]:
-    """Reply to every `step`-th question of a batch of prompts from those of the `copies` on, by prompt and question."""
-    found = dict[tuple[int, int], list[int]]()
-    for first in range(0, max(len(one.questions) for one in part), step):
+    """Reply to every `step`-th question of each prompt, beginning with each of `copies`; by prompt and question."""
+    by_question = dict[tuple[int, int], list[int]]()
+    for first in range(0, max(len(reading.questions) for reading in part), step):
         rows = [(row, first + copy) for copy in copies for row in range(len(part))]
         # a prompt without a question of that number repeats its first one, unheard
         chosen = [(part[row], number if number < len(part[row].questions) else 0) for row, number in rows]
         limits = [
-            one.limits[number] if asked == number else 1 for (_, asked), (one, number) in zip(rows, chosen, strict=True)
+            reading.limits[number] if wanted == number else 1
+            for (_, wanted), (reading, number) in zip(rows, chosen, strict=True)
         ]
-        questions = [one.questions[number] for one, number in chosen]
-        found.update(zip(rows, replies.ask(questions, limits), strict=True))
-    return found
+        questions = [reading.questions[number] for reading, number in chosen]
+        by_question.update(zip(rows, replies.ask(questions, limits), strict=True))
+    return by_question
 
 
 @contextmanager
 def _named(part: Sequence[ForcedQuestions]) -> Iterator[None]:
-    """Say at which prompt of a batch the model emits no numbers."""
+    """Name the prompt of a batch at which the model emits NaN."""
     try:
         yield
     except NonFiniteError as error:

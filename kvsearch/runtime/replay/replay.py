@@ -1,4 +1,4 @@
-"""Teacher-forced replay: what layers would attend to, and evict, over K given tokens, without running them one by one.
+"""Teacher-forced replay: what layers attend to and evict over K given tokens, without decoding one by one.
 
 A decode rule uses nothing but its own layer's queries, keys and values. When these are known for all K tokens, as in
 teacher forcing with the layer's input unperturbed, the outputs of all tokens come from one product; only the choice of
@@ -37,7 +37,7 @@ from kvsearch.signals.attention_rows import (
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of K tokens in one layer."""
+    """The outcome of K replayed tokens in one layer."""
 
     outputs: Tensor  # [M, Hq, K, Dv] attention outputs
     stretches: Sequence[Stretch]
@@ -52,7 +52,7 @@ class Replay:
 
 
 class Replays:
-    """Replays of some layers, side by side where they are alike, under one rule after the other.
+    """Replays some layers, side by side where they are alike, under any number of rules.
 
     Holds keys and values of prompts and tokens for every row of tokens, once a rule has needed them. No tensor given is
     changed. Scratch memory is that of one token's logits, M * Hq * (T + K) fp32 a few times for each layer.
@@ -76,15 +76,16 @@ class Replays:
 
 
 class _Stack:
-    """Layers that are alike."""
+    """Layers of one kind, replayed together."""
 
     def __init__(self, layers: Sequence[FollowedLayer]) -> None:
         self.layers = layers
-        self._whole: States | None = None
+        self._whole: SegmentStates | None = None
 
     def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
         if len(self.layers) == 1:
             return self._together(prefill, decode)
+        # Layers side by side share one rule; where that reads weights of its layer, each is asked alone.
         if decode is None or is_same_in_layers(decode.policy):
             try:
                 return self._together(prefill, decode)
@@ -112,7 +113,7 @@ class _Stack:
             )
         return replays
 
-    def _states(self) -> States:
+    def _states(self) -> SegmentStates:
         """Return keys and values of all prompts and tokens; made once."""
         if self._whole is None:
             keys, values = zip(*(layer.states for layer in self.layers), strict=True)
@@ -131,7 +132,7 @@ class _Stack:
         return torch.cat(parts)
 
 
-States = tuple[Tensor, Tensor]  # keys [S, C, D] and values [S, C, Dv]
+SegmentStates = tuple[Tensor, Tensor]  # keys [S, C, D] and values [S, C, Dv]
 
 
 Noted = TypeVar("Noted")
@@ -139,14 +140,14 @@ Noted = TypeVar("Noted")
 
 @dataclass(frozen=True, eq=False)
 class LayerContinuation(Generic[Noted]):
-    """One layer with B prompts of T tokens, and K tokens that follow one of them, M times; all under the full cache.
+    """States of one layer under the full cache: B prompts of T tokens, and M rows of K tokens, each after one prompt.
 
     Layers are replayed whose prompts were noted as they are: with what the policies need of them.
     """
 
     index: int  # of the model layer
     noted: Noted  # what the pass made of the prompts
-    prompt: States  # keys [B, Hkv, T, D], values [B, Hkv, T, Dv]
+    prompt: SegmentStates  # keys [B, Hkv, T, D], values [B, Hkv, T, Dv]
     tokens: tuple[Tensor, Tensor, Tensor]  # queries [M, Hq, K, D], keys [M, Hkv, K, D], values [M, Hkv, K, Dv]
     module: nn.Module
     logits: Logits
@@ -175,7 +176,7 @@ class LayerContinuation(Generic[Noted]):
         return importance_rows(*rows, group, how.sinks, weights)
 
     def change(self, shown: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how outputs change where only `shown` entries are seen, and what they attended to besides.
+        """Return how outputs change where only `shown` entries are seen, and the attention that the others had.
 
         See `attention_change`.
         """
@@ -193,9 +194,9 @@ class LayerContinuation(Generic[Noted]):
         return replace(self, tokens=(self.query[:, :, places], *self.tokens[1:]))
 
     def eviction_errors(self, keeps: Tensor, places: Tensor, factors: Tensor) -> Tensor:
-        """Return how far kv heads move that keep parts of the one prompt, [n, Hkv], by masks [n, Hkv, T].
+        """Measure how far outputs of kv heads move that keep parts of the one prompt, [n, Hkv], by masks [n, Hkv, T].
 
-        `query` are those of the tokens at `places`; see the function `eviction_errors`.
+        `query` has the tokens at `places` alone; see the function `eviction_errors`.
         """
         how = self.logits
         states = self.query[0], self.keys[0], self.values[0]
@@ -231,7 +232,7 @@ class LayerContinuation(Generic[Noted]):
         return self.replay(None, None).outputs
 
     @property
-    def states(self) -> States:
+    def states(self) -> SegmentStates:
         """Keys and values of prompts and tokens, by segment, [M * Hkv, T + K, D] each; a copy."""
         pairs = zip(self.prompt, self.tokens[1:], strict=True)
         keys, values = (torch.cat([self.of_rows(prompt), own], 2).flatten(0, 1) for prompt, own in pairs)
@@ -239,7 +240,7 @@ class LayerContinuation(Generic[Noted]):
 
     @property
     def kind(self: LayerContinuation[Observation]) -> tuple[object, ...]:
-        """What layers have in common whose segments can stand side by side."""
+        """The key that layers share whose segments can be replayed side by side."""
         keys = self.prompt[0]
         logits = self.logits
         shapes = (keys.shape, self.query.shape, self.tokens[2].shape)
@@ -255,8 +256,8 @@ def select_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
     return prompts if rows is None else prompts[rows.to(prompts.device)]
 
 
-def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Callable[[], States]) -> ReplayState:
-    """Put what is left of the prompts of layers that are alike side by side, with slots for the tokens behind it.
+def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Callable[[], SegmentStates]) -> ReplayState:
+    """Make the replay state of layers of one kind: kept prompt entries side by side, with slots for the tokens.
 
     `whole` are keys and values of all that there is, for where nearly all of it is left.
     """
@@ -267,6 +268,7 @@ def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Calla
         [kept.counts if layer.rows is None else kept.counts[layer.rows.numpy()] for layer, kept in pairs]
     ).flatten()
     longest = int(used.max())
+    # To gather what is left is a copy: it pays if slots are less than half of the columns.
     few = 2 * (longest + count) < length + count
     parts = [_Prompts(layer, kept, longest if few else None) for layer, kept in pairs]
     rules = [
@@ -279,9 +281,11 @@ def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Calla
         keys, values = (torch.cat(states) for states in zip(*(part.states() for part in parts), strict=True))
     else:
         keys, values = whole()
+        # Merging writes to keys and values, which all replays of these layers share.
         if rule is not None and rule.policy.merges:
             keys = keys.clone()
             values = values.clone()
+    # One number where there is one layer, as policies get it at runtime.
     numbers: Any = layers[0].noted.layer
     if len(layers) > 1:  # the number of the layer of every segment, [S, 1]
         each = torch.tensor([layer.noted.layer for layer in layers], device=keys.device)
@@ -308,9 +312,10 @@ def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Calla
 
 
 class _Prompts:
-    """What is left of the prompts of one layer, by segment; the K slots for the tokens are behind it.
+    """Kept prompt entries of one layer, by segment, with K slots for the tokens behind them.
 
-    With `most`, the most entries that a segment has left, there are as many slots for them; else one for every column.
+    With `max_entries`, the most entries that a segment has left, there are as many slots for them; else one for every
+    column.
     """
 
     def __init__(self, layer: FollowedLayer, left: Kept, max_entries: int | None) -> None:
@@ -318,19 +323,20 @@ class _Prompts:
         self.left = left
         self.count = layer.tokens[0].shape[2]
         self.batch, self.heads, self.length = left.keep.shape
-        self.chosen: tuple[Tensor, Tensor] | None = None  # columns [B, Hkv, most], and whether they are kept
+        self.chosen: tuple[Tensor, Tensor] | None = None  # columns [B, Hkv, max_entries], and whether they are kept
         if max_entries is not None:
             columns, filled = align_right(left.keep.flatten(0, 1), max_entries)
             shape = (self.batch, self.heads, max_entries)
             self.chosen = columns.view(shape), filled.view(shape)
 
-    def states(self) -> States:
+    def states(self) -> SegmentStates:
         seen = self.left.observation
         _, keys, values = self.layer.tokens
         return self._with(seen.keys, keys), self._with(seen.values, values)
 
     def positions(self) -> Tensor:
         """Return the index of the token in every slot, [S, C]; -1 for none."""
+        # What is not kept looks like an empty slot, whether it has one or not.
         index = self.left.observation.index[:, None].expand(self.left.keep.shape)
         held = index.masked_fill(~self.left.keep, -1)
         if self.chosen is not None:

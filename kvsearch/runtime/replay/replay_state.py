@@ -1,4 +1,4 @@
-"""The tokens of a replay, one after the other: what leaves after each, for segments of many sequences and layers."""
+"""Replay tokens one after the other: what leaves after each, for segments of many sequences and layers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Stretch = tuple[Tensor, Tensor | None]
 
 @dataclass(eq=False)
 class ReplayState:
-    """What is held while K tokens pass, for the S segments of N sequences, those of a sequence one after the other.
+    """Entries held while K tokens are replayed, for the S segments of N sequences (a sequence's side by side).
 
-    The slots of `cached` are those of the prompt, and K empty ones behind them; what is held is a matter of its
-    `positions`. Once much has left, the slots that are not needed any more are given up: `columns` [S, C] says which
-    column of prompt and tokens each is (None: all are there).
+    `cached` has the slots of the prompt and K empty ones behind them; its `positions` say which hold an entry. Once
+    much has left, the slots that are not needed any more are given up: `columns` [S, C] says which column of prompt and
+    tokens each is (None: all are there).
     """
 
     query: Tensor  # [N, Hq, K, D]
@@ -61,7 +61,7 @@ class ReplayState:
             _clear(self.cached)
 
     def run(self) -> Tensor:
-        """Let all tokens pass; return their outputs, [S, G, K, Dv]."""
+        """Replay all tokens; return their outputs, [S, G, K, Dv]."""
         if self.rule is None or self.limits is None:
             self.waiting = list(self._unruled().unbind(1))
         else:
@@ -72,24 +72,27 @@ class ReplayState:
         return torch.cat(self.outputs, 2)
 
     def _step(self, rule: StepRule, limits: Limits, token: int) -> None:
+        # The token takes its slot, attends to what is held, and only then the rule decides what leaves, as at runtime.
         self.cached.positions[:, self.own + token] = self.seen
         self.seen = self.seen + 1
         self.used = self.used + 1
         held = self.cached.held
         row = None
         self.waiting.append(held)
+        # Rules that read no attention need no logits here: outputs are made for a stretch at once, see `_close`.
         if rule.policy.merges or rule.policy.row is not None:
             carried = self.cached.log_weights
             bias = None if carried is None else carried[:, None].float()
             scores = self.logits.of(self.by_segment[:, :, token], self.cached.keys, bias)
             weights = self.logits.softmax(scores.masked_fill_(~held[:, None], float("-inf")), self.cached.heads)
             row = weights.mean(1)
+            # Merging changes values that this token has seen as they were, so its output cannot wait.
             if rule.policy.merges:
                 self.outputs.append((weights.to(self.cached.values.dtype) @ self.cached.values)[:, :, None])
         self._evict(rule, limits, token, row)
 
     def _unruled(self) -> Tensor:
-        """Return what the tokens see where nothing leaves after the prompt, [S, K, C] bool."""
+        """Return which slots the tokens see where nothing is evicted after the prompt, [S, K, C] bool."""
         held = self.cached.held[:, : self.own]
         own = make_causal_mask(self.count, self.count, held.device).expand(len(held), -1, -1)
         arrived = torch.arange(self.count, device=held.device)
@@ -97,13 +100,14 @@ class ReplayState:
         return torch.cat([held[:, None].expand(-1, self.count, -1), own], -1)
 
     def _close(self) -> None:
-        """Compute the outputs of the tokens of this stretch, unless they are there; some segments at a time."""
+        """Compute the outputs of this stretch's tokens, if they are missing; some segments at a time."""
         if not self.waiting:
             return
         held = torch.stack(self.waiting, 1)
         first = sum(before.shape[1] for before, _ in self.stretches)
         self.stretches.append((held, self.columns))
         self.waiting = []
+        # These outputs were made token by token.
         if self.rule is not None and self.rule.policy.merges:
             return
         cached = self.cached
@@ -129,6 +133,7 @@ class ReplayState:
             if self.averages is None:
                 self.averages = AttentionAverages([self.rows], [positions.shape[1]], self.batch, self.width)
             self.averages.parts[0][0, :, : positions.shape[1]].copy_(row)
+            # The same sums as at runtime, so that a replay ranks by the very same numbers.
             row = self.averages.layer_rows([positions])[0]
         step = Step(self.cached, torch.full_like(self.rows, self.own + token), self.seen, row)
         plan = limits.leaving(self.used, None)
@@ -147,10 +152,13 @@ class ReplayState:
         width = self.cached.positions.shape[1]
         if 2 * (used + ahead) >= width:
             return
+        # Slots change their meaning below, so what was attended to in them is written down first.
         self._close()
         coming = torch.arange(width - ahead, width, device=self.rows.device).expand(len(self.rows), -1)
+        # What is held by position, then the slots of the tokens to come, which are the last ones.
         slots = torch.cat([sort_by_position(cached.positions, cached.held)[:, :used], coming], 1)
         self.columns = slots if self.columns is None else self.columns.gather(1, slots)
+        # So that the next token, number `token + 1`, goes to the first slot behind the entries.
         self.own = used - token - 1
         self.cached = cached.at_slots(lambda tensor: gather_entries(tensor, slots))
 

@@ -39,8 +39,8 @@ Where = Tensor | tuple[Tensor, Tensor]  # indexes tensors that are shaped as the
 class Block:
     """Segments with a common right edge: columns `[0, end)` are in use, those left of a segment's start are padding.
 
-    A `FlatBlock` does the same where kernels serve. Every segment gets the same number of appended tokens, some of
-    which may be padding.
+    A `FlatBlock` does the same where kernels serve. Every segment gets the same number of appended tokens, padding
+    among them.
     """
 
     segments: Tensor  # [S] int64 ascending, sequence * Hkv + kv head
@@ -91,6 +91,7 @@ class Block:
         count = keys.shape[1]
         if self.end + count > self.keys.shape[1]:
             self._grow(self.end + count + max(MIN_SPARE, int(self.end * GROWTH_SHARE)))
+        # A block at rest counts spare columns as filled, a fixed one as empty: it goes back to rest.
         if self.place is not None:
             self._bias = self.place = None
         columns = slice(self.end, self.end + count)
@@ -103,15 +104,16 @@ class Block:
             self._bias = None
 
     def separate(self) -> None:
-        """Go on in copies, so that attention of before can still be differentiated."""
+        """Continue in copies, so that earlier attention can still be differentiated."""
         self._grow(self.keys.shape[1])
 
     def prepare_step(self, room: int) -> bool:
-        """Count a token that `put` adds later, with room for so many made if there is none; tell if that was so."""
+        """Prepare for a token that `put` adds, with room for `room` of them; return whether tensors were made anew."""
         anew = self.place is None or self.end == self.keys.shape[1]
         if anew:
             if self.end + room > self.keys.shape[1]:
                 self._grow(self.end + room)
+            # All columns of a fixed block are looked at, so spare ones are marked as empty.
             self.positions[:, self.end :] = -1
             self._bias = self._hiding(self.positions < 0)
             self.place = torch.full((1,), self.end, device=self.positions.device)
@@ -119,7 +121,7 @@ class Block:
         return anew
 
     def release(self) -> None:
-        """Foresee no more tokens until room is made again."""
+        """Return to growing as tokens come, until `prepare_step` makes room again."""
         self._bias = self.place = None
 
     def put(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
@@ -129,6 +131,7 @@ class Block:
         """
         if self.place is None or self._bias is None:
             raise InternalError("a token was put into a block that is not fixed")
+        # The column is a number on the device: a captured step writes to the next one whenever it is replayed.
         self.keys.index_copy_(1, self.place, keys)
         self.values.index_copy_(1, self.place, values)
         self.positions.index_copy_(1, self.place, positions.expand(len(self.positions), -1))
@@ -141,7 +144,9 @@ class Block:
         self._bias = self.place = None  # a forgotten column may have been padding
 
     def _grow(self, capacity: int) -> None:
-        for name, old in list_entry_tensors(self).items():
+        # Names alone are listed: a dictionary of the old tensors would keep all of them until the last is copied.
+        for name in [*list_entry_tensors(self)]:
+            old = getattr(self, name)
             new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
             new[:, : self.end] = old[:, : self.end]
             setattr(self, name, new)
@@ -152,16 +157,16 @@ class Block:
         return self.positions[:, self.end - count : self.end]
 
     def for_kernels(self) -> Entries:
-        """Return what is held as kernels take it."""
+        """Return the entries in the form that kernels take."""
         positions = self.positions if self.gaps else None
         return Entries(self.keys, self.values, self.columns, positions, log_weights=self.log_weights)
 
     def aligned(self) -> Block:
-        """Return what is held as one block, itself or a copy."""
+        """Return the entries as one dense block, itself or a copy."""
         return self
 
     def grouped(self) -> list[Block]:
-        """Return what is held as blocks that waste little."""
+        """Return the entries as dense blocks with little padding."""
         return [self]
 
     def whole(self, seen: int) -> tuple[Tensor, Tensor] | None:
@@ -175,7 +180,7 @@ class Block:
         return replace(self, segments=segments, **chosen_entries, _bias=None, place=None)
 
     def spread(self, limits: Tensor) -> Tensor:
-        """Return a number of each segment [S] for all of its entries, in the shape of `positions` or [S, 1]."""
+        """Repeat a number of each segment [S] for its entries, in the shape of `positions` or [S, 1]."""
         return limits[:, None]
 
     def showing(self, visible: Tensor, heads: int) -> Block:
@@ -209,7 +214,7 @@ class Block:
         return self.positions[row, : self.end]
 
     def tensors(self) -> list[Tensor]:
-        """Return all that takes memory."""
+        """Return all tensors that take memory."""
         return [*list_entry_tensors(self).values(), *([] if self._bias is None else [self._bias])]
 
     def narrowed(self, rows: Ints, width: int) -> Block:
@@ -237,13 +242,13 @@ class Block:
 
 
 def list_entry_tensors(block: Any) -> dict[str, Any]:
-    """Return what a block holds of entries, by the names of its fields; log weights where it has some."""
+    """Return the tensors of a block that have a row for every entry, by field; log weights if it has any."""
     held = {name: getattr(block, name) for name in ("keys", "values", "positions", "log_weights")}
     return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
 def align_tensors(blocks: Sequence[Any]) -> dict[str, list[Any]]:
-    """Return what each of some blocks holds of entries, by the names of fields: log weights if one has some."""
+    """Collect the entry tensors of some blocks by field; log weights of all if any has some."""
     names = ["keys", "values", "positions"]
     parts = {name: [getattr(block, name) for block in blocks] for name in names}
     if any(block.log_weights is not None for block in blocks):
@@ -292,7 +297,7 @@ class Segmented:
         return [np.array(chosen, dtype=np.int64) for chosen in pairs]
 
     def separate(self) -> None:
-        """Go on in copies, so that attention of before can still be differentiated."""
+        """Continue in copies, so that earlier attention can still be differentiated."""
         for block in self.blocks:
             block.separate()
 
@@ -334,6 +339,7 @@ def copy_dense_blocks(
         row = (segments // heads)[:, None]
         head = (segments % heads)[:, None]
         where = index[row, columns].int()
+        # Known on the host, so that a block without padding needs no mask.
         padded = any(lengths[i] < width for i in members)
         if padded:
             where = torch.where(filled, where, -1)
@@ -354,6 +360,7 @@ def group_segments(lengths: Sequence[int], device: torch.device) -> list[list[in
     allowance = int(sum(lengths) * WASTE) if host else max(SMALL, int(sum(lengths) * PADDING_SHARE))
     max_groups = allowance if host else LAUNCHES
     while len(groups) > 1:
+        # Padding that a group takes when it joins the next longer one.
         costs = [(b[0] - a[0]) * len(a[1]) for a, b in pairwise(groups)]
         cheapest = min(range(len(costs)), key=costs.__getitem__)
         if costs[cheapest] > min(max_groups, allowance):
@@ -365,7 +372,7 @@ def group_segments(lengths: Sequence[int], device: torch.device) -> list[list[in
 
 
 def make_index(numbers: Ints, device: torch.device) -> Tensor:
-    """Return whole numbers as a tensor, made on the device where they count up from 0, which needs no copy."""
+    """Return an index tensor of whole numbers; where they count up from 0 it is made on the device, without a copy."""
     if (numbers == np.arange(len(numbers))).all():
         return torch.arange(len(numbers), device=device)
     return torch.from_numpy(numbers).to(device)
@@ -374,6 +381,7 @@ def make_index(numbers: Ints, device: torch.device) -> Tensor:
 def align_right(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the kept columns of each row, ascending and right-aligned in `width` columns, and where they are."""
     count = keep.sum(-1, keepdim=True)
+    # Columns that are not kept are all written to a spare one at the end, which is cut off.
     slot = torch.where(keep, keep.cumsum(-1) - 1 + width - count, width)
     columns = torch.arange(keep.shape[1], device=keep.device).expand_as(slot)
     index = torch.zeros(keep.shape[0], width + 1, dtype=torch.int64, device=keep.device).scatter_(1, slot, columns)

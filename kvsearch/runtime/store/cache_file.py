@@ -51,7 +51,7 @@ READ_TENSORS = ("tokens", "mask")
 
 
 class CacheHeader(Record):
-    """What a cache is of: the plan (which names its model), the dtype of its entries, sequences, tokens of each.
+    """Header of a cache file: plan (which names the model), dtype of the entries, sequences, and tokens of each.
 
     `length` counts padding, `rest` is text behind the tokens, to be read with what follows. The versions are those it
     was written with.
@@ -131,6 +131,7 @@ def write_cache(
         transformers=read_version("transformers"),
     )
     check_target(path)
+    # Weights first: a cache that is there can be loaded, whatever stops this command in between.
     write_weights(plan.policies, path)
     return write_tensors(path, tensors, canonical_json(header).decode(), overwrite)
 
@@ -149,7 +150,7 @@ def read_cache(path: str | Path) -> tuple[CacheHeader, Tensors]:
 
 
 def read_header(path: str | Path) -> CacheHeader:
-    """Read what a cache file says of itself, which costs little; errors as `read_cache`, as far as that shows."""
+    """Read the header of a cache file alone, without its tensors; errors as `read_cache`."""
     return _read_header(read_about(path), path)
 
 
@@ -170,6 +171,7 @@ def _dump_ragged(store: RaggedStore) -> Tensors:
     for number, block in enumerate(block for joint in store.blocks for block in joint.grouped()):
         positions = block.positions[:, : block.end]
         entries = {"keys": block.keys[:, : block.end], "values": block.values[:, : block.end]}
+        # Written where some entry may carry something; a missing array stands for zeros.
         if block.log_weights is not None:
             entries["log_weights"] = block.log_weights[:, : block.end]
         part = {name: _make_blank(states, positions) for name, states in entries.items()}
@@ -185,6 +187,7 @@ def _dump_decoding(decoding: Decoding) -> Tensors:
     if rule.queries is not None:
         tensors["queries"] = rule.queries
     for number, block in enumerate(decoding.blocks):
+        # Slots that were never in use are left out; how many there are is written as `capacity`.
         cached = block.first(block.width)
         part = {"segments": torch.from_numpy(block.names), "seen": block.seen, "slot": block.slot}
         part |= {"positions": cached.positions, "capacity": torch.tensor(block.cached.positions.shape[1])}
@@ -215,7 +218,7 @@ def _dump_stock(layer: Any) -> Tensors:
 
 
 class TensorReader:
-    """The tensors of a part of a file, taken out one by one; ValueError where one is missing or not what it must be."""
+    """Takes tensors out of a part of a file one by one; ValueError where one is missing or not what it must be."""
 
     def __init__(self, tensors: Tensors, prefix: str, device: torch.device) -> None:
         self.tensors = tensors  # of the whole file
@@ -229,6 +232,7 @@ class TensorReader:
         place = self.prefix + name
         if place not in self.tensors:
             raise ValueError(f"{place} is missing")
+        # Taken out, so that whatever is left at the end is known to be nothing of ours.
         tensor = self.tensors.pop(place)
         fits = len(tensor.shape) == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
         if not fits or dtype not in (None, tensor.dtype):
@@ -242,7 +246,7 @@ class TensorReader:
         return [place.removeprefix(self.prefix) for place in self.tensors if place.startswith(self.prefix)]
 
     def under(self, prefix: str) -> TensorReader:
-        """Return the reader of those whose names begin so."""
+        """Return a reader of the tensors below a prefix."""
         return TensorReader(self.tensors, f"{self.prefix}{prefix}.", self.device)
 
     def blocks(self) -> list[TensorReader]:
@@ -252,7 +256,7 @@ class TensorReader:
 
 
 class CacheShape(NamedTuple):
-    """What holds for all planned layers of a cache; `seen` tokens have come, padding counted."""
+    """Sizes that all planned layers of a cache share; `seen` tokens have come, padding counted."""
 
     batch: int
     heads: int
@@ -263,7 +267,7 @@ class CacheShape(NamedTuple):
 
 
 def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: Any, layers: Sequence[Any]) -> None:
-    """Let the empty layers of a cache of `model` hold the tensors of a file, on the devices of the model's layers.
+    """Fill the empty layers of a cache with the tensors of a file, on the devices of the model's layers.
 
     Raises:
         UsageError: the file does not hold what its header says.
@@ -278,6 +282,7 @@ def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: 
                 raise ValueError(f"{name} is not {[header.sequences, header.length]}")
         modules: Any = find_decoder(model).layers
         for index, layer in enumerate(layers):
+            # A model may be spread over devices: each layer's entries go to its own.
             device: torch.device = next(modules[index].parameters()).device  # where the layer computes
             reader = TensorReader(rest, f"layers.{index}.", model.device if device.type == "meta" else device)
             if isinstance(layer, EvictingLayer):
@@ -291,7 +296,7 @@ def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: 
 
 
 def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) -> None:
-    """Let an empty planned layer hold what was written of one."""
+    """Fill an empty planned layer from a file."""
     if layer.decode is None:
         store = _load_ragged(reader, of)
         keys = store.blocks[0].keys
@@ -306,6 +311,7 @@ def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) ->
     if any((held is not None) != carries for held in weights):
         wrong = f"lacks {LOG_WEIGHTS}, which" if carries else f"has {LOG_WEIGHTS}, which nothing in"
         raise ValueError(f"layers.{layer.index} {wrong} the plan asks for")
+    # Only their dtype and device are read.
     layer.lazy_initialization(keys, keys)
     layer.seen = of.seen
 
@@ -352,6 +358,7 @@ def _load_slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock
     positions = part.take("positions", torch.int64, len(names), None, within=(-1, of.seen - 1))
     size = positions.shape
     width = size[1]
+    # The capacity is a number in a file: without a bound it could ask for any amount of memory.
     max_width = width + max(MIN_SPARE, MAX_ROOM, int(width * GROWTH_SHARE)) + 1
     capacity = int(part.take("capacity", torch.int64, within=(width, max_width)))
 
@@ -371,6 +378,7 @@ def _load_slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock
     used = (positions >= 0).sum(-1).cpu().numpy()
     host = names.cpu().numpy()
     limits = rule.limits(host, names.device)
+    # Which slots are free is not written, so holes are to be expected anywhere.
     return SlotBlock(host, names // rule.heads, cached, limits, used, tokens, slot, width, holes=True)
 
 
@@ -389,7 +397,7 @@ def _require_finite(log_weights: Tensor, place: str) -> Tensor:
 
 
 def _fill_stock(layer: Any, reader: TensorReader) -> None:
-    """Let an empty layer of transformers' own hold what was written of one."""
+    """Fill an empty layer of transformers' own from a file."""
     fresh = vars(layer)
     for place in reader.names():
         name, _, key = place.partition(".")
@@ -420,6 +428,8 @@ def _require_all(names: Iterable[Tensor], count: int) -> None:
 
 
 def _make_blank(states: Tensor, positions: Tensor) -> Tensor:
+    # Empty slots still have the numbers of what left them. Zeros make equal caches equal files, and show no evicted
+    # text.
     return states.masked_fill(widen_marks(positions < 0, states), 0)
 
 

@@ -1,4 +1,4 @@
-"""All segments of a layer behind one another, whatever their lengths: no padding, and one call of attention.
+"""Flat storage: all segments of a layer behind one another, without padding, for one call of attention.
 
 Behind each segment is the same spare room, as all of them get the same tokens. Right after prefill there is none; it
 comes with the first append and then grows by an eighth of the mean segment. Where a segment begins and ends is known to
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class FlatBlock:
-    """Segments in order: the rows `[starts, ends)` of each are in use, and up to `spare` behind the first `counts`."""
+    """Segments behind one another: rows `[starts, ends)` of each are in use, up to `spare` more than its `counts`."""
 
     segments: Tensor  # [S] int64, 0 to S - 1
     keys: Tensor  # [N, D], N = sum(counts) + S * spare
@@ -57,7 +57,7 @@ class FlatBlock:
 
     @classmethod
     def compact(cls, held: Mapping[str, Any], counts: Ints, lengths: Tensor) -> FlatBlock:
-        """Take tensors of entries by name, without spare room; `counts` and `lengths` [S] are the same numbers."""
+        """Make a block of entry tensors by name, without spare room; `counts` and `lengths` [S] are equal."""
         stop = lengths.cumsum(0)
         segments = torch.arange(len(counts), device=stop.device)
         return cls(segments, counts=counts, starts=stop - lengths, ends=torch.stack([stop, lengths]), **held)
@@ -102,6 +102,7 @@ class FlatBlock:
         places = []
         for block in blocks:
             held = block.positions[:, : block.end] >= 0
+            # Appended padding is a row, too: all segments of a flat store have as many appended rows.
             held[:, block.end - appended :] = True
             places.append(held)
         lengths = torch.cat([held.sum(-1) for held in places])
@@ -128,9 +129,11 @@ class FlatBlock:
         self.padded |= padded
 
     def separate(self) -> None:
-        """Nothing is to be done: kernels are not differentiated, and all else gets copies."""
+        """Do nothing: kernels are not differentiated, and all else gets copies."""
 
     def prepare_step(self, room: int) -> bool:
+        # Growing binds new tensors, which ends captured steps, so room is made once, and again only when it has run
+        # out.
         if (not self.fixed and self.appended + room > self.spare) or self.appended == self.spare:
             self._grow(self.appended + room)
         anew = not self.stable
@@ -141,12 +144,14 @@ class FlatBlock:
 
     def put(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         count = keys.shape[1]
+        # Where segments end is known to the device alone, so rows are addressed there.
         rows = self.ends[0]
         if count > 1:
             rows = (rows[:, None] + torch.arange(count, device=rows.device)).flatten()
         self.keys.index_copy_(0, rows, keys.flatten(0, 1))
         self.values.index_copy_(0, rows, values.flatten(0, 1))
         self.positions.index_copy_(0, rows, positions.expand(len(keys), -1).flatten())
+        # The row may have been another entry's before: a new token carries nothing.
         if self.log_weights is not None:
             self.log_weights.index_fill_(0, rows, 0.0)
         self.ends.add_(count)
@@ -155,6 +160,7 @@ class FlatBlock:
         self.fixed = False
 
     def crop(self, count: int) -> None:
+        # Rows behind the end are never looked at, so nothing is cleared.
         self.ends.sub_(count)
         self.appended -= count
 
@@ -165,7 +171,8 @@ class FlatBlock:
 
     def _grow(self, spare: int) -> None:
         starts, ends, source = self._layout(spare, self.counts)
-        for name in list_entry_tensors(self):  # one by one: only one of them is there twice for a moment
+        # One by one, and by name: only one of them is there twice for a moment, and no dictionary keeps the others.
+        for name in [*list_entry_tensors(self)]:
             setattr(self, name, _take_rows(getattr(self, name), source))
         self.starts = starts
         self.ends = ends
@@ -251,8 +258,10 @@ class FlatBlock:
         ends, used = self.ends[:, index]
         column = torch.arange(-width, 0, device=index.device)
         held = column >= -used[:, None]
+        # Columns in front of a shorter segment show rows of its neighbour, which are masked below.
         where = (ends[:, None] + column).clamp_(min=0)
         entries = {name: states[where] for name, states in list_entry_tensors(self).items()}
+        # Known on the host: this does not ask the device which rows are padding.
         padded = bool((self.counts[rows] + self.appended < width).any())
         for name, states in entries.items() if padded else ():
             states.masked_fill_(widen_marks(~held, states), -1 if name == "positions" else 0)
@@ -290,6 +299,7 @@ def regroup(held: Sequence[AnyBlock]) -> list[AnyBlock]:
         return list(blocks)
     home = np.concatenate([np.full(len(block.segments), number) for number, block in enumerate(blocks)])
     row = np.concatenate([np.arange(len(block.segments)) for block in blocks])
+    # Each group takes its rows out of the blocks where they are now, and is sorted by segment.
     joint: list[AnyBlock] = []
     for members in groups:
         group = np.array(members)
@@ -300,7 +310,7 @@ def regroup(held: Sequence[AnyBlock]) -> list[AnyBlock]:
 
 
 def find_true_places(flags: Tensor, count: int) -> Tensor:
-    """Return where flags [M] are True, ascending, [count] int64: the host knows how many are, so it does not wait."""
+    """Return the indices of True flags [M], ascending, [count] int64; as the host knows the count, it does not wait."""
     return torch.searchsorted(flags.cumsum(0), torch.arange(1, count + 1, device=flags.device))
 
 

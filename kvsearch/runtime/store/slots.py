@@ -1,4 +1,4 @@
-"""Storage of a layer whose entries are evicted while decoding: a new token takes the slot of one that left.
+"""Slot storage for eviction while decoding: a new token takes the slot of an entry that left.
 
 Every (sequence, kv head) is a segment with slots; segments that may hold (nearly) as much share one dense block. What a
 step does is known on the host before it runs (`SlotBlock.prepare_step`): how many entries every segment holds does not
@@ -55,6 +55,7 @@ class SlotBlock:
 
     def __post_init__(self) -> None:
         self.lines = torch.arange(len(self.names), device=self.slot.device)
+        # One tensor of two rows, which a step advances at once; `seen` and `edge` are views of it.
         self.clock = torch.stack([self.seen, self.seen - self.limits.young])
         self.seen, self.edge = self.clock  # the newest position that may leave, [S]
 
@@ -74,14 +75,16 @@ class SlotBlock:
         leaving = self.limits.leaving(used, real)
         # Where every segment loses one entry, its slot is the next token's: no hole is left behind, and as the slot is
         # filled before it is looked at, what is added to logits stays right, too.
-        in_place = leaving.most == 0 or leaving.each_one
+        in_place = leaving.max_leaving == 0 or leaving.each_one
         full = bool((used == width).all())
         bias: Literal["", "keep", "fill", "make"]
+        # Nothing has to be hidden, or kernels see empty slots by their positions.
         if full or dtype is None:
             bias = ""
         elif not self.biased:
             bias = "make"
         else:
+            # Where each segment lost one entry, the token goes where that was, and its bias is 0 already.
             bias = "keep" if self.step_plan is not None and self.step_plan.leaving.each_one else "fill"
         holes = self.holes or not in_place
         self.step_plan = StepPlan(width, full, bias, leaving, holes)
@@ -93,7 +96,7 @@ class SlotBlock:
         return used
 
     def link(self) -> None:
-        """Say which slot is before and behind each, in the order of positions; the next token's is behind all entries.
+        """Link slots in the order of positions: which is before and behind each; the next token's is the last.
 
         From here on steps that are one launch keep it so.
         """
@@ -106,7 +109,7 @@ class SlotBlock:
         self.links[1].scatter_(1, order[:, :-1].long(), order[:, 1:])
 
     def separate(self) -> None:
-        """Go on in copies, so that what was done before can still be differentiated."""
+        """Continue in copies, so that earlier steps can still be differentiated."""
         self.cached = replace(self.cached, keys=self.cached.keys.clone(), values=self.cached.values.clone())
         self.slot = self.slot.clone()
 
@@ -116,6 +119,7 @@ class SlotBlock:
         where = (self.lines, self.slot)
         cached.keys.index_put_(where, keys)
         cached.values.index_put_(where, values)
+        # Padding takes a slot, too, with position -1: what a step writes must not depend on values.
         position = self.seen if active is None else self.seen.masked_fill(~active, -1)
         cached.positions.scatter_(1, self.slot[:, None], position[:, None])
         if cached.log_weights is not None:  # where a kernel freed the slot, that of what left is still there
@@ -148,12 +152,13 @@ class SlotBlock:
         return replace(cached, positions=hide_positions(cached.positions, self.rows[:, None], visible))
 
     def free(self, leaving: Tensor | None, step_plan: StepPlan, active: Tensor | None) -> None:
-        """Make room for the next token where entries left, `leaving` [S, E] (-1: none); else the next slot is taken.
+        """Free the slots of entries that left, `leaving` [S, E] (-1: none), and choose the slot of the next token.
 
         Segments that are not `active` [S] bool took no token and keep the slot they have.
         """
         positions = self.cached.positions
         states = self.cached.state.entries.values()
+        # The rule has written the slot that is free to `slot` already.
         if step_plan.leaving.each_one:  # it is in `slot` already
             _clear(positions, self.slot[:, None], -1)
             for tensor in states:
@@ -162,6 +167,7 @@ class SlotBlock:
         if leaving is not None:
             for tensor, empty in ((positions, -1), *((tensor, 0) for tensor in states)):
                 _blank_slots(tensor, leaving, empty)
+        # Without holes slots fill up from the left; with some, the next token goes to the first one.
         if step_plan.holes:
             torch.argmin(positions, -1, out=self.slot)  # an empty slot has position -1: the first one
         else:
@@ -176,6 +182,7 @@ def _clear(tensor: Tensor, slots: Tensor, empty: int) -> None:
 def _blank_slots(tensor: Tensor, leaving: Tensor, empty: int) -> None:
     """Set the slots `leaving` [S, E] (-1: none) of a tensor [S, C, ...] to `empty`, in place."""
     if leaving.shape[1] == 1:
+        # One slot is read, changed and written back: a mask over all slots would cost more.
         gone = _expand_slots(leaving >= 0, tensor)
         where = _expand_slots(leaving.clamp(min=0), tensor)
         tensor.scatter_(1, where, tensor.gather(1, where).masked_fill(gone, empty))
@@ -228,6 +235,7 @@ def take_entries(observation: Observation, keep: Tensor, counts: Ints, state: St
 def compute_capacities(used: Ints, budgets: Ints, room: int = 0) -> Ints:
     """Return slots for segments that hold `used` entries and may hold `budgets`, with room for some tokens, [S]."""
     spare = np.maximum(max(MIN_SPARE, room), (used * GROWTH_SHARE).astype(np.int64))
+    # A head never holds more than its budget and the token that comes in.
     slots: Ints = np.maximum(np.minimum(budgets + 1, used + spare), used + 1)
     return slots
 
@@ -239,6 +247,7 @@ def pack(sources: Sequence[SlotSource], rule: StepRule, room: int = 0) -> list[S
     capacity = compute_capacities(used, rule.budgets[names], room)
     blocks = []
     for group in group_segments(capacity.tolist(), sources[0].order.device):
+        # Ascending: a block that has all segments is taken to have them in order.
         members = np.array(sorted(group, key=lambda index: names[index]))
         blocks.append(_gather_block(sources, names[members], int(capacity[members].max()), rule))
     return blocks
@@ -249,6 +258,7 @@ def _gather_block(sources: Sequence[SlotSource], names: Ints, capacity: int, rul
     parts = [(source, np.flatnonzero(np.isin(source.names, names))) for source in sources]
     parts = [(source, rows) for source, rows in parts if len(rows)]
     order = np.concatenate([source.names[rows] for source, rows in parts])
+    # Sources give their segments one after the other; this brings them into the order of names.
     back = np.argsort(order)
     pieces = [_gather(source, rows, capacity) for source, rows in parts]
     cached = _join([piece for piece, _ in pieces], back)
@@ -261,6 +271,7 @@ def _gather_block(sources: Sequence[SlotSource], names: Ints, capacity: int, rul
         limits=rule.limits(names, device),
         used=used,
         seen=torch.cat([seen for _, seen in pieces])[make_index(back, device)],
+        # Entries are packed from the left, so this is the first free slot.
         slot=cached.held.sum(-1),
         width=int(used.max()),
     )
@@ -270,6 +281,7 @@ def _gather(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Tens
     device = source.order.device
     index = make_index(rows, device)
     order = source.order[index, :capacity]
+    # Slots behind the entries are empty: their state is zeros, their keys are any that are finite.
     order = torch.nn.functional.pad(order, (0, capacity - order.shape[1]), value=-1)
     empty = order < 0
     where = (index[:, None], order.clamp(min=0))
@@ -316,6 +328,7 @@ def select_segments(block: SlotBlock, chosen: Ints, heads: int) -> SlotBlock:
         used=block.used[rows],
         seen=block.seen[index],
         slot=block.slot[index],
+        # What a step has made does not fit other rows.
         step_plan=None,
         bias=None,
         biased=False,

@@ -1,7 +1,7 @@
 """Ragged storage: every (sequence, kv head) keeps its own number of entries, and only those are in memory.
 
-Where the kernels serve, all segments of a layer lie behind one another (`flat.FlatBlock`); elsewhere those of (nearly)
-equal length share a dense block (`blocks.Block`).
+Where the kernels serve, all segments of a layer lie behind one another (`flat.FlatBlock`); elsewhere segments of
+(nearly) equal length share a dense block (`blocks.Block`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class RaggedStore(Segmented):
         tokens: Tensor,
         even: bool,
         appended: int = 0,
-        most: Tensor | None = None,
+        most_tokens: Tensor | None = None,
     ) -> None:
         self.blocks: list[AnyBlock] = list(blocks)
         self.batch = len(tokens)
         self.heads = heads
         self.tokens = tokens.clone()  # [B] int32 tokens of each sequence
-        self.most = tokens if most is None else most  # and how many they were before some were forgotten
+        # and how many they were before some were forgotten
+        self.most_tokens = tokens if most_tokens is None else most_tokens
         self.even = even  # all sequences have the same number of tokens
         self.appended = appended
         self.room = 0  # tokens that there is room for ahead of time, in fixed blocks; 0: they are not
@@ -96,6 +97,7 @@ class RaggedStore(Segmented):
         """
         count = keys.shape[2]
         if valid is None:
+            # Where all sequences have as many tokens, one row of positions is broadcast to all.
             positions = (self.tokens[:1] if self.even else self.tokens)[:, None]
             if count > 1:
                 positions = positions + torch.arange(count, dtype=torch.int32, device=keys.device)
@@ -108,24 +110,24 @@ class RaggedStore(Segmented):
         self.appended += count
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens ahead of time, whenever there is none; 0: steps are as small as they can be."""
+        """Reserve room for `tokens` tokens ahead, again whenever it has run out; 0: none."""
         self.room = tokens
         for block in self.blocks:
             block.release()
 
     def prepare_step(self) -> None:
-        """Do the host's part of the next token, where room is reserved: `put` is the device's."""
+        """Prepare the next step on the host, where room is reserved; `put` is the device's part."""
         for block in self.blocks:
             if block.prepare_step(self.room):
                 self.packed += 1
         self.appended += 1
 
     def plan(self) -> tuple[Hashable, ...]:
-        """Return what the foreseen step depends on that the host decided: whether padding has come, nothing else."""
+        """Return a key of the prepared step: whether padding has come, nothing else."""
         return self.even, *(block.padded for block in self.blocks)
 
     def finish_step(self) -> None:
-        """Do nothing after a token: none has left."""
+        """Do nothing: no entry leaves after a token."""
 
     def put(self, keys: Tensor, values: Tensor) -> None:
         """Add the foreseen token to every segment, keys [B, Hkv, 1, D] and values [B, Hkv, 1, Dv]; none is padding."""
@@ -146,11 +148,12 @@ class RaggedStore(Segmented):
     @property
     def longest(self) -> Tensor:
         """The most tokens that each sequence has had, [B] int32."""
-        return torch.maximum(self.most, self.tokens)
+        return torch.maximum(self.most_tokens, self.tokens)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` appended tokens."""
-        self.most = self.longest
+        # The peak is kept before tokens go.
+        self.most_tokens = self.longest
         lost = torch.zeros_like(self.tokens)
         for block in self.blocks:
             gone = (block.recent(count) >= 0).sum(-1).int()
@@ -165,6 +168,7 @@ class RaggedStore(Segmented):
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
         """Return views [B, Hkv, seen, D] of the store if nothing is evicted and nothing padded, else None."""
+        # More than one block means that heads hold different numbers of entries.
         states = None if len(self.blocks) > 1 else self.blocks[0].whole(seen)
         if states is None:
             return None

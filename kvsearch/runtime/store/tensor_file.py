@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file that is written in one step, and read only if it is what was written.
+"""Tensor files: safetensors, written in one step, with a checksum that is compared when they are read.
 
 Beside what a caller says of them, the metadata have the SHA-256 of the whole file, with zeros in the place of that
 number.
@@ -48,7 +48,9 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: str, o
             "shape": list(tensor.shape),
             "data_offsets": list(offsets),
         }
+    # The checksum stands in the file that it is of: it is computed with zeros in its place, which are as long.
     unsigned = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads the header to eight bytes, so that tensors are aligned where the file is mapped.
     unsigned += b" " * (-len(unsigned) % 8)
     size = len(unsigned).to_bytes(8, "little")
     digest = hashlib.sha256(unsigned)
@@ -68,7 +70,7 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
     """Read what `write_tensors` wrote: the text, and the tensors, on the CPU.
 
     Raises:
-        UsageError: there is no such file, or it is damaged or none of ours.
+        UsageError: there is no such file, or it is damaged or no file of kvsearch.
         EnvironmentFault: it cannot be read.
     """
     with open_file(path) as file:
@@ -100,7 +102,7 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
 
 
 def read_about(path: str | Path) -> str:
-    """Read the text alone, which costs little; whether the rest is whole is not looked at. Errors as `read_tensors`."""
+    """Read the text alone, without a look at the tensors. Errors as `read_tensors`."""
     with open_file(path) as file:
         return _format_header(file, path)[1]
 

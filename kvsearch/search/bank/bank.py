@@ -52,9 +52,9 @@ class CandidateBank(Closing):
 
     Args:
         loaded: the model.
-        base: what ranks the entries: a policy, or one for each full-attention layer, or equally many for each, one of
-            which a candidate gives entries to. Candidates are then [choices * L, Hkv], with the layers under the first
-            of their policies, then under the next; memory is taken for each.
+        base: what ranks the entries: a policy, or one for each full-attention layer, or equally many for each, and a
+            candidate gives entries to one of them. Candidates are then [choices * L, Hkv], with the layers under the
+            first of their policies, then under the next; memory is taken for each.
         samples: of one protocol; see `list_samples`.
         cap: the largest budget of any candidate, in entries per kv head.
         objective: what `evaluate` judges by: "nll", see `measure_losses`, or "metric", see `score_replies`.
@@ -88,13 +88,16 @@ class CandidateBank(Closing):
         self._windows = find_windows(loaded.model)
         self._choices = len(next(iter(self._policies.values())))
         self.shape = (self._choices * len(self._policies), describe(loaded.model).kv_heads)
+        # Every refusal comes before the first prompt is read.
         check_samples(loaded.model, self.samples)
         sizes = PassMemory(loaded.model, tuple(self._windows.values()), self._choices)
         self._forcing = [sizes.estimate_forcing(sample, cap) for sample in self.samples]
         self._replying = [sizes.estimate_reply(sample, cap) for sample in self.samples]
         self._memory = find_default_memory(loaded.device) if max_memory is None else max_memory
         # prompts may take so much for good that enough is left for a pass
+        # The largest pass must fit beside what is stored.
         largest_sample = check_fits([*self._forcing, *self._replying], self._memory)
+        # Memory for reading does not depend on the ranking, but for what policies look at: one of them stands for all.
         (policy, *_), *_ = self._policies.values()
         program = Program.uniform(loaded.model, policy, partial(min, cap))
         require_room(loaded.model, {"the search": program}, [max(len(sample.prompt) for sample in self.samples)])
@@ -112,6 +115,7 @@ class CandidateBank(Closing):
 
     def _read(self, progress: Progress | None) -> None:
         """Prefill every distinct prompt once, and store the `cap` highest-ranked entries of every head."""
+        # Questions about one context share its prompt, which is read and stored once.
         users = group_by_key(range(len(self.samples)), lambda index: self.samples[index].prompt_sha256)
         for name, indices in with_progress(users.items(), len(users), progress):
             sample = self.samples[indices[0]]
@@ -126,10 +130,13 @@ class CandidateBank(Closing):
             for index in indices:
                 answer = self.samples[index].answer
                 if len(answer) > self.samples[index].predicting:
+                    # Predicted by the prompt itself, before anything is evicted, so equal for all candidates.
                     self._given[index] = sum_answer_losses(logits[None, None], answer[None, :1])[0]
             kept = {}
             for layer, choices in enumerate(layers):
                 for choice, (keys, values) in enumerate(choices):
+                    # No candidate has more than `cap` entries in a head; windows belong to the model and are kept
+                    # whole.
                     last = keys.shape[1] if layer in self._windows else self.cap
                     kept[f"keys.{layer}.{choice}"] = drop_unused_memory(keys[:, :last])
                     kept[f"values.{layer}.{choice}"] = drop_unused_memory(values[:, :last])
@@ -158,12 +165,14 @@ class CandidateBank(Closing):
         def act(states: LayerStates, indices: list[int], part: slice) -> None:
             samples = [self.samples[index] for index in indices]
             logits = BankPass(self.loaded.model, samples, states, self._windows, table[part]).force_answers()
+            # None where prompts predict all answer tokens: these losses are in `_given`.
             if logits is not None:
                 answers = stack_answers(samples, self.loaded.device)
                 losses[part, indices] = np.stack([sum_answer_losses(of_candidate, answers) for of_candidate in logits])
 
         self._run(table, self._forcing, act)
         self.tokens_spent += len(table) * sum(len(sample.following) for sample in self.samples)
+        # Sums of tokens first, the mean at the end: answers have different lengths.
         losses += self._given
         return losses / np.array([max(1, len(sample.answer)) for sample in self.samples], dtype=np.float64)
 
@@ -206,6 +215,7 @@ class CandidateBank(Closing):
 
     def load_states(self, indices: Sequence[int], widths: Sequence[int]) -> LayerStates:
         """Load keys and values of samples as one batch; `widths` are the entries per head of each candidate row."""
+        # As candidates have their rows: all layers under the first policy, then all under the next.
         rows = [(layer, choice) for choice in range(self._choices) for layer in self._policies]
         wanted = {
             **{(layer, 0): width for layer, width in self._windows.items()},
@@ -233,6 +243,7 @@ class CandidateBank(Closing):
     def _stack_candidates(self, candidates: Sequence[Ints]) -> Ints:
         """Stack candidates as int64 [P, L, Hkv]."""
         table: Ints = np.array(candidates, dtype=np.int64).reshape(len(candidates), *self.shape)
+        # A budget above a prompt's length keeps all of it, so only shorter stores are a fault.
         if table.max(initial=0) > self.cap < max(len(sample.prompt) for sample in self.samples):
             raise InternalError(f"a candidate wants {table.max()} entries of a head, the bank keeps {self.cap}")
         return table
@@ -241,11 +252,13 @@ class CandidateBank(Closing):
         """Run `act` on all candidates and samples, in blocks as large as memory permits."""
         if not len(table):
             return
+        # The largest budget of a layer in any candidate: what is behind it is never read.
         widths = np.minimum(table.max((0, 2)), self.cap).tolist()
 
         def load(indices: list[int]) -> LayerStates:
             return self.load_states(indices, widths)
 
         with run_attention(self.loaded.model):
+            # Stored prompts stay where they are, so passes have what is left of the memory.
             for samples, size in split_into_blocks(needs, len(table), self._memory - self._store.nbytes):
                 self._splitting.run(samples, size, len(table), load, act)

@@ -7,16 +7,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe, find_text_config
-from kvsearch.models.memory import is_out_of_memory, release_memory
+from kvsearch.models.memory import FP32, is_out_of_memory, release_memory
 from kvsearch.search.bank.samples import BankSample
 
 PASS_TOKENS = 8192  # tokens of a pass; more of them gain nothing
-FP32 = 4
 RESERVED_CANDIDATES = 8  # batches of samples leave memory for so many candidates
 
-S = TypeVar("S")
-T = TypeVar("T")
-BlockWork = Callable[[T, list[S], slice], None]  # on what was loaded of some samples, for some candidates
+SampleT = TypeVar("SampleT")
+Loaded = TypeVar("Loaded")
+BlockWork = Callable[[Loaded, list[SampleT], slice], None]  # on what was loaded of some samples, for some candidates
 
 
 class SampleNeed(NamedTuple):
@@ -59,6 +58,7 @@ class PassMemory:
         `read` tokens follow the prompt at a time, and up to `own` in all; the last `rows` of them have logits.
         """
         widest = max([min(width, prompt), *self.windows]) + own
+        # Logits, masked logits, weights and a cast of them, of one candidate.
         attention = 4 * FP32 * self.shape.query_heads * read * widest
         kept = 2 * self.shape.layers * own * self.entry
         each = read * self.token + kept + rows * self.logits
@@ -94,7 +94,9 @@ def split_into_blocks(needs: Sequence[SampleNeed], candidates: int, memory: int)
         return min(room, max(PASS_TOKENS // (len(samples) * read), 1))
 
     batches: list[list[int]] = []
+    # By what is read, then by length: neighbours need little padding.
     for index in sorted(range(len(needs)), key=lambda index: (needs[index].read, needs[index].prompt, index)):
+        # Independent of how many candidates come, so that rounding does not depend on it either.
         if batches and count_fitting([*batches[-1], index]) >= RESERVED_CANDIDATES:
             batches[-1].append(index)
         else:
@@ -122,7 +124,12 @@ class SplittingRunner:
         self.most: int | None = None  # candidates at a time, once memory has run out
 
     def run(
-        self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: BlockWork[T, S]
+        self,
+        samples: list[SampleT],
+        size: int,
+        candidates: int,
+        load: Callable[[list[SampleT]], Loaded],
+        act: BlockWork[Loaded, SampleT],
     ) -> None:
         """Load samples and run `act` for all candidates, `size` at a time; blocks may be repeated.
 
@@ -140,14 +147,21 @@ class SplittingRunner:
             self.run(half, size, candidates, load, act)
 
     def _try_block(
-        self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: BlockWork[T, S]
+        self,
+        samples: list[SampleT],
+        size: int,
+        candidates: int,
+        load: Callable[[list[SampleT]], Loaded],
+        act: BlockWork[Loaded, SampleT],
     ) -> Exception | None:
         """Return the error if memory ran out for one candidate, without its traceback: its frames hold what is big."""
-        loaded: T | None = None
+        loaded: Loaded | None = None
         first = 0
+        # What has failed once would fail again.
         size = min(size, self.most or size)
         while first < candidates:
             try:
+                # Loading may run out of memory, too, so it stands inside.
                 loaded = load(samples) if loaded is None else loaded
                 act(loaded, samples, slice(first, min(first + size, candidates)))
                 first += size

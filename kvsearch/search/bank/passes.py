@@ -31,7 +31,7 @@ LayerStates = Sequence[Sequence[tuple[Tensor, Tensor]]]  # keys and values by la
 class VisibleKV(NamedTuple):
     """Keys [S, Hkv, N, D], values [S, Hkv, N, Dv] and which of them are seen, [S, Hkv, G, q, N] or broadcastable bool.
 
-    Those of prompts, which all candidates share, or of what follows them. None: all are seen.
+    They are of prompts, which all candidates share, or of the tokens after them. None: all are seen.
     """
 
     keys: Tensor
@@ -42,9 +42,9 @@ class VisibleKV(NamedTuple):
 class SuffixTokens:
     """Positions and padding of the tokens that follow the prompts of S samples so far.
 
-    A token sees itself and the earlier ones that are no padding. `lengths` are those of the prompts. Once there is a
-    `place` [1], that of the last token among columns that are all there, tokens come one by one and change tensors in
-    place: such steps can be captured.
+    A token sees itself and the earlier ones that are no padding. `lengths` are the tokens of the prompts. Once there is
+    a `place` [1], the last token's column among columns that were all reserved, tokens come one by one and change
+    tensors in place: such steps can be captured.
     """
 
     def __init__(self, lengths: Tensor) -> None:
@@ -63,6 +63,7 @@ class SuffixTokens:
 
     def extend(self, valid: Tensor) -> Tensor:
         """Append q tokens, `valid` [S, q] bool; return their positions [S, q], which padding does not advance."""
+        # Padding has no position of its own, as at runtime.
         before = self.lengths + self.valid.sum(-1)
         positions = before[:, None] + (valid.cumsum(-1) - 1).clamp(min=0)
         self.latest = positions
@@ -78,8 +79,10 @@ class SuffixTokens:
         count = self.valid.shape[1]
         causal = make_causal_mask(rows, count, self.valid.device)
         if bool(self.valid.all()):
+            # A single token sees all that is there; without padding a mask would only cost time.
             self.seen = None if rows == 1 else causal[None, None, None]
         else:
+            # Padding sees itself, as a softmax over nothing is NaN.
             own = torch.eye(count, dtype=torch.bool, device=causal.device)[count - rows :]
             self.seen = (causal & (self.valid[:, None] | own))[:, None, None]
         return positions
@@ -140,6 +143,7 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             self.own[0].index_copy_(2, place, key_states)
             self.own[1].index_copy_(2, place, value_states)
+        # The model's attention function gets these keys, and finds the layer by their tag.
         tag(self.own[0], self)
         return self.own
 
@@ -178,12 +182,14 @@ class PrefixLayer(BankLayer):
         self.prefixes = [self._slice_prefix(states, *pair) for pair in zip(entries, there, strict=True)]
 
     def _slice_prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor, there: Tensor) -> VisibleKV:
+        # A candidate gives entries under one of a layer's policies only, so their sum says which.
         choice = int(entries.sum((0, 2)).argmax())
         (keys, values) = states[choice]
         entries = entries[:, choice]
         minimum = int(entries.min())
         maximum = int(entries.max())
         seen = None
+        # Where all heads of all samples have the same budget the view says it all, and no mask is made.
         if minimum < maximum:
             limits = there[:, choice, :, None].to(keys.device)
             seen = (torch.arange(maximum, device=keys.device) < limits)[:, :, None, None]
@@ -225,6 +231,7 @@ def attend_prefix(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: Logi
     samples, query_heads, rows, _ = query.shape
     heads = own.keys.shape[1]
     packed = query.reshape(samples, heads, query_heads // heads * rows, -1)
+    # Keys are not concatenated: prompts are shared, and copying them for each candidate is what the bank is to avoid.
     scores = torch.cat([_scores(packed, part, rows, logits) for part in (own, shared)], -1)
     grouped = scores.view(samples * heads, query_heads // heads, rows, -1)
     weights = logits.softmax(grouped, torch.arange(heads, device=query.device).repeat(samples)).view_as(scores)
@@ -258,6 +265,7 @@ def stack_states(states: Sequence[Tensor], right: bool) -> Tensor:
 
 def stack_answers(samples: Sequence[BankSample], device: Any) -> Tensor:
     """Stack the answer tokens that logits predict, [S, R], right-aligned and padded with -1."""
+    # The first token may have been predicted by the prompt: only those that this pass predicts are wanted.
     predicted = [sample.answer[len(sample.answer) - sample.predicting :] for sample in samples]
     return pad_left(predicted, device, -1)[0]
 
@@ -293,6 +301,7 @@ class BankPass:
         self.count = len(candidates)
         lengths = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)
         self.suffix = SuffixTokens(torch.from_numpy(lengths).to(model.device))
+        # A prompt shorter than a budget has no more entries than tokens.
         seen = torch.from_numpy(np.minimum(candidates[:, None], lengths[:, None, None]))
         full = len(states) - len(windows)
         rows = seen.reshape(*seen.shape[:2], -1, full, seen.shape[-1])
@@ -314,6 +323,7 @@ class BankPass:
         `valid` [S, q] bool says which are no padding.
         """
         positions = self.suffix.extend(valid)
+        # Answers are the same for all candidates; replies differ from the second token on.
         if len(ids) < self.count * len(valid):
             ids = ids.repeat(self.count, 1)
         output = self.model(
@@ -347,6 +357,7 @@ class BankPass:
             return step
 
         def reserving() -> Tensor:
+            # Columns are reserved after the first token, which shows their shapes; from then on steps write in place.
             if self.suffix.place is not None:
                 logits: Tensor = repeated()
                 return logits
@@ -382,6 +393,7 @@ class BankPass:
             finite = logits.isfinite().all(-1).flatten()
             for row, token, is_finite in zip(rows, chosen.tolist(), finite.tolist(), strict=True):
                 if not row.ended:
+                    # Also where NaN has a largest number: what a model says then is no reply.
                     row.take(token) if is_finite else row.fail()
             if all(row.ended for row in rows):
                 break

@@ -27,13 +27,13 @@ from kvsearch.runtime.collector import watch_hidden_states
 from kvsearch.runtime.observe import PromptLayer
 from kvsearch.runtime.stock import CACHE, make_stock_layers
 
-Tensors = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 Choices = tuple[Policy, ...]  # that a layer may have
 Rankings = Mapping[int, Choices]
-States = list[tuple[Tensor, Tensor]]  # keys and values [Hkv, N, D] of a layer, for each of its policies
+ChoiceStates = list[tuple[Tensor, Tensor]]  # keys and values [Hkv, N, D] of a layer, for each of its policies
 
 
-def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list[States], Tensor]:
+def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list[ChoiceStates], Tensor]:
     """Prefill token ids [T]; return the kept keys and values by model layer, and the last logits [V] fp32.
 
     The best `cap` entries of a full-attention layer are sorted by rank, once for each of its policies; sliding-window
@@ -44,6 +44,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
     def best(prompt: Observation) -> list[tuple[Tensor, Tensor]]:
         kept_states = []
         for policy in policies[prompt.layer]:
+            # Sorted by rank, so that what a budget keeps is the first entries, a view.
             order = rank_under(policy, prompt).long().argsort(-1)[..., :cap, None]
             kept_states.append((prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)))
         checks.extend(prompt.checks or ())
@@ -56,7 +57,9 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
         layers[index] = PromptLayer(index, [policy.needs() for policy in some], RotaryTables(model, index), best)
     with torch.no_grad():
         output = model(input_ids=ids[None].to(model.device), logits_to_keep=1, **{CACHE: Cache(layers=layers)})
+    # Looked at after the pass: the device is waited for once.
     require_finite(checks)
+    # Windows are not ranked: they are stored as transformers' own cache holds them.
     states = [[(layer.keys, layer.values)] if layer.is_sliding else layer.noted for layer in layers]
     kept = [[(keys[0], values[0]) for keys, values in some] for some in states]
     return kept, output.logits[0, -1].float()
@@ -95,6 +98,7 @@ def resolve_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
                     f"layer {layer}: policy {policy.name} merges what it evicts into what it keeps, so every budget "
                     "has other keys and values and nothing can be shared: search with another policy"
                 )
+            # Policies may decide this by the budget, so some of every size are tried.
             if any(policy.keeps_all(2**power, 2**31) for power in range(31)):
                 raise UsageError(
                     f"layer {layer}: policy {policy.name} never evicts some heads, whatever their budget, so there is "
@@ -114,10 +118,10 @@ class SampleStore:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0  # held where they were put
-        self._held: dict[str, tuple[Tensors | Path, dict[str, torch.device]]] = {}  # with the devices they are of
+        self._held: dict[str, tuple[NamedTensors | Path, dict[str, torch.device]]] = {}  # with the devices they are of
         self._temporary: TemporaryDirectory[str] | None = None
 
-    def put(self, name: str, tensors: Tensors) -> None:
+    def put(self, name: str, tensors: NamedTensors) -> None:
         """Store contiguous tensors under a new name; EnvironmentFault if a file cannot be written."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         devices = {key: tensor.device for key, tensor in tensors.items()}
@@ -143,7 +147,8 @@ class SampleStore:
             self._temporary.cleanup()
             self._temporary = None
 
-    def _spill(self, tensors: Tensors) -> Tensors | Path:
+    def _spill(self, tensors: NamedTensors) -> NamedTensors | Path:
+        # From a GPU host memory is the next place; where that is the memory that ran out, a file is.
         host = {key: tensor.cpu() for key, tensor in tensors.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
             return host
@@ -162,6 +167,7 @@ class SampleStore:
 
 def drop_unused_memory(states: Tensor) -> Tensor:
     """Copy a view so that the memory of the rest can be freed."""
+    # A slice keeps all of its tensor alive.
     if states.untyped_storage().nbytes() == states.nbytes:
         return states
     return states.clone(memory_format=torch.contiguous_format)

@@ -26,7 +26,7 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.logits import Logits
 from tests.calibration.polykv.naive import measure_naively
-from tests.families import EACH_FAMILY, build
+from tests.families import EACH_FAMILY, build, take_families
 
 EVERYTHING = ("cosine", "ppl", "entropy")
 NAMES = (
@@ -108,7 +108,7 @@ def test_all_families_agree_with_the_naive_procedure(family: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@take_families("llama", "gpt_oss")
 def test_all_patterns_agree_with_the_naive_procedure(family: str) -> None:
     """At two budgets, of which the larger evicts nothing of one prompt before it is followed; one is followed twice."""
     model = build(family)

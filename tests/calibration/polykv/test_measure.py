@@ -92,6 +92,7 @@ def test_a_model_in_half_precision_is_measured_like_its_weights_in_fp32() -> Non
     np.testing.assert_allclose(swept["mean_entropy"], exact["mean_entropy"], rtol=0, atol=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch", [1, 8])
 def test_batches_change_rounding_only(made: Profile, batch: int) -> None:
     found = profile(batch=batch)

@@ -14,7 +14,7 @@ from kvsearch.calibration.polykv.options import PAPER_PATTERNS, make_candidates
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.plan import PolicySpec
 from kvsearch.policies import Needs, Observation, Policy, create_policy, list_policy_names
-from kvsearch.policies.registry import FITTED
+from kvsearch.policies.registry import list_fitted
 from kvsearch.runtime.decode.rule import decode_needs
 
 BOTH = ("prefill", "decode")
@@ -41,7 +41,7 @@ def test_the_nine_of_the_paper_are_the_default() -> None:
 
 def test_all_are_those_that_can_be_judged() -> None:
     policies, remarks = tried("all")
-    left_out = sorted(["duo_attention", "kvzip", *FITTED])
+    left_out = sorted(["duo_attention", "kvzip", *list_fitted()])
     assert names_of(policies) == [name for name in list_policy_names() if name not in ("full", *left_out)]
     assert [remark.partition(" is left out: ")[0] for remark in remarks] == left_out
     assert remarks[0].endswith("some of its heads are never evicted, so budgets do not say what it keeps")

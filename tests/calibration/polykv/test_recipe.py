@@ -19,8 +19,8 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.policies import create_policy
 from tests.calibration.test_recipe import resolve_recipe
-from tests.robustness.inputs import calibration_file
 from tests.signals.profiles import make_signals
+from tests.tiny import calibration_file
 
 
 def typed(

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.calibration.methods import create_calibration
-from kvsearch.calibration.options import RIVAL_POLICIES, ProbeOptions, QueryBankOptions
+from kvsearch.calibration.options import ProbeOptions, QueryBankOptions
 from kvsearch.calibration.probe.bank import draw_asked_places
 from kvsearch.calibration.probe.context_pass import ContextPass, Noting, QuestionBuilder
 from kvsearch.calibration.probe.contexts import fit_rankings
@@ -21,13 +20,18 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import find_attention_modules
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, save_profile
+from kvsearch.plan.methods import create_method
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
+from kvsearch.policies.registry import list_rivals
 from kvsearch.report.ranking import list_ranking_remarks
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibrations import calibrate_query_bank
+from tests.combinations import first_value
+
+RIVALS = list_rivals()
 
 DATA = tiny.calibration_data(100, 110, 104)
 SMALL = QueryBankOptions(bank=7, answers="given")
@@ -40,7 +44,7 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     group = config.num_attention_heads // heads
     assert profile.arrays["queries"].shape == (layers, heads, group, 7, config.head_dim)
     recall = profile.arrays["recall"]
-    assert recall.shape == (1 + len(RIVAL_POLICIES), 3, layers, heads)
+    assert recall.shape == (1 + len(RIVALS), 3, layers, heads)
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
     told = [str(part) for part in list_ranking_remarks(profile)]
     assert told[0] == "fitted on 1 context, chosen on 1, reported on 1"
@@ -82,11 +86,14 @@ TEXTS = tiny.calibration_data(80, 82, 84, 86, 88, questions=1)
 
 
 def fitted(model: LoadedModel, names: tuple[str, ...], directory: Path | None) -> list[Profile]:
-    calibrations = [create_calibration(model, TEXTS, FITS[name].policies(), FITS[name]) for name in names]
+    calibrations = [
+        create_method(name).create_calibration(model, TEXTS, FITS[name].policies(), FITS[name]) for name in names
+    ]
     calibrations[0].steps = StepCache(directory, "these")
     return fit_rankings(calibrations, calibrations[0].prepare())
 
 
+@pytest.mark.nightly
 def test_rankings_that_share_their_passes_are_those_that_have_their_own(model: LoadedModel) -> None:
     together = fitted(model, ("probe", "query_bank"), None)
     for name, profile in zip(FITS, together, strict=True):
@@ -113,7 +120,7 @@ class Passes:
         self.plain(*given, **named)
 
 
-@pytest.mark.parametrize("names", [("probe",), ("query_bank",), ("query_bank", "probe")], ids="+".join)
+@first_value("names", [("query_bank", "probe"), ("probe",), ("query_bank",)])
 def test_it_ends_as_one_that_was_never_stopped(
     names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def test_ridge_is_that_of_scikit_learn(strength: float, seed: int) -> None:
         assert float(fit.bias[head]) == pytest.approx(known.intercept_, abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_network_fits_what_no_line_does() -> None:
     z = drawn(2, 2000, 3)
     target = 5 + 3 * torch.stack([z[0, :, 0] * z[0, :, 1], z[1, :, 2].abs()])

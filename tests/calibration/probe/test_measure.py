@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import RIVAL_POLICIES, TARGETS, LukvOptions, ProbeOptions
+from kvsearch.calibration.options import TARGETS, LukvOptions, ProbeOptions
 from kvsearch.calibration.probe.context_pass import (
     CHUNK,
     JUDGED_SHARES,
@@ -31,6 +31,7 @@ from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import GOLDEN_RATIO, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
+from kvsearch.policies.registry import list_rivals
 from kvsearch.report.ranking import TextLosses, find_losses, list_ranking_remarks
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import run_attention
@@ -38,6 +39,8 @@ from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.methods import parse_methods
 from tests import tiny
 from tests.calibrations import calibrate_lukv, calibrate_probe
+
+RIVALS = list_rivals()
 
 SMALL = ProbeOptions(entries=200, form="linear", answer_tokens=8)
 
@@ -66,6 +69,7 @@ def test_scores_are_sorted_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch)
         assert keep[..., :4].sum(-1).eq(min(4, count)).all()
 
 
+@pytest.mark.nightly
 def test_contexts_that_fit_in_memory_are_read_once_and_say_the_same(
     model: LoadedModel, data: CalibrationData, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,28 +100,29 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     assert profile.arrays["linear"].shape == (layers, heads, 2 * dim + 5)
     assert profile.arrays["hidden"].shape[-1] == 0
     recall = profile.arrays["recall"]
-    assert recall.shape == (1 + len(RIVAL_POLICIES), len(JUDGED_SHARES), layers, heads)
+    assert recall.shape == (1 + len(RIVALS), len(JUDGED_SHARES), layers, heads)
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
     assert profile.metadata.provenance.settings["contexts"] == (4, 1, 1)
     judged = profile.metadata.provenance.settings["judged"]
     assert profile.arrays["text_loss"].shape == (1, len(judged), len(JUDGED_SHARES))
-    recalled = dict(zip(RIVAL_POLICIES, recall[1:].mean((1, 2, 3)), strict=True))
+    recalled = dict(zip(RIVALS, recall[1:].mean((1, 2, 3)), strict=True))
     assert judged == (
         "probe",
-        *sorted(sorted(RIVAL_POLICIES, key=recalled.__getitem__)[-REPORTED_RIVALS:], key=RIVAL_POLICIES.index),
+        *sorted(sorted(RIVALS, key=recalled.__getitem__)[-REPORTED_RIVALS:], key=RIVALS.index),
     )
     fit, *others = profile.arrays["text_loss"][0, :, 1]
     is_doubtful = all(other < fit for other in others)
-    assert len(profile.arrays["middle_loss"]) == (1 + len(RIVAL_POLICIES) if is_doubtful else len(judged))
+    assert len(profile.arrays["middle_loss"]) == (1 + len(RIVALS) if is_doubtful else len(judged))
     assert next(list_ranking_remarks(profile)) == "fitted on 4 contexts, chosen on 1, reported on 1"
 
 
+@pytest.mark.nightly
 def test_all_are_compared_where_that_is_asked_for(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
     """Those that lose least are reported, and what is fitted is the same."""
     found = calibrate_probe(model, data, SMALL.model_copy(update={"compare": "all"}))
     judged = found.metadata.provenance.settings["judged"]
-    middle = dict(zip(("probe", *RIVAL_POLICIES), found.arrays["middle_loss"].tolist(), strict=True))
-    assert set(judged[1:]) == set(sorted(RIVAL_POLICIES, key=middle.__getitem__)[:REPORTED_RIVALS])
+    middle = dict(zip(("probe", *RIVALS), found.arrays["middle_loss"].tolist(), strict=True))
+    assert set(judged[1:]) == set(sorted(RIVALS, key=middle.__getitem__)[:REPORTED_RIVALS])
     np.testing.assert_allclose(found.arrays["text_loss"][0, :, 1], [middle[name] for name in judged], rtol=1e-5)
     assert is_last(found.arrays) == is_last(profile.arrays)
     for name in {*profile.arrays} - {"text_loss", "middle_loss"}:
@@ -129,7 +134,7 @@ def with_losses(profile: Profile, texts: int, fit: float, other: float = 1) -> P
     values = np.ones((texts, 1 + REPORTED_RIVALS, len(JUDGED_SHARES)), np.float32)
     values[:, 0] = fit
     values[:, 1] = other
-    middle = np.append(values[..., 1].mean(0), np.ones(len(RIVAL_POLICIES) - REPORTED_RIVALS))
+    middle = np.append(values[..., 1].mean(0), np.ones(len(RIVALS) - REPORTED_RIVALS))
     return Profile(profile.metadata, {**profile.arrays, "text_loss": values, "middle_loss": middle})
 
 

@@ -15,9 +15,10 @@ from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import BankPass
 from kvsearch.search.bank.samples import BankSample
 from tests import tiny
+from tests.combinations import first_value
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, tokens_of, without_answers
 
-protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
+protocols = first_value("protocol", PROTOCOLS)
 
 
 @pytest.fixture(scope="module")

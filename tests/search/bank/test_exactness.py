@@ -22,8 +22,8 @@ from kvsearch.search.spaces import encode_choices
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
-from tests.combinations import every_value
-from tests.families import EACH_FAMILY
+from tests.combinations import every_value, first_value
+from tests.families import EACH_FAMILY, take_families
 from tests.runtime.helpers import TOLERANCE
 from tests.runtime.recorder import Recorder, capturing
 from tests.search.bank.cases import (
@@ -40,7 +40,7 @@ from tests.search.bank.cases import (
 )
 
 families = pytest.mark.parametrize("family", EACH_FAMILY)
-protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
+protocols = first_value("protocol", PROTOCOLS)
 
 
 def loaded(family: str) -> LoadedModel:
@@ -80,7 +80,7 @@ def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: 
 
 
 @protocols
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+@take_families("gemma2", "gemma3")
 def test_questions_and_answers_longer_than_a_sliding_window(family: str, protocol: Protocol) -> None:
     model, context = loaded(family), " ".join(tiny.document(70).words[1:])
     queries = (
@@ -157,7 +157,7 @@ def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> 
 
 
 @protocols
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@take_families("llama", "gemma3")
 def test_captured_steps_reply_as_others_do(family: str, protocol: Protocol) -> None:
     """Beyond Gemma's window of 16; of unequal prompts and limits, so that some replies end before others."""
     model = loaded(family)

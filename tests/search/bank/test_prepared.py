@@ -18,11 +18,11 @@ from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import run_attention
 from kvsearch.search.bank.prepared import find_windows, prefill, resolve_policies
 from tests import tiny
-from tests.families import FAMILIES, build, prompts
+from tests.families import FAMILIES, build, prompts, take_families
 from tests.search.bank.cases import SNAPKV, program_of, random_candidates
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@take_families(*FAMILIES)
 def test_a_prefix_holds_what_the_runtime_keeps(family: str) -> None:
     """The best entries of every head at any budget, and sliding windows as the model's own cache has them."""
     model = tiny.loaded(family)

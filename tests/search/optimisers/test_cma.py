@@ -72,6 +72,7 @@ def test_told_points_on_a_plane_do_not_lead_it_astray(dimension: int) -> None:
     assert slopes.max() / slopes.min() < 1.05
 
 
+@pytest.mark.nightly
 def test_its_package_is_imported_when_it_is_built_only_and_in_silence() -> None:
     script = (
         "import sys, warnings, numpy as np; warnings.simplefilter('error');"

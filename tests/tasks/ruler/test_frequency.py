@@ -59,6 +59,7 @@ def test_common_words_are_the_top_ten_of_the_whole_text(length: int) -> None:
             assert whole(example).count(word) == asked.count(word)
 
 
+@pytest.mark.nightly
 def test_long_lists_have_enough_words() -> None:
     (example,) = RulerTask("cwe", 131072).examples(1, 0, words)
     asked = lists(example)[2]

@@ -1,0 +1,73 @@
+"""The contract of every calibration method."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsearch.calibration.options import (
+    AdakvOptions,
+    CakeOptions,
+    LavaOptions,
+    LukvOptions,
+    ProbeOptions,
+    QueryBankOptions,
+    QueryStatisticsOptions,
+)
+from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.plan import Size
+from kvsearch.plan.methods import CALIBRATION_METHODS, create_method
+from kvsearch.testing import CalibrationContract
+
+WINDOW = {"window": 8}
+
+
+class TestLukv(CalibrationContract):
+    options = LukvOptions(answer_tokens=2, params=WINDOW)
+
+
+@pytest.mark.nightly
+class TestLukvOfSeveral(CalibrationContract):
+    options = LukvOptions(answers="given", normalization="layer", policy="keydiff", rivals=("knorm",))
+
+
+class TestAdakv(CalibrationContract):
+    options = AdakvOptions(params=WINDOW)
+
+
+@pytest.mark.nightly
+class TestLava(CalibrationContract):
+    options = LavaOptions(params=WINDOW, minimum=0.02)
+
+
+@pytest.mark.nightly
+class TestCake(CalibrationContract):
+    options = CakeOptions(params=WINDOW, protocol="question-aware")
+
+
+class TestPolykv(CalibrationContract):
+    options = PolykvOptions(patterns=("snapkv", "streaming"), budgets=(48, 70), params=WINDOW, answer_tokens=4, batch=2)
+    sizes = (Size(ratio=0.5), Size(budget=70), Size(ratio=0.7, length=300))
+
+
+class TestProbe(CalibrationContract):
+    options = ProbeOptions(entries=100, form="linear", features=("value_norm", "spread"), answer_tokens=2)
+
+
+@pytest.mark.nightly
+class TestQueryBank(CalibrationContract):
+    options = QueryBankOptions(bank=3, answer_tokens=2)
+
+
+class TestQueryStatistics(CalibrationContract):
+    options = QueryStatisticsOptions()
+
+
+def contracts() -> dict[str, type[CalibrationContract]]:
+    """Those of methods without one above, by their default options."""
+    known = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, CalibrationContract)]
+    covered = {kind.options.method for kind in known if kind is not CalibrationContract}
+    others = [create_method(name) for name in CALIBRATION_METHODS.built_in if name not in covered]
+    return {f"Test_{one.name}": type(one.name, (CalibrationContract,), {"options": one.options()}) for one in others}
+
+
+globals().update(contracts())

@@ -1,1 +1,0 @@
-"""Commands that are stopped at every write, and what is there afterwards."""
