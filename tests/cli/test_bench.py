@@ -58,7 +58,7 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
         shapes.make_random_model("llama-3.1-8b")
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_curve_of_where_a_plan_pays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "curve.svg"
     grid = ("--length", "64,16", "--batch", "1,3", *SHORT)
