@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import cache, partial
+from itertools import count, product
 from typing import Any
 
 import torch
 from transformers import StaticCache
 
+from kvsearch.benchmark.break_even import CostModel, Forecaster, StepCosts, choose_checks
 from kvsearch.benchmark.speed import (
     DYNAMIC,
     FULL_CACHE,
@@ -25,17 +30,21 @@ from kvsearch.benchmark.speed import (
     time_steps,
 )
 from kvsearch.core.errors import EnvironmentFault
-from kvsearch.core.items import Progress
+from kvsearch.core.items import Progress, group_by_key
 from kvsearch.models.architecture import describe
 from kvsearch.models.memory import find_default_memory, is_out_of_memory, measure_free_bytes, release_memory
+from kvsearch.models.speed import PATIENCE, Speed, Work
 from kvsearch.models.weights import list_named_tensors
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import use_attention
-from kvsearch.runtime.program import estimate_memory, make_full_program
+from kvsearch.runtime.program import count_entries, estimate_memory, make_full_program
 
 FREE_SHARE_FOR_BATCH = 0.95  # of what is free, for the largest batch
 BATCH_REDUCTION = 16  # a batch that does not fit is tried again with a sixteenth less
 SPARE_SHARE = 1 / 4  # of what a cache holds may be padding, or room for tokens to come
+LONGEST_PROMPT = 8192  # of a curve, where no lengths are given
+SHORTEST_PROMPT = 512
+PROMPT_SECONDS = 120  # that the prompts of a curve may take
 PROBE_STEPS = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
 
 
@@ -145,3 +154,95 @@ def _repeat_cache(kind: CacheKind, one: Any, batch: int) -> Any:
     cache = deepcopy(one)
     cache.batch_repeat_interleave(batch)
     return cache
+
+
+def choose_lengths(model: Any, programs: dict[str, Program], batches: Sequence[int], steps: int) -> tuple[int, ...]:
+    """Choose four lengths of a curve, each twice the one before, that this device reads in time and has memory for.
+
+    Raises:
+        EnvironmentFault: not even short ones fit into memory.
+    """
+    limit = (describe(model).max_positions or LONGEST_PROMPT + steps) - steps
+    longest = 2 ** (min(LONGEST_PROMPT, limit).bit_length() - 1)
+    speed = None if model.device.type == "meta" else Speed(model, SHORTEST_PROMPT)
+    while True:
+        lengths = tuple(longest // share for share in (8, 4, 2, 1))
+        prompts = [*lengths, *{length for length, _ in choose_checks(lengths, batches)}]
+        in_time = speed is None or speed.seconds(Work.over(prompts, 2 + len(programs))) <= PROMPT_SECONDS
+        try:
+            require_memory(model, programs, Workload(max(batches), longest, steps, 1), model.device)
+        except EnvironmentFault:
+            if longest <= SHORTEST_PROMPT:
+                raise
+        else:
+            if in_time or longest <= SHORTEST_PROMPT:
+                return lengths
+        longest //= 2
+
+
+@torch.no_grad()
+def measure_steps(
+    model: Any, programs: dict[str, Program], workloads: Sequence[Workload], progress: Progress
+) -> list[StepCosts]:
+    """Measure decode steps of workloads, with transformers' own cache, the full cache on ours, and all `programs`.
+
+    A prompt of every length is read into each kind of cache, which is repeated to the batches. Every round visits all
+    workloads, so that what else the machine does for a while meets all of them, and the fastest round counts.
+    """
+    kinds = [kind for kind in list_cache_kinds(model, programs, 0) if kind.name != STATIC_CACHE]
+    rounds = max(work.rounds for work in workloads)
+    lengths = dict.fromkeys(work.length for work in workloads)
+    turns = (len(lengths) + len(workloads) * rounds) * len(kinds)
+    turn = count(1)
+    prompts = {}
+    seconds = defaultdict[tuple[CacheKind, Workload], list[float]](list)
+    with use_attention(model, model.config._attn_implementation):
+        for length, kind in product(lengths, kinds):
+            prompts[length, kind.name] = _read_prompt(model, kind, length, rounds)
+            progress(next(turn), turns)
+        for _, work, kind in product(range(rounds), workloads, kinds):
+            model.set_attn_implementation(kind.implementation)
+            cache = _repeat_cache(kind, prompts[work.length, kind.name][0], work.batch)
+            time_steps(model, cache, work.batch, PROBE_STEPS)
+            seconds[kind, work].append(time_decode(model, cache, work.batch, work.steps) / work.steps)
+            progress(next(turn), turns)
+    return [
+        StepCosts(
+            kind.name, work.length, work.batch, *count_kept_entries(model, programs.get(kind.name), work.length),
+            min(times), statistics.median(times) / min(times), *prompts[work.length, kind.name][1:],
+        )
+        for (kind, work), times in seconds.items()
+    ]  # fmt: skip
+
+
+def _read_prompt(model: Any, kind: CacheKind, length: int, rounds: int) -> tuple[Any, float, int]:
+    """Read one prompt a few times; return its cache, the seconds of the fastest, and its bytes with those of a step."""
+    ids = draw_prompts(model, 1, length)
+    model.set_attn_implementation(kind.implementation)
+    seconds = list[float]()
+    while len(seconds) < rounds and sum(seconds) < PATIENCE:
+        cache = kind.make()
+        seconds.append(time_prefill(model, cache, ids))
+    held = count_cache_bytes(cache)
+    beside = measure_peak_bytes(model.device, partial(time_decode, model, cache, 1, PROBE_STEPS))
+    return cache, min(seconds), held + beside
+
+
+def count_kept_entries(model: Any, program: Program | None, length: int) -> tuple[int, int]:
+    """Count the entries of a sequence that a decode step reads, and those after its prompt; None: the full cache."""
+    if program is None:
+        program = make_full_program(model)
+    after_prompt = count_entries(model, program.prefill, length)
+    if program.decode is None:
+        return after_prompt, after_prompt
+    return min(after_prompt, count_entries(model, program.decode, length)), after_prompt
+
+
+def fit_forecaster(model: Any, programs: dict[str, Program], measured: Sequence[StepCosts]) -> Forecaster:
+    """Fit the costs of every kind of cache that was measured, for the memory that `find_largest_batches` fills."""
+    return Forecaster(
+        {name: CostModel.fit(costs) for name, costs in group_by_key(measured, lambda cost: cost.cache).items()},
+        cache(lambda name, length: count_kept_entries(model, programs.get(name), length)),
+        (DYNAMIC, FULL_CACHE),
+        find_default_memory(model.device, gpu_share=FREE_SHARE_FOR_BATCH),
+    )

@@ -11,7 +11,7 @@ from kvsearch.commands.public import job
 from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import JobOptions, Repeated, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import check_target, read_bytes, require_directory, write_atomically
+from kvsearch.core.files import check_target, require_directory, write_atomically
 
 if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification
@@ -98,11 +98,12 @@ class ReportOptions(JobOptions):
 
     def check_output(self) -> None:
         """Raise UsageError if the page cannot be written, or would replace what is no page of ours."""
-        from kvsearch.report.page import is_ours
+        from kvsearch.report.page import check_page_target
 
-        check_target(self.output)
-        if self.output.exists() and not self.force and not is_ours(read_bytes(self.output)):
-            raise UsageError(f"{self.output} is no report of kvsearch: choose another file, or --force to replace it")
+        if self.force:
+            check_target(self.output)
+        else:
+            check_page_target(self.output, "choose another file, or --force to replace it")
 
 
 @job(ReportOptions)

@@ -31,6 +31,7 @@ from kvsearch.plan.saved import FOLDER_PLAN, PROFILE, load_plan
 from kvsearch.plan.schema import PLAN_FORMAT
 from kvsearch.plan.yaml import STRATEGY_FORMAT
 from kvsearch.report import charts, evaluation, scores, search, selections
+from kvsearch.report.break_even import BreakEvenView, make_break_even_figures
 from kvsearch.report.charts import make_profile_figures
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, ReportPart
@@ -114,6 +115,13 @@ ARTIFACT_KINDS: Mapping[str, ArtifactKind] = {
     "headroom": ArtifactKind(scores.list_headroom_parts, (HeadroomResult,)),
     "speed": ArtifactKind(
         SpeedView.parts, (SpeedView,), model=lambda view: view.machine.get("model"), figures=charts.make_speed_figures
+    ),
+    "break-even": ArtifactKind(
+        BreakEvenView.parts,
+        (BreakEvenView,),
+        model=lambda view: view.machine.get("model"),
+        figures=make_break_even_figures,
+        headline=BreakEvenView.headline,
     ),
     "validation": ArtifactKind(scores.list_validation_parts, (ValidationResult,)),
     "selection": ArtifactKind(

@@ -128,22 +128,7 @@ class SpeedView(Result):
         cls, loaded: LoadedModel, costs: Sequence[CacheCosts], steps: int, rounds: int, roofline: Roofline
     ) -> SpeedView:
         """Return a view of what was measured now."""
-        import torch
-        import transformers
-
-        device = loaded.model.device
-        machine = {
-            "model": loaded.name,
-            "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "new_tokens": steps,
-            "rounds": rounds,
-            **asdict(roofline),
-        }
-        return cls(machine=machine, costs=tuple(costs))
+        return cls(machine=describe_machine(loaded, steps, rounds) | asdict(roofline), costs=tuple(costs))
 
     def as_json(self) -> dict[str, Any]:
         """Return the machine and all costs, for programs."""
@@ -171,11 +156,39 @@ class SpeedView(Result):
     def measured(self) -> str:
         """Return on what it was measured, and how."""
         at = self.machine
-        return (
-            f"{at['model']}, {at['dtype']}, {at['device']}, {at['threads']} threads, torch {at['torch']}, transformers "
-            f"{at['transformers']}; medians of {at['rounds']} rounds of {at['new_tokens']} new tokens, caches in turn; "
-            f"here {at['bandwidth'] / 1e9:,.1f} GB/s, {at['flops'] / 1e12:,.2f} TFLOP/s"
-        )
+        rates = f"here {at['bandwidth'] / 1e9:,.1f} GB/s, {at['flops'] / 1e12:,.2f} TFLOP/s"
+        how = f"medians of {at['rounds']} rounds of {at['new_tokens']} new tokens, caches in turn"
+        return f"{format_machine(at)}; {how}; {rates}"
+
+
+def describe_machine(loaded: LoadedModel, steps: int, rounds: int) -> dict[str, Any]:
+    """Return where and how something was measured, as JSON."""
+    import torch
+    import transformers
+
+    from kvsearch.benchmark.speed import choose_clock
+
+    device = loaded.model.device
+    return {
+        "model": loaded.name,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "clock": choose_clock(device).__name__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "new_tokens": steps,
+        "rounds": rounds,
+    }
+
+
+def format_machine(at: Mapping[str, Any]) -> str:
+    """Return where something was measured, in words."""
+    clock = ", processor time" if at.get("clock") == "process_time" else ""
+    return (
+        f"{at['model']}, {at['dtype']}, {at['device']}, {at['threads']} threads{clock}, torch {at['torch']}, "
+        f"transformers {at['transformers']}"
+    )
 
 
 def _make_cells(costs: CacheCosts) -> dict[str, Cell]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.core.files import require_directory, write_atomically, write_fault
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import check_target, require_directory, write_atomically, write_fault
 from kvsearch.core.printed import escape_invisible
 from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Series, is_light
 from kvsearch.strategies.names import FULL
@@ -43,11 +44,14 @@ LINE = 0.15  # of the height of a name
 
 WIDTH = 5.5  # inches of a figure over both columns of a page
 HEIGHT = 3.4
+PANEL = 3.6  # of each of several charts side by side
+ROW_HEIGHT = 4.2  # of these, with legends below
 DPI = 200
 CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
 LONGEST_NAME = 48  # letters
 MOST_WORDS = 16  # names of columns that fit side by side
 MOST_NUMBERS = 160  # cells of a map that have their number in them
+DATED = {".pdf": "CreationDate", ".png": "Software", ".svg": "Date"}  # what would make every file of a kind another
 DRAW_SETTINGS = {
     "font.family": "serif", "font.serif": ["STIXGeneral", "DejaVu Serif"], "mathtext.fontset": "stix", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.linewidth": 0.6,
@@ -82,15 +86,38 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
         for figure in figures:
             picture = draw(figure)
             for suffix in ("pdf", "png"):
-                data = io.BytesIO()
-                # without the date, which would make every file another
-                dated: dict[str, Any] = {"CreationDate": None} if suffix == "pdf" else {"Software": None}
-                picture.savefig(data, format=suffix, dpi=DPI, bbox_inches="tight", metadata=dated)
                 written.append(directory / f"{figure.name}.{suffix}")
-                write_atomically(written[-1], data.getvalue())
+                write_picture(picture, written[-1])
             written.append(directory / f"{figure.name}.csv")
             write_atomically(written[-1], figure.csv().encode())
     return written
+
+
+def check_picture_target(path: Path) -> None:
+    """Raise UsageError if no picture can be written to `path`: another suffix, or there can be no such file."""
+    if path.suffix not in DATED:
+        raise UsageError(f"cannot write a picture to {path}: name a {', '.join(DATED)} or .html file")
+    check_target(path)
+
+
+def write_picture(picture: Picture, path: Path) -> None:
+    """Write a picture as PDF, PNG or SVG, by the suffix; equal pictures give equal bytes. Errors as `write_figures`."""
+    data = io.BytesIO()
+    picture.savefig(data, format=path.suffix[1:], dpi=DPI, bbox_inches="tight", metadata={DATED[path.suffix]: None})
+    write_atomically(path, data.getvalue())
+
+
+def write_row(figures: Sequence[Figure], path: Path) -> None:
+    """Write line charts side by side as one picture, see `write_picture`."""
+    import matplotlib
+    from matplotlib.figure import Figure as Picture
+
+    with matplotlib.rc_context(DRAW_SETTINGS | {"svg.hashsalt": figures[0].name}):
+        picture = Picture(figsize=(PANEL * len(figures), ROW_HEIGHT), layout="constrained")
+        for axes, figure in zip(picture.subplots(1, len(figures), squeeze=False)[0], figures, strict=True):
+            _draw_lines(axes, _as_shown(figure.body), loc="upper center", bbox_to_anchor=(0.5, -0.16))
+            axes.set_title(_as_shown(figure.title))
+        write_picture(picture, path)
 
 
 def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Picture:
@@ -100,7 +127,7 @@ def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Pictur
     picture = Picture(figsize=(width, HEIGHT), layout="constrained")
     match _as_shown(figure.body):
         case LineChart(full=None) as lines:
-            _draw_lines(picture, lines)
+            _draw_lines(picture.add_subplot(), lines, loc="center left", bbox_to_anchor=(1.01, 0.5))
         case LineChart() as plans:
             _draw_plans(picture, plans)
         case HeatMap() as maps:
@@ -131,8 +158,8 @@ def _as_shown(data: Any) -> Any:
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _draw_lines(picture: Picture, body: LineChart) -> None:
-    axes = picture.add_subplot()
+def _draw_lines(axes: Axes, body: LineChart, **legend: Any) -> None:
+    """Draw a line chart, with its `legend` at that place where it has several lines."""
     counts = Counter[str]()  # by role
     for series in body.series:
         _draw_series(axes, series, counts[series.role])
@@ -141,7 +168,7 @@ def _draw_lines(picture: Picture, body: LineChart) -> None:
     axes.set_xlabel(body.x)
     _begin_at_tick(axes.yaxis, body)
     if sum(series.style != "level" for series in body.series) > 1:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        axes.legend(**legend)
 
 
 def _draw_series(axes: Axes, series: Series, number: int) -> None:

@@ -14,12 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from markupsafe import Markup
 from pydantic import ValidationError
 
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import check_target, read_bytes
 from kvsearch.core.printed import escape_invisible, format_command_line
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
 from kvsearch.policies.registry import BUILT_IN, describe_policy
@@ -190,9 +193,11 @@ def render(groups: Sequence[PageGroup]) -> bytes:
     return page.encode()
 
 
-def is_ours(data: bytes) -> bool:
-    """Tell whether a file is a page that this wrote, by its first bytes."""
-    return f'<meta name="generator" content="{GENERATOR}">'.encode() in data[:400]
+def check_page_target(path: Path, advice: str = "choose another file") -> None:
+    """Raise UsageError if a page cannot be written to `path`, or would replace what is no page of ours."""
+    check_target(path)
+    if path.exists() and f'<meta name="generator" content="{GENERATOR}">'.encode() not in read_bytes(path)[:400]:
+        raise UsageError(f"{path} is no report of kvsearch: {advice}")
 
 
 def make_data_link(text: str) -> str:

@@ -218,6 +218,14 @@ def has_key_norm(model: nn.Module) -> bool:
     return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
 
 
+def count_entries(model: Any, phase: PhaseProgram | None, length: int) -> int:
+    """Count the entries of all full-attention layers after a phase; layers that it leaves alone keep a whole prompt."""
+    shape = describe(model)
+    planned = 0 if phase is None else phase.entries(length)
+    unplanned = len(shape.full_layers) - (0 if phase is None else len(phase.policies))
+    return planned + unplanned * shape.kv_heads * length
+
+
 def estimate_prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
     """Estimate the bytes of compressed prompts: keys, values and positions of full-attention layers.
 
@@ -226,17 +234,14 @@ def estimate_prompt_bytes(model: Any, program: Program, lengths: Sequence[int], 
     """
     shape = describe(model)
     phase = program.prefill
-    layers = len(shape.full_layers)
     more = 0 if program.decode else tokens
-    entries = 0
+    entries = len(lengths) * len(shape.full_layers) * shape.kv_heads * more
     weights = 0
     for length in lengths:
-        planned = 0 if phase is None else phase.entries(length)
+        entries += count_entries(model, phase, length)
         if phase is not None and phase.carries:
             table = np.minimum(phase.table(length), length)
             weights += int(table[[layer in phase.carries for layer in sorted(phase.policies)]].sum())
-        unplanned = layers - (0 if phase is None else len(phase.policies))
-        entries += planned + unplanned * shape.kv_heads * length + layers * shape.kv_heads * more
     size = model.dtype.itemsize
     return int(entries * (2 * shape.head_dim * size + POSITION) + weights * size)
 

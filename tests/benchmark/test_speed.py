@@ -139,3 +139,9 @@ def test_the_floor_is_that_of_what_takes_longer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(speed, "COPIED_BYTES", 2**12)
     found = speed.measure_roofline(torch.device("cpu"), torch.float32)
     assert found.bandwidth > 0 < found.flops
+
+
+def test_one_thread_of_a_cpu_has_the_clock_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads, device, clock in ((1, "cpu", "process_time"), (2, "cpu", "perf_counter"), (1, "cuda", "perf_counter")):
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
+        assert speed.choose_clock(torch.device(device)).__name__ == clock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,6 +56,52 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(shapes, "measure_free_bytes", lambda _: 1000)
     with pytest.raises(EnvironmentFault, match=r"takes 0\.0 GB for its weights and cpu has 0\.0 GB free"):
         shapes.make_random_model("llama-3.1-8b")
+
+
+@pytest.mark.slow
+def test_a_curve_of_where_a_plan_pays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = tmp_path / "curve.svg"
+    grid = ("--length", "64,16", "--batch", "1,3", *SHORT)
+    arguments = ("bench", "bundled", "--policy", "knorm", "--ratio", 0.5, *grid, "--curve")
+    out, _ = done(*arguments, picture, "--json")
+    assert picture.read_text().count("knorm, 50% evicted, batch 3") == 2  # of tokens per second, and of times
+    told = json.loads(out)
+    caches = ["DynamicCache", "kvsearch, full", "knorm, 50% evicted"]
+    assert [cost["cache"] for cost in told["measured"]] == 4 * caches
+    assert [cost["entries"] for cost in told["measured"][-3:]] == [1536, 1536, 768]  # 24 heads, a prompt of 64
+    assert [(check["length"], check["batch"]) for check in told["checks"][::3]] == [(32, 1), (32, 3)]
+    costs = {cache: told["costs"][cache]["step"] for cache in caches}
+    for point in told["points"]:
+        if point["cache"] == caches[-1]:
+            a, b, c = costs[caches[-1]]
+            seconds = a + b * point["batch"] + c * point["batch"] * 12 * point["length"]
+            assert point["tokens_per_second"] == pytest.approx(point["batch"] / seconds)
+    assert {(point["length"], point["is_measured"]) for point in told["points"]} == {
+        (16, True), (64, True), (128, False), (256, False),
+    }  # fmt: skip
+    record = tmp_path / "curve.json"
+    record.write_text(out)
+    shown, _ = done("show", record)
+    assert "at batch 3" in shown
+    assert "points that were not measured for the fit: errors of" in shown
+    told["points"] = [point for point in told["points"] if point["cache"] != "full"]
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(json.dumps(told))
+    assert run("show", damaged)[0] == 2
+    page = tmp_path / "report.html"
+    done("report", record, "-o", page)
+    assert "Requests that fit at once" in page.read_text()
+    foretold = done_json(*arguments, picture, "--dry-run", "--json")
+    assert len(foretold["estimate"]["stages"]) == 4 + len(told["checks"]) / 3
+    page.write_text("mine")
+    code, _, talk = run(*arguments, page)
+    assert (code, talk.count("\n"), page.read_text()) == (2, 1, "mine")
+    monkeypatch.setattr("kvsearch.report.draw.write_atomically", Mock(side_effect=EnvironmentFault("the disk is full")))
+    code, _, talk = run(*arguments, picture)
+    assert code == 3
+    assert talk.splitlines()[-1].endswith("the disk is full")
+    [line] = [line for line in talk.splitlines() if "kvsearch.break-even/1" in line]
+    assert len(json.loads(line.partition(": ")[2])["measured"]) == 12
 
 
 @pytest.mark.nightly

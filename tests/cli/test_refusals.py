@@ -163,6 +163,12 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("bundled --budget 40 --ratio 0.5", "either a ratio"),
         ("bundled --plan NEW --skewed", "--skewed and --phases are of --policy"),
         ("bundled --budget 40 --batch 0", "--batch"),
+        ("bundled --curve NEW.svg", "give --plan, --budget or --ratio"),
+        ("bundled --budget 40 --curve NEW.txt", "name a .pdf, .png, .svg or .html file"),
+        ("bundled --budget 40 --curve NEW/a.svg", "its folder does not exist"),
+        ("bundled --budget 40 --curve NEW.svg --batch 4", "give two or more, such as --batch 1,4"),
+        ("bundled --budget 40 --curve NEW.svg --length 64,65", "such as --length 512,2048"),
+        ("bundled --budget 40 --curve NEW.svg --largest-batch", "leave --compile and --largest-batch out"),
     ],
     "reproduce": [
         ("lukv-tabel1 bundled", "did you mean 'lukv-table1'"),

@@ -98,6 +98,15 @@ def test_pictures_are_written_the_same_each_time(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
+def test_charts_side_by_side_are_written_the_same_each_time(tmp_path: Path) -> None:
+    for suffix in (".svg", ".pdf"):
+        for name in ("a", "b"):
+            draw.write_row([FIGURES[0], FIGURES[0]], (tmp_path / name).with_suffix(suffix))
+        data = (tmp_path / "a").with_suffix(suffix).read_bytes()
+        assert data == (tmp_path / "b").with_suffix(suffix).read_bytes()
+    assert (tmp_path / "a.svg").read_text().count("<!-- entries -->") == 2
+
+
 def test_names_are_data_for_matplotlib_too() -> None:
     name = "$x^{$ \\frac{ \x1b[2J {0}"
     lines = LineChart(name, "y", (Series(name, (1.0, 2.0), (1.0, 2.0)), Series("b", (1.0, 2.0), (2.0, 1.0))))
