@@ -30,17 +30,17 @@ from pathlib import Path
 # The most that --check, which `make lint` calls, lets the package have: about 5% above the figures of the day on which
 # a limit was set, so that honest growth does not fail the build. Lower it when a figure has fallen for good.
 GATES = {
-    "code lines": 39_500,
-    "files": 330,
-    "records": 365,
+    "code lines": 43_500,
+    "files": 355,
+    "records": 385,
     "public class names used twice": 0,
     "module names used more than twice": 3,
     "private helpers of at most 6 lines with one caller": 43,
     "imports inside functions of commands and cli": 135,
-    "assignments of a tuple to a tuple": 50,
+    "assignments of a tuple to a tuple": 55,
     "lists repeated by a condition": 0,
     "docstrings that only say See": 0,
-    "places that raise UsageError": 405,
+    "places that raise UsageError": 425,
     "import circles": 0,
     "banned phrases in docstrings": 214,
     "banned local names": 267,
