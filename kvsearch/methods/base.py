@@ -101,9 +101,9 @@ class CalibrationMethod:
     def create_calibration(
         self, loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: CalibrationOptions
     ) -> Calibration[Any]:
-        """Create the calibration of `policies`, those of `options.policies()`, on a model and texts.
+        """Create the calibration on a model and texts of `policies`, which `options.policies()` has made.
 
-        `options` may have more fields than those of the method, such as where the profile is written.
+        `options` may have more fields than the method's own, such as where the profile is written.
         """
         own = self.options(**{name: getattr(options, name) for name in self.options.model_fields})
         return self.find_calibration_class()(loaded, data, policies, own)
@@ -111,7 +111,7 @@ class CalibrationMethod:
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def default_budgets(self, profile: Profile) -> Sequence[int]:
-        """Return the budgets, entries per kv head, of which a single one is the size of a plan where none is given."""
+        """Return the budgets that were measured, in entries per kv head; if it is one, plans have it by default."""
         del profile
         return ()
 

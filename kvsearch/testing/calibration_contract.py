@@ -99,7 +99,7 @@ class CalibrationContract:
         assert self.measure().to_bytes() == profile.to_bytes()
 
     def test_one_that_was_stopped_ends_the_same(self, profile: Profile, tmp_path: Path) -> None:
-        """Each finished step may be the last: what is there is read, what is not is measured."""
+        """Each finished step may be the last: stored steps are read, the others are measured."""
         assert self.measure(tmp_path).to_bytes() == profile.to_bytes()
         stored = sorted(tmp_path.rglob("*.safetensors"))
         for path in stored[len(stored) // 2 :]:

@@ -180,16 +180,16 @@ def without(observation: Observation, name: str) -> Observation:
 
 def is_given(observation: Observation, name: str) -> bool:
     """Whether one of the things a policy may declare is there."""
-    found = getattr(observation, name)
-    return found is not None and not (isinstance(found, dict) and not found)
+    value = getattr(observation, name)
+    return value is not None and not (isinstance(value, dict) and not value)
 
 
 def contents(observation: Observation) -> dict[str, Tensor]:
     """Copies of everything in an observation that could be changed."""
-    found = {name: getattr(observation, name) for name in ("keys", "values", "valid", "queries", "column_sums")}
-    found |= {f"mean {start}": of.mean for start, of in observation.statistics.items()}
-    found |= {f"covariance {start}": of.covariance for start, of in observation.statistics.items()}
-    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+    tensors = {name: getattr(observation, name) for name in ("keys", "values", "valid", "queries", "column_sums")}
+    tensors |= {f"mean {start}": of.mean for start, of in observation.statistics.items()}
+    tensors |= {f"covariance {start}": of.covariance for start, of in observation.statistics.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
 
 class Shifted:
@@ -262,11 +262,11 @@ class Drawn:
 
     def to_protect(self, budget: int) -> Tensor:
         """The protected entries that a budget must cover, [B, T]."""
-        found = torch.zeros_like(self.valid)
+        protected = torch.zeros_like(self.valid)
         for row, count in enumerate(self.lengths.tolist()):
             columns = first_to_protect(self.policy, count, budget)
-            found[row, [self.case.length - count + index for index in columns]] = True
-        return found
+            protected[row, [self.case.length - count + index for index in columns]] = True
+        return protected
 
 
 class PolicyContract:

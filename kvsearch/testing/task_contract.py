@@ -65,7 +65,7 @@ class TaskContract:
 
     @property
     def splits(self) -> list[str]:
-        """The splits of which the task can be made, but that of all examples."""
+        """The splits that the task can be made of, without the one of all examples, which overlaps the others."""
         return [split for split in self.entry.splits if split != ALL] if "split" in self.entry.reads else []
 
     @property
@@ -80,11 +80,11 @@ class TaskContract:
 
     def test_few_examples_are_the_first_of_more(self) -> None:
         for seed in SEEDS:
-            most = self.examples(self.samples, seed)
+            examples = self.examples(self.samples, seed)
             for samples in range(1, self.samples):
-                some = self.examples(samples, seed)
-                assert list(some) == [example for example in most if example in some], f"seed {seed}"
-                assert not self.in_order or list(some) == list(most[:samples]), f"seed {seed}"
+                fewer = self.examples(samples, seed)
+                assert list(fewer) == [example for example in examples if example in fewer], f"seed {seed}"
+                assert not self.in_order or list(fewer) == list(examples[:samples]), f"seed {seed}"
 
     def test_a_seed_gives_the_same_examples(self) -> None:
         for seed in SEEDS:
@@ -105,8 +105,8 @@ class TaskContract:
             }
             for split, examples in drawn.items()
         }
-        for one, other in combinations(texts, 2):
-            assert not texts[one] & texts[other], f"{one} and {other} share a context"
+        for split, other in combinations(texts, 2):
+            assert not texts[split] & texts[other], f"{split} and {other} share a context"
 
     def test_every_question_can_be_asked(self) -> None:
         examples = self.examples(self.samples)
