@@ -103,7 +103,8 @@ class Verification:
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         checksums = sum(artefact.sealed for artefact in self.artefacts)
         listed = "" if all_artefacts else "; -v lists them"
-        yield f"{pluralize(len(self.artefacts), 'artefact')}: {counts}; {pluralize(checksums, 'checksum')} compared{listed}"
+        total = pluralize(len(self.artefacts), "artefact")
+        yield f"{total}: {counts}; {pluralize(checksums, 'checksum')} compared{listed}"
 
 
 def _check_all(path: Path) -> dict[Path, Artefact]:

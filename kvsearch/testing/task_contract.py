@@ -35,7 +35,7 @@ def count_words(text: str) -> int:
 class TaskContract:
     """Subclasses set `spec` and, where the task needs them, `options` by name, such as a file of rows.
 
-    `samples` are the most examples that are drawn of a split. `in_order` is off for a task that returns its examples in
+    At most `samples` examples are drawn of a split. `in_order` is off for a task that returns its examples in
     another order than it draws them, such as the cells of a grid: few are then some of more. Override `task` for one
     that is not registered.
     """
@@ -46,14 +46,14 @@ class TaskContract:
     in_order: ClassVar[bool] = True
 
     def task(self, split: str | None = None) -> Task:
-        """Make the task, of its default split or of this one."""
+        """Make the task, of its default split or of another."""
         chosen = {} if split is None else {"split": split}
         (task,) = find_tasks(self.spec, {**self.options, **chosen})
         return task
 
     @property
     def entry(self) -> Entry:
-        """What the catalogue says of the task."""
+        """The entry of the task in the catalogue, which `kvsearch tasks` shows."""
         (entry,) = describe_tasks(self.spec)
         return entry
 
