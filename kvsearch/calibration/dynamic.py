@@ -34,9 +34,9 @@ from kvsearch.runtime.sharing import LayerDemands
 class DynamicCalibration(Calibration[DynamicOptions]):
     """Averages the budgets of a dynamic allocation over prompts, at 99 global eviction ratios.
 
-    The decisions are those of the runtime under even budgets of the same total. Besides the table of LU-KV's profiles
-    there are "ratio_deviation", float32 [99, L, Hkv], the standard deviation over the prompts, and "question_length",
-    int32 [M], the tokens of every prompt; "question_ratio" and "question_context" have a row per prompt.
+    It decides as the runtime does under even budgets of the same total. Besides the table of LU-KV's profiles there are
+    "ratio_deviation", float32 [99, L, Hkv], the standard deviation over the prompts, and "question_length", int32 [M],
+    the tokens of every prompt; "question_ratio" and "question_context" have a row per prompt.
     """
 
     def prepare(self) -> list[CalibrationPrompt]:

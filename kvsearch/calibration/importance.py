@@ -105,7 +105,7 @@ class ImportancePass(DensePass[RankedContext]):
     def importance(self, weights: Tensor | None = None) -> Tensor:
         """Return the importance of entries for the current suffix tokens, [M, L, Hkv, T] fp32, not normalised.
 
-        `weights` [M, K] are those of the tokens (None: 1).
+        `weights` [M, K] are how much each token counts (None: 1).
         """
         by_layer = []
         for layer in self.continuations():

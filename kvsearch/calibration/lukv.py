@@ -3,7 +3,7 @@
 The worth of each entry is measured for every question, in the order in which the policy would keep entries, and all 99
 budgets are solved at once by marginal gain. It is the output error that an entry takes away, and then the table is
 solved for the mean of the questions; or it is the paper's oracle importance, made comparable across layers, and then
-the table is the mean of those of the questions.
+the table is the mean of the questions' tables.
 """
 
 from __future__ import annotations

@@ -56,22 +56,22 @@ from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, Q
 class Continuation:
     """Tokens after a prompt, ids [1, K]: a question and its answer, or the answer where the prompt has the question.
 
-    An own reply in its place has at most `most` tokens (0: not limited), of which `taken` are teacher-forced.
+    An own reply in its place has at most `max_tokens` (0: not limited); `taken` picks the part to teacher-force.
     """
 
     tokens: Tensor
     answer: int  # where the answer starts
-    most: int = 0
+    max_tokens: int = 0
     taken: TakeTokens | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop `taken`, which holds a tokenizer, on the way to another process."""
         return {**self.__dict__, "taken": None}
 
-    def limit_reply(self, most: int) -> int:
-        """Return the maximum tokens of an own reply, `most` if the question states none."""
-        most = self.most or most
-        return most if self.taken is None else limit_own_reply(self.tokens.shape[1] - self.answer, most)
+    def limit_reply(self, default: int) -> int:
+        """Return the maximum tokens of an own reply, `default` if the question states none."""
+        limit = self.max_tokens or default
+        return limit if self.taken is None else limit_own_reply(self.tokens.shape[1] - self.answer, limit)
 
     @property
     def predicting(self) -> slice:
@@ -107,32 +107,34 @@ class CalibrationPrompt:
     def length(self) -> int:
         return self.ids.shape[1]
 
-    def work(self, times: float = 0, most: int | None = None) -> Work:
-        """Estimate a pass over the context and `times` passes over its continuations, given or own replies of `most`.
+    def work(self, times: float = 0, max_tokens: int | None = None) -> Work:
+        """Estimate a pass over the context and `times` over its continuations, given or own replies of `max_tokens`.
 
         Own replies that a metric judges are as long as the given answers, which stay where they are not right. The
         attention of what follows to the context is looked at.
         """
         given = [after.tokens.shape[1] for after in self.continuations]
         own = (
-            length if after.taken is not None else after.answer + (after.most or most or 0)
+            length if after.taken is not None else after.answer + (after.max_tokens or max_tokens or 0)
             for after, length in zip(self.continuations, given, strict=True)
         )
-        return Work.over([self.length]) + Work.over(own if most else given, times, behind=self.length)
+        return Work.over([self.length]) + Work.over(own if max_tokens else given, times, behind=self.length)
 
-    def make_reply_questions(self, model: str, stop: frozenset[int], most: int, limit: int) -> ForcedQuestions:
+    def make_reply_questions(self, model: str, stop: frozenset[int], max_tokens: int, limit: int) -> ForcedQuestions:
         """Make the questions for own replies, which end before a token of `stop`.
 
-        They have `most` tokens where a question says nothing; `limit` is of all.
+        A reply has at most `max_tokens` where its question says nothing; `limit` is for context, question and reply.
         """
         questions = tuple(after.tokens[0, : after.answer] for after in self.continuations)
-        room = tuple(min(after.limit_reply(most), limit - self.length - after.answer) for after in self.continuations)
+        room = tuple(
+            min(after.limit_reply(max_tokens), limit - self.length - after.answer) for after in self.continuations
+        )
         return ForcedQuestions(self.ids[0], questions, room, stop, self.refusal(model), self.ended)
 
-    def replace_answers(self, replies: Sequence[list[int]], most: int) -> Iterator[Tensor]:
-        """Yield continuations with the first `most` accepted reply tokens as the answer; the given answer if none."""
+    def replace_answers(self, replies: Sequence[list[int]], max_tokens: int) -> Iterator[Tensor]:
+        """Yield continuations with the first `max_tokens` accepted reply tokens as answer; the given one if none."""
         for after, reply in zip(self.continuations, replies, strict=True):
-            taken = (reply if after.taken is None else after.taken(reply))[:most]
+            taken = (reply if after.taken is None else after.taken(reply))[:max_tokens]
             yield torch.cat([after.tokens[:, : after.answer], torch.tensor([taken])], 1) if taken else after.tokens
 
     def refusal(self, model: str) -> str:
@@ -241,16 +243,16 @@ def split_reply_batches(model: Any, prompts: Sequence[CalibrationPrompt]) -> Ite
 def add_own_replies(
     loaded: LoadedModel,
     parts: Sequence[Sequence[CalibrationPrompt]],
-    most: int,
+    max_tokens: int,
     steps: StepCache | None = None,
     read: Callable[[CalibrationPrompt], DensePass[Any]] | None = None,
 ) -> Iterator[CalibrationPrompt]:
-    """Yield prompts with own replies of the model, at most `most` tokens, in place of given answers.
+    """Yield prompts with own replies of the model, of at most `max_tokens`, in place of given answers.
 
-    A reply gets as many tokens as its question allows, `most` where it says nothing, and as the model has positions
-    for. Where it is empty, or not right by the metric of its task, the given answer stays. Prompts of one part reply
-    side by side, and are a step. Replies go on from the passes over the prompts that `read` returns; None: the prompts
-    are read for replies alone, in other processes where there are some.
+    A reply gets as many tokens as its question allows, `max_tokens` where it says nothing, and as the model has
+    positions for. Where it is empty, or not right by the metric of its task, the given answer stays. Prompts of one
+    part reply side by side, and are a step. Replies go on from the passes over the prompts that `read` returns; None:
+    the prompts are read for replies alone, in other processes where there are some.
 
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
@@ -264,7 +266,7 @@ def add_own_replies(
         }
         replying = [[prompt for prompt in part if prompt.continuations] for part in missing]
         questions = [
-            [prompt.make_reply_questions(loaded.name, stops[prompt.chat], most, limit) for prompt in part]
+            [prompt.make_reply_questions(loaded.name, stops[prompt.chat], max_tokens, limit) for prompt in part]
             for part in replying
         ]
         answered = (
@@ -273,7 +275,9 @@ def add_own_replies(
             else map(partial(_continue_passes, loaded, read), replying, questions)
         )
         for part, replies in zip(replying, answered, strict=True):
-            replied = [prompt.replace_answers(of_prompt, most) for prompt, of_prompt in zip(part, replies, strict=True)]
+            replied = [
+                prompt.replace_answers(of_prompt, max_tokens) for prompt, of_prompt in zip(part, replies, strict=True)
+            ]
             yield {str(number): tokens.numpy() for number, tokens in enumerate(chain.from_iterable(replied))}
 
     for part, arrays in zip(parts, (steps or StepCache()).stage(parts, make), strict=True):
@@ -287,12 +291,12 @@ def _continue_passes(
     loaded: LoadedModel,
     read: Callable[[CalibrationPrompt], DensePass[Any]],
     part: Sequence[CalibrationPrompt],
-    asked: Sequence[ForcedQuestions],
+    questions: Sequence[ForcedQuestions],
 ) -> list[list[list[int]]]:
     """Generate replies to all questions of prompts from the passes of `read`, by prompt and question."""
     with torch.no_grad(), run_attention(loaded.model):
         passes = [read(prompt) for prompt in part]
-        return replies_of_passes(loaded.model, passes, asked)
+        return replies_of_passes(loaded.model, passes, questions)
 
 
 def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: Callable[[int], int]) -> None:

@@ -1,6 +1,6 @@
 """Commands from the options of jobs: flags and help are made from the fields of a model.
 
-Fields are described by a `Flag` each. Those of all verbs are in the file `CATALOG`, which is made of the fields too
+Fields are described by a `Flag` each. The flags of all verbs are in the file `CATALOG`, which is made of the fields too
 (`python -m tests.cli.test_help` writes it): help and completion read it, and import no options.
 """
 

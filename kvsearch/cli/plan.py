@@ -156,7 +156,7 @@ def diff(options: DiffOptions, console: Console) -> None:
     Where the plans come from is not compared. A setting that one of them does not state is shown as -.
 
     With --json, an object with equal (true or false), settings and budgets (lists of objects with before and after)
-    and totals (by phase: those of A and B).
+    and totals (by phase: the entries of A and B).
 
     Example: kvsearch plan diff plan.json smaller.json
     """

@@ -241,11 +241,11 @@ def generate(options: GenerateOptions, console: Console) -> None:
         if options.context is None and not options.prompt:
             console.say(f"expected to begin with: {find_expected_reply(options.seed)}")
         last = replies[-1]
-        most = max(reply.most for reply in replies)
+        peak = max(reply.most for reply in replies)
         mass = "" if not last.evicted_mass else f"; {100 * last.evicted_mass:.1f}% of the attention at its end has left"
         console.say(
             f"cache: {last.entries} of {last.full_entries} entries ({last.bytes / 2**20:.2f} MiB, "
-            f"full {last.full_bytes / 2**20:.2f} MiB) after the context, at most {most} while answering{mass}"
+            f"full {last.full_bytes / 2**20:.2f} MiB) after the context, at most {peak} while answering{mass}"
         )
 
     Output(as_json, show).print(console)
@@ -379,7 +379,7 @@ def lm_eval(options: LmEvalOptions, console: Console) -> None:
 
 @verb("kvsearch.commands.listings:ListingOptions", needs_arguments=False)
 def policies(options: ListingOptions, console: Console) -> None:
-    """List the eviction policies, those of other installed packages included, or show one in full.
+    """List the eviction policies, also of other installed packages, or show one in full.
 
     With --json and NAME, an object with these keys:
 
@@ -415,7 +415,7 @@ def tasks(options: ListingOptions, console: Console) -> None:
     source: where its texts come from
     needs: the file that you must bring, if any
     packages: Python packages that its metric needs
-    options: those of evaluate that it reads
+    options: the options of evaluate that it reads
     split and splits: the default one, and all there are
 
     Example: kvsearch tasks ruler:vt

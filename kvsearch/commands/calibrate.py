@@ -139,7 +139,7 @@ class CalibrateOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, 
 
 
 def make_calibrate_options(method: str) -> type[CalibrateOptions]:
-    """Make the options of the job with those of a method; errors: see `PluginRegistry.find`."""
+    """Add the options of a calibration method to the job's; errors: see `PluginRegistry.find`."""
     bases = (create_method(method).options, CalibrateOptions)
     made: type[Any] = create_model(f"Calibrate{method.title().replace('_', '')}", __base__=bases)
     return made
@@ -206,7 +206,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter, 
     """Write the profile of each of several rankings, which are fitted in one pass over the same contexts.
 
     Each has a directory; steps are kept in the last one until all are finished. One calibration may be of any method.
-    Errors are those of `calibrate`.
+    It raises what `calibrate` does.
     """
     configs, calibrations = _prepare(several, reporter, models)
     if not calibrations:

@@ -118,7 +118,7 @@ class EvolveOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Sel
 
     @classmethod
     def merge(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge options; a single size replaces several, parameters are added to those of the policy."""
+        """Merge options; a single size replaces several, parameters are added to the policy's."""
         if "lambda" in stated:
             stated["lam"] = stated.pop("lambda")
         stated = drop_alternatives(stated, given, cls.alternatives)

@@ -248,7 +248,7 @@ def export_to(options: ExportOptions, reporter: Reporter, models: ModelLoader) -
     return exported
 
 
-def write_files(found: ExportedFiles, path: Path, force: bool) -> None:
+def write_files(exported: ExportedFiles, path: Path, force: bool) -> None:
     """Write the files of a target at `path`, or into the folder at `path`, with their checksums.
 
     Raises:
@@ -258,19 +258,19 @@ def write_files(found: ExportedFiles, path: Path, force: bool) -> None:
     """
     from kvsearch.exporters.base import SINGLE_FILE
 
-    if SINGLE_FILE in found.files:
-        write_atomically(path, found.files[SINGLE_FILE], overwrite=force)
+    if SINGLE_FILE in exported.files:
+        write_atomically(path, exported.files[SINGLE_FILE], overwrite=force)
         return
-    with lock_directory(path), _saved(found.model, path) as saved:
-        sealed = tuple(name for name in found.files if name not in found.updated)
-        new = {file.name: file for file in saved if file.name not in found.files}
+    with lock_directory(path), _saved(exported.model, path) as saved:
+        sealed = tuple(name for name in exported.files if name not in exported.updated)
+        new = {file.name: file for file in saved if file.name not in exported.files}
         taken = [name for name in (*sealed, *new) if (path / name).exists()]
         if taken and not force:
             raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
         mark_unfinished(path, sealed)
         for name, file in new.items():
             file.replace(path / name)
-        for name, data in found.files.items():
+        for name, data in exported.files.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path / name, data)
         finish_run(path, sealed)

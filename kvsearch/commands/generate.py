@@ -187,7 +187,7 @@ def compress(options: CompressOptions, reporter: Reporter, models: ModelLoader) 
 
 
 def summarize_saved(options: CompressOptions, held: CompressedContext) -> dict[str, Any]:
-    """Summarise a saved cache as JSON: entries are those of all full-attention layers."""
+    """Summarise a saved cache as JSON: entries are counted over all full-attention layers."""
     return {
         "path": str(options.output), "context_tokens": held.ids.shape[1], "entries": held.entries,
         "full_entries": held.full_entries, "bytes": held.bytes, "full_bytes": held.full_bytes,

@@ -300,8 +300,8 @@ def changed_flags(options: JobOptions) -> Iterator[str]:
 def suggest_plan_commands(plan: object, model: str, options: JobOptions) -> Iterator[str]:
     """Yield lines that suggest to show a plan, and to evaluate it with the options of a job.
 
-    It is evaluated on the part of its tasks to report on: some ask all of their contexts by default, those of the
-    choice, too. Without tasks the default ones are asked.
+    It is evaluated on the split "report" of its tasks: some tasks ask all of their contexts by default, also the ones
+    that the plan was chosen on. Without tasks the default ones are asked.
     """
     yield format_command("show", plan)
     split = () if getattr(options, "tasks", None) is None else ("--split", "report")

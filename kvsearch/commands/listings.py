@@ -1,4 +1,4 @@
-"""kvsearch policies, tasks, recipes, doctor: what there is to choose from, in short or in full, and what works here."""
+"""kvsearch policies, tasks, recipes, doctor: the choices, in short or in full, and what works on this machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def policies(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: A
         policy = describe_policy(options.name)
         return asdict(policy), _policy_parts(policy)
     known, faults = load_catalog()
-    rows = [(one.name, " ".join(one.phases) or "-", one.decode or OPEN, one.source, one.package) for one in known]
+    rows = [(item.name, " ".join(item.phases) or "-", item.decode or OPEN, item.source, item.package) for item in known]
     columns = ["name", "phases", "while decoding", "source", "package"]
     table = Table.plain("eviction policies", columns, rows, words=columns, tight=True)
     content = {"policies": list(map(asdict, known)), "problems": faults}
@@ -100,7 +100,8 @@ def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG0
         }  # fmt: skip
         return content, [facts]
     rows = [
-        (one.spec, one.category, one.metric, ", ".join(one.packages) or "-", one.needs or one.source) for one in known
+        (item.spec, item.category, item.metric, ", ".join(item.packages) or "-", item.needs or item.source)
+        for item in known
     ]
     columns = ["task", "category", "metric", "packages", "texts from"]
     table = Table.plain("tasks", columns, rows, words=columns, tight=True)

@@ -1,4 +1,4 @@
-"""Where the model of a job comes from: a caller's, or one that is loaded by name, with worker processes if wanted."""
+"""Load the model of a job: take the caller's, or load one by name, with worker processes if wanted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ModelLoader:
     Args:
         reporter: who hears that a model is loaded; None: nobody.
         options: how it is loaded.
-        given: a model that the caller has loaded; it is taken whatever the name.
-        workers: how many Ray workers load it, too, and share the work; None: this process does all.
+        given: a model that the caller has loaded; every `load` returns it, whatever the name.
+        workers: number of Ray workers that load it, too, and share the work; None: this process does all.
         ray_address: a running Ray cluster; None: one is started here.
     """
 
@@ -36,7 +36,7 @@ class ModelLoader:
         self.given = given
         self.workers = workers
         self.ray_address = ray_address
-        self._pools = ExitStack()
+        self._pools = ExitStack()  # of each `load`: a job may call it more than once
 
     def check(self, name: str) -> None:
         """Raise an error for an unknown model or device, without heavy imports; see `load`."""

@@ -1,4 +1,4 @@
-"""From a function of checked options to one of the public API, which takes them as keywords."""
+"""Make functions of the public API: options as keywords are checked, directories locked, models loaded."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Result = TypeVar("Result")
 def job(options: type[Any]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Make a function of the public API of one that takes checked options and a `Reporter`; see `run_job`.
 
-    It takes either the options as one object, with a `loaded` model in place of the one they name if there is one, or
-    each as a keyword (what the command line takes by its place may come first) and a `recipe`; and a `reporter`. As a
-    keyword the model may be a loaded one, with its `tokenizer`. Errors name options as they are typed: `--max-length`
-    is the keyword max_length.
+    It takes options as one object, with an optional `loaded` model in place of the named one. Or it takes each option
+    as a keyword, and a `recipe`; arguments of the command line may be positional, and the model a loaded one, with its
+    `tokenizer`. Both forms take a `reporter`. Errors name options as they are typed: `--max-length` is the keyword
+    max_length.
     """
 
     def decorated(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -48,6 +48,7 @@ def job(options: type[Any]) -> Callable[[Callable[..., Result]], Callable[..., R
             loaded = take_loaded_model(given)
             return run_job(function, options.of(**given), reporter, loaded)
 
+        # what help() and editors show; without it there is only *arguments, **keywords
         public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]
         return public
 
@@ -62,13 +63,13 @@ def run_job(
     *,
     dry: bool = False,
 ) -> Result:
-    """Call a function of checked options and a reporter, and of a `ModelLoader` if the options say how models load.
+    """Call a job with its options, a reporter and, if the options say how models load, a `ModelLoader`.
 
-    Before anything is read it takes the locks of the directories that the options name; one that is `dry`, as it writes
-    nothing, finds out whether another process has them, and has no workers.
+    Before anything is read it takes the locks of the directories that the options name. A `dry` run writes nothing: it
+    only refuses directories that another process has locked, and starts no workers.
     """
     reporter = reporter or NullReporter()
-    given: list[Any] = [options, reporter]
+    arguments: list[Any] = [options, reporter]
     with ExitStack() as stack:
         name = None
         if isinstance(options, ModelOptions):
@@ -79,18 +80,18 @@ def run_job(
                 models.workers, models.ray_address = options.workers, options.ray_address
             if name:
                 models.check(name)
-            given.append(models)
+            arguments.append(models)
         for place in sorted(set(options.directories)):
             if dry:
                 refuse_locked(place)
             else:
                 stack.enter_context(lock_for_writing(place))
         if isinstance(options, ModelOptions):
-            stack.callback(models.close)
+            stack.callback(models.close)  # after the locks, so workers end before others may write
         began = perf_counter()
         with blame_checkpoint(name) if name else nullcontext():
-            result = function(*given)
-        if isinstance(result, Forecast):
+            result = function(*arguments)
+        if isinstance(result, Forecast):  # what it took to prepare, the job itself will take again
             result.start = perf_counter() - began
         return result
 
@@ -120,7 +121,7 @@ def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspec
     offered = {name: field for name, (field, _) in options.list_options().items()}
     for name in sorted(offered, key=lambda name: name not in places):
         default = None if offered[name].is_required() else offered[name].get_default(call_default_factory=True)
-        if offered[name].is_required() and not options.recipes:
+        if offered[name].is_required() and not options.recipes:  # a recipe may state what is required
             default = inspect.Parameter.empty
         yield inspect.Parameter(name, kinds[name not in places], default=default)
     if "model" in offered:

@@ -108,7 +108,7 @@ class ReportOptions(JobOptions):
 
 @job(ReportOptions)
 def write_report(options: ReportOptions, reporter: Reporter) -> dict[str, Any]:  # noqa: ARG001 - nothing to say meanwhile
-    """Write one self-contained HTML page about runs, grouped by their models; unfinished runs show what is there.
+    """Write one self-contained HTML page about runs, grouped by their models; unfinished runs show what they have.
 
     Returns what was written: the page, its bytes, how many figures and tables it has, and the files of its figures.
 

@@ -639,7 +639,7 @@ def find_usable_policies(loaded: LoadedModel, policies: Mapping[str, Policy], re
 
 @dataclass(frozen=True, kw_only=True)
 class RunStages:
-    """The stages of a run on a model, each of which keeps what it has finished in a folder below `output`.
+    """The stages of a run on a model; each stage keeps its finished work in a folder below `output`.
 
     Args:
         loaded: the model.

@@ -139,16 +139,16 @@ def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, repo
         return make_executor(first, cap, progress)
 
 
-# --- how far one is ------------------------------------------------------------------------------------------------
+# --- progress of a search -----------------------------------------------------------------------------------------
 
 
 class SearchProgress:
-    """Shows the progress of a search to at most `most` candidates; a `Watcher`."""
+    """Shows the progress of a search of at most `max_candidates`; a `Watcher`."""
 
-    def __init__(self, reporter: Reporter, log: TrialLog, most: int) -> None:
+    def __init__(self, reporter: Reporter, log: TrialLog, max_candidates: int) -> None:
         self.reporter = reporter
         self.log = log
-        self.most = most
+        self.max_candidates = max_candidates
         self.title = self.place = "search"
         self.failures = 0
         self.starts = math.nan
@@ -167,7 +167,7 @@ class SearchProgress:
         self.title = f"{place}, best {best.value:.6g} (best start {self.starts:.6g}){failed}"
         if self._show is None:
             self._show = self._open.enter_context(self.reporter.progress(lambda: self.title))
-        self._show(min(self.log.evaluations, self.most), self.most)
+        self._show(min(self.log.evaluations, self.max_candidates), self.max_candidates)
 
     def ended(self, why: str) -> None:
         self.close()
@@ -180,9 +180,9 @@ class SearchProgress:
 
 
 @contextmanager
-def search_progress(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchProgress]:
+def search_progress(reporter: Reporter, log: TrialLog, max_candidates: int) -> Iterator[SearchProgress]:
     """Show the progress of a search; after Ctrl-C write and report the best so far, and how to resume."""
-    watcher = SearchProgress(reporter, log, most)
+    watcher = SearchProgress(reporter, log, max_candidates)
     directory = log.path.parent
 
     def words() -> str:

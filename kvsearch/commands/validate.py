@@ -158,10 +158,10 @@ class ValidateOptions(SignalOptions):
         return (self.directory,) if self.directory.is_dir() else ()
 
 
-def remarks(options: ValidateOptions, found: ValidationResult) -> Iterator[str]:
+def remarks(options: ValidateOptions, result: ValidationResult) -> Iterator[str]:
     """Yield where the verdicts are kept, and the command to choose by them."""
     yield f"kept in {options.directory / VALIDATION_FILE}"
-    sizes = [f"{at.budget:g}" for at in found.budgets if at.ratio is None]
+    sizes = [f"{at.budget:g}" for at in result.budgets if at.ratio is None]
     if sizes:
         size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
         flags = (*list_changed_flags(options, ("model",)), *changed_flags(options))
@@ -188,8 +188,8 @@ def dry_run(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -
 def validate(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -> ValidationResult:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
-    What was found is kept in the directory validation of the calibration, with finished replies, so the same call goes
-    on where it stopped, and other signals and sizes join what is there: all of it is returned.
+    Verdicts are kept in the directory validation of the calibration, with finished replies, so the same call goes on
+    where it stopped, and other signals and sizes join the earlier verdicts: all of them are returned.
 
     Raises:
         UsageError: no calibration, signals that were not measured, too few questions or controls, or a validation by

@@ -82,7 +82,7 @@ BOUNDS = ("ge", "gt", "le", "lt", "min_length", "strict", "allow_inf_nan")  # of
 def option(default: Any, about: str | Option, essential: int | None = None, **details: Any) -> Any:
     """Declare a field of options with its default; `...`: it is required.
 
-    `about` is the help, of which `essential` and `details` are the rest of an `Option`; or an `Option` that several
+    `about` is the help, and `essential` and `details` are the rest of an `Option`; or it is an `Option` that several
     fields have, but for the `details`. Among these may be `BOUNDS` of the value.
     """
     bounds = {name: details.pop(name) for name in BOUNDS if name in details}

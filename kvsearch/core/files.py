@@ -1,4 +1,4 @@
-"""Reading and writing files; a write either completes or leaves what was there."""
+"""Reading and writing files; a write either completes or leaves the earlier file as it was."""
 
 from __future__ import annotations
 

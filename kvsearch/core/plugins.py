@@ -1,6 +1,6 @@
 """Named parts of kvsearch that other packages may add to: policies, tasks and calibration methods.
 
-Built-in parts are named in one mapping each, those of installed packages by an entry point group (see
+Built-in parts are named in one mapping each, parts of installed packages by an entry point group (see
 https://packaging.python.org/en/latest/specifications/entry-points/). A part is imported when it is first used.
 """
 
@@ -42,7 +42,7 @@ class PluginRegistry(Generic[Part]):
         return sorted(entry_points(group=self.group), key=lambda point: point.name)
 
     def list_names(self) -> list[str]:
-        """Return all names: built-in ones in their order, then those of other packages, sorted."""
+        """Return all names: built-in ones in their order, then other packages' names, sorted."""
         return list(dict.fromkeys([*self.built_in, *(point.name for point in self.find_third_party())]))
 
     def find(self, name: str) -> Part:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvsearch.tasks.base import Task
     from kvsearch.tasks.encode import TaskPrompts
 
-STEPS = 1000  # bounds that are tried: tenths of a point
+STEPS = 1000  # bounds are tried in steps of 1 / STEPS, tenths of a point, as they are shown
 
 
 def count_needed_contexts(bound: float, confidence: float) -> int:
@@ -53,7 +53,7 @@ def find_least_bound(contexts: int, confidence: float) -> float:
 
 
 def _diverge(mean: float, bound: float) -> float:
-    """Return the Kullback-Leibler divergence of coins that fall with probability `mean` and `bound`, in nats."""
+    """Return the Kullback-Leibler divergence of Bernoulli(`mean`) from Bernoulli(`bound`), in nats."""
     lost = mean * math.log(mean / bound) if mean > 0 else 0.0
     kept = (1 - mean) * math.log((1 - mean) / (1 - bound)) if mean < 1 else 0.0
     return lost + kept
@@ -66,7 +66,7 @@ def find_allowed_loss(contexts: int, bound: float, confidence: float) -> float |
     least = -math.log1p(-confidence) / contexts
     low = 0.0
     high = bound
-    for _ in range(60):
+    for _ in range(60):  # bisection, to the last bit of a float: the divergence falls from 0 to the bound
         middle = (low + high) / 2
         if _diverge(middle, bound) >= least:
             low = middle
@@ -76,13 +76,14 @@ def find_allowed_loss(contexts: int, bound: float, confidence: float) -> float |
 
 
 def describe_need(bound: float | None, confidence: float, contexts: int) -> str:
-    """Say how many contexts a wished `bound` needs, and what the mean loss of those at hand may be.
+    """Say how many contexts a wished `bound` needs, and what mean loss the `contexts` at hand may have.
 
-    Without a wish it says what those at hand can show at all.
+    Without a wish it says what the contexts at hand can show at all.
 
     Raises:
         UsageError: there are too few; the message says how many it takes.
     """
+    # rounded up, as a bound below the least one could not be shown
     least = f"{100 * math.ceil(find_least_bound(contexts, confidence) * STEPS) / STEPS:g}"
     sure = f"with {100 * confidence:g}% confidence"
     if bound is None:
@@ -120,7 +121,7 @@ def compute_log_wealth(losses: Floats, bound: float, confidence: float) -> Float
     if allowed is None:
         return np.full(losses.shape[:-1], -np.inf)
     stake = 1 - allowed / bound
-    with np.errstate(divide="ignore"):  # with all that he has he may lose it
+    with np.errstate(divide="ignore"):  # who stakes everything may lose it: the log of 0
         wealth: Floats = np.log1p(stake * (bound - losses) / (1 - bound)).sum(-1)
     return wealth
 
@@ -141,6 +142,7 @@ def shows_bound(losses: Floats, bound: float, confidence: float) -> bool:
 
 def find_shown_bound(losses: Floats, confidence: float) -> float:
     """Find the smallest bound, in tenths of a point, that losses [contexts] show, and all larger ones, too; 1: none."""
+    # from the largest bound down: the stake depends on the bound, so one may be shown and a larger one not
     shown = STEPS
     while shown > 1 and shows_bound(losses, (shown - 1) / STEPS, confidence):
         shown -= 1
@@ -185,8 +187,9 @@ def measure_context_losses(samples: Sequence[Sample], method: str, contexts: Con
         if sample.method in {FULL, method}:
             name = contexts[sample.task, sample.key]
             place = (sample.task if name == sample.key else "", name)  # a key says nothing of the text
-            sign = 1 if sample.method == FULL else -1
+            sign = 1 if sample.method == FULL else -1  # the sum of a context is then what the method loses on it
             lost.setdefault(place, []).append(sign * sample.score)
+    # below TIE it is rounding or a gain, and a gain makes up for no other loss
     means = np.array([2 * math.fsum(signed) / len(signed) for signed in lost.values()])  # both answer all questions
     return np.where(means < TIE, 0.0, np.minimum(means, 1.0))
 
@@ -202,7 +205,7 @@ def make_guarantee(
 ) -> Guarantee:
     """Make the statement that losses [contexts] of the tasks `encoded` have shown a bound of a plan.
 
-    `masses` are what of the attention at the end of each prompt is on entries that left, as far as it was measured.
+    `masses` are shares of the attention at the end of each prompt that evicted entries had; empty: not measured.
     """
     return Guarantee(
         loss=bound, confidence=confidence, contexts=len(losses), mean_loss=float(losses.mean()),
@@ -214,7 +217,7 @@ def make_guarantee(
 def measure_evicted_masses(
     loaded: LoadedModel, plan: Plan, encoded: Sequence[TaskPrompts], split: Split
 ) -> list[float]:
-    """Measure `PlanCache.evicted_mass` of all that is compressed as one in some tasks."""
+    """Measure `PlanCache.evicted_mass` of every prompt that some tasks compress, contexts or whole prompts."""
     from kvsearch.runtime import PlanCache, Program
     from kvsearch.runtime.attention import run_attention
     from kvsearch.runtime.shared_prefill import make_batches, read_prompts

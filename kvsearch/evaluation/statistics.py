@@ -295,7 +295,7 @@ def _relate_to_full(task: TaskScores) -> dict[str, Floats]:
 
 
 def find_retained(tasks: Mapping[str, TaskScores]) -> dict[str, TaskScores]:
-    """Return the tasks `RETAIN` of which the full cache does half or more: what others keep of it can be said."""
+    """Return the tasks `RETAIN` on which the full cache scores half or more: a share of less would say nothing."""
     return {
         name: task
         for name, task in tasks.items()
@@ -313,13 +313,13 @@ def summarize_retained(samples: Sequence[Sample], subject: str, contexts: Contex
         return None
     row = _make_row(RETAINED, "average", tasks, subject)
     shares = [_relate_to_full(task) for task in tasks]
-    most = float(np.mean([1 / task.by_method[FULL].mean() for task in tasks]))
-    scores = {method: _estimate(tasks, [share[method] for share in shares], (0.0, most)) for method in row.scores}
+    ceiling = float(np.mean([1 / task.by_method[FULL].mean() for task in tasks]))
+    scores = {method: _estimate(tasks, [share[method] for share in shares], (0.0, ceiling)) for method in row.scores}
     scores[FULL] = replace(scores[FULL], low=1.0, high=1.0)  # by definition
     differences = {
         method: replace(
             difference,
-            **asdict(_estimate(tasks, [share[subject] - share[method] for share in shares], (-most, most))),
+            **asdict(_estimate(tasks, [share[subject] - share[method] for share in shares], (-ceiling, ceiling))),
         )
         for method, difference in row.differences.items()
     }
@@ -330,7 +330,7 @@ def measure_retained_gap(samples: Sequence[Sample], method: str, contexts: Conte
     """Return by how much a method keeps more of the other tasks' scores than of the tasks `RETAIN`.
 
     Both are shares of the full cache's score, question by question, and each task counts the same on its side; the
-    interval is Student's. None without tasks of both kinds of which the full cache does something.
+    interval is Student's. None without tasks of both kinds on which the full cache scores anything.
     """
     tasks = group_scores([sample for sample in samples if sample.method in (FULL, method)], contexts)
     retained = find_retained(tasks).values()

@@ -1,1 +1,1 @@
-"""Calibration methods, a class each: what it measures, plans of its profiles, what is said of them."""
+"""Calibration methods, a class each: what it measures, how its profiles become plans, and how they are described."""

@@ -1,4 +1,4 @@
-"""The interface of calibration methods.
+"""The interface of calibration methods: from options to a calibration, and from its profile to plans and reports.
 
     class MyMethod(CalibrationMethod):
         name = "mine"
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from kvsearch.policies import Policy
     from kvsearch.report.figures import ReportPart
 
-SUGGESTED_RATIOS: Final = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may have
+SUGGESTED_RATIOS: Final = 0.8, 0.5, 0.2  # shares of the prompt to evict in a first plan: the first that fits is taken
 
 
 @dataclass(frozen=True)
 class ProfilePlan:
     """The plan of a profile, and what to know about it.
 
-    `harm` says why the plan is likely to be worse than one without the profile; it is refused unless that is allowed.
+    `harm` says why the plan is likely to be worse than one without the profile; `export` needs --allow-harmful.
     """
 
     plan: Plan
@@ -51,8 +51,8 @@ class ProfilePlan:
 class CalibratedRun:
     """A finished `kvsearch calibrate`, whose profile is in `directory`.
 
-    `flags` are those that other commands take with the same values (of tasks, prompts and loading the model), and
-    `data_flags` that of a calibration file, as they are typed. `on_tasks` says whether its contexts are of tasks.
+    `flags` are the typed flags that other commands take with the same values (of tasks, prompts and loading the model),
+    `data_flags` the typed flag of a calibration file. `on_tasks` says whether its contexts are of tasks.
     """
 
     options: CalibrationOptions
@@ -74,12 +74,12 @@ class CalibrationMethod:
     A profile whose method is not installed is treated as one of this class.
 
     Attributes:
-        name: that of `--method`, of `options.method` and of profiles.
+        name: what `--method` takes, and what `options.method` and profiles state.
         summary: one line, what is measured and what it is for.
         options: its options, a field each, for command line, recipes and Python.
-        calibration: the class that measures, or where it is, "module:class", if its module imports torch.
+        calibration: the class that measures, or its place, "module:class", if its module imports torch.
         arrays: the arrays of its profiles, by name.
-        makes_plans: whether plans are made of its profiles, which are for other things if not.
+        makes_plans: whether plans are made of its profiles.
         fits_policy: whether its profiles are the weights of the policy of the same name.
         has_signals: whether its profiles have signals by layer and pattern, with `ProfileMetadata.signals`.
     """
@@ -95,38 +95,38 @@ class CalibrationMethod:
 
     def find_calibration_class(self) -> type[Calibration[Any]]:
         """Import and return the class that measures."""
-        kind: Any = self.calibration
-        return resolve_name(kind) if isinstance(kind, str) else kind  # type: ignore[no-any-return]
+        place: Any = self.calibration
+        return resolve_name(place) if isinstance(place, str) else place  # type: ignore[no-any-return]
 
     def create_calibration(
         self, loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: CalibrationOptions
     ) -> Calibration[Any]:
-        """Create the calibration of `policies`, those of `options.policies()`, on a model and texts.
+        """Create the calibration on a model and texts of `policies`, which `options.policies()` has made.
 
-        `options` may have more fields than those of the method, such as where the profile is written.
+        `options` may have more fields than the method's own, such as where the profile is written.
         """
+        # its own options only: nothing that is measured may depend on where the profile is written
         own = self.options(**{name: getattr(options, name) for name in self.options.model_fields})
         return self.find_calibration_class()(loaded, data, policies, own)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def default_budgets(self, profile: Profile) -> Sequence[int]:
-        """Return the budgets, entries per kv head, of which a single one is the size of a plan where none is given."""
+        """Return the budgets that were measured, in entries per kv head; if it is one, plans have it by default."""
         del profile
         return ()
 
     def plan_settings(self, profile: Profile) -> Sequence[str]:
-        """Return the settings that `to_plan` reads, of "route", "budget_signal", "phases", "policy" and "least"."""
+        """Return the settings that `to_plan` reads: some of "route", "budget_signal", "phases", "policy", "least"."""
         del profile
         return ()
 
     def to_plan(
         self, profile: Profile, size: Size, settings: Mapping[str, Any] | None = None, source: Path | None = None
     ) -> ProfilePlan:
-        """Make the plan of a profile, by default that of its table of local ratios.
+        """Make the plan of a profile at a size, by default from its table of local ratios.
 
-        `settings` are some of `plan_settings`; `source` is the directory of the profile, where other results on it may
-        be.
+        `settings` are some of `plan_settings`; `source` is the directory of the profile, which may hold verdicts on it.
 
         Raises:
             UsageError: the profile has no table, the size cannot be had, or the settings do not go together.
@@ -139,12 +139,12 @@ class CalibrationMethod:
         pool = size.pool(profile.metadata)
         return ProfilePlan(plan, harm=describe_harmful_table(profile, 1 - pool.mean / pool.length))
 
-    # --- what is said -------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:
-        """Yield what `show` says of a profile at a global eviction ratio: tables, figures and lines.
+        """Yield what `show` prints of a profile at a global eviction ratio: tables, figures and lines.
 
-        By default its table of local ratios and what is known about that; without a table, which arrays there are.
+        By default its table of local ratios with the checks of that; without a table, its arrays by name.
         UsageError: `ratio` is out of range.
         """
         from kvsearch.report.profile import list_array_parts, list_table_parts

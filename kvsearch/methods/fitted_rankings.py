@@ -24,7 +24,7 @@ QUALITY_ARRAYS = {
 
 
 class RankingMethod(CalibrationMethod):
-    """What methods have in common whose profiles rank entries."""
+    """A method whose profiles are weights of a policy: they rank entries, and make no plan on their own."""
 
     makes_plans = False
     fits_policy = True
@@ -46,9 +46,10 @@ class RankingMethod(CalibrationMethod):
 
         place = str(run.directory)
         losses = find_losses(profile)
+        # the fit may have lost to a built-in policy: then budgets are suggested for that one
         preferred = None if losses is None else losses.preferred
         flags = list(run.flags)
-        if run.on_tasks:  # budgets are measured on others than the ranking was fitted on
+        if run.on_tasks:  # where it was fitted, a ranking looks better than it is
             flags += ["--split", "select"]
         elif not profile.metadata.provenance.settings.get("without_questions"):
             flags += run.data_flags

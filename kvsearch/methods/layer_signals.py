@@ -20,7 +20,7 @@ ENTROPY_ALONE = ("entropy",)  # signals that can share out budgets only
 
 
 class PolykvMethod(CalibrationMethod):
-    """Signals by layer, phase and pattern: how attention outputs and losses change, and how scattered attention is."""
+    """Signals by layer, phase and pattern: the change of attention outputs and losses, and the entropy of attention."""
 
     name = "polykv"
     summary = "a pattern for every layer, from what each loses under several of them"
@@ -41,7 +41,7 @@ class PolykvMethod(CalibrationMethod):
     def to_plan(
         self, profile: Profile, size: Size, settings: Mapping[str, Any] | None = None, source: Path | None = None
     ) -> ProfilePlan:
-        """Make the plan of the strategy that `settings` say; harmful signals are those that `validate` judged so."""
+        """Make the plan of the strategy in `settings`; it is harmful if `validate` judged one of its signals so."""
         from kvsearch.results.validation import find_harmful
         from kvsearch.strategies.from_signals import make_strategy_plan
 

@@ -1,4 +1,4 @@
-"""Moments of queries, which other tools load: no plan is made of them."""
+"""Mean and covariance of queries, which other tools load: no plan is made of them."""
 
 from __future__ import annotations
 

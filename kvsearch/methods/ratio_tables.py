@@ -16,7 +16,7 @@ DYNAMIC_DETAILS = ("question_ratio", "question_context", "question_length", "rat
 
 
 class LukvMethod(CalibrationMethod):
-    """LU-KV (arXiv 2602.08585), and joint plans of several policies that are measured alike."""
+    """LU-KV (arXiv 2602.08585): a table of local ratios; with several policies, the best of them for every layer."""
 
     name = "lukv"
     summary = "budgets of heads, from what entries are worth to later answers"
@@ -34,7 +34,7 @@ class LukvMethod(CalibrationMethod):
     def to_plan(
         self, profile: Profile, size: Size, settings: Mapping[str, Any] | None = None, source: Path | None = None
     ) -> ProfilePlan:
-        """Make the plan of the table, or of several policies one that takes the best `policy` for every layer."""
+        """Make the plan of the table, or, of several measured policies, the plan with the best one in every layer."""
         if profile.metadata.policies is None:
             return super().to_plan(profile, size, settings, source)
         from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
@@ -42,7 +42,7 @@ class LukvMethod(CalibrationMethod):
         curves = read_policy_curves(profile)
         warnings: tuple[str, ...] = ()
         policy = (settings or {}).get("policy")
-        if policy is not None:
+        if policy is not None:  # nothing is chosen, so no policy has an unfair lead
             curves = curves.select([policy])
         elif names := curves.fitted_here:
             warnings = (

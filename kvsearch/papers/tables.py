@@ -1,8 +1,9 @@
-"""Every table and figure that kvsearch makes again: what is asked, its stages, its rows, and the paper's numbers.
+"""Every table and figure that kvsearch makes again: its tasks, its stages, its rows, and the paper's numbers.
 
-A table is described in `PAPER.yaml` beside this file: where it is, what it shows and of which models, what is asked in
-the paper's form and in the short one, its stages, the `rows` by method, and the `columns` as paths into what the last
-stages have written. In the `rows` {size} and {block} are those of an evaluation. `pictures` are drawn of the cells.
+A table is described in `PAPER.yaml` beside this file: where it is, what it shows and for what models, the tasks to ask
+in the paper's form and in the short one, its stages, the `rows` by method, and the `columns` as paths into what the
+last stages have written. In the `rows` {size} and {block} stand for size and block of each evaluation. `pictures` are
+drawn of the cells.
 
 A stage is a job of kvsearch (its `verb`) with its options. Text in it may hold `$NAME`, for what the form that is made
 has under that name, or for a variable of `each`, by which there are several stages: one for each of its values. Where
@@ -39,7 +40,7 @@ class Stage:
     """A job under a name that is unique in its table; `words` say what it does.
 
     `methods` are those that an evaluation compares, one by one, so that one that a model cannot run is left out.
-    `block` is that of what is asked. A finished stage has a `result`, the plan, profile or record that it has written;
+    `block` is the block of its `Ask`. A finished stage has a `result`, the plan, profile or record that it has written;
     `left_out` says which methods the model cannot run, and why; `remarks` are what the job says of its options, such as
     patterns that cannot be tried. `trace` is how a search went.
     """
@@ -67,7 +68,7 @@ class Picture:
         lines: the side whose names are the lines, or the rows of a map.
         over: the side whose names are on the axis x, or the columns of a map.
         each: the third side: there is one picture, or panel of a map, for each of its names that `of` matches.
-        labels: of the axes x and y; of maps those of rows, columns and values.
+        labels: of the axes x and y; of a map, of its rows, columns and values.
         of: a regular expression of whole names.
         relative: values of a map are shares of the largest of their row.
         log: the axis x is logarithmic.
@@ -129,9 +130,9 @@ def _stages(template: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[S
         options = _filled(template["options"], bound)
         block = ""
         if verb in ASKING:
-            asked = dict(bound["ask"])
-            block = asked.pop("block", "")
-            options = {**asked, **options}
+            ask = dict(bound["ask"])
+            block = ask.pop("block", "")
+            options = {**ask, **options}
         if verb == "evaluate":  # it takes sizes as they are typed
             sizes = {name: options[name] for name in ("budgets", "ratios") if name in options}
             options |= {name: ",".join(map(str, values)) for name, values in sizes.items()}

@@ -97,8 +97,8 @@ class Guarantee(Record):
     """What a plan was shown to lose at most, whatever the distribution of losses, see `kvsearch.evaluation.guarantee`.
 
     With probability `confidence` the mean loss to the full cache is at most `loss`, on contexts such as the `contexts`
-    that it was shown on, which nothing was fitted or chosen by: `tasks` counts those of each task, `mean_loss` is what
-    was lost there. Losses are in [0, 1]. `evicted_mass` is the least and the most that these contexts had of the
+    that it was shown on, which nothing was fitted or chosen by: `tasks` counts them by task, `mean_loss` is what was
+    lost there. Losses are in [0, 1]. `evicted_mass` is the least and the most that these contexts had of the
     attention at their end on what left them, see `PlanCache.evicted_mass`. `plan_sha256` is the content of the plan
     without its provenance: of a plan that was changed since nothing is known.
     """
@@ -119,7 +119,7 @@ CHANGES = "changes"
 class Provenance(Record):
     """How a file came about, without a time stamp: equal inputs give equal bytes.
 
-    `kvsearch`, `torch` and `transformers` are version numbers; `settings` are those of the calibration or search,
+    `kvsearch`, `torch` and `transformers` are version numbers; `settings` were set for the calibration or search,
     scalars or lists of scalars. `contexts` is what it was fitted, chosen and reported on; None: that is not known, as
     of what was written by hand or by an older version. `guarantee` is what a plan was shown to lose at most; see
     `Plan.guarantee`.

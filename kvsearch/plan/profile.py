@@ -75,7 +75,7 @@ class ProfileMetadata(Record):
 
     `length` is the calibration context in tokens; `layers` holds the model layer of each profile row, ascending.
     `signals` names the dimensions of signals by pattern; `policy` is then the one that strategies without a route use.
-    `policies` are those of the array "kept", where several were measured on the same contexts; `policy` is the first.
+    `policies` are the rows of the array "kept", if several were measured on the same contexts; `policy` is the first.
     `checks` say how the table does on held-out contexts; None: that was not asked.
     """
 

@@ -67,8 +67,8 @@ class ArraySpec(NamedTuple):
     """
 
     shape: tuple[int | str, ...]
-    least: float = -np.inf
-    most: float = np.inf
+    minimum: float = -np.inf
+    maximum: float = np.inf
     whole: bool = False
     needed: bool = False
     may_be_empty: bool = False
@@ -148,15 +148,15 @@ def find_misfits(arrays: Arrays, specs: Mapping[str, ArraySpec], metadata: Profi
             continue
         expected = [sizes.get(size, size) for size in spec.shape]
         pairs = zip(expected, array.shape, strict=False)
-        differs = any(isinstance(size, int) and size != found for size, found in pairs)
+        differs = any(isinstance(size, int) and size != actual for size, actual in pairs)
         if differs or array.ndim != len(expected) or not (array.size or spec.may_be_empty):
             yield f"arrays.{name}: has shape {list(array.shape)}, must be [{', '.join(map(str, expected))}]"
             continue
         sizes |= dict(zip(spec.shape, array.shape, strict=True))
         if spec.whole and array.dtype.kind != "i":
             yield f"arrays.{name}: has type {array.dtype}, must be int32"
-        if array.size and (array.min() < spec.least - _RATIO_SLACK or array.max() > spec.most + _RATIO_SLACK):
-            yield f"arrays.{name}: has values outside [{spec.least:g}, {spec.most:g}]"
+        if array.size and (array.min() < spec.minimum - _RATIO_SLACK or array.max() > spec.maximum + _RATIO_SLACK):
+            yield f"arrays.{name}: has values outside [{spec.minimum:g}, {spec.maximum:g}]"
     for pair in PAIRED_ARRAYS:
         if len(arrays.keys() & set(pair)) == 1 and specs.keys() & set(pair):
             yield f"arrays: {' and '.join(pair)} go together"

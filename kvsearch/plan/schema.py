@@ -308,9 +308,9 @@ def _find_phase_problems(phase: PhasePlan, known: Mapping[str, Any], prefill: bo
         yield ("layers",), f"has {len(phase.layers)} items, but model.layers is {model.layers}: list every layer"
     if not phase.planned_layers:
         yield ("layers",), "plans no layer: leave the phase out (null) instead"
-    most = known.get("length") if known.get("scaling") == "proportional" else None
+    largest = known.get("length") if known.get("scaling") == "proportional" else None
     for index, budget in enumerate(phase.budgets):
-        for what in () if budget is None else _find_budget_problems(budget, model, known.get("floor", 0), most):
+        for what in () if budget is None else _find_budget_problems(budget, model, known.get("floor", 0), largest):
             yield ("layers", index, "budget"), what
     longest = known.get("length")
     for index, layer in enumerate(phase.layers):
@@ -327,16 +327,17 @@ def _find_phase_problems(phase: PhasePlan, known: Mapping[str, Any], prefill: bo
 
 
 def _find_budget_problems(
-    budget: tuple[int, ...], model: ModelFingerprint | None, floor: int, most: int | None
+    budget: tuple[int, ...], model: ModelFingerprint | None, floor: int, largest: int | None
 ) -> Iterator[str]:
     if model is not None and len(budget) != model.kv_heads:
         yield f"has {len(budget)} items, but model.kv_heads is {model.kv_heads}: one budget per kv head"
     low = [head for head, entries in enumerate(budget) if entries < floor]
     if low:
         yield f"is {_list_budgets(budget, low)}, below the floor of {floor} entries"
-    high = [head for head, entries in enumerate(budget) if most is not None and entries > most]
+    high = [head for head, entries in enumerate(budget) if largest is not None and entries > largest]
     if high:
-        yield f"is {_list_budgets(budget, high)}, above the length of {most} tokens that proportional budgets are for"
+        high_budgets = _list_budgets(budget, high)
+        yield f"is {high_budgets}, above the length of {largest} tokens that proportional budgets are for"
 
 
 def _list_budgets(budget: tuple[int, ...], heads: list[int]) -> str:

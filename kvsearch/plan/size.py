@@ -45,7 +45,7 @@ class Size:
     """Keep `budget` entries per kv head on average, or evict the share `ratio` of any prompt.
 
     `length` is the prompt length, in tokens, that the integer budgets of a plan are for; default: the calibration's, or
-    LAID_OUT where nothing is calibrated. Those of a ratio follow the prompt at hand, whatever length they are for.
+    LAID_OUT where nothing is calibrated. The budgets of a ratio follow the prompt at hand, whatever `length` is.
 
     Raises:
         UsageError: not exactly one of budget and ratio, or a number out of range.

@@ -1,6 +1,6 @@
 """All that kvsearch writes: what a file or a directory is, how it is read, shown, drawn and told in a sentence.
 
-The directory of a run stands for its result or, unfinished, for what is there of it. So does a file that the run keeps
+The directory of a run stands for its result or, unfinished, for what it has so far. So does a file that the run keeps
 beside its report, such as the ledger; any other file stands for itself.
 """
 
@@ -90,7 +90,7 @@ class ArtifactKind:
         parts: what `show` prints of it.
         records: what a file of JSON may hold, told by its schema.
         model: the name of the model that it is about.
-        figures: those of the page beside the maps among its parts.
+        figures: the figures of the page, beside the maps among its parts.
         headline: what was found, in a sentence; empty: the first line among its parts says it.
     """
 

@@ -240,7 +240,7 @@ def _begin_at_tick(axis: Axis, body: LineChart) -> None:
 def _draw_plans(picture: Picture, body: LineChart) -> None:
     """Draw scores against entries: plans by kind, with names at the smallest size; what was written is ringed.
 
-    x is in inches. Names stand before their plans; of one size alone, those of candidates stand after them.
+    x is in inches. Names stand before their plans; of one size alone, the names of candidates stand after them.
     """
     assert body.full is not None
     axes = picture.add_subplot()

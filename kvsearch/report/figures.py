@@ -47,7 +47,7 @@ class Series:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Series over two axes, of which `x` and `y` are the labels with their units; one with `log` is logarithmic.
+    """Series over two axes, whose labels with units are `x` and `y`; an axis with `log` is logarithmic.
 
     `form` says how a value of `y` is written beside a plan.
 
@@ -78,7 +78,8 @@ class HeatMap:
 
     `panels` are values [rows][columns] by the name of a map, None where nothing is known.
 
-    On the screen, the `total` of a row stands beside it. `scale` are the ends of the colours, else those of the values.
+    On the screen, the `total` of a row stands beside it. `scale` are the values at the ends of the colours, by default
+    the least and the largest.
     """
 
     rows: tuple[str, ...]

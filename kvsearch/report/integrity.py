@@ -90,17 +90,21 @@ class Verification:
         """Yield what is not whole, with what to do, and the counts; first a table of all if asked for."""
         if all_artefacts:
             columns = ("artefact", "what", "state", "checksum")
-            rows = [(str(one.path), one.what, one.state, "fits" if one.sealed else "") for one in self.artefacts]
+            rows = [
+                (str(artefact.path), artefact.what, artefact.state, "fits" if artefact.sealed else "")
+                for artefact in self.artefacts
+            ]
             yield Table.plain("", columns, rows, words=columns)
-        for one in self.artefacts:
-            if one.problem:
-                yield f"{one.path}: {one.state}: {one.problem}{f'; {one.remedy}' if one.remedy else ''}"
+        for artefact in self.artefacts:
+            if artefact.problem:
+                remedy = f"; {artefact.remedy}" if artefact.remedy else ""
+                yield f"{artefact.path}: {artefact.state}: {artefact.problem}{remedy}"
         states = Counter(artefact.state for artefact in self.artefacts)
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         checksums = sum(artefact.sealed for artefact in self.artefacts)
         listed = "" if all_artefacts else "; -v lists them"
-        artefacts = pluralize(len(self.artefacts), "artefact")
-        yield f"{artefacts}: {counts}; {pluralize(checksums, 'checksum')} compared{listed}"
+        total = pluralize(len(self.artefacts), "artefact")
+        yield f"{total}: {counts}; {pluralize(checksums, 'checksum')} compared{listed}"
 
 
 def _check_all(path: Path) -> dict[Path, Artefact]:

@@ -83,7 +83,7 @@ class ReproducedTable(Result):
     def tables(self) -> list[Table]:
         """Return a table for all blocks that have columns in common, in which a row of the paper's follows every row.
 
-        The caption is that of the first, the notes are those of the last.
+        It has the caption of the first block and the notes of the last.
         """
         parts: list[dict[str, list[MeasuredCell]]] = []  # cells by block
         for block, cells in group_by_key(self.cells, lambda cell: cell.block).items():
@@ -156,8 +156,8 @@ def make_reproduced_table(
 ) -> ReproducedTable:
     """Make a paper's table from the results of its stages; `content` is the run's content: model, options, stages.
 
-    `short` says that it is the short form, `own_tasks` that what is asked was chosen by the user: means over these are
-    not beside the paper's.
+    `short` says that it is the short form, `own_tasks` that the user chose the tasks: means over these are not beside
+    the paper's.
     """
     model = content["model"]
     named = model_of(table, model)
@@ -229,7 +229,7 @@ def _select_stages(stages: Sequence[Stage], job: str) -> list[Stage]:
 def _list_sizes(
     table: PaperTable, stages: Sequence[Stage]
 ) -> Iterator[tuple[Stage, SizeScores, dict[str, MethodScores]]]:
-    """Yield every evaluation with its scores, size by size, and those of the methods that it has of the rows."""
+    """Yield every evaluation with its scores, size by size, and the scores of the rows' methods that it has."""
     for stage in _select_stages(stages, "evaluate"):
         for sized in stage.result.blocks:
             methods = {row: sized.method(row.format(size=sized.size, block=stage.block)) for row in table.rows}
@@ -275,7 +275,7 @@ def _make_share_cell(
 
 
 def list_scores(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
-    """Yield the scores of all rows at all sizes, after those of the full cache."""
+    """Yield the scores of the full cache, then of all rows at all sizes."""
     for stage, sized, methods in _list_sizes(table, stages):
         block = stage.block
         heading = ", ".join(filter(None, (block, sized.heading)))

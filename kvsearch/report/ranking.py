@@ -26,7 +26,8 @@ class TextLosses:
 
     `is_last` where all that it was compared with is better, though only the best of these are here.
 
-    They are those of a profile that has them: `values` [N, P, B] by text, ranking and size, `at` [B] shares of entries.
+    They are read from a profile that has them: `values` [N, P, B] by text, ranking and size, `at` [B] shares of
+    entries.
     """
 
     def __init__(self, profile: Profile) -> None:

@@ -112,7 +112,7 @@ def _dataset(tasks: list[Task]) -> tuple[str, str]:
 
 def _metrics(evaluation: Evaluation, label: str) -> dict[str, dict[str, float]]:
     """Return the mean score of each task in percent under the name of its metric."""
-    replies = group_by_key((one for one in evaluation.samples if one.method == label), attrgetter("task"))
+    replies = group_by_key((sample for sample in evaluation.samples if sample.method == label), attrgetter("task"))
     metrics = {encoded.task.name: encoded.task.metric for encoded in evaluation.encoded}
     return {
         task: {

@@ -145,7 +145,7 @@ def describe_higher_plans(ahead: Mapping[str, Estimate], others: int, *, on_text
     if not ahead:
         return ""
     name, lead = next(iter(ahead.items()))
-    surely = sum(found.low > 0 or found.high < 0 for found in ahead.values())
+    surely = sum(gain.low > 0 or gain.high < 0 for gain in ahead.values())
     chance = "within chance" if surely == 0 else f"{surely} of them beyond chance"
     if math.isnan(lead.low):
         chance = "on too few contexts to say more"

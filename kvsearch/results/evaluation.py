@@ -44,7 +44,7 @@ SizeField = Annotated[Size, PlainSerializer(lambda size: size.as_json())]
 
 
 class ScoreRow(NamedTuple):
-    """A task, a category or an average, of which every method has a score."""
+    """A task, a category or an average on which every method has a score."""
 
     kind: Kind
     name: str
@@ -164,23 +164,25 @@ class EvaluationResult(Result):
     @classmethod
     def of(
         cls,
-        found: Evaluation,
+        evaluation: Evaluation,
         losses: Sequence[LayerLoss] | None = None,
         guarantees: Mapping[str, ShownLoss] | None = None,
     ) -> EvaluationResult:
-        """Return what a comparison found; output losses of layers and guarantees of plans where they were wanted."""
-        tasks = [replace(task, metric=found.metrics[task.task]) for task in found.coverage]
-        block = found.blocks[0]
+        """Make the result of an evaluation; output losses of layers and guarantees of plans where they were wanted."""
+        tasks = [replace(task, metric=evaluation.metrics[task.task]) for task in evaluation.coverage]
+        block = evaluation.blocks[0]
         full = FullScores(
-            held=found.held[FULL], scores=_scores(block, FULL), traces=found.traces.get(FULL, {}),
+            held=evaluation.held[FULL], scores=_scores(block, FULL), traces=evaluation.traces.get(FULL, {}),
             nats=_nats(block, FULL),
         )  # fmt: skip
-        averages = found.averages | ({RETAINED: found.retained} if found.retained else {})
+        averages = evaluation.averages | ({RETAINED: evaluation.retained} if evaluation.retained else {})
         return cls(
-            model=found.loaded.name, **found.split.as_json(), subject=found.subject, phases=found.phases,
-            environment=found.environment, most_tokens=found.most_tokens, tasks=tuple(tasks),
-            averages=averages, full=full, blocks=tuple(_size(block, found) for block in found.blocks),
-            notes=tuple(found.notes), different_settings=found.different, needle=make_needle_grids(found.samples),
+            model=evaluation.loaded.name, **evaluation.split.as_json(), subject=evaluation.subject,
+            phases=evaluation.phases, environment=evaluation.environment, most_tokens=evaluation.most_tokens,
+            tasks=tuple(tasks),
+            averages=averages, full=full, blocks=tuple(_size(block, evaluation) for block in evaluation.blocks),
+            notes=tuple(evaluation.notes), different_settings=evaluation.different,
+            needle=make_needle_grids(evaluation.samples),
             losses=None if losses is None else tuple(losses), guarantees=dict(guarantees or {}),
         )  # fmt: skip
 
@@ -267,17 +269,17 @@ def make_needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
     return {method: NeedleGrid.of(replies) for method, replies in group_by_key(mine, attrgetter("method")).items()}
 
 
-def _size(block: SizeBlock, found: Evaluation) -> SizeScores:
+def _size(block: SizeBlock, evaluation: Evaluation) -> SizeScores:
     """Return the methods of one size."""
-    by_label = {method.label: method for method in found.methods}
+    by_label = {method.label: method for method in evaluation.methods}
     methods = []
     for name, label in block.methods.items():
         differences = _differences(block, label)
         method = MethodScores(
             name=name, label=label, definition=by_label[label].definition, phases=by_label[label].phases,
-            held=found.held[label], scores=_scores(block, label), traces=found.traces.get(label, {}),
+            held=evaluation.held[label], scores=_scores(block, label), traces=evaluation.traces.get(label, {}),
             nats=_nats(block, label), differences=differences,
-            contexts=found.seen[name].as_json() if name in found.seen else None,
+            contexts=evaluation.seen[name].as_json() if name in evaluation.seen else None,
             tasks_won=None if differences is None else count_tasks_won(differences),
         )  # fmt: skip
         methods.append(method)
@@ -289,15 +291,15 @@ def _scores(block: SizeBlock, label: str) -> Scores:
 
 
 def _nats(block: SizeBlock, label: str) -> NatsField:
-    """Return the losses of a method; those of the full cache without a subject, which each size has its own of."""
-    found: NatsField = {}
+    """Return the losses of a method; the full cache's without differences, as each size has a subject of its own."""
+    by_section: NatsField = {}
     for row in block.rows:
         if label in row.nats:
             losses = row.nats[label]
-            found.setdefault(SECTIONS[row.kind], {})[row.task] = (
+            by_section.setdefault(SECTIONS[row.kind], {})[row.task] = (
                 replace(losses, difference=None) if label == FULL else losses
             )
-    return found
+    return by_section
 
 
 def _differences(block: SizeBlock, label: str) -> Differences | None:
@@ -305,7 +307,7 @@ def _differences(block: SizeBlock, label: str) -> Differences | None:
 
 
 def _by_section(block: SizeBlock, value: Callable[[Row], Found]) -> dict[str, dict[str, Found]]:
-    found: dict[str, dict[str, Found]] = {section: {} for section in SECTIONS.values()}
+    by_section: dict[str, dict[str, Found]] = {section: {} for section in SECTIONS.values()}
     for row in block.rows:
-        found[SECTIONS[row.kind]][row.task] = value(row)
-    return found
+        by_section[SECTIONS[row.kind]][row.task] = value(row)
+    return by_section

@@ -37,7 +37,7 @@ class Finalist(Stored):
 class FoundAtBudget(Stored):
     """What a search found at one budget: `report` has scores by name, `gains` what the result scores above a name.
 
-    `ahead` are those of the report that score higher than the result, with what they score above it.
+    `ahead` are the plans of the report that score higher than the result, with what they score above it.
     """
 
     ended: str
@@ -78,8 +78,8 @@ class Trace:
 class SearchResult(Result):
     """A finished search at one or several budgets: `found` says at each what was found.
 
-    `asked` says what was asked of each split, `questions` count them. `trace` is how it went, None where its ledger is
-    not at hand.
+    `asked` says which contexts and questions of each split were asked, `questions` counts them. `trace` is how it went,
+    None where its ledger is not at hand.
     """
 
     SCHEMA: ClassVar[str] = "kvsearch.evolution/3"
@@ -90,7 +90,7 @@ class SearchResult(Result):
     evaluations: int
     tokens: int
     settings: dict[str, Any]
-    found: Annotated[dict[int, FoundAtBudget], AfterValidator(lambda found: dict(sorted(found.items())))] = Field(
+    found: Annotated[dict[int, FoundAtBudget], AfterValidator(lambda results: dict(sorted(results.items())))] = Field(
         min_length=1
     )
     trace: Trace | None = Field(default=None, exclude=True)

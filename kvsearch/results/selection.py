@@ -81,7 +81,7 @@ class SelectionsResult(Result):
     @property
     def choices(self) -> Sequence[SelectionResult]:
         """What was chosen at each size, by what is kept: by budget, or by the share that is not evicted."""
-        return sorted(self.sizes.values(), key=lambda one: one.size.budget or 1 - (one.size.ratio or 0))
+        return sorted(self.sizes.values(), key=lambda chosen: chosen.size.budget or 1 - (chosen.size.ratio or 0))
 
 
 class RunResult(SelectionsResult):

@@ -60,23 +60,26 @@ def find_harmful(directory: Path, strategy: Strategy, budget: float) -> str | No
     Raises:
         UsageError: the file of the validation is damaged.
     """
-    found = load_validation(directory / VALIDATION_FILE)
+    validation = load_validation(directory / VALIDATION_FILE)
     profile = directory / PROFILE
-    if found is None:
+    if validation is None:
         return None
-    if profile.exists() and sha256(profile.read_bytes()).hexdigest() != found.profile_sha256:
+    if profile.exists() and sha256(profile.read_bytes()).hexdigest() != validation.profile_sha256:
         return None
     uses = (("route", strategy.route), ("budgets", strategy.budgets))
-    nearest = (_nearest(found, use, strategy.phases, budget) for use in uses)
-    bad = [(one, at) for one, at in filter(None, nearest) if one.verdict == "harmful"]
-    return "; ".join(f"{one.words} was judged harmful at {at.size}: {one.reason}" for one, at in bad) or None
+    nearest = (_nearest(validation, use, strategy.phases, budget) for use in uses)
+    bad = [(signal, at) for signal, at in filter(None, nearest) if signal.verdict == "harmful"]
+    return "; ".join(f"{signal.words} was judged harmful at {at.size}: {signal.reason}" for signal, at in bad) or None
 
 
 def _nearest(
-    found: ValidationResult, use: tuple[str, str | None], phases: str, budget: float
+    validation: ValidationResult, use: tuple[str, str | None], phases: str, budget: float
 ) -> tuple[JudgedSignal, BudgetVerdicts] | None:
     """Return what was judged of a signal in its use nearest to a budget, by ratio, and where."""
-    there = [
-        (one, at) for at in found.budgets for one in at.signals if (one.kind, one.signal, one.phases) == (*use, phases)
+    verdicts = [
+        (judged, at)
+        for at in validation.budgets
+        for judged in at.signals
+        if (judged.kind, judged.signal, judged.phases) == (*use, phases)
     ]
-    return min(there, key=lambda judged: abs(math.log(judged[1].budget / budget)), default=None)
+    return min(verdicts, key=lambda verdict: abs(math.log(verdict[1].budget / budget)), default=None)

@@ -62,7 +62,7 @@ class Run:
         Args:
             directory: of the run.
             config: of the run.
-            force: whether what is there of any run of this job is removed first.
+            force: whether the files of an earlier run of this job are removed first, whatever its configuration.
             files: patterns of what the run writes beside its configuration and ledger.
 
         Raises:
@@ -202,7 +202,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *]((?!/|.*\.\.)[ -\[\]-~]{1,200})")
 def finish_run(directory: Path, patterns: Sequence[str]) -> None:
     """Write the checksums of the files in `directory` that match, and of all files in folders that do.
 
-    Patterns are those of names, not of paths.
+    Patterns match names, not paths.
     The lines of other jobs stay. Files that are written while a job works, and the sums of other runs, have none.
 
     Raises:
@@ -302,7 +302,7 @@ class ContextsFile(Record):
 def write_contexts(directory: Path, hashes: Mapping[Use, Iterable[str]]) -> None:
     """Write the hashes of a run's contexts into its directory; errors as for `require_lock` and `write_atomically`."""
     require_lock(directory)
-    content = ContextsFile.model_validate({use: tuple(sorted(set(found))) for use, found in hashes.items()})
+    content = ContextsFile.model_validate({use: tuple(sorted(set(of_use))) for use, of_use in hashes.items()})
     write_atomically(directory / CONTEXTS, canonical_json(content))
 
 

@@ -1,10 +1,10 @@
 """The plans that are compared at one size: candidates, baselines, and the factories that make them.
 
-`find_policy_candidates` makes those of `kvsearch run`: plans by fitted rankings, and every single built-in policy with
-budgets of its own. Names are those of `evaluate --methods`: a policy alone has even budgets, METHOD:POLICY is a policy
-under the budgets of a method. Only what a fitted ranking or a choice between policies brings is a candidate. A built-in
-policy is a baseline, also with the budgets that keep most of its measured importance: a candidate must be worth more.
-NAME+match is the plan NAME whose entries carry what leaves the prompt.
+`find_policy_candidates` makes the plans of `kvsearch run`: by fitted rankings, and by every single built-in policy with
+budgets of its own. Plans have the names of `evaluate --methods`: a policy alone has even budgets, METHOD:POLICY is a
+policy under the budgets of a method. Only what a fitted ranking or a choice between policies brings is a candidate. A
+built-in policy is a baseline, also with the budgets that keep most of its measured importance: a candidate must be
+worth more. NAME+match is the plan NAME whose entries carry what leaves the prompt.
 
 `lukv:X` are the budgets that `export` makes of the curves of `calibrate --method lukv`. The calibration's own table is
 the mean of what single questions would keep, and it is mixed with even budgets where that keeps more held-out answers.

@@ -82,8 +82,8 @@ class MethodResult:
 
     Of a candidate `lead` is what it scored there above the best baseline, and `chance` a bound of the probability that
     any candidate leads so much by luck, whenever one looks. `nats` are its losses there, with the difference to
-    those of the best baseline, where all tasks are teacher-forced. Else, where methods were screened, `spared` are the
-    nats per token of the right replies that a candidate loses less than the best baseline.
+    the best baseline's, where all tasks are teacher-forced. Else, where methods were screened, `spared` are the nats
+    per token of the right replies that a candidate loses less than the best baseline.
     """
 
     name: str
@@ -125,8 +125,9 @@ class PhaseResult:
     `best` is the best baseline; `winner` the candidate that is written, None if it is the baseline. `verdict` says what
     is known of it, see `kvsearch.selection.race`; `level` is what chances are compared with. `bound` is what the
     leading candidate is above the best baseline at least, with the probability `sure`; None without one. `asked` counts
-    what was asked until it was decided, of `available` contexts. `lower` are the kinds of questions on which the winner
-    scores less than the best baseline. `screening` is what was dropped before it replied; None where nothing could be.
+    the contexts and questions until the decision, of `available` contexts. `lower` are the kinds of questions on which
+    the winner scores less than the best baseline. `screening` is what was dropped before it replied; None where nothing
+    could be.
     """
 
     phases: str

@@ -258,11 +258,11 @@ def prepare_selection(
     return selection
 
 
-def list_budgets(least: int, most: int) -> list[int]:
-    """List the budgets to try from `least` to `most`, each a tenth larger than the one before, rounded up."""
+def list_budgets(least: int, largest: int) -> list[int]:
+    """List the budgets to try from `least` to `largest`, each a tenth larger than the one before, rounded up."""
     budgets = []
     budget = float(least)
-    while budget <= most:
+    while budget <= largest:
         budgets.append(round(budget))
         budget = max(budget * BUDGET_STEP, round(budget) + 1)
     return budgets
@@ -282,7 +282,7 @@ def find_guaranteed_budget(
     has. The smallest that looks good is flattered by these questions, so the next two are tried, too. Then all plans
     answer the report split, which nothing was chosen by, and are tested from the largest to the smallest, see
     `count_shown`. `selection_at` prepares the selection at a budget, and says where its replies are kept; `store` keeps
-    those of the test.
+    the replies of the test.
 
     Raises:
         UsageError: no budget looks good, or none is shown; see also `PlanRace.decide`.

@@ -56,9 +56,9 @@ def find_measured(
     """Filter routes and allocators, by default the standard ones, to those that were measured.
 
     A route is one of `ROUTES`, or "none", which is every pattern in all layers. An allocator is a sensitivity; "curves"
-    shares by loss curves of the routed patterns, no layer below the smallest measured budget; "curves-joint" by those
-    of the best pattern at each budget, which is then the one that is used. Curves take losses at several budgets, one
-    of them below the mean.
+    shares by loss curves of the routed patterns, no layer below the smallest measured budget; "curves-joint" by the
+    losses of the best pattern at each budget, which is then the one that is used. Curves take losses at several
+    budgets, one of them below the mean.
     """
     table = SignalTable(profile)
     measured = table.axes.budgets
@@ -104,7 +104,7 @@ def find_signal_candidates(
 def create_tuned_policy(name: str, profile: Profile) -> Policy:
     """Create a policy with the settings of the patterns of a profile, for a fair comparison.
 
-    One that is no pattern takes over their `window` and `protect`, those of the profile's own policy first.
+    A policy that is no pattern takes over `window` and `protect`, of the profile's own policy first.
     """
     patterns = SignalTable(profile).axes.patterns
     for pattern in patterns:

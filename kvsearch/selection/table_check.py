@@ -187,7 +187,7 @@ def shrink_table(profile: Profile, checks: tuple[TableCheck, ...]) -> Profile:
 def describe_harmful_table(profile: Profile, ratio: float) -> str | None:
     """Describe a table that lost to uniform budgets at the nearest checked ratio; None if it did not lose."""
     checks = profile.metadata.checks or ()
-    nearest = min(checks, key=lambda one: abs(np.log((1 - one.ratio) / (1 - ratio))), default=None)
+    nearest = min(checks, key=lambda check: abs(np.log((1 - check.ratio) / (1 - ratio))), default=None)
     if nearest is None or nearest.verdict != "harmful":
         return None
     return f"the budgets of this table lose to even ones: {nearest.words}"

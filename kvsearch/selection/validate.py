@@ -82,8 +82,8 @@ def prepare_validation(
 ) -> PreparedValidation:
     """Prepare all strategies and controls at `size`, and check that they fit the model and the questions.
 
-    Random controls of a route have a random pattern in every layer; those of budgets have the forward budgets of the
-    layers in another order. There are `permutations` of them, or all other orders if these are no more.
+    Random controls of a route have a random pattern in every layer; random controls of budgets have the forward budgets
+    of the layers in another order. There are `permutations` of them, or all other orders if these are no more.
 
     Raises:
         UsageError: a task that has one context only, a size that the patterns do not allow or that evicts nothing; see

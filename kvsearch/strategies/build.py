@@ -79,7 +79,7 @@ def make_profile_plan(
     method: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Make the plan of the choices for the layers of a profile; `settings` join those of the calibration."""
+    """Make the plan of the choices for the layers of a profile; `settings` join the calibration's."""
     metadata = profile.metadata
     origin = metadata.provenance
     joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **(settings or {})}

@@ -146,7 +146,7 @@ def check_kept(mean: float, policy: Policy, where: str = "", instead: str = "") 
 def make_signals_plan(
     profile: Profile, chosen: Mapping[Phase, PhaseChoice], size: Size, settings: Mapping[str, Any] | None = None
 ) -> Plan:
-    """Make the plan of the choices for the layers of a profile; `settings` join those of the calibration."""
+    """Make the plan of the choices for the layers of a profile; `settings` join the calibration's."""
     floors = [find_floor(policy) for part in chosen.values() for policy in part.policies]
     return make_profile_plan(profile, chosen, size, min(floors), settings=settings)
 
@@ -182,7 +182,7 @@ def _route(table: SignalTable, strategy: Strategy, phase: Phase, mean: float, in
 
 
 def _candidates(table: SignalTable, strategy: Strategy) -> list[int]:
-    """List the patterns that a layer may take, as indices into those of the table.
+    """List the patterns that a layer may take, as indices into the table's patterns.
 
     No signal can judge the full cache, which agrees with itself: it takes no layer's place.
     """

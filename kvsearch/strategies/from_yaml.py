@@ -196,5 +196,5 @@ class _Reader:
         return (*key, *rest)
 
 
-def _up_to(most: int, value: Any) -> int | None:
-    return value if type(value) is int and 0 < value <= most else None
+def _up_to(limit: int, value: Any) -> int | None:
+    return value if type(value) is int and 0 < value <= limit else None

@@ -117,8 +117,8 @@ class Method:
     def budgets(self, total: int, length: int, heads: Heads) -> Ints:
         """Allocate budgets [L, Hkv] that sum to `total`, each at most `length`.
 
-        Those of a profile are looked up at the share that the total evicts of the prompt at hand; UsageError if it has
-        no table of local ratios.
+        The budgets of a profile are looked up at the share that the total evicts of the prompt at hand; UsageError if
+        it has no table of local ratios.
         """
         if not isinstance(self.layout, Profile):
             return allocate_unmeasured(self.layout, self.policy.least, total, length, heads)

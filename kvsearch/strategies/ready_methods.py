@@ -177,7 +177,7 @@ def _check_files(plans: Mapping[str, Plan], paths: Sequence[Path], taken: Collec
 
 
 def _find_size(label: str, plan: Plan, sizes: Sequence[Size], phases: str) -> Size:
-    """Find the size of a plan among those of methods; UsageError if there is none, or for other phases."""
+    """Find the size of a plan among the methods' sizes; UsageError if it is none of them, or for other phases."""
     totals = _count_entries(plan)
     if tuple(totals) != PHASES[phases]:
         raise UsageError(
@@ -297,8 +297,8 @@ def spread_evenly(model: Any, policy: Policy, totals: Mapping[Phase, EntryCount]
     def table(phase: Phase, total: EntryCount) -> BudgetTable:
         def budgets(length: int) -> Ints:
             entries = total(length)
-            most = length if phase == "prefill" else None
-            return largest_remainder(np.full(heads, entries / (heads[0] * heads[1])), entries, 0, most)
+            cap = length if phase == "prefill" else None
+            return largest_remainder(np.full(heads, entries / (heads[0] * heads[1])), entries, 0, cap)
 
         return budgets
 

@@ -332,7 +332,7 @@ def _find_named(spec: str) -> list[Entry]:
         raise UsageError(f"unknown {kind} task {name!r}: {MANY}, as in {kind}+{name}")
     if kind in ENTRIES or kind in TASKS.list_names():
         raise UsageError(f"unknown task {spec!r}: {kind} is a single task, name it alone")
-    known = [one.removeprefix(f"{kind}:") for one in (*ENTRIES, *SETS) if one.startswith(f"{kind}:")]
+    known = [task.removeprefix(f"{kind}:") for task in (*ENTRIES, *SETS) if task.startswith(f"{kind}:")]
     raise UsageError(f"unknown {kind} task {name!r}{suggest(name, known)}")
 
 

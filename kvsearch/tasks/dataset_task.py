@@ -145,7 +145,7 @@ class DatasetTask(Task, Generic[Checked]):
         return tuple(select_split(examples, self.split, self.document, self.where))
 
     def read(self) -> Sequence[Checked]:
-        """Return all rows; UsageError for other columns or values than those of the dataset."""
+        """Return all rows; UsageError if columns or values are not the dataset's."""
         return check_rows(self.load(), self.row, self.where)
 
     def load(self) -> list[Row]:

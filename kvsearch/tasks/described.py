@@ -49,7 +49,7 @@ class TaskDescription(BaseModel):
 
 
 class DescribedRow(BaseModel):
-    """A row: its context, what is asked of it, and the right answers, one or several."""
+    """A row: its context, the question about it, and the right answers, one or several."""
 
     context: str
     answers: Annotated[tuple[str, ...], BeforeValidator(read_texts)]

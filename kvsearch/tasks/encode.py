@@ -67,7 +67,7 @@ class Prompt:
 class TaskPrompts:
     """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `name_contexts`.
 
-    `recorded` says what each key is known by in records of what was asked, see `kvsearch.plan.origin`. Replies are
+    `recorded` says what each key is known by in records of used contexts, see `kvsearch.plan.origin`. Replies are
     greedy, or drawn as `sampling` says: a question that is replied to several times is there as often.
     """
 
@@ -263,7 +263,7 @@ def count_coverage(prompts: Sequence[Prompt]) -> dict[str, Any]:
 def hash_example(example: Example) -> tuple[str, ...]:
     """Return the hashes of an example's context, alone and with each of its questions; see `hash_context`.
 
-    One of them stands in a record of what was asked: where all contexts of a task are equal, those with questions.
+    One of them stands in a record of used contexts: where all contexts of a task are equal, a hash with a question.
     """
     text = f"{example.system}\n\n{example.context}" if example.system else example.context
     question_hashes = (hash_context(text, query.question) for query in example.queries)
@@ -387,7 +387,7 @@ def _fit_context(
 class Reading:
     """One sequence of a batch: the token ids that are prefilled and compressed, and the questions that follow.
 
-    Question-agnostic: the context; all its questions follow, none of which sees another. Question-aware: context,
+    Question-agnostic: the context; all its questions follow, and no question sees another. Question-aware: context,
     question and the reply's prefix; the reply follows at once.
     """
 

@@ -40,7 +40,7 @@ class JsonlRow(BaseModel):
 
     `prefix` is how the reply begins, `options` are all classes there are, for metrics that need them. `category` is
     the group that tables average the question in, `id` a name that results carry, of this row alone. `metric` and
-    `prompt` (how a question follows a context without a chat template) are those of the whole file.
+    `prompt` (how a question follows a context without a chat template) are the same in the whole file.
     """
 
     model_config = ConfigDict(extra="forbid")

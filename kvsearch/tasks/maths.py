@@ -1,7 +1,7 @@
 """Problems in mathematics: GSM8K after worked examples, and MATH-500 and AIME, whose replies are long traces.
 
-Sources: Cobbe et al., arXiv 2110.14168; Hendrycks et al., arXiv 2103.03874, of which Lightman et al., arXiv 2305.20050,
-took 500; the American Invitational Mathematics Examination.
+Sources: Cobbe et al., arXiv 2110.14168; Hendrycks et al., arXiv 2103.03874, with the 500 problems that Lightman et
+al., arXiv 2305.20050, picked; the American Invitational Mathematics Examination.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHOTS: tuple[dict[str, str], ...] = tuple(read_shipped("gsm8k"))  # worked examp
 class Gsm8kTask(DatasetTask[Gsm8kRow]):
     """The test problems, each after `shots` worked examples: the context is the examples, the question the problem.
 
-    UsageError, beside those of others, for an unknown metric, or more shots than there are.
+    UsageError, beside what other datasets raise, for an unknown metric, or more shots than there are.
     """
 
     name: str = "gsm8k"

@@ -1,8 +1,8 @@
 r"""Turn contexts, questions and answers into token ids, with the tokenizer's chat template where it has one.
 
-A text's tokens are not those of its parts: tokenizers merge across a boundary (".\n\n" is one token of Llama 3), put a
-blank before every text (Llama 2, Mistral v0.1), or end every text with `</s>`. So the whole text is encoded, and its
-tokens are divided among context, question and answer.
+A text's tokens are not its parts' tokens, joined: tokenizers merge across a boundary (".\n\n" is one token of
+Llama 3), put a blank before every text (Llama 2, Mistral v0.1), or end every text with `</s>`. So the whole text is
+encoded, and its tokens are divided among context, question and answer.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ class PromptFormat:
 
         The context [1, T] has the tokens that it shares with every prompt. A token that reaches from the context into
         a question is the question's, so context and question joined are the tokens of the prompt's text, and with the
-        answer those of the whole text. (Where a token would reach from a prompt into its answer, as after "Answer: "
-        with a blank, the prompt stays what the model replies to, and the answer is encoded behind it; a `verbatim`
-        answer takes that token.) In `turns` only the first question follows the context, the others follow replies.
+        answer the tokens of the whole text. (Where a token would reach from a prompt into its answer, as after
+        "Answer: " with a blank, the prompt stays what the model replies to, and the answer is encoded behind it; a
+        `verbatim` answer takes that token.) In `turns` only the first question follows the context, the others follow
+        replies.
 
         Raises:
             EmptyTextError: the context has no token.
@@ -327,7 +328,7 @@ class PromptFormat:
         return ids
 
     def _encode_after(self, text: str) -> list[int]:
-        """Return the token ids of a text within a longer one, of which the text before is not known."""
+        """Return the token ids of a text within a longer one, whatever text stands before it."""
         for anchor in _ANCHORS:
             before = self._encode_bare(anchor)
             whole = self._encode_bare(anchor + text)

@@ -1,7 +1,7 @@
 """Contracts: test classes that a policy, an allocator, an exporter, a task or a calibration method has to pass.
 
 A test class derives from a contract and names what is tested; pytest does the rest. They need pytest and hypothesis
-(`pip install "kvsearch[testing]"`), and are for packages of your own as well as for those of kvsearch:
+(`pip install "kvsearch[testing]"`), and are for packages of your own as well as for kvsearch itself:
 
     from kvsearch.testing import PolicyContract
 

@@ -1,4 +1,14 @@
-"""What every allocator must do; a test class subclasses `AllocatorContract` and builds it and its signals."""
+"""What every allocator must do; a test class subclasses `AllocatorContract` and makes allocator and signals.
+
+    class TestMyAllocator(AllocatorContract):
+        def allocator(self):
+            return MyAllocator()
+
+        def signals(self, rng):
+            return rng.random((LAYERS, HEADS))
+
+Besides these signals it gets awkward ones of the same shape: constant, tied, sparse, of any scale.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,7 @@ LAYERS, HEADS, LENGTH = 3, 4, 40
 
 
 def awkward(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """Values >= 0 of one of many kinds: zero, constant, tied, sparse, a spike, heavy-tailed, at any scale."""
+    """Draw values >= 0 of one of six kinds: constant, tied, sparse, a spike, heavy-tailed, or that at any scale."""
     kind = int(rng.integers(0, 6))
     if kind == 0:
         return np.full(shape, float(rng.integers(0, 2)))
@@ -30,10 +40,7 @@ def awkward(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
 
 
 class AllocatorContract:
-    """Subclasses define `allocator` and `signals`; `scaled` says how to raise the signal of one head.
-
-    `signals` [L] raise a whole layer.
-    """
+    """Subclasses define `allocator` and `signals`, [L, Hkv] or [L]; `scaled` raises the signal of one head or layer."""
 
     def allocator(self) -> Allocator:
         raise NotImplementedError
@@ -90,6 +97,7 @@ class AllocatorContract:
         floors, caps = self.bounds(rng)
         total = int(floors.sum() + caps.sum()) // 2
         budgets = self.allocator().allocate(signals, total, floors, caps)
+        # a power of two scales floats without rounding, so the budgets have to be equal
         assert (self.allocator().allocate(signals * 1024, total, floors, caps) == budgets).all()
 
     def test_a_raised_signal_never_costs_budget(self, rng: np.random.Generator) -> None:
@@ -104,9 +112,9 @@ class AllocatorContract:
             assert self.budget_of(after, layer, head) >= least
 
     def budget_of(self, budgets: Ints, layer: int, head: int) -> int:
-        """What a raised signal must not lower; a subclass whose signal is a layer's may sum over its heads."""
+        """Return the budget that a raised signal must not lower; for signals of layers, a subclass may sum heads."""
         return int(budgets[layer, head])
 
     def slack(self, signals: Signals, floors: Ints, caps: Ints) -> int:  # noqa: ARG002
-        """Entries by which the allocator may miss monotony in its signal; 0 unless a subclass says why not."""
+        """Return by how many entries a raised signal may still lower a budget; 0 unless a subclass says why."""
         return 0

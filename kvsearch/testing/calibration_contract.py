@@ -47,13 +47,13 @@ def load_bundled() -> LoadedModel:
 
 @lru_cache
 def make_texts(contexts: int) -> CalibrationData:
-    """Make so many contexts with questions and answers, of a synthetic task."""
+    """Make calibration data of a synthetic task: `contexts` contexts with questions and answers."""
     tasks = find_tasks("synthetic:single", {"length": (LENGTH,), "split": "train"})
     return make_task_data(load_bundled(), tasks, contexts, 0)
 
 
 class CalibrationContract:
-    """Subclasses set `options`, small ones; `contexts` and `sizes` are those that are tried."""
+    """Subclasses set small `options`; profiles are measured on `contexts` contexts, and plans made at all `sizes`."""
 
     options: ClassVar[CalibrationOptions]
     contexts: ClassVar[int] = 6
@@ -98,10 +98,10 @@ class CalibrationContract:
     def test_the_same_again(self, profile: Profile) -> None:
         assert self.measure().to_bytes() == profile.to_bytes()
 
-    def test_one_that_was_stopped_ends_the_same(self, profile: Profile, tmp_path: Path) -> None:
-        """Each finished step may be the last: what is there is read, what is not is measured."""
+    def test_a_stopped_calibration_ends_the_same(self, profile: Profile, tmp_path: Path) -> None:
+        """Each finished step may be the last: stored steps are read, the others are measured."""
         assert self.measure(tmp_path).to_bytes() == profile.to_bytes()
-        stored = sorted(tmp_path.rglob("*.safetensors"))
+        stored = sorted(tmp_path.rglob("*.safetensors"))  # as if it had been stopped halfway
         for path in stored[len(stored) // 2 :]:
             path.unlink()
         assert self.measure(tmp_path).to_bytes() == profile.to_bytes()

@@ -6,7 +6,7 @@
         def held(self, exported, model, length):
             return ...  # what the tool holds of a prompt, by its own arithmetic, written anew
 
-What a tool cannot express is a loss, and is to be named; what is not named is in the files.
+An exporter names as a loss whatever the tool cannot express; the files hold everything else.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def compare_entries(planned: Ints, held: Ints) -> tuple[int, int]:
 
 
 class ExporterContract:
-    """Subclasses set `target`, and say by `held` what the tool makes of the files."""
+    """Subclasses set `target`, and define `held`: the entries that the tool holds with the exported files."""
 
     target: ClassVar[str]
 
@@ -82,7 +82,7 @@ class ExporterContract:
         raise NotImplementedError
 
     def export(self, plan: Plan) -> ExportedFiles | None:
-        """Export a plan; None if the target has no word for it, which it says in one line."""
+        """Export a plan; None if the target cannot express it, and refuses it in one line."""
         exporter = create_exporter(self.target)
         assert isinstance(exporter, PlanExporter)
         layers = plan.model.layers

@@ -3,8 +3,8 @@
     class TestMyPolicy(PolicyContract):
         policy = MyPolicy(window=4)
 
-Observations are drawn small and ugly: left padding, prompts of one token, windows longer than the prompt, one to seven
-query heads per kv head. The invariants hold for every policy.
+Observations are drawn small and with every edge case: left padding, prompts of one token, windows longer than the
+prompt, one to seven query heads per kv head. The invariants hold for every policy.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class OutputWeights:
 
 
 def observe(policy: Policy, case: Case, dtype: torch.dtype = torch.float32) -> Observation:
-    """An observation with random content, and with what `policy` says it needs and nothing else."""
+    """Make an observation with random content, and with what `policy` says it needs and nothing else."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -134,7 +134,7 @@ def observe(policy: Policy, case: Case, dtype: torch.dtype = torch.float32) -> O
 
 
 def with_more_pads(observation: Observation, pads: int) -> Observation:
-    """The same sequences with `pads` more columns of padding in front; the padding holds large values."""
+    """Return the same sequences with `pads` more columns of padding in front; the padding holds large values."""
 
     def longer(states: Tensor) -> Tensor:
         return torch.cat([states.new_full((*states.shape[:2], pads, DIM), 50.0), states], 2)
@@ -157,7 +157,7 @@ def with_more_pads(observation: Observation, pads: int) -> Observation:
 
 
 def permuted(observation: Observation, order: list[int]) -> Observation:
-    """The same batch with its sequences in another order."""
+    """Return the same batch with its sequences in another order."""
     return dataclasses.replace(
         observation,
         keys=observation.keys[order],
@@ -174,26 +174,29 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
 
 
 def without(observation: Observation, name: str) -> Observation:
-    """The same without one of the things a policy may declare."""
+    """Return an observation without one of the inputs that a policy may declare to need, see `MISSING`."""
     return dataclasses.replace(observation, **{name: MISSING[name]})
 
 
 def is_given(observation: Observation, name: str) -> bool:
-    """Whether one of the things a policy may declare is there."""
-    found = getattr(observation, name)
-    return found is not None and not (isinstance(found, dict) and not found)
+    """Return whether an observation has one of the inputs that a policy may declare to need."""
+    value = getattr(observation, name)
+    return value is not None and not (isinstance(value, dict) and not value)
 
 
 def contents(observation: Observation) -> dict[str, Tensor]:
-    """Copies of everything in an observation that could be changed."""
-    found = {name: getattr(observation, name) for name in ("keys", "values", "valid", "queries", "column_sums")}
-    found |= {f"mean {start}": of.mean for start, of in observation.statistics.items()}
-    found |= {f"covariance {start}": of.covariance for start, of in observation.statistics.items()}
-    return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+    """Copy all tensors of an observation by name, to see later whether a policy has changed one in place."""
+    tensors = {name: getattr(observation, name) for name in ("keys", "values", "valid", "queries", "column_sums")}
+    tensors |= {f"mean {start}": of.mean for start, of in observation.statistics.items()}
+    tensors |= {f"covariance {start}": of.covariance for start, of in observation.statistics.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
 
 
 class Shifted:
-    """A policy that repeats, for an observation with `pads` more columns of padding, the scores it gave without."""
+    """A policy that gives an observation with `pads` more columns of padding the scores that it gave without them.
+
+    Scores of a padded batch differ by rounding, which may swap near ties; with these, ranks have to be exactly equal.
+    """
 
     def __init__(self, policy: Policy, observation: Observation, pads: int) -> None:
         self.policy = policy
@@ -217,15 +220,15 @@ def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Ten
 
 
 def start_of(policy: Policy, observation: Observation) -> State:
-    """The state in which a policy starts to decode; without any where it has no decode rule of its own."""
+    """Return the state in which a policy starts to decode; an empty one if it has no decode rule of its own."""
     return policy.start(observation) if policy.has_decode_rule else State()
 
 
 def first_to_protect(policy: Policy, length: int, budget: int) -> set[int]:
-    """The protected entries, as indices among the real tokens, that a budget must cover."""
+    """Return the protected entries that a budget must cover first, as indices among the real tokens."""
     sinks = policy.sink_count
     window = policy.recent_count
-    if budget < sinks + window:
+    if budget < sinks + window:  # sinks come first, but at least one recent entry stays
         if window:
             sinks = min(sinks, budget - 1)
             window = max(1, budget - sinks)
@@ -235,14 +238,14 @@ def first_to_protect(policy: Policy, length: int, budget: int) -> set[int]:
 
 
 def candidates(policy: Policy, observation: Observation) -> Tensor:
-    """Entries that a score decides about, neither padding nor protected, [B, Hkv, T]."""
+    """Return which entries a score decides about, neither padding nor protected, [B, Hkv, T] bool."""
     index = observation.valid.cumsum(-1) - 1
     free = (index >= policy.sink_count) & (index < observation.lengths[:, None] - policy.recent_count)
     return (free & observation.valid)[:, None].expand(observation.keys.shape[:3])
 
 
 class Drawn:
-    """One example: an observation for a policy, and what several invariants look at."""
+    """One example: an observation for a policy, with scores, ranks and kept sets, which several invariants check."""
 
     def __init__(self, policy: Policy, case: Case) -> None:
         self.policy = policy
@@ -257,26 +260,28 @@ class Drawn:
         self.masks = torch.stack([self.keep(budgets) for budgets in self.uniform])  # [N, B, Hkv, T]
 
     def keep(self, budgets: Tensor) -> Tensor:
-        """What is kept at budgets [B, Hkv], [B, Hkv, T]."""
+        """Return which entries are kept at budgets [B, Hkv], [B, Hkv, T] bool."""
         return keep_under(self.policy, self.observation, budgets)
 
     def to_protect(self, budget: int) -> Tensor:
-        """The protected entries that a budget must cover, [B, T]."""
-        found = torch.zeros_like(self.valid)
+        """Return the protected entries that a budget must cover, [B, T] bool."""
+        protected = torch.zeros_like(self.valid)
         for row, count in enumerate(self.lengths.tolist()):
             columns = first_to_protect(self.policy, count, budget)
-            found[row, [self.case.length - count + index for index in columns]] = True
-        return found
+            protected[row, [self.case.length - count + index for index in columns]] = True
+        return protected
 
 
 class PolicyContract:
+    """Subclasses set `policy`, with small parameters, as prompts have 14 tokens at most."""
+
     policy: ClassVar[Policy]
     score_is_position: ClassVar[bool] = False  # only the order of such scores counts
 
     @properties
     @given(cases(), st.integers(1, 5))
     def test_every_invariant(self, case: Case, pads: int) -> None:
-        """Each invariant is a method below. They share one example, as to draw it and to score it takes longest."""
+        """Check each invariant, a method below, on one example: drawing and scoring it takes longest."""
         drawn = Drawn(self.policy, case)
         before = contents(observe(self.policy, case))
         for dtype in (torch.float32, torch.bfloat16):
@@ -309,7 +314,7 @@ class PolicyContract:
             assert self.policy.signed_scores or (compared >= 0).all(), "scores below 0 are to be declared"
 
     def the_state_at_the_start_of_decoding(self, observation: Observation) -> None:
-        """Of the right shape, the same again, and the caller's: it shares no memory with the observation."""
+        """It has the right shapes, is equal when made again, and shares no memory with the observation."""
         batch, heads, length = observation.keys.shape[:3]
         state = start_of(self.policy, observation)
         again = start_of(self.policy, observation)
@@ -320,7 +325,7 @@ class PolicyContract:
             assert tensor.shape[:2] == (batch, heads), name
             torch.testing.assert_close(tensor, again.heads[name], rtol=0, atol=0, equal_nan=True)
         for tensor in (*state.entries.values(), *state.heads.values()):
-            tensor.fill_(1)
+            tensor.fill_(1)  # the caller compares the observation with a copy afterwards
 
     def scoring_is_deterministic(self, drawn: Drawn) -> None:
         again = observe(self.policy, drawn.case)
@@ -329,7 +334,7 @@ class PolicyContract:
         assert torch.equal(drawn.ranks, rank_under(self.policy, again))
 
     def what_is_declared_is_used(self, drawn: Drawn) -> None:
-        """`observe` gives what is declared and nothing else; without any one of these things there is no result."""
+        """`observe` gives only the declared inputs; a policy raises InternalError if one of these is missing."""
         needs = self.policy.needs()
         declared = (needs.query_rows, needs.query_statistics_from is not None, needs.column_sums, needs.projection)
         assert [is_given(drawn.observation, name) for name in MISSING] == [bool(need) for need in declared]
@@ -351,7 +356,7 @@ class PolicyContract:
         assert torch.equal(ranks < counts[:, None, None], to_protect[:, None].expand_as(ranks))
 
     def kept_sets(self, drawn: Drawn) -> None:
-        """Nested, no padding, as many as there is room for, protected ones first, by rank; all of exempt heads."""
+        """Kept sets are nested, without padding, of the budget's size, by rank; exempt heads keep all."""
         masks = drawn.masks
         budgets = drawn.uniform
         real = drawn.valid[:, None]
@@ -374,14 +379,14 @@ class PolicyContract:
             assert torch.equal(mixed[row, head], drawn.masks[budgets[row, head] - 1, row, head])
 
     def permuting_sequences_permutes_ranks(self, drawn: Drawn) -> None:
-        """Nothing depends on the order of a batch."""
+        """Scores and ranks do not depend on the order of a batch."""
         order = torch.randperm(drawn.case.batch, generator=torch.Generator().manual_seed(drawn.case.seed)).tolist()
         shuffled = permuted(drawn.observation, order)
         torch.testing.assert_close(self.policy.score(shuffled), drawn.scores[order], rtol=1e-5, atol=1e-6)
         assert torch.equal(rank_under(self.policy, shuffled), drawn.ranks[order])
 
     def left_padding_changes_nothing(self, drawn: Drawn, pads: int) -> None:
-        """Scores up to rounding, and ranks exactly where scores are the same."""
+        """Padding changes scores by rounding only, and ranks not at all where scores are the same, see `Shifted`."""
         padded = with_more_pads(drawn.observation, pads)
         longer = self.policy.score(padded)[:, :, pads:]
         if self.score_is_position:

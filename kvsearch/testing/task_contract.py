@@ -35,7 +35,7 @@ def count_words(text: str) -> int:
 class TaskContract:
     """Subclasses set `spec` and, where the task needs them, `options` by name, such as a file of rows.
 
-    `samples` are the most examples that are drawn of a split. `in_order` is off for a task that returns its examples in
+    At most `samples` examples are drawn of a split. `in_order` is off for a task that returns its examples in
     another order than it draws them, such as the cells of a grid: few are then some of more. Override `task` for one
     that is not registered.
     """
@@ -46,14 +46,14 @@ class TaskContract:
     in_order: ClassVar[bool] = True
 
     def task(self, split: str | None = None) -> Task:
-        """Make the task, of its default split or of this one."""
+        """Make the task, of its default split or of another."""
         chosen = {} if split is None else {"split": split}
         (task,) = find_tasks(self.spec, {**self.options, **chosen})
         return task
 
     @property
     def entry(self) -> Entry:
-        """What the catalogue says of the task."""
+        """The entry of the task in the catalogue, which `kvsearch tasks` shows."""
         (entry,) = describe_tasks(self.spec)
         return entry
 
@@ -65,7 +65,7 @@ class TaskContract:
 
     @property
     def splits(self) -> list[str]:
-        """The splits of which the task can be made, but that of all examples."""
+        """The splits that the task can be made of, without the one of all examples, which overlaps the others."""
         return [split for split in self.entry.splits if split != ALL] if "split" in self.entry.reads else []
 
     @property
@@ -80,11 +80,11 @@ class TaskContract:
 
     def test_few_examples_are_the_first_of_more(self) -> None:
         for seed in SEEDS:
-            most = self.examples(self.samples, seed)
+            examples = self.examples(self.samples, seed)
             for samples in range(1, self.samples):
-                some = self.examples(samples, seed)
-                assert list(some) == [example for example in most if example in some], f"seed {seed}"
-                assert not self.in_order or list(some) == list(most[:samples]), f"seed {seed}"
+                fewer = self.examples(samples, seed)
+                assert list(fewer) == [example for example in examples if example in fewer], f"seed {seed}"
+                assert not self.in_order or list(fewer) == list(examples[:samples]), f"seed {seed}"
 
     def test_a_seed_gives_the_same_examples(self) -> None:
         for seed in SEEDS:
@@ -105,8 +105,8 @@ class TaskContract:
             }
             for split, examples in drawn.items()
         }
-        for one, other in combinations(texts, 2):
-            assert not texts[one] & texts[other], f"{one} and {other} share a context"
+        for split, other in combinations(texts, 2):
+            assert not texts[split] & texts[other], f"{split} and {other} share a context"
 
     def test_every_question_can_be_asked(self) -> None:
         examples = self.examples(self.samples)

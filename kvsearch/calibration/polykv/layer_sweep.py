@@ -290,7 +290,7 @@ class LayerSweep:
     def _rows(self, layer: FollowedLayer, after: ContinuationBatch) -> Tensor:
         """Return mean attention rows by position, [M, P, T + K] fp32 on the CPU.
 
-        Of the phase "prefill" the mean is over the rows of the prompt, of "decode" over those of the tokens that
+        Of the phase "prefill" the mean is over the rows of the prompt, of "decode" over the rows of the tokens that
         follow; over all query heads.
         """
         prompt = layer.noted
@@ -344,7 +344,7 @@ class _Replays:
         for item in items:
             if (row, item) not in self._ahead:
                 made = self._replays.under(*self.tried.rules(item))
-                self._ahead.update({(self._first + place, item): one.outputs for place, one in enumerate(made)})
+                self._ahead.update({(self._first + place, item): layer.outputs for place, layer in enumerate(made)})
         outputs = [self._ahead.pop((row, item)) for item in items]
         if self.results is not None:
             here = row - self._first

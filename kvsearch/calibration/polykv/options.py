@@ -119,7 +119,7 @@ def make_candidates(
 
     `patterns` are names, or names with parameters. "paper" stands for the nine of PolyKV (arXiv 2606.15157), "all" for
     every registered policy. `settings` are parameters of all patterns that have them (window), or of one
-    (snapkv.window); they win over parameters that come with a name, those of one pattern over those of all.
+    (snapkv.window); they win over parameters that come with a name, and a parameter of one pattern over one of all.
 
     Of a set, a pattern is left out with a remark if it cannot be tried: it always keeps more than the smallest of
     `budgets`, it has no rule for one of `phases`, or its budget does not say what it keeps.

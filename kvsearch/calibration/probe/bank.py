@@ -57,7 +57,7 @@ class StoredQueries(NamedTuple):
 class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     """Calibration of a query bank; the profile has "queries" [L, Hkv, G, N, D] and "even" [L, Hkv], 1 for even heads.
 
-    "recall" and "text_loss" are those of a probe.
+    "recall" and "text_loss" mean the same as in the profile of a probe.
     """
 
     fits_importance: ClassVar[bool] = False
@@ -116,7 +116,7 @@ def draw_asked_places(
 ) -> Tensor:
     """Draw at most `count` of the question tokens of a context; return their ascending numbers [n].
 
-    Tokens of questions come first; those of the context itself fill up what is left.
+    Tokens of questions come first; the context's own tokens fill up the rest.
     """
     questions = builder.build(prompt, "cpu")
     own, rest = (sum(after.tokens.shape[1] for after in questions.get(target, ())) for target in TARGETS)

@@ -132,9 +132,9 @@ class Noting(NamedTuple):
     Args:
         looks: what to note of entries.
         policies: whose ranks of the entries are wanted.
-        queries: the numbers of the tokens whose queries are wanted, of all that is asked of a context, in order [n], by
-            the number of the context.
-        importance: whether that of the entries is wanted.
+        queries: by the number of a context, the ascending numbers [n] of the tokens whose queries are wanted; tokens
+            are numbered through all questions about the context.
+        importance: whether the importance of the entries is wanted.
     """
 
     looks: Mapping[str, EntryLook] = {}

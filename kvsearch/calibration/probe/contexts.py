@@ -298,7 +298,7 @@ def fit_rankings(
 ) -> list[Profile]:
     """Fit rankings with the same questions on the same contexts in shared passes; return their profiles.
 
-    Steps are kept by the first one. Errors are those of `Calibration.measure`.
+    Steps are kept by the first one. It raises what `Calibration.measure` does.
     """
     contexts = FitContexts(calibrations[0], prompts, progress)
     by_name = {calibration.options.method: calibration for calibration in calibrations}

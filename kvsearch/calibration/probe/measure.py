@@ -1,7 +1,7 @@
 """Calibrate a ranking: fit the importance of entries for later questions, choose the fit, and report its quality.
 
 Three disjoint parts of the contexts: one to fit on, one to choose on, one to report on. Importance is LU-KV's (Eq. 4),
-the largest over all that is asked of a context: the questions, and the context itself, chunk by chunk, so that what no
+the largest over all tokens that read a context: the questions, and the context itself, chunk by chunk, so that what no
 question asks for is worth something, too (KVzip, arXiv 2505.23416).
 
 A head gets the fit that recalls most importance, or an even spread over its entries where that moves its output less,
@@ -163,8 +163,8 @@ def note_features(
 class LayerSamples(Sequence[LayerSample]):
     """The samples of some layers, by their `rows`; each is read lazily, as all may be more than memory.
 
-    Those of several layers are together, one after the other. `samples` are those of all contexts, `worth` [L, Hkv, N]
-    their targets, `unseen` is [L, Hkv].
+    Samples of several layers are together, one layer after the other. `samples` are the features of every context,
+    `worth` [L, Hkv, N] the importance to predict, `unseen` [L, Hkv] says which heads no token looks at.
     """
 
     def __init__(self, samples: Sequence[Arrays], worth: Tensor, unseen: Tensor, rows: Sequence[Sequence[int]]) -> None:

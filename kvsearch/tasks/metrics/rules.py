@@ -30,28 +30,28 @@ def json_keys(reply: str, query: Query) -> float:
 
     The first object that can be parsed counts, whatever stands around it. One of the answers has to be in its values.
     """
-    found = next(_find_objects(reply), {})
-    values = {key: str(value) for key, value in found.items() if value not in (None, "")}
+    parsed = next(_find_objects(reply), {})
+    values = {key: str(value) for key, value in parsed.items() if value not in (None, "")}
     if not contains(" ".join(values.values()), query.answers):
         return 0.0
     return sum(key in values for key in query.options) / len(query.options)
 
 
 def _find_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a text, from left to right; one within another is of it."""
+    """Yield the JSON objects in a text, from left to right; an object within another is not yielded on its own."""
     decoder = json.JSONDecoder()
     start = text.find("{")
     while start >= 0:
         try:
-            found, end = decoder.raw_decode(text, start)
-            yield found
+            parsed, end = decoder.raw_decode(text, start)
+            yield parsed
         except (ValueError, RecursionError):
             end = start + 1
         start = text.find("{", end)
 
 
 def all_capitals(reply: str, query: Query) -> float:
-    """Return 1 if the reply has an answer and none of its letters is a small one; scripts without case score 0."""
+    """Return 1 if the reply has an answer and no lowercase letter; scripts without case score 0."""
     return float(reply.isupper() and contains(reply, query.answers))
 
 

@@ -1,4 +1,4 @@
-"""Scores that look for answers in a reply: our own two, RULER's and those of needle-in-a-haystack figures."""
+"""Scores that look for answers in a reply: our own two, RULER's and three of needle-in-a-haystack figures."""
 
 from __future__ import annotations
 

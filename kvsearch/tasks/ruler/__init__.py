@@ -6,7 +6,7 @@ The benchmark is that of "RULER: What's the Real Context Size of Your Long-Conte
 - the tasks, their names, their structure and their difficulty: kinds and numbers of needles, keys, values and queries;
   one chain of four hops (vt); ten common words, 30 against 3 times, and below 4096 tokens 6 against once (cwe); coded
   words whose counts fall with the square of their rank, rank 1 being dots that do not count (fwe); paragraphs of
-  other questions around those of the one asked (qa_1: SQuAD, qa_2: HotpotQA);
+  other questions around the paragraphs of the question (qa_1: SQuAD, qa_2: HotpotQA);
 - needles in an essay lie between sentences, at 40 evenly spaced depths; worked examples come before the list of cwe
   and the text of vt (there of at most 500 tokens, with variables of three letters);
 - tokens to generate, the metrics, and that context, question, start of the reply and tokens to generate together have

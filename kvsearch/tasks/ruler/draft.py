@@ -34,7 +34,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt whose context holds any number of units of haystack, from `least` to `most` (None: without end).
+    """A prompt whose context holds any number of units of haystack, from `least` to `largest` (None: without end).
 
     Several `queries` are asked in turns. How many tokens a reply may have is the task's affair.
     """
@@ -42,7 +42,7 @@ class Draft:
     context: Callable[[int], str]
     queries: tuple[Query, ...]
     least: int = 1
-    most: int | None = None
+    largest: int | None = None
 
 
 def find_largest_fit(size: Callable[[int], int], room: int, minimum: int, maximum: int | None = None) -> int:

@@ -53,7 +53,7 @@ def draft_common_words(length: int, stream: Stream) -> Draft:
             [*common * common_times, *rare[:units] * rare_times], stream.make_rng("order")
         )
 
-    return Draft(context, (_ask_common(common),), least=COMMON, most=len(rare))
+    return Draft(context, (_ask_common(common),), least=COMMON, largest=len(rare))
 
 
 def _ask_common(words: Sequence[str]) -> Query:

@@ -60,7 +60,7 @@ class Essay:
         return cls(words, tuple(_find_sentence_ends(words)), " ".join(words))
 
     def sentences(self, units: int) -> list[str]:
-        """Return the sentences of the first `units` words, of which the last one may be cut after a word."""
+        """Return the sentences of the first `units` words; the last one may be cut after a word."""
         copies, rest = divmod(units, len(self.words))
         whole = self._sentences(self.ends) * copies
         ends = self.ends[: bisect_right(self.ends, rest)]
@@ -137,7 +137,7 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
         separator = " " if essay else "\n"
         return f"{intro}\n{separator.join(insert(sentences, needles))}"
 
-    return Draft(context, queries, most=count_words() if among_needles and spec.key == "word" else None)
+    return Draft(context, queries, largest=count_words() if among_needles and spec.key == "word" else None)
 
 
 def _ask(spec: NeedleSpec, facts: Sequence[tuple[str, str]], keys: Sequence[str], category: str = "") -> Query:

@@ -113,7 +113,7 @@ class QaDocuments:
         )
 
     def draft(self, stream: Stream) -> Draft:
-        """Return the question's own documents, then those of the same article, then any others, all in random order."""
+        """Return the question's own documents, then others of the same article, then any, all in random order."""
         order = Stream(stream.name, 0).make_rng("questions").sample(range(len(self.questions)), len(self.questions))
         question = self.questions[order[stream.index]]
 
@@ -128,4 +128,4 @@ class QaDocuments:
             return "\n\n".join((_INTRO, *sections))
 
         query = Query(_QUESTION + question.text, question.answers, prefix=_PREFIX)
-        return Draft(context, (query,), least=len(question.own), most=len(self.documents))
+        return Draft(context, (query,), least=len(question.own), largest=len(self.documents))

@@ -113,10 +113,10 @@ class RulerTask(Task):
         """Return the context of a draft, filled up to the length."""
         rest = self._count_rest(draft, count)
         units = find_largest_fit(
-            lambda units_tried: count(draft.context(units_tried)), self.length - rest, draft.least, draft.most
+            lambda units_tried: count(draft.context(units_tried)), self.length - rest, draft.least, draft.largest
         )
         context = draft.context(units)
-        if units == draft.most and (filled := count(context) + rest) < FILLED * self.length:
+        if units == draft.largest and (filled := count(context) + rest) < FILLED * self.length:
             raise UsageError(f"{self.name} has material for {filled} of {self.length} tokens: ask for a smaller length")
         return context
 

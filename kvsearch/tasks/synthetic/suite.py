@@ -2,7 +2,7 @@
 
 "core" is five recall tasks and a frequency task. "ruler" has RULER's 13 forms:
 
-    RULER             here          what is asked of what
+    RULER             here          what to answer, and where it stands
     niah_single_1     single_1      a code in one sentence that repeats
     niah_single_2     single        a code in prose
     niah_single_3     single_3      an item told at once: a longer value, in prose
