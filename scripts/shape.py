@@ -42,14 +42,14 @@ GATES = {
     "docstrings that only say See": 0,
     "places that raise UsageError": 425,
     "import circles": 0,
-    "banned phrases in docstrings": 214,
-    "banned local names": 267,
-    "public constants and aliases in several files": 60,
+    "banned phrases in docstrings": 0,
+    "banned local names": 10,
+    "public constants and aliases in several files": 38,
     "test lines": 50_500,
 }
 
 # Words that say nothing to a stranger; CONTRIBUTING.md has the terms to use in their place. The limits on their counts
-# only go down: they have no air.
+# only go down: they have no air. What is left of locals are fields of files and records.
 BANNED_PHRASES = re.compile(
     r"\b(what (is|was|were) (asked|told|there)|(is|are|was|were) (asked|told) (of|by)|what there is|"
     r"that of all|those of|of which|none of (ours|it|its))\b"

@@ -169,7 +169,7 @@ class Forecaster:
     memory: int
 
     def estimate_rate(self, cache: str, length: int, batch: int) -> float:
-        """Estimate the tokens per second of a batch, under `FULL` those of the faster full cache."""
+        """Estimate the tokens per second of a batch, under `FULL` the faster full cache's."""
         if cache == FULL:
             return max(self.estimate_rate(name, length, batch) for name in self.full)
         entries, _ = self.count_entries(cache, length)

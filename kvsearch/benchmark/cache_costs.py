@@ -24,10 +24,10 @@ class CacheCosts:
     """Costs of one kind of cache under one workload.
 
     Seconds are medians; a speed-up is how many times as fast it is as `DynamicCache`; `entries` are the mean per kv
-    head of the full-attention layers after the prompt, `held_bytes` those of the cache then, `peak_bytes` the most that
+    head of the full-attention layers after the prompt, `held_bytes` the cache's bytes then, `peak_bytes` the most that
     was allocated at a time beyond the weights while the prompt was read and a few tokens came. `floor_seconds` is the
     floor of a token on this machine, `prefill_floor_seconds` that of the prompts. The largest batch is that of
-    `kvsearch.benchmark.capacity`, where it was asked for, and `compiled_seconds` those of a token in compiled steps.
+    `kvsearch.benchmark.capacity`, where it was asked for, and `compiled_seconds` the time of a token in compiled steps.
     """
 
     cache: str

@@ -140,18 +140,18 @@ def find_largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int)
     )
 
 
-def _repeat_cache(kind: CacheKind, one: Any, batch: int) -> Any:
+def _repeat_cache(kind: CacheKind, single: Any, batch: int) -> Any:
     """Copy the cache of one sequence to `batch` equal sequences; the original is unchanged."""
-    if isinstance(one, StaticCache):  # which cannot be repeated
+    if isinstance(single, StaticCache):  # which cannot be repeated
         cache = kind.make()
-        for layer, source in zip(cache.layers, one.layers, strict=True):
+        for layer, source in zip(cache.layers, single.layers, strict=True):
             keys, values = (states.expand(batch, *states.shape[1:]) for states in (source.keys, source.values))
             layer.lazy_initialization(keys, values)
             layer.keys.copy_(keys)
             layer.values.copy_(values)
             layer.cumulative_length.copy_(source.cumulative_length)
         return cache
-    cache = deepcopy(one)
+    cache = deepcopy(single)
     cache.batch_repeat_interleave(batch)
     return cache
 
@@ -216,7 +216,7 @@ def measure_steps(
 
 
 def _read_prompt(model: Any, kind: CacheKind, length: int, rounds: int) -> tuple[Any, float, int]:
-    """Read one prompt a few times; return its cache, the seconds of the fastest, and its bytes with those of a step."""
+    """Read one prompt a few times; return its cache, the seconds of the fastest, and its bytes together with a step's."""
     ids = draw_prompts(model, 1, length)
     model.set_attn_implementation(kind.implementation)
     seconds = list[float]()

@@ -92,7 +92,7 @@ def list_cache_kinds(model: Any, programs: dict[str, Program], capacity: int) ->
 def make_skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
     """Draw budgets [L, Hkv] int64 with a spread like calibrated ones; deterministic.
 
-    Logarithms are uniform between those of a fifth and of two and a half; every layer's mean is `mean` exactly.
+    Logarithms are uniform between the logarithms of a fifth and of two and a half; every layer's mean is `mean` exactly.
     """
     low = np.log(SMALLEST_SHARE)
     high = np.log(MAX_SKEW)
@@ -360,7 +360,7 @@ def _time_best(device: torch.device, action: Callable[[], object], tries: int = 
 def estimate_prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]:
     """Estimate the bytes to read for a batch of prompts, and the operations, with the head on last tokens only.
 
-    Those of attention are of full-attention layers, where a token sees those before it.
+    The operations of attention are of full-attention layers, where a token sees those before it.
     """
     shape = describe(model)
     read = count_read_bytes(model)

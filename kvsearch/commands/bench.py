@@ -254,7 +254,7 @@ def _load(
 ) -> tuple[BenchOptions, LoadedModel, dict[str, Program], dict[str, Any]]:
     """Load the model; return it with the programs to measure by name, and the bytes of the largest workload as JSON.
 
-    The options returned are filled in where those of a curve depend on the model.
+    The options returned are filled in where a curve's depend on the model.
 
     A shape is loaded with its `weights` only if these are wanted.
     """
