@@ -216,7 +216,7 @@ def measure_steps(
 
 
 def _read_prompt(model: Any, kind: CacheKind, length: int, rounds: int) -> tuple[Any, float, int]:
-    """Read one prompt a few times; return its cache, the seconds of the fastest, and its bytes together with a step's."""
+    """Read one prompt a few times; return its cache, the fastest's seconds, and its bytes with a step's."""
     ids = draw_prompts(model, 1, length)
     model.set_attn_implementation(kind.implementation)
     seconds = list[float]()

@@ -92,7 +92,7 @@ def list_cache_kinds(model: Any, programs: dict[str, Program], capacity: int) ->
 def make_skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
     """Draw budgets [L, Hkv] int64 with a spread like calibrated ones; deterministic.
 
-    Logarithms are uniform between the logarithms of a fifth and of two and a half; every layer's mean is `mean` exactly.
+    Logarithms of the shares are uniform, of a fifth to two and a half; every layer's mean is `mean` exactly.
     """
     low = np.log(SMALLEST_SHARE)
     high = np.log(MAX_SKEW)

@@ -106,7 +106,7 @@ def test_export_refuses_a_table_that_lost(measured: Any, tmp_path: Path) -> None
     assert refused.value.exit_code == 2
     assert not (tmp_path / "plan.json").exists()
     with pytest.warns(KvsearchWarning, match="lose to even ones"):
-        kvsearch.export(path, ratio=0.8, output=tmp_path / "plan.json", --allow-harmful)
+        kvsearch.export(path, ratio=0.8, output=tmp_path / "plan.json", allow_harmful=True)
     assert (tmp_path / "plan.json").exists()
     kvsearch.export(path, ratio=0.9, output=tmp_path / "other.json")
     save_profile(measured[2], tmp_path / "old.safetensors")  # one without checks, as all were
