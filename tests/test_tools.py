@@ -184,10 +184,10 @@ def find(most: int) -> int:
 
 
 def test_figures_with_limits(tmp_path: Path) -> None:
-    (tmp_path / "pkg" / "jobs").mkdir(parents=True)
-    for name in ("pkg/__init__.py", "pkg/jobs/__init__.py"):
+    (tmp_path / "pkg" / "commands").mkdir(parents=True)
+    for name in ("pkg/__init__.py", "pkg/commands/__init__.py"):
         (tmp_path / name).write_text("")
-    for name, text in (("jobs/one.py", GATED), ("round.py", ROUND), ("turn.py", TURN)):
+    for name, text in (("commands/one.py", GATED), ("round.py", ROUND), ("turn.py", TURN)):
         (tmp_path / "pkg" / name).write_text(text)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_one.py").write_text("pass\n" * 11)

@@ -21,7 +21,6 @@ COMMANDS = {
     "evolve": f"evolve {TASKS} --budget 12 --set window=4 --group-size 2 --generations 2 --population 4 --finalists 2 "
               "--samples 3",
     "evaluate": f"evaluate {TASKS} --methods tova,knorm --budgets 24 --samples 6 --batch 1",
-    "calibrate": "calibrate bundled --data texts.json --policy snapkv --no-check --answers given",
 }  # fmt: skip
 
 
@@ -30,7 +29,6 @@ def start(folder: Path, words: str, before: Callable[[], None] | None = None) ->
     if not folder.exists():
         folder.mkdir()
         tiny.task_file(folder / "tasks.jsonl", 40, length=100, facts=3)
-        tiny.calibration_file(folder / "texts.json", 3)
     command = [sys.executable, "-m", "kvsearch", *words.split(), "-o", "out"]
     own = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
