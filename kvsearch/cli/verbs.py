@@ -242,7 +242,11 @@ def generate(options: GenerateOptions, console: Console) -> None:
             console.say(f"expected to begin with: {find_expected_reply(options.seed)}")
         last = replies[-1]
         peak = max(reply.most for reply in replies)
-        mass = "" if not last.evicted_mass else f"; {100 * last.evicted_mass:.1f}% of the attention at its end has left"
+        mass = (
+            ""
+            if not last.evicted_mass
+            else f"; {100 * last.evicted_mass:.1f}% of the attention at its end was on evicted entries"
+        )
         console.say(
             f"cache: {last.entries} of {last.full_entries} entries ({last.bytes / 2**20:.2f} MiB, "
             f"full {last.full_bytes / 2**20:.2f} MiB) after the context, at most {peak} while answering{mass}"

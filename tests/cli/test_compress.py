@@ -68,7 +68,7 @@ def test_a_context_beyond_those_of_a_guarantee_is_said(plan: Path, tmp_path: Pat
     first = talk.splitlines()[0]
     assert first.startswith(f"the plan {tmp_path / 'plan.json'}: it loses at most 2 points to the full cache")
     assert ("beyond those that the plan was shown on: " in talk) == (most < 0.5)
-    assert "% of the attention at its end has left" in talk
+    assert "% of the attention at its end was on evicted entries" in talk
 
 
 def test_compress_is_a_function(plan: Path, saved: Path, tmp_path: Path) -> None:
