@@ -6,6 +6,7 @@ IN stands for the folder of `inputs`, CAL for a calibration of the bundled model
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -190,14 +191,26 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
 ROWS = [(f"{command} {typed}", words) for command, rows in REFUSED.items() for typed, words in rows]
 
 
+@pytest.fixture(scope="module")
+def own_inputs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of `inputs` for this process: a refused command locks a folder for a moment, and that is looked at."""
+    copy = tmp_path_factory.mktemp("inputs") / "copy"
+    # Another process may just have these there.
+    ignored = shutil.ignore_patterns(
+        ".kvsearch-*", "selection", "validation"
+    )
+    shutil.copytree(inputs, copy, ignore=ignored)
+    return copy
+
+
 @pytest.mark.parametrize(("typed", "words"), ROWS, ids=[typed.replace(TASKS, "") for typed, _ in ROWS])
 def test_one_line_says_what_to_do(
-    run: Run, inputs: Path, calibrated: Path, tmp_path: Path, typed: str, words: str
+    run: Run, own_inputs: Path, calibrated: Path, tmp_path: Path, typed: str, words: str
 ) -> None:
-    places = {"IN": inputs, "CAL": calibrated, "NEW": tmp_path / "new"}
+    places = {"IN": own_inputs, "CAL": calibrated, "NEW": tmp_path / "new"}
     for name, place in places.items():
         typed = typed.replace(name, str(place))
     complaint = refused(run, USAGE, words, *shlex.split(typed))
     assert complaint.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-    assert {path.name for path in (inputs / "polykv").iterdir()} == {"profile.safetensors", "config.json"}
+    assert {path.name for path in (own_inputs / "polykv").iterdir()} == {"profile.safetensors", "config.json"}
