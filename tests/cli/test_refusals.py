@@ -196,9 +196,7 @@ def own_inputs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of `inputs` for this process: a refused command locks a folder for a moment, and that is looked at."""
     copy = tmp_path_factory.mktemp("inputs") / "copy"
     # Another process may just have these there.
-    ignored = shutil.ignore_patterns(
-        ".kvsearch-*", "selection", "validation"
-    )
+    ignored = shutil.ignore_patterns(".kvsearch-*", "selection", "validation")
     shutil.copytree(inputs, copy, ignore=ignored)
     return copy
 
