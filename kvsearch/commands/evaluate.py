@@ -33,18 +33,16 @@ from kvsearch.core.files import check_output, require_directory
 from kvsearch.core.items import Progress
 from kvsearch.core.parsing import read_json, validate_content
 from kvsearch.evaluation.guarantee import (
-    count_contexts,
     describe_need,
     find_shown_bound,
     make_guarantee,
     measure_context_losses,
     refuse_text,
     require_unseen,
-    share_level,
     shows_bound,
 )
 from kvsearch.evaluation.samples import LayerLoss, write_samples
-from kvsearch.evaluation.statistics import CONFIDENCE, summarize
+from kvsearch.evaluation.statistics import CONFIDENCE, count_contexts, share_level, summarize
 from kvsearch.exporters.base import ExportedFiles
 from kvsearch.plan import Size, load_plan
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol

@@ -75,9 +75,8 @@ def run_job(
         if isinstance(options, ModelOptions):
             stack.enter_context(stay_offline(options.offline))
             name = getattr(options, "model", None)
-            models = ModelLoader(reporter, options.loading(), loaded)
-            if isinstance(options, WorkerOptions) and not dry:
-                models.workers, models.ray_address = options.workers, options.ray_address
+            shared = (options.workers, options.ray_address) if isinstance(options, WorkerOptions) and not dry else ()
+            models = ModelLoader(reporter, options.loading(), loaded, *shared)
             if name:
                 models.check(name)
             arguments.append(models)

@@ -49,8 +49,8 @@ from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.fields import Entries, Samples, Time, parse_seconds
 from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
-from kvsearch.evaluation.guarantee import count_contexts, count_needed_contexts, describe_need, refuse_text
-from kvsearch.evaluation.statistics import CONFIDENCE
+from kvsearch.evaluation.guarantee import count_needed_contexts, describe_need, refuse_text
+from kvsearch.evaluation.statistics import CONFIDENCE, count_contexts
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.methods import create_method
@@ -303,11 +303,11 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         """Return the path of the plan of a size."""
         return self.output / (PLAN if self.budgets is None else f"plan-{size}.json")
 
-    def with_counts(self, length: float, count: TokenCount) -> RunOptions:
+    def with_counts(self, tasks: Sequence[Task], length: float, count: TokenCount) -> RunOptions:
         """Fill in the protected entries, and the contexts per task to fit and measure on.
 
-        `length` are the tokens of a context, `count` counts them. A task may have few: half of them are fitted on, a
-        quarter is measured on, and the rest is searched on.
+        `tasks` are of the split train, `length` are the tokens of a context, `count` counts them. A task may have few
+        contexts: half of them are fitted on, a quarter is measured on, and the rest is searched on.
 
         Raises:
             UsageError: there is one context, or --fit leaves none to measure on.
@@ -318,7 +318,6 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
                 (size.mean(round(length)) for size in self.sizes), default=float(DEFAULT_RECENT * BUDGET_PER_PROTECTED)
             )
             protect = max(min(DEFAULT_RECENT, int(smallest / BUDGET_PER_PROTECTED)), 1)
-        tasks = self.find_tasks(self.model, "train")
         fit = self.fit or round(max(FIT_TOKENS / length, MIN_FITTED_CONTEXTS) / len(tasks)) or 1
         measure = self.measure or round(max(MEASURE_TOKENS / length, MIN_MEASURED_CONTEXTS) / len(tasks)) or 1
         for task in tasks:
@@ -379,8 +378,8 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         curves = self.make_calibration(LukvCurveOptions, CURVES_FOLDER, self.measure, self.seed + 1, check=False)
         return curves.with_policies(self.policies)
 
-    def refinement(self, loaded: LoadedModel) -> Refinement:
-        """Make the search that refines plans, on contexts of the tasks' split train."""
+    def refinement(self, loaded: LoadedModel, tasks: Sequence[Task]) -> Refinement:
+        """Make the search that refines plans, on contexts of `tasks`, which are of the split train."""
         from kvsearch.commands.searching import Refinement
 
         names = (*LOADING, "max_length", "batch", "max_memory", "protocol")
@@ -389,7 +388,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
             samples=max(self.measure or 1, 2), generations=self.evaluations,
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
-        searched = search.split("train", self.find_tasks(self.model, "train"), search.protocol)
+        searched = search.split("train", tasks, search.protocol)
         return Refinement(loaded, search.settings(), search.output, search.config, searched)
 
 
@@ -537,7 +536,7 @@ def collect_warnings(
         seed: draws these contexts.
         count: counts the tokens of a text.
     """
-    contexts = sum(task.distinct for task in encoded)
+    contexts = count_contexts(encoded)
     if contexts < MIN_CONTEXTS_FOR_PROOF:
         yield (
             f"there are {contexts} contexts to choose by, and {MIN_CONTEXTS_FOR_PROOF} are needed to show that a plan "
@@ -593,11 +592,11 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
         reporter.say(describe_need(options.lose_at_most, options.loss_confidence, reported))
     lengths = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
     count = make_token_counter(loaded.tokenizer)
-    counted = options.with_counts(sum(lengths) / len(lengths), count)
+    counted = options.with_counts(tasks["train"], sum(lengths) / len(lengths), count)
     fitted_on = tasks["train"] if options.rankings else []
     for warning in collect_warnings(encoded["select"], fitted_on, counted.fit or 1, options.seed, count):
         reporter.warn(warning)
-    refinement = counted.refinement(loaded) if options.refine and sizes else None
+    refinement = counted.refinement(loaded, tasks["train"]) if options.refine and sizes else None
     curves = counted.make_curves()
     floor = min(policy.least for policy in curves.policies())
     baseline_programs = {}

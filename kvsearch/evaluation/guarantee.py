@@ -98,11 +98,6 @@ def describe_need(bound: float | None, confidence: float, contexts: int) -> str:
     return f"{wish}: the {contexts} at hand show it if they lose {100 * allowed:.2f} points or less"
 
 
-def count_contexts(encoded: Iterable[TaskPrompts]) -> int:
-    """Count the contexts of tasks."""
-    return sum(task.distinct for task in encoded)
-
-
 def refuse_text(tasks: Iterable[Task]) -> None:
     """Raise UsageError if a task is text, whose loss is in nats per token and has no largest value."""
     if text := [task.name for task in tasks if is_forced(task)]:
@@ -232,11 +227,6 @@ def measure_evicted_masses(
             read_prompts(loaded.model, [cache], [reading.ids for reading in batch])
             masses += cache.evicted_mass
     return masses
-
-
-def share_level(confidence: float, statements: int) -> float:
-    """Return the confidence of each of several statements with which they hold together (Bonferroni)."""
-    return 1 - (1 - confidence) / statements
 
 
 def require_unseen(evaluation: Evaluation, names: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
@@ -99,6 +99,16 @@ class TaskScores(NamedTuple):
     def by_context(self) -> tuple[dict[str, Floats], Ints]:
         """Return sums over the questions of each context, by method, and how many questions it has; all [contexts]."""
         return {m: self.sum_by_context(scores)[0] for m, scores in self.by_method.items()}, np.bincount(self.contexts)
+
+
+def count_contexts(encoded: Iterable[TaskPrompts]) -> int:
+    """Count the contexts of tasks."""
+    return sum(task.distinct for task in encoded)
+
+
+def share_level(confidence: float, statements: int) -> float:
+    """Return the confidence of each of several statements with which they hold together (Bonferroni)."""
+    return 1 - (1 - confidence) / statements
 
 
 def find_student_quantile(freedom: float) -> float:

@@ -15,7 +15,7 @@ from kvsearch.core.arrays import TIE
 from kvsearch.core.items import group_by_key
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import contrast_scores, estimate, summarize
+from kvsearch.evaluation.statistics import contrast_scores, count_contexts, estimate, share_level, summarize
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
@@ -79,7 +79,7 @@ class PlanRace:
     @property
     def available(self) -> int:
         """Number of contexts of all rounds."""
-        return sum(task.distinct for task in self.encoded)
+        return count_contexts(self.encoded)
 
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
@@ -322,7 +322,7 @@ def find_behind_on_kinds(
     for kind, of_kind in kinds.items() if len(kinds) > 1 else ():
         scores = Scores.of(of_kind, contexts)
         # Bonferroni over kinds: with many of them one would be lost by chance.
-        level = 1 - (1 - ELIMINATION_LEVEL) / len(kinds)
+        level = share_level(ELIMINATION_LEVEL, len(kinds))
         for name in candidates:
             if bound_lead(scores, best, name, level) > 0:
                 behind[name] = f"{name} is out: {best} is ahead of it on {kind}"

@@ -19,7 +19,6 @@ from kvsearch.core.naming import delegate
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.evaluation.guarantee import (
     compute_hoeffding_bentkus,
-    count_contexts,
     count_shown,
     find_shown_bound,
     make_guarantee,
@@ -27,6 +26,7 @@ from kvsearch.evaluation.guarantee import (
     measure_evicted_masses,
 )
 from kvsearch.evaluation.runner import hash_rows
+from kvsearch.evaluation.statistics import count_contexts
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Plan, Profile, Size
@@ -289,18 +289,21 @@ def find_guaranteed_budget(
     """
     chosen: dict[int, tuple[SelectionJob, StageStore | None, PhaseResult]] = {}
 
-    def looks_good(budget: int) -> bool:
+    def choose(budget: int) -> tuple[SelectionJob, StageStore | None, PhaseResult]:
         if budget not in chosen:
             selection, replies = selection_at(budget)
             chosen[budget] = (selection, replies, selection.race.decide(replies, answered=True))
-        selection, _, result = chosen[budget]
+        return chosen[budget]
+
+    def looks_good(budget: int) -> bool:
+        selection, _, result = choose(budget)
         contexts = count_contexts(selection.report_prompts)
         loss = max(result.full.mean - result.score, 0.0)
         return compute_hoeffding_bentkus(loss, contexts, bound) <= 1 - confidence + TIE
 
     first = bisect_left(budgets, True, key=looks_good)
     for budget in budgets[first : first + 1 + MORE_BUDGETS]:
-        looks_good(budget)
+        choose(budget)
     sequence = sorted(chosen, reverse=True)
     selection = chosen[sequence[0]][0]
     plans = {str(budget): chosen[budget][0].race.candidate_set.plans[chosen[budget][2].written] for budget in sequence}
