@@ -176,8 +176,8 @@ class DensePrompt:
 
 def unrotate_queries(query: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     """Turn queries [B, Hq, q, D] back to position 0 from rotary `positions` [B, q], fp32."""
-    batch, count = positions.shape
-    cos, sin = (table.view(batch, count, -1) for table in rotary(positions.flatten()))
+    # no size is left to be found out: there may be no query at all
+    cos, sin = (table.view(*positions.shape, table.shape[-1]) for table in rotary(positions.flatten()))
     return unrotate(query.float(), cos, sin)
 
 

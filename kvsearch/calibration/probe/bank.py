@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.options import BANK_CANDIDATES, TARGETS, QueryBankOptions
-from kvsearch.calibration.probe.context_pass import ContextPass, EntryLook, Measure, Noting, QuestionBuilder
+from kvsearch.calibration.probe.context_pass import ContextPass, EntryLook, Measure, Noting, Questions
 from kvsearch.calibration.probe.contexts import FitCandidates, FitContexts, FittedRanking, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
@@ -67,10 +67,8 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
         return super().prepare()
 
     def draw(self, contexts: FitContexts) -> Noting:
-        random = torch.Generator().manual_seed(self.options.seed)
         share = -(-BANK_CANDIDATES // len(contexts.fit))
-        drawn = {prompt.context: draw_asked_places(prompt, contexts.builder, share, random) for prompt in contexts.fit}
-        return Noting(queries=drawn)
+        return Noting(draw_queries=partial(draw_asked_places, count=share, seed=self.options.seed))
 
     def make_sampler(self) -> Measure:
         return sample_queries
@@ -111,14 +109,13 @@ def note_order(observation: Observation, context: int, free: slice, policies: Se
     return torch.cat([-rank_under(policy, observation)[..., free].float() for policy in policies])
 
 
-def draw_asked_places(
-    prompt: CalibrationPrompt, builder: QuestionBuilder, count: int, random: torch.Generator
-) -> Tensor:
+def draw_asked_places(questions: Questions, context: int, count: int, seed: int) -> Tensor:
     """Draw at most `count` of the question tokens of a context; return their ascending numbers [n].
 
     Tokens of questions come first; the context's own tokens fill up the rest.
     """
-    questions = builder.build(prompt, "cpu")
+    # Every context has a generator of its own: which tokens are drawn does not depend on what was read before.
+    random = torch.Generator().manual_seed(seed + context)
     own, rest = (sum(after.tokens.shape[1] for after in questions.get(target, ())) for target in TARGETS)
     order = torch.cat([torch.randperm(own, generator=random), own + torch.randperm(rest, generator=random)])
     return order[:count].sort().values

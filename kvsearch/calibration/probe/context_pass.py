@@ -126,20 +126,24 @@ class EntryLook(NamedTuple):
     note: Callable[[Observation, int, slice], Tensor]
 
 
+Questions = Mapping[str, Sequence[Continuation]]  # by target
+# from questions and the number of their context: ascending numbers [n] of tokens, through all questions
+QueryDraw = Callable[[Questions, int], Tensor]
+
+
 class Noting(NamedTuple):
     """What to note of contexts during their pass: entries by the name of a look, queries and importance.
 
     Args:
         looks: what to note of entries.
         policies: whose ranks of the entries are wanted.
-        queries: by the number of a context, the ascending numbers [n] of the tokens whose queries are wanted; tokens
-            are numbered through all questions about the context.
+        draw_queries: draws the tokens whose queries are wanted, from the questions about a context; None: none are.
         importance: whether the importance of the entries is wanted.
     """
 
     looks: Mapping[str, EntryLook] = {}
     policies: Sequence[Policy] = ()
-    queries: Mapping[int, Tensor] = {}
+    draw_queries: QueryDraw | None = None
     importance: bool = True
 
     def note(self, observation: Observation, context: int, free: slice) -> dict[str, Tensor]:
@@ -158,8 +162,9 @@ class QuestionReading(NamedTuple):
 class ContextPass:
     """A pass over a context under the full cache; T counts the entries between its sinks and the recent ones.
 
-    `given` has the right answers in place of own replies, which go on after the answer where nothing ends them. What
-    is `questions` is by target; `judged` are the given answers, or chunks of the context where there are none.
+    The `prompt` has the right answers; `ask` puts own replies in their place, which may go on from this pass.
+    `questions` are by target; `judged` are the given answers, which end where own replies may go on, or chunks of the
+    context where there are none.
 
     Raises:
         IncompatibleError: the model computes NaN on it.
@@ -169,12 +174,12 @@ class ContextPass:
         self,
         loaded: LoadedModel,
         prompt: CalibrationPrompt,
-        given: CalibrationPrompt,
         options: RankingOptions,
         builder: QuestionBuilder,
         noting: Noting | None = None,
     ) -> None:
         self.prompt = prompt
+        self.builder = builder
         self.refusal = prompt.refusal(loaded.name)
         self.free = slice(SINKS, prompt.length - options.protect)
         self.noting = noting = noting or Noting()
@@ -185,8 +190,11 @@ class ContextPass:
         if not all(is_finite(noted) for layer in self.importance_pass.noted for noted in layer.noted.values()):
             raise IncompatibleError(f"{self.refusal}: what a ranking looks at is not finite")
         self.questions = builder.build(prompt, loaded.device)
-        judged = builder.build(given, loaded.device).get("answers")
-        self.judged = pick_evenly(self.questions["reconstruction"]) if judged is None else judged
+        self.judged = self.questions.get("answers") or pick_evenly(self.questions["reconstruction"])
+
+    def ask(self, replied: CalibrationPrompt) -> None:
+        """Ask the questions of the prompt with own replies; before anything is measured."""
+        self.questions = self.builder.build(replied, self.importance_pass.model.device)
 
     @property
     def spread(self) -> Tensor:
@@ -214,7 +222,8 @@ class ContextPass:
         importances = []
         queries = []
         judging: dict[str, list[JudgedRows]] = {}
-        wanted = self.noting.queries.get(self.prompt.context)
+        draw = self.noting.draw_queries
+        wanted = None if draw is None else draw(self.questions, self.prompt.context)
         first = 0
         for target, questions in self.questions.items():
             judged_questions = pick_evenly(questions)
@@ -244,7 +253,8 @@ class ContextPass:
             at = places.to(layer.query.device)
             rotary = RotaryTables(self.importance_pass.model, layer.index)
             plain = unrotate_queries(layer.query[:, :, at], self.prompt.length + at[None], rotary)[0]
-            layers.append(plain.view(layer.prompt[0].shape[1], -1, *plain.shape[1:]).cpu())
+            heads = layer.prompt[0].shape[1]
+            layers.append(plain.view(heads, len(plain) // heads, *plain.shape[1:]).cpu())
         return torch.stack(layers)
 
     def stack_noted(self, name: str) -> Tensor:

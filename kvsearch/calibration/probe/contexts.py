@@ -32,7 +32,13 @@ from kvsearch.calibration.probe.context_pass import (
     rank_with_spread,
     report,
 )
-from kvsearch.calibration.prompts import CalibrationPrompt, add_own_replies, check_lengths, encode_prompts
+from kvsearch.calibration.prompts import (
+    CalibrationPrompt,
+    add_own_replies,
+    check_lengths,
+    encode_prompts,
+    split_reply_batches,
+)
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress, with_progress
@@ -48,7 +54,7 @@ from kvsearch.policies.probe import SINKS
 from kvsearch.policies.registry import list_rivals
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.runtime.replay.forced_answers import TOGETHER
+from kvsearch.runtime.observe import DensePass
 from kvsearch.tasks.splits import group_by_text
 
 MIN_CONTEXTS_TO_FIT = 3
@@ -91,16 +97,10 @@ class FitContexts:
     def __init__(
         self, calibration: RankingCalibration[Any], prompts: Sequence[CalibrationPrompt], progress: Progress | None
     ) -> None:
-        options = calibration.options
         self.calibration = calibration
         self.builder = calibration.make_builder(prompts)
-        self.given = {prompt.context: prompt for prompt in prompts}  # with the right answers
-        if options.answers == "own" and "answers" in self.builder.targets:
-            together = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
-            replied = add_own_replies(calibration.loaded, together, options.answer_tokens, calibration.steps)
-            prompts = list(replied)
         self.prompts = prompts
-        self.fit, self.choose, self.report = split_contexts(prompts, options.seed)
+        self.fit, self.choose, self.report = split_contexts(prompts, calibration.options.seed)
         passes = len(self.fit) + CHOICE_READINGS * len(self.choose) + REPORT_READINGS * len(self.report)
         self.ticks = with_progress(iter(range(passes)), passes, progress)
         next(self.ticks, None)  # the next one tells that the first is done
@@ -108,23 +108,64 @@ class FitContexts:
     def make_reader(self, prompts: Sequence[CalibrationPrompt], noting: Noting) -> Measured:
         """Make a function that applies a measure to every context, or reads its stored steps.
 
-        Contexts are read under the full cache when they are first measured, and stay in memory as long as the function
-        does, if there is room for all of them.
+        Contexts are read under the full cache when they are first measured, with own replies if options say so. They
+        stay in memory as long as the function does, if there is room for all of them.
         """
-        held: dict[int, ContextPass] | None = {} if self.calibration.fit_in_memory(prompts) else None
-        read = partial(_read, noting=noting, options=self.calibration.options, builder=self.builder)
+        calibration = self.calibration
+        loaded = calibration.loaded
+        read = partial(ContextPass, options=calibration.options, builder=self.builder, noting=noting)
+        holds_all = calibration.fit_in_memory(prompts)
+        passes: dict[int, ContextPass] = {}  # by context
+        replied: list[CalibrationPrompt] = []  # complete once the contexts were measured
+
+        def find_pass(loaded: LoadedModel, prompt: CalibrationPrompt) -> ContextPass:
+            context_pass = passes.pop(prompt.context, None) or read(loaded, prompt)
+            if holds_all:
+                passes[prompt.context] = context_pass
+            return context_pass
+
+        def read_for_replies(prompt: CalibrationPrompt) -> DensePass[Any]:
+            passes[prompt.context] = read(loaded, prompt)
+            return passes[prompt.context].importance_pass
+
+        def add_replies() -> Iterator[CalibrationPrompt]:
+            for prompt in self._add_own_replies(prompts, read_for_replies if loaded.workers is None else None):
+                replied.append(prompt)
+                yield prompt
 
         def measured(measure: Measure) -> Iterator[Arrays]:
-            work = partial(_measure_context, measure=measure, read=read, held=held)
+            with_replies = iter(list(replied)) if replied else add_replies()
 
             def make(missing: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
-                return self.calibration.loaded.map(work, [(prompt, self.given[prompt.context]) for prompt in missing])
+                given = {prompt.context: prompt for prompt in missing}
+                pairs = ((given[prompt.context], prompt) for prompt in with_replies if prompt.context in given)
+                if loaded.workers is not None:
+                    yield from loaded.map(partial(_measure_context, measure=measure, find=read), list(pairs))
+                    return
+                for pair in pairs:
+                    yield _measure_context(loaded, pair, measure, find_pass)
 
-            for arrays in self.calibration.steps.stage(prompts, make):
+            for arrays in calibration.steps.stage(prompts, make):
                 yield arrays
                 next(self.ticks, None)
+            for _ in with_replies:  # whose measures were stored, and which later measures ask
+                pass
 
         return measured
+
+    def _add_own_replies(
+        self, prompts: Sequence[CalibrationPrompt], read: Callable[[CalibrationPrompt], DensePass[Any]] | None
+    ) -> Iterator[CalibrationPrompt]:
+        """Yield prompts with own replies in place of given answers, if options say so.
+
+        Replies go on from the passes over prompts that `read` returns; None: prompts are read for replies alone.
+        """
+        calibration = self.calibration
+        options = calibration.options
+        if options.answers == "given" or "answers" not in self.builder.targets:
+            return iter(prompts)
+        parts = list(split_reply_batches(calibration.loaded.model, prompts))
+        return add_own_replies(calibration.loaded, parts, options.answer_tokens, calibration.steps, read)
 
     def make_profile(
         self,
@@ -157,30 +198,20 @@ class FitContexts:
         return Profile(metadata, dict(arrays))
 
 
-def _read(
-    loaded: LoadedModel,
-    item: tuple[CalibrationPrompt, CalibrationPrompt],
-    noting: Noting,
-    options: RankingOptions,
-    builder: QuestionBuilder,
-) -> ContextPass:
-    """Read a context; the `item` is its prompt with the questions, and with the right answers."""
-    return ContextPass(loaded, *item, options, builder, noting)
-
-
 def _measure_context(
     loaded: LoadedModel,
     item: tuple[CalibrationPrompt, CalibrationPrompt],
     measure: Measure,
-    read: Callable[[LoadedModel, tuple[CalibrationPrompt, CalibrationPrompt]], ContextPass],
-    held: dict[int, ContextPass] | None,
+    find: Callable[[LoadedModel, CalibrationPrompt], ContextPass],
 ) -> Arrays:
-    """Apply `measure` to a context, which is read unless it is in `held`, by its number."""
+    """Apply `measure` to a context; the `item` is its prompt with the right answers, and with own replies.
+
+    `find` reads the context, or finds the pass over it.
+    """
+    given, replied = item
     with torch.no_grad(), run_attention(loaded.model):
-        number = item[0].context
-        context_pass = read(loaded, item) if held is None or number not in held else held[number]
-        if held is not None:
-            held[number] = context_pass
+        context_pass = find(loaded, given)
+        context_pass.ask(replied)
         return {name: values.cpu().numpy() for name, values in measure(context_pass).items()}
 
 
@@ -311,7 +342,7 @@ def fit_rankings(
 
     noting = Noting(
         {name: look for noting in drawn for name, look in noting.looks.items()},
-        queries={context: places for noting in drawn for context, places in noting.queries.items()},
+        draw_queries=next((noting.draw_queries for noting in drawn if noting.draw_queries is not None), None),
         importance=any(calibration.fits_importance for calibration in calibrations),
     )
     samples = list(contexts.make_reader(contexts.fit, noting)(sample))
@@ -364,7 +395,7 @@ def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: 
     fit, choose, reported = split_contexts(prompts, calibration.options.seed)
     work = sum((member.estimate_fit(len(fit)) for member in calibrations), Work())
     if "answers" in builder.targets:
-        work += estimate_replies(prompts, calibration.options)
+        work += estimate_replies(prompts, calibration.options, read=calibration.loaded.workers is not None)
     count = len(calibrations)
     middle = 1 + count + len(list_rivals()) if calibration.options.compare == "all" else 0
     readings = (  # contexts, times that they are measured, and that what is judged is read in all

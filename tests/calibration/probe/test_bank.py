@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from kvsearch.calibration.options import ProbeOptions, QueryBankOptions
+from kvsearch.calibration.probe import contexts
 from kvsearch.calibration.probe.bank import draw_asked_places
-from kvsearch.calibration.probe.context_pass import ContextPass, Noting, QuestionBuilder
+from kvsearch.calibration.probe.context_pass import ContextPass, Noting, QuestionBuilder, Questions
 from kvsearch.calibration.probe.contexts import fit_rankings
 from kvsearch.calibration.prompts import encode_prompts
 from kvsearch.calibration.steps import StepCache
@@ -57,14 +59,29 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
         parse_policy(f"probe={tmp_path}")
 
 
+def draw_all(questions: Questions, context: int) -> torch.Tensor:
+    return draw_asked_places(questions, context, count=999, seed=0)
+
+
+def test_questions_of_which_no_token_is_drawn_give_no_query(model: LoadedModel) -> None:
+    (prompt, *_) = encode_prompts(model, DATA)
+    assert len(prompt.continuations) > 1
+    builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
+    draw = Noting(draw_queries=partial(draw_asked_places, count=1, seed=0))
+    with torch.no_grad(), run_attention(model.model):
+        [drawn] = draw_asked_places(builder.build(prompt, "cpu"), prompt.context, count=1, seed=0).tolist()
+        query = ContextPass(model, prompt, SMALL, builder, draw).queries
+        all_queries = ContextPass(model, prompt, SMALL, builder, Noting(draw_queries=draw_all)).queries
+    torch.testing.assert_close(query, all_queries[..., [drawn], :])
+
+
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:
     """The first layer's queries do not depend on what came before, so they are those of the token at the start."""
     (prompt, *_) = encode_prompts(model, DATA)
     builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
     with torch.no_grad(), run_attention(model.model):
-        drawn = {prompt.context: draw_asked_places(prompt, builder, 999, torch.Generator())}
-        found = ContextPass(model, prompt, prompt, SMALL, builder, Noting(queries=drawn)).queries[0]
+        found = ContextPass(model, prompt, SMALL, builder, Noting(draw_queries=draw_all)).queries[0]
     module, heads = find_attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():
@@ -126,6 +143,8 @@ def test_it_ends_as_one_that_was_never_stopped(
 ) -> None:
     """Stopped again and again; what was finished before is not measured again."""
     model = tiny.loaded()
+    # of contexts that reply together nothing is finished before all were read
+    monkeypatch.setattr(contexts, "split_reply_batches", lambda _, prompts: [[prompt] for prompt in prompts])
     whole = Passes()
     passes = whole
     monkeypatch.setattr(DensePass, "__init__", lambda *given, **named: passes(*given, **named))

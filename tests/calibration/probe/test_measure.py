@@ -77,7 +77,9 @@ def test_contexts_that_fit_in_memory_are_read_once_and_say_the_same(
     read: list[int] = []
     reading = ContextPass.__init__
     monkeypatch.setattr(
-        ContextPass, "__init__", lambda each, *given: (read.append(given[1].context), reading(each, *given))[1]
+        ContextPass,
+        "__init__",
+        lambda each, *given, **how: (read.append(given[1].context), reading(each, *given, **how))[1],
     )
     calibrate_probe(model, data, SMALL)
     assert sorted(read) == list(range(6))
@@ -192,7 +194,7 @@ def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: Ca
     prompts = encode_prompts(model, data)[:1]
     builder = QuestionBuilder(model, prompts, data.prompt, ("answers",))
     with torch.no_grad(), run_attention(model.model):
-        one = ContextPass(model, prompts[0], prompts[0], SMALL, builder)
+        one = ContextPass(model, prompts[0], SMALL, builder)
         every = torch.ones(4, 2, one.prompt.length, dtype=torch.bool)
         some = every.clone()
         some[:, :, 5:60:2] = False
