@@ -43,7 +43,7 @@ from kvsearch.calibration.tables import (
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Speed, Work, time_action
+from kvsearch.models.speed import Work, time_action
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT, Arrays
 from kvsearch.policies import Policy
@@ -116,12 +116,12 @@ class LukvCalibration(Calibration[LukvOptions]):
     def _time_ranking(self, prompt: CalibrationPrompt) -> float:
         """Time the policies on one prompt, in seconds beyond a plain pass."""
 
-        def read() -> None:
+        def read(policies: Sequence[Policy]) -> None:
             with run_attention(self.loaded.model):
-                _read_context(self.loaded, prompt, self.policies, self.options)
+                _read_context(self.loaded, prompt, policies, self.options)
 
-        [seconds] = time_action(read, 0)
-        return max(0.0, seconds - Speed(self.loaded.model, prompt.length).seconds(prompt.work()))
+        [plain], [seconds] = (time_action(partial(read, policies), 0) for policies in ((), self.policies))
+        return max(0.0, seconds - plain)
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies
