@@ -96,13 +96,43 @@ def importance_rows(
     parts = []
     for part, scores in score_rows(query, keys, scaling, softcap, tables=2):
         taken = attention_rows(scores, part, sinks)[..., :context]
-        if norms is not None:
-            taken = taken.mul_(norms[:, part, :, None])
         if weights is not None:
             taken = taken * weights[:, None, None, :, None]
-        over_group = taken.amax(2) if group == "max" else taken.sum(2)
-        parts.append(over_group.amax(2))
+        parts.append(_take_largest(taken, norms, part, group))
     return torch.cat(parts, 1)
+
+
+def attend_and_weigh(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    norms: Tensor,
+    context: int,
+    scaling: float,
+    softcap: float | None,
+    group: str,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention outputs [B, Hq, K, Dv] and the importance of entries, from one softmax.
+
+    The same attention gives both: what `importance_rows` returns takes no second one. Arguments are its own, and the
+    `values` [B, Hkv, T + K, Dv] of all tokens.
+    """
+    outputs = []
+    importances = []
+    for part, scores in score_rows(query, keys, scaling, softcap, tables=3):
+        attention = attention_rows(scores, part, sinks)
+        outputs.append(attention.flatten(2, 3).to(values.dtype) @ values[:, part])
+        importances.append(_take_largest(attention[..., :context], norms, part, group))
+    return torch.cat(outputs, 1).view(*query.shape[:3], -1), torch.cat(importances, 1)
+
+
+def _take_largest(attention: Tensor, norms: Tensor | None, part: slice, group: str) -> Tensor:
+    """Take the largest importance over rows from attention [B, heads, G, K, T], which is overwritten, [B, heads, T]."""
+    taken = attention if norms is None else attention.mul_(norms[:, part, :, None])
+    over_group = taken.amax(2) if group == "max" else taken.sum(2)
+    largest: Tensor = over_group.amax(2)
+    return largest
 
 
 def residual_weights(states: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ REPORTED_RIVALS = 3  # policies whose losses are reported
 JUDGED_SHARES = (0.05, 0.1, 0.2)  # at which rankings are judged
 MIDDLE_SHARE = slice(1, 2)  # of them, at which all policies are
 MOST_CHUNKS = 4  # of what is asked of a context, by which heads are judged, and rankings where there are no questions
-MOST_ROWS = 64  # tokens of each by which heads are judged
+MOST_ROWS = 48  # tokens of each by which heads are judged
+JUDGED_CHUNKS = 2  # of a context that rankings are chosen or reported by one chunk in so many is asked for
 REPEAT_TEXT = "Repeat the text above, word for word."
 CHUNK, LEAST_CHUNK = 256, 16  # tokens of the context that are asked for at a time
 MIN_ERROR = 1e-30  # of a head whose output does not move
@@ -80,18 +81,27 @@ class QuestionBuilder:
             )
         self.chunk = min(CHUNK, room)
 
-    def build(self, prompt: CalibrationPrompt, device: torch.device | str) -> dict[str, list[Continuation]]:
-        """Build the questions on a context by target, without empty targets."""
+    def build(
+        self, prompt: CalibrationPrompt, device: torch.device | str, every: int = 1
+    ) -> dict[str, list[Continuation]]:
+        """Build the questions on a context by target, without empty targets; one in `every` chunk is repeated."""
         questions: dict[str, list[Continuation]] = {}
         if "answers" in self.targets and prompt.continuations:
             questions["answers"] = [
                 replace(continuation, tokens=continuation.tokens.to(device)) for continuation in prompt.continuations
             ]
         if "reconstruction" in self.targets:
-            chunks = torch.split(prompt.ids, self.chunk, 1)
-            texts = [torch.cat([self.repeat, chunk], 1).to(device) for chunk in chunks]
+            spans = self.pick_chunks(prompt, every)
+            texts = [torch.cat([self.repeat, prompt.ids[:, span]], 1).to(device) for span in spans]
             questions["reconstruction"] = [Continuation(tokens, self.repeat.shape[1]) for tokens in texts]
         return questions
+
+    def pick_chunks(self, prompt: CalibrationPrompt, every: int) -> list[slice]:
+        """Pick one in `every` chunk of a context, others in the next context."""
+        count = -(-prompt.length // self.chunk)
+        size = -(-prompt.length // count)  # equal, so that none is too short to be judged by
+        chunks = [slice(first, first + size) for first in range(0, prompt.length, size)]
+        return chunks[prompt.context % min(every, len(chunks)) :: every]
 
 
 def pick_evenly(questions: Sequence[Continuation]) -> list[Continuation]:
@@ -139,12 +149,14 @@ class Noting(NamedTuple):
         policies: whose ranks of the entries are wanted.
         draw_queries: draws the tokens whose queries are wanted, from the questions about a context; None: none are.
         importance: whether the importance of the entries is wanted.
+        every: one in so many chunks of a context is asked for again; entries of others are not judged.
     """
 
     looks: Mapping[str, EntryLook] = {}
     policies: Sequence[Policy] = ()
     draw_queries: QueryDraw | None = None
     importance: bool = True
+    every: int = 1
 
     def note(self, observation: Observation, context: int, free: slice) -> dict[str, Tensor]:
         """Apply all looks to the entries of a layer, by name."""
@@ -189,12 +201,25 @@ class ContextPass:
         self.importance_pass = ImportancePass(loaded.model, noting.policies, ids, options.group, self.refusal, look)
         if not all(is_finite(noted) for layer in self.importance_pass.noted for noted in layer.noted.values()):
             raise IncompatibleError(f"{self.refusal}: what a ranking looks at is not finite")
-        self.questions = builder.build(prompt, loaded.device)
+        self.questions = builder.build(prompt, loaded.device, noting.every)
         self.judged = self.questions.get("answers") or pick_evenly(self.questions["reconstruction"])
 
     def ask(self, replied: CalibrationPrompt) -> None:
         """Ask the questions of the prompt with own replies; before anything is measured."""
-        self.questions = self.builder.build(replied, self.importance_pass.model.device)
+        self.questions = self.builder.build(replied, self.importance_pass.model.device, self.noting.every)
+
+    @cached_property
+    def judged_entries(self) -> Tensor:
+        """Numbers of the entries that rankings are judged by [n], among those between sinks and recent ones.
+
+        What repeats a chunk looks at the entries of that chunk: those of the others would seem to be worth nothing.
+        """
+        numbers = torch.arange(self.prompt.length)
+        if self.noting.every > 1 and "reconstruction" in self.questions:
+            spans = self.builder.pick_chunks(self.prompt, self.noting.every)
+            numbers = torch.cat([numbers[span] for span in spans])
+        is_free = (numbers >= self.free.start) & (numbers < self.free.stop)
+        return numbers[is_free] - self.free.start
 
     @property
     def spread(self) -> Tensor:
@@ -229,7 +254,8 @@ class ContextPass:
             judged_questions = pick_evenly(questions)
             for question in questions:
                 count = question.tokens.shape[1]
-                with self.importance_pass.following(question.tokens, logits_to_keep=1):
+                read = self.importance_pass.weighing if self.noting.importance else self.importance_pass.following
+                with read(question.tokens, logits_to_keep=1):
                     if self.noting.importance:
                         importances.append(self.importance_pass.importance()[0, ..., self.free])
                     if wanted is not None:
@@ -389,8 +415,9 @@ def measure_ranking_losses(scores: Sequence[Tensor], context_pass: ContextPass, 
 def measure_recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
     """Measure the recall of several rankings by their scores [L, Hkv, T], [R, B, L, Hkv]."""
     device = context_pass.importance_pass.model.device
-    orders = (ranked.to(device).argsort(dim=-1, descending=True, stable=True) for ranked in scores)
-    return compute_recall(context_pass.largest.to(device), orders).float().cpu()
+    entries = context_pass.judged_entries.to(device)
+    orders = (ranked.to(device)[..., entries].argsort(dim=-1, descending=True, stable=True) for ranked in scores)
+    return compute_recall(context_pass.largest.to(device)[..., entries], orders).float().cpu()
 
 
 def report(

@@ -17,6 +17,7 @@ from kvsearch.calibration.base import Calibration
 from kvsearch.calibration.lukv import estimate_replies
 from kvsearch.calibration.options import MIN_DRAWN_PER_CONTEXT, RankingOptions
 from kvsearch.calibration.probe.context_pass import (
+    JUDGED_CHUNKS,
     JUDGED_SHARES,
     REPORTED_RIVALS,
     ContextPass,
@@ -364,7 +365,8 @@ def fit_rankings(
             ).mean(1)
         return measured
 
-    read = contexts.make_reader(contexts.choose, Noting({name: candidates.look for name, candidates in trials.items()}))
+    looks = {name: candidates.look for name, candidates in trials.items()}
+    read = contexts.make_reader(contexts.choose, Noting(looks, every=JUDGED_CHUNKS))
     measured = list(read(gains))
     blind = torch.from_numpy(np.all([arrays["unseen"] for arrays in measured], axis=0))
     unseen = {name: blind if candidates.unseen is None else candidates.unseen for name, candidates in trials.items()}
@@ -375,7 +377,8 @@ def fit_rankings(
     even = {name: spread.get(name, torch.zeros_like(blind)) | unseen[name] for name in trials}
     fitted = {name: by_name[name].finish(chosen[name], even[name], contexts) for name in trials}
 
-    noting = Noting({name: ranking.look for name, ranking in fitted.items()}, calibrations[0].policies)
+    looks = {name: ranking.look for name, ranking in fitted.items()}
+    noting = Noting(looks, calibrations[0].policies, every=JUDGED_CHUNKS)
     first = torch.zeros_like(blind, dtype=torch.long)
     compare = calibrations[0].options.compare
     fits = {name: rank_by_candidate(name, first) for name in fitted}
@@ -398,15 +401,17 @@ def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: 
         work += estimate_replies(prompts, calibration.options, read=calibration.loaded.workers is not None)
     count = len(calibrations)
     middle = 1 + count + len(list_rivals()) if calibration.options.compare == "all" else 0
-    readings = (  # contexts, times that they are measured, and that what is judged is read in all
-        (fit, 1, 0),
-        (choose, CHOICE_READINGS, 1 + 2 * count * len(JUDGED_SHARES)),  # replies under the full cache and two rankings
-        (reported, REPORT_READINGS, middle + 1 + (REPORTED_RIVALS + count) * len(JUDGED_SHARES)),
+    # contexts, times that they are measured, that what is judged is read in all, and chunks for one that is repeated
+    readings = (
+        (fit, 1, 0, 1),
+        # replies under the full cache and two rankings
+        (choose, CHOICE_READINGS, 1 + 2 * count * len(JUDGED_SHARES), JUDGED_CHUNKS),
+        (reported, REPORT_READINGS, middle + 1 + (REPORTED_RIVALS + count) * len(JUDGED_SHARES), JUDGED_CHUNKS),
     )
-    for part, measured, times in readings:
+    for part, measured, times, every in readings:
         readings_of = 1 if calibration.fit_in_memory(part) else measured
         for prompt in part:
-            questions = builder.build(prompt, "cpu")
+            questions = builder.build(prompt, "cpu", every)
             judged = questions.get("answers") or pick_evenly(questions["reconstruction"])
             work += Work.over([prompt.length], readings_of)
             read = chain.from_iterable(questions.values())
