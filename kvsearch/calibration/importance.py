@@ -9,7 +9,7 @@ entries together. `protected` [L, Hkv, T] bool are the entries that stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -23,17 +23,14 @@ from torch.nn.utils.rnn import pad_sequence
 from kvsearch.calibration.polykv.tree import TreeLayer
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.core.errors import assert_present
-from kvsearch.kernels.dispatch import serves
 from kvsearch.models.architecture import describe
 from kvsearch.models.weights import require_gradients
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.observe import DensePass, States
+from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.runtime.replay.replay import LayerContinuation
-from kvsearch.signals.attention_rows import attend_and_weigh
 from kvsearch.signals.predictions import compute_log_odds
 
 QUADRATURE_NODES = 3  # of the quadrature along the way; at the full cache alone, gradients make worse budgets
@@ -57,20 +54,9 @@ class RankedContext:
         return self.measure_norms()
 
 
-class ImportanceLayer(TreeLayer[RankedContext]):
-    """A layer that measures how much the tokens of a row look at the entries of the prompt, while it attends."""
-
-    group: str | None = None  # how importance is aggregated over query heads; None: it is not measured
-    importance: Tensor | None = None  # [1, Hkv, T] fp32, for the last tokens
-
-    def follow(self, module: nn.Module, tokens: States, mask: Tensor | None, **kwargs: Any) -> Tensor:
-        if self.rows is not None or self.group is None or serves(tokens[0], self.keys):
-            return super().follow(module, tokens, mask, **kwargs)
-        how = Logits.of_call(module, tokens[0], tokens[1], kwargs)
-        keys, values = (torch.cat(pair, 2) for pair in zip((self.keys, self.values), tokens[1:], strict=True))
-        rows = (tokens[0], keys, values, self.noted.norms, self.keys.shape[2])
-        output, self.importance = attend_and_weigh(*rows, how.scaling, how.softcap, self.group, how.sinks)
-        return output.transpose(1, 2).contiguous()
+def measure_norms(context: RankedContext) -> Tensor:
+    """Return the norms of the projected values of a context."""
+    return context.norms
 
 
 class ImportancePass(DensePass[RankedContext]):
@@ -85,7 +71,7 @@ class ImportancePass(DensePass[RankedContext]):
         look: what else to note of the context in every layer, and what that needs.
     """
 
-    layer = ImportanceLayer  # rows of tokens share the context, without a copy for each
+    layer = TreeLayer  # rows of tokens share the context, without a copy for each
 
     def __init__(
         self,
@@ -118,28 +104,16 @@ class ImportancePass(DensePass[RankedContext]):
 
         Returns the importance of entries, [L, Hkv, T] fp32, not normalised, and the logits [K, vocabulary].
         """
-        with self.weighing(tokens) as output:
+        with self.weighing(tokens, self.group, measure_norms) as output:
             return self.importance()[0], output.logits[0]
-
-    @contextmanager
-    def weighing(self, tokens: Tensor, **kwargs: Any) -> Iterator[Any]:
-        """Teacher-force `tokens` [1, K] as `following`, in layers that measure the importance as they attend."""
-        for layer in self.observed:
-            layer.group = self.group
-        try:
-            with self.following(tokens, **kwargs) as output:
-                yield output
-        finally:
-            for layer in self.observed:
-                layer.group = layer.importance = None
 
     def importance(self, weights: Tensor | None = None) -> Tensor:
         """Return the importance of entries for the current suffix tokens, [M, L, Hkv, T] fp32, not normalised.
 
         `weights` [M, K] are how much each token counts (None: 1).
         """
-        by_layer = [layer.importance.cpu() for layer in self.observed if layer.importance is not None]
-        for layer in self.continuations() if not by_layer else ():
+        by_layer = [importance.cpu() for importance in self.weighed().values()]
+        for layer in () if by_layer else self.continuations():
             layer_weights = None if weights is None else weights.to(layer.query.device)
             by_layer.append(layer.importance(layer.noted.norms, self.group, layer_weights).cpu())
         return torch.stack(by_layer, 1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import IncompatibleError, assert_present
+from kvsearch.kernels.dispatch import serves
 from kvsearch.models.architecture import (
     RotaryTables,
     describe,
@@ -34,7 +35,7 @@ from kvsearch.runtime.program import make_full_program, require_room
 from kvsearch.runtime.replay.replay import LayerContinuation, Noted, select_rows
 from kvsearch.runtime.stock import CACHE, make_cache_class, make_stock_layers, read_layer_state
 from kvsearch.runtime.store.blocks import align_right
-from kvsearch.signals.attention_rows import residual_weights
+from kvsearch.signals.attention_rows import attend_and_weigh, residual_weights
 
 Rereads = Mapping[int, Mapping[SecondPass, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
 LED_BY = 8  # tokens before a chunk that is read again
@@ -118,6 +119,9 @@ class ObservedLayer(PromptLayer[Noted]):
         self.gates: Tensor | None = None  # [m]: how far the last rows see the others, while those before see all
         self.gated_output: Tensor | None = None  # [m, K, Hq, Dv]: what they attend to through gates
         self.continuation: LayerContinuation[Noted] | None = None
+        # how the importance of the prompt's entries is made of attention, by norms [1, Hkv, G, T]; None: it is not
+        self.weigh: tuple[Callable[[Noted], Tensor | None], str] | None = None
+        self.importance: Tensor | None = None  # [1, Hkv, T] fp32, of the last tokens
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -181,7 +185,13 @@ class ObservedLayer(PromptLayer[Noted]):
         """Attend with tokens [M, H, K, D] to the prompts that they follow and to themselves, [M, K, Hq, Dv]."""
         prompt = (select_rows(self.keys, self.rows), select_rows(self.values, self.rows))
         keys, values = (torch.cat(pair, 2) for pair in zip(prompt, tokens[1:], strict=True))
-        return attend_dense(module, tokens[0], keys, values, mask, **kwargs)[0]
+        if self.weigh is None or self.rows is not None or serves(tokens[0], keys):
+            return attend_dense(module, tokens[0], keys, values, mask, **kwargs)[0]
+        norms, group = self.weigh
+        how = Logits.of_call(module, tokens[0], tokens[1], kwargs)
+        rows = (tokens[0], keys, values, norms(self.noted), self.keys.shape[2])
+        output, self.importance = attend_and_weigh(*rows, how.scaling, how.softcap, group, how.sinks)
+        return output.transpose(1, 2).contiguous()
 
 
 class DensePass(Generic[Noted]):
@@ -283,6 +293,27 @@ class DensePass(Generic[Noted]):
             for layer, state in zip(self.cache.layers, before, strict=True):
                 vars(layer).update(state)
 
+    @contextmanager
+    def weighing(
+        self, tokens: Tensor, group: str, norms: Callable[[Noted], Tensor | None], **kwargs: Any
+    ) -> Iterator[Any]:
+        """Teacher-force `tokens` [1, K] as `following`, in layers that weigh entries by the attention they compute.
+
+        See `weighed`; `norms` and `group` as for `importance_rows`.
+        """
+        for layer in self.observed:
+            layer.weigh = norms, group
+        try:
+            with self.following(tokens, **kwargs) as output:
+                yield output
+        finally:
+            for layer in self.observed:
+                layer.weigh = layer.importance = None
+
+    def weighed(self) -> dict[int, Tensor]:
+        """Return the importance of entries [1, Hkv, T] by model layer; nothing where kernels attend."""
+        return {layer.index: layer.importance for layer in self.observed if layer.importance is not None}
+
     def logits_seeing(self, tokens: Tensor, keep: Mapping[int, Tensor]) -> Tensor:
         """Return the logits [K, vocabulary] of tokens [1, K] that see only what `keep` leaves; see `following`."""
         with self.following(tokens, keep) as output:
@@ -362,14 +393,18 @@ def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Secon
     for first in range(0, length, chunk):
         # Some tokens before the chunk lead in to it: it does not follow the end of the prompt.
         tokens = ids[:, max(0, first - LED_BY) : first + chunk]
-        with passed.following(tokens, output_hidden_states=how.plus) as output:
-            for layer in passed.continuations():
+        if how.plus:
+            reading = passed.following(tokens, output_hidden_states=True)
+        else:
+            reading = passed.weighing(tokens, "max", lambda _: None)
+        with reading as output:
+            weighed = passed.weighed()
+            for layer in () if weighed else passed.continuations():
                 weights = None
                 if how.plus:
                     # a model on several devices leaves a layer's input on the one before
                     weights = residual_weights(output.hidden_states[layer.index].to(layer.query.device))
-                # The most that any later token gives: an entry counts if it is needed once.
-                scores = layer.importance(layer.noted[0] if how.plus else None, "max", weights)
-                before = best.get(layer.index)
-                best[layer.index] = scores if before is None else torch.maximum(before, scores)
+                weighed[layer.index] = layer.importance(layer.noted[0] if how.plus else None, "max", weights)
+            # The most that any later token gives: an entry counts if it is needed once.
+            best = {index: torch.maximum(best[index], scores) if best else scores for index, scores in weighed.items()}
     return best

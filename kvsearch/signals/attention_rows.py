@@ -106,7 +106,7 @@ def attend_and_weigh(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    norms: Tensor,
+    norms: Tensor | None,
     context: int,
     scaling: float,
     softcap: float | None,
