@@ -90,7 +90,7 @@ def join_records(records: Iterable[ContextRecord | None]) -> ContextRecord | Non
     return whole
 
 
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+ShareField = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
 class Guarantee(Record):
@@ -106,10 +106,10 @@ class Guarantee(Record):
     loss: Annotated[float, Field(strict=True, gt=0, le=1)]
     confidence: Annotated[float, Field(strict=True, ge=0.5, lt=1)]
     contexts: Count
-    mean_loss: Share
+    mean_loss: ShareField
     tasks: dict[Text, Count]
     protocol: Text
-    evicted_mass: tuple[Share, Share] | None = Field(default=None, exclude_if=is_none)
+    evicted_mass: tuple[ShareField, ShareField] | None = Field(default=None, exclude_if=is_none)
     plan_sha256: Sha256
 
 

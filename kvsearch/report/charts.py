@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 
 from kvsearch.core.items import group_by_key
-from kvsearch.papers.tables import TABLES, Picture
+from kvsearch.papers.tables import PAPER_TABLES, Picture
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.report.costs import SpeedView
@@ -176,7 +176,7 @@ def _draw_convergence(trace: Trace, state: str) -> Figure:
 
 def make_table_figures(table: ReproducedTable) -> Iterator[Figure]:
     """Yield the pictures of a paper's table or figure that was made again, see `Picture`."""
-    described = TABLES.get(table.table)
+    described = PAPER_TABLES.get(table.table)
     for picture in () if described is None else described.pictures:
         known = [cell for cell in table.cells if cell.value is not None]
         sides = group_by_key(known, attrgetter(picture.each))

@@ -17,9 +17,9 @@ from kvsearch.search.trials import BestRecord, GenerationRecord, JobRecord, Tria
 from kvsearch.selection.selection import RaceVerdict
 from kvsearch.tasks.base import Coverage
 
-Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
+BudgetRow = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
 SearchedBudgets = Annotated[
-    tuple[Row, ...], FailFast()
+    tuple[BudgetRow, ...], FailFast()
 ]  # [phases * L, Hkv]; of a damaged one the first problem will do
 
 
