@@ -344,11 +344,11 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     return Roofline(bandwidth, flops)
 
 
-def _time_best(device: torch.device, action: Callable[[], object], tries: int = 5) -> float:
-    """Time an action: the minimum seconds of several runs after a warm-up."""
+def _time_best(device: torch.device, action: Callable[[], object]) -> float:
+    """Time an action: the minimum seconds of five runs after a warm-up."""
     seconds = []
     clock = choose_clock(device)
-    for _ in range(tries + 1):
+    for _ in range(6):
         synchronise(device)
         start = clock()
         action()

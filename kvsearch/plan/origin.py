@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from kvsearch.core.fields import Count, Index, Record, SettingField, Sha256, Text, is_none, require_ascending
 from kvsearch.core.resources import read_version
@@ -32,15 +32,6 @@ class ContextSet(Record):
     """
 
     ids: Annotated[tuple[ContextId, ...], AfterValidator(require_ascending)] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_jobs(cls, content: Any) -> Any:
-        """Leave out what files of earlier versions say besides: which jobs asked, and no ids as null."""
-        if not isinstance(content, Mapping) or "jobs" not in content:
-            return content
-        kept = {key: value for key, value in content.items() if key not in ("jobs", "sketch")}
-        return {**kept, "ids": kept.get("ids") or ()}
 
     @classmethod
     def of(cls, hashes: Iterable[str]) -> ContextSet:
