@@ -114,8 +114,8 @@ def prepare_inputs(options: ExportOptions, model: ModelFingerprint, models: Mode
         IncompatibleError: `--model` is another one.
     """
     from kvsearch.exporters.base import CARD_FILE, ExportInputs
+    from kvsearch.exporters.folder import make_saved_config
     from kvsearch.models.architecture import describe
-    from kvsearch.models.saving import make_saved_config
 
     if options.to == "model":
         require_directory(options.output)
@@ -280,6 +280,6 @@ def _saved(model: LoadedModel | None, folder: Path) -> AbstractContextManager[li
     """Return the files of a model, to be moved into `folder`; none where there is no model. Errors as `save_files`."""
     if model is None:
         return nullcontext([])
-    from kvsearch.models.saving import save_files
+    from kvsearch.exporters.folder import save_files
 
     return save_files(model, folder)
