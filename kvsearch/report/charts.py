@@ -133,8 +133,8 @@ def make_search_figures(content: SearchResult | Trace) -> Iterator[Figure]:
 
 def _draw_front(result: SearchResult) -> Figure:
     """Return score against size: searched, the smallest plan scaled, and baselines (EvolKV, Figure 1)."""
-    questions = f", {describe_coverage(result.asked['report'])}" if "report" in result.asked else ""
-    caption = f"{result.model}: {result.settings.get('protocol')}{questions}; 95% intervals"
+    questions = describe_coverage(result.asked["report"])
+    caption = f"{result.model}: {result.settings['protocol']}, {questions}; 95% intervals"
     first = next(iter(result.found.values()))
     names = dict.fromkeys(name for at_budget in result.found.values() for name in at_budget.report if name != FULL)
     kept = [name for name in (EVOLVED, EXPANDED, *names) if name in names and not name.startswith("#")]

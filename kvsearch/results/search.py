@@ -41,8 +41,8 @@ class FoundAtBudget(Stored):
     """
 
     ended: str
-    decision: str = ""
-    flat: bool = False
+    decision: str
+    flat: bool
     starts: dict[str, SearchedBudgets]
     finalists: dict[str, Finalist]
     start: str
@@ -86,7 +86,7 @@ class SearchResult(Result):
 
     model: str
     questions: dict[str, int]
-    asked: dict[str, tuple[Coverage, ...]] = Field(default_factory=dict)
+    asked: dict[str, tuple[Coverage, ...]]
     evaluations: int
     tokens: int
     settings: dict[str, Any]

@@ -19,7 +19,7 @@ FEW_CONTEXTS = (
 class Estimate:
     """A mean and its 95% interval over `contexts`, whose ends are NaN where these are too few.
 
-    Files of older versions do not say how many contexts there were.
+    A share of a gap does not say how many contexts there were.
     """
 
     mean: Annotated[float, Strict()]  # in a file no text stands for a number, such as "nan"
