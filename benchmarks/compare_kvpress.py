@@ -37,7 +37,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from kvsearch.models.cache_name import CACHE
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.policies import Observation, Policy, QueryStatistics, create_policy
 from kvsearch.policies.expected_attention import ExpectedAttention
@@ -47,6 +46,7 @@ from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.stock import CACHE
 from kvsearch.tasks.ruler.needles import read_haystack
 
 MATCHED: dict[str, Any] = {"window": 64, "kernel": 5, "pooling": "avg"}  # kvpress's settings of window attention

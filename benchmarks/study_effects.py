@@ -14,13 +14,13 @@ import argparse
 from collections.abc import Mapping
 
 import torch
+from torch.nn.functional import kl_div
 
 from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.prompts import Continuation, encode_prompts
 from kvsearch.models.loading import BUNDLED, load
 from kvsearch.runtime.attention import run_attention
-from kvsearch.signals.predictions import compute_divergence
 
 
 def main() -> None:
@@ -56,7 +56,9 @@ def study(model: str, questions: int | None, first: int, last: int) -> None:
                     changed = seeing(passed, after, keep)
                     answer = after.tokens[0, -len(changed) :].to(changed.device)
                     right = bool((changed.argmax(-1) == answer).all())
-                    found.setdefault(name, []).append((compute_divergence(full, changed), right))
+                    before, after_change = (logits.float().log_softmax(-1) for logits in (full, changed))
+                    nats = float(kl_div(after_change, before, reduction="sum", log_target=True))
+                    found.setdefault(name, []).append((nats, right))
 
     def mean(name: str) -> tuple[float, float]:
         nats, right = zip(*found[name], strict=True)

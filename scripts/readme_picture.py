@@ -23,11 +23,10 @@ from real_results import RIVALS, Comparison, find_kind, label_of
 
 from kvsearch.core.errors import KvsearchError, assert_present
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.charts import SCORE_AXIS, make_level, make_series
+from kvsearch.report.charts import SCORE_AXIS, make_full_level, make_series
 from kvsearch.report.figures import Figure, LineChart, Role
 from kvsearch.report.page import draw_svg
 from kvsearch.results.evaluation import MethodScores
-from kvsearch.strategies.names import FULL
 
 PLAN = "plan"
 WIDTHS = (6.0, 3.6)  # inches of the two figures
@@ -61,7 +60,7 @@ def draw_scores(comparison: Comparison) -> Figure:
     blocks = {budget: block for budget, block in comparison.blocks.items() if budget != middle}  # too close to the next
     even, allocations = (dict.fromkeys(comparison.best(budget, names).name for budget in main) for names in RIVALS)
     full = comparison.result.full
-    series = [make_level(FULL, comparison.result.overall.of(full.scores))]
+    series = [make_full_level(comparison.result.overall.of(full.scores))]
 
     def draw_line(name: str, methods: Iterable[MethodScores], role: Role) -> None:
         points = [(method.held.entries, comparison.value(method)) for method in methods]

@@ -44,7 +44,7 @@ GATES = {
     "import circles": 0,
     "banned phrases in docstrings": 0,
     "banned local names": 10,
-    "public constants and aliases in several files": 38,
+    "public constants and aliases in several files": 0,
     "test lines": 50_500,
 }
 

@@ -21,12 +21,12 @@ import sys
 from typer.testing import CliRunner
 import kvsearch
 from kvsearch.cli import app
-from kvsearch.cli.registry import VERBS
+from kvsearch.cli.registry import MAIN_VERBS
 assert kvsearch.__file__.startswith(sys.argv[1]), kvsearch.__file__
-for verb in VERBS:
+for verb in MAIN_VERBS:
     done = CliRunner().invoke(app, [verb, "--help"])
     assert done.exit_code == 0, (verb, done.output)
-print(len(VERBS), "verbs have their help")
+print(len(MAIN_VERBS), "verbs have their help")
 """
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvsearch
 import kvsearch.cli
 from kvsearch.cli.command import read_catalog
-from kvsearch.cli.registry import PLAN_VERBS, VERBS
+from kvsearch.cli.registry import MAIN_VERBS, PLAN_VERBS
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.resources import find_resource
 from tests import tiny
@@ -30,7 +30,7 @@ def test_every_name_is_there() -> None:
 
 
 FUNCTIONS = {"report": "write_report", "lm-eval": "run_lm_eval"}
-ALL = {**VERBS, **{f"plans.{name}": verb for name, verb in PLAN_VERBS.items()}}
+ALL = {**MAIN_VERBS, **{f"plans.{name}": verb for name, verb in PLAN_VERBS.items()}}
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ("policies", "tasks", "recipes")])

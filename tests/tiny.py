@@ -24,7 +24,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.metrics import SCORERS
 from kvsearch.tasks.synthetic.language import Document, Names, compose_document, make_code_facts
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from scripts.train_bundled import tokenizer
@@ -107,7 +107,7 @@ class Listed(Task):
         return self.rows[:samples]
 
     def score(self, reply: str, query: Query) -> float:
-        return METRICS[self.metric](reply, query)
+        return SCORERS[self.metric](reply, query)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers import StaticCache
 from kvsearch.benchmark.break_even import CostModel, Forecaster, StepCosts, choose_checks
 from kvsearch.benchmark.speed import (
     DYNAMIC,
-    FULL_CACHE,
+    FULL_PROGRAM,
     STATIC_CACHE,
     CacheKind,
     Workload,
@@ -57,7 +57,7 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     """
     shape = describe(model)
     lengths = [work.length] * work.batch
-    ours = {FULL_CACHE: make_full_program(model), **programs}
+    ours = {FULL_PROGRAM: make_full_program(model), **programs}
     needs = {name: estimate_memory(model, program, lengths, tokens=work.steps) for name, program in ours.items()}
     entries = work.batch * (work.length + work.steps) * len(shape.full_layers) * shape.kv_heads
     stock = (DYNAMIC, STATIC_CACHE) if len(shape.full_layers) == shape.layers else (DYNAMIC,)
@@ -243,6 +243,6 @@ def fit_forecaster(model: Any, programs: dict[str, Program], measured: Sequence[
     return Forecaster(
         {name: CostModel.fit(costs) for name, costs in group_by_key(measured, lambda cost: cost.cache).items()},
         cache(lambda name, length: count_kept_entries(model, programs.get(name), length)),
-        (DYNAMIC, FULL_CACHE),
+        (DYNAMIC, FULL_PROGRAM),
         find_default_memory(model.device, gpu_share=FREE_SHARE_FOR_BATCH),
     )

@@ -48,7 +48,7 @@ SMALLEST_SHARE = 0.2
 MAX_SKEW = 2.5  # budgets of heads before they are brought to their mean, as multiples of it
 DYNAMIC = "DynamicCache"
 STATIC_CACHE = "StaticCache"
-FULL_CACHE = "kvsearch, full"
+FULL_PROGRAM = "kvsearch, full"
 COPIED_BYTES = 2**27  # bytes that the bandwidth is measured with
 MAX_MATRIX = 8192  # rows and columns of the largest matrices that are multiplied
 MIN_PRODUCT_SECONDS = 0.005  # seconds of a product that is long enough to be believed
@@ -85,7 +85,7 @@ def list_cache_kinds(model: Any, programs: dict[str, Program], capacity: int) ->
         kinds.append(
             CacheKind(STATIC_CACHE, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK_ATTENTION)
         )
-    ours = {FULL_CACHE: make_full_program(model), **programs}
+    ours = {FULL_PROGRAM: make_full_program(model), **programs}
     return kinds + [CacheKind(name, partial(PlanCache, model, program)) for name, program in ours.items()]
 
 
@@ -344,11 +344,11 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     return Roofline(bandwidth, flops)
 
 
-def _time_best(device: torch.device, action: Callable[[], object], tries: int = 5) -> float:
-    """Time an action: the minimum seconds of several runs after a warm-up."""
+def _time_best(device: torch.device, action: Callable[[], object]) -> float:
+    """Time an action: the minimum seconds of five runs after a warm-up."""
     seconds = []
     clock = choose_clock(device)
-    for _ in range(tries + 1):
+    for _ in range(6):
         synchronise(device)
         start = clock()
         action()

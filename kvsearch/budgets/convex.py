@@ -42,28 +42,29 @@ def merge_blocks(parts: Sequence[Blocks]) -> Blocks:
     return Blocks(head[order], size[order], slope[order])
 
 
-def sort_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
-    """Pool entries floors[h] to caps[h] of each head and sort all blocks by slope, the steepest first.
+def sort_blocks(rows: Floats, floors: Ints) -> Blocks:
+    """Pool the entries of each head behind its floor and sort all blocks by slope, the steepest first.
 
     Equal slopes are sorted by size, then by layer and head. This is the order a k-way heap over each
     head's next block pops them in: slopes fall strictly inside a head, so sorting cannot break its prefix order.
-    `rows` is [heads, T], `floors` and `caps` are [heads].
+    `rows` is [heads, T], `floors` are [heads].
     """
     from scipy.optimize import isotonic_regression
 
     gains = np.zeros_like(rows)
-    for row, (floor, cap) in enumerate(zip(floors.tolist(), caps.tolist(), strict=True)):
-        if floor < cap:
-            # Between floor and cap alone: entries outside are granted, or out of reach, whatever they gain.
-            gains[row, floor:cap] = isotonic_regression(rows[row, floor:cap], increasing=False).x
-    rank = np.arange(rows.shape[1])
-    inside = (rank >= floors[:, None]) & (rank < caps[:, None])
+    length = rows.shape[1]
+    for row, floor in enumerate(floors.tolist()):
+        if floor < length:
+            # Behind the floor alone: entries before it are granted, whatever they gain.
+            gains[row, floor:] = isotonic_regression(rows[row, floor:], increasing=False).x
+    rank = np.arange(length)
+    inside = rank >= floors[:, None]
     first = rank == floors[:, None]
     # Pooled entries have the very same float, so a block begins where the gain changes.
     starts = inside & (first | (gains != np.roll(gains, 1, axis=1)))
     head, start = np.nonzero(starts)
-    # A block ends where the next one of its head begins, the last one at the cap.
-    stop = np.where(np.append(head[1:] == head[:-1], False), np.append(start[1:], 0), caps[head])
+    # A block ends where the next one of its head begins, the last one with the head.
+    stop = np.where(np.append(head[1:] == head[:-1], False), np.append(start[1:], 0), length)
     return merge_blocks([Blocks(head, stop - start, gains[head, start])])
 
 
@@ -99,12 +100,11 @@ def compute_oracle_recall(importance: ArrayLike) -> Floats:
     return compute_recall(sort_as_oracle(importance))
 
 
-def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budgets: Ints, left: int) -> Ints:
+def spend_leftover(prefix: Floats, blocks: Blocks, taken: int, budgets: Ints, left: int) -> Ints:
     """Place `left` entries, fewer than the block at `taken` holds, on top of the `taken` blocks in `budgets`.
 
     Args:
         prefix: true prefix sums of importance, [heads, T + 1].
-        caps: most entries per head, [heads].
         blocks: all blocks in the order they are taken.
         taken: how many of them `budgets` already holds.
         budgets: entries per head so far, [heads]; not changed.
@@ -115,7 +115,7 @@ def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budge
     """
     # Less than a block is left, so nothing is proven about any of these: the one that keeps most is taken.
     candidates = [
-        _spend_on_one_head(prefix, caps, budgets, left),
+        _spend_on_one_head(prefix, budgets, left),
         _ByDensity(prefix, blocks, taken, budgets, left).spend(),
     ]
     # Equal slopes may be taken in any order; in head order the allocation does not depend on sizes.
@@ -128,12 +128,13 @@ def spend_leftover(prefix: Floats, caps: Ints, blocks: Blocks, taken: int, budge
     return candidates[int(np.argmax(gains))]
 
 
-def _spend_on_one_head(prefix: Floats, caps: Ints, budgets: Ints, left: int) -> Ints:
+def _spend_on_one_head(prefix: Floats, budgets: Ints, left: int) -> Ints:
     """Give everything to the head that gains most; ties go to the lower layer, then head."""
     heads = np.arange(len(budgets))
+    length = prefix.shape[1] - 1
     wanted = budgets + left
-    gain = prefix[heads, np.minimum(wanted, caps)] - prefix[heads, budgets]
-    best = int(np.where(wanted <= caps, gain, -1.0).argmax())
+    gain = prefix[heads, np.minimum(wanted, length)] - prefix[heads, budgets]
+    best = int(np.where(wanted <= length, gain, -1.0).argmax())
     grown = budgets.copy()
     grown[best] += left
     return grown

@@ -56,16 +56,15 @@ class JointSolver:
         importance: [P, L, Hkv, T] importance >= 0 of the same entries in the order of each of P policies, protected
             entries first.
         floors: least entries per head under each policy, broadcasts to [P, L, Hkv].
-        caps: most entries per head, broadcasts to [L, Hkv]; T where it is larger or None.
 
     Raises:
-        UsageError: importance is negative or not finite; floors are outside [0, caps].
+        UsageError: importance is negative or not finite; floors are outside [0, T].
     """
 
-    def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
+    def __init__(self, importance: ArrayLike, floors: ArrayLike = 0) -> None:
         rows = np.asarray(importance, dtype=np.float64)
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), rows.shape[:3])
-        self.singles = [MarginalSolver(table, floor, caps) for table, floor in zip(rows, low, strict=True)]
+        self.singles = [MarginalSolver(table, floor) for table, floor in zip(rows, low, strict=True)]
         self.shape = self.singles[0].shape
         self.length = self.singles[0].length
         curves = [_list_curves(solver) for solver in self.singles]
@@ -87,7 +86,7 @@ class JointSolver:
 
     @property
     def most(self) -> int:
-        """The largest total that can be met: the sum of the caps."""
+        """The largest total that can be met: all entries of all heads."""
         return int(self.ends[-1])
 
     def solve(self, total: int) -> JointBudgets:

@@ -26,11 +26,10 @@ class MarginalSolver:
     Args:
         importance: [L, Hkv, T] oracle importance >= 0 in the ranking's order, protected entries first.
         floors: least entries per head, broadcasts to [L, Hkv].
-        caps: most entries per head, broadcasts to [L, Hkv]; T where it is larger or None.
 
     Raises:
-        UsageError: importance is negative or not finite; floors are outside [0, caps].
-        ValueError: floors or caps do not broadcast.
+        UsageError: importance is negative or not finite; floors are outside [0, T].
+        ValueError: floors do not broadcast.
 
     Examples:
         >>> importance = [[[5, 4, 3, 2], [9, 1, 1, 1]]]  # one layer, two kv heads, four entries in ranked order
@@ -40,22 +39,19 @@ class MarginalSolver:
         [[2, 2]]
     """
 
-    def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
+    def __init__(self, importance: ArrayLike, floors: ArrayLike = 0) -> None:
         checked = check_signals(importance, "importance", 0.0)
         self.shape = checked.shape[:2]
         self.length = checked.shape[2]
         rows = checked.reshape(-1, self.length)
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), self.shape)
-        high = np.broadcast_to(np.asarray(self.length if caps is None else caps, dtype=np.int64), self.shape)
-        high = np.minimum(high, self.length)
-        wrong = np.argwhere((low < 0) | (low > high))
+        wrong = np.argwhere((low < 0) | (low > self.length))
         if wrong.size:
             at = tuple(wrong[0].tolist())
-            raise UsageError(f"a floor must be in [0, cap]: head {list(at)} has floor {low[at]} and cap {high[at]}")
+            raise UsageError(f"a floor must be in [0, {self.length}]: head {list(at)} has floor {low[at]}")
         self._floors = low.ravel()
-        self._caps = high.ravel()
         self._prefix = sum_prefixes(rows)
-        self.blocks = sort_blocks(rows, self._floors, self._caps)
+        self.blocks = sort_blocks(rows, self._floors)
         self.ends = self.least + np.concatenate([[0], np.cumsum(self.blocks.size)])
 
     @classmethod
@@ -98,8 +94,8 @@ class MarginalSolver:
 
     @property
     def most(self) -> int:
-        """The largest total that can be met: the sum of the caps."""
-        return int(self._caps.sum())
+        """The largest total that can be met: all entries of all heads."""
+        return int(self.length * len(self._floors))
 
     def solve(self, total: int) -> Ints:
         """Allocate one total: int64 [L, Hkv] that sums to it exactly; UsageError outside [least, most]."""
@@ -122,7 +118,7 @@ class MarginalSolver:
             reached = int(taken[row])
             solved[row] = whole
             if left := int(wanted[row] - self.ends[reached]):
-                solved[row] = spend_leftover(self._prefix, self._caps, self.blocks, reached, whole, left)
+                solved[row] = spend_leftover(self._prefix, self.blocks, reached, whole, left)
         return solved.reshape(-1, *self.shape)
 
 

@@ -9,14 +9,14 @@ import typer
 import kvsearch
 from kvsearch.cli import plan, verbs  # noqa: F401 - they register
 from kvsearch.cli.command import make_group
-from kvsearch.cli.registry import PLAN_VERBS, VERBS
+from kvsearch.cli.registry import MAIN_VERBS, PLAN_VERBS
 from kvsearch.cli.streams import run_guarded
 
 ABOUT = "Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache."
 app = make_group(
     "kvsearch",
     ABOUT,
-    VERBS,
+    MAIN_VERBS,
     epilog="Exit codes: 0 done, 1 bug, 2 usage, 3 environment, 4 model or data incompatible, 128 + n "
     "stopped by signal n (130 by Ctrl-C).",
 )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CATALOG = Path(__file__).with_name("flags.json")
 HELP = "-h", "--help"
 HELP_ALL = "--help-all"
-CONTEXT = {"help_option_names": [*HELP, HELP_ALL]}
+CONTEXT_SETTINGS = {"help_option_names": [*HELP, HELP_ALL]}
 METAVARS = {int: "N", float: "X", Path: "PATH", bool: ""}  # what stands for a value; everything else is a text
 SHORT_HELP_LENGTH = 12  # options: the help of a verb with no more has them all
 OPTIONS_PANEL = "Options"
@@ -168,7 +168,7 @@ def make_command(name: str, words: str, flags: Iterable[Flag], run: Callable[[di
     typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name, cls=VerbCommand, help=words, context_settings=CONTEXT)(typed)
+    app.command(name, cls=VerbCommand, help=words, context_settings=CONTEXT_SETTINGS)(typed)
     command = cast("VerbCommand", typer.main.get_command(app))
     command.flags = list(flags)
     return command
@@ -284,7 +284,7 @@ def make_group(name: str, words: str, verbs: Mapping[str, Any], **how: Any) -> t
         help=words,
         no_args_is_help=True,
         rich_markup_mode=None,  # rich takes as long to import as all else
-        context_settings=CONTEXT,
+        context_settings=CONTEXT_SETTINGS,
         pretty_exceptions_enable=False,
         **how,
     )

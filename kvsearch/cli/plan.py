@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvsearch.commands.plan import DiffOptions, PlanOptions, YamlOptions
     from kvsearch.plan import Plan
 
-JOBS = "kvsearch.commands.plan"
+COMMANDS = "kvsearch.commands.plan"
 
 
 def make_and_show(job: Callable[..., Plan], make: Callable[..., Plan], options: PlanOptions, console: Console) -> None:
@@ -48,7 +48,7 @@ def run_export(options: ExportOptions, console: Console) -> None:
     from kvsearch.commands import export as command
     from kvsearch.commands.public import run_job
 
-    if options.to == command.PLAN:
+    if options.to == command.PLAN_TARGET:
         make_and_show(command.export, command.make_plan, options, console)
         return
     if console.dry_run:
@@ -76,7 +76,7 @@ def run_export(options: ExportOptions, console: Console) -> None:
         console.say(f"  {line}")
 
 
-@verb(f"{JOBS}:UniformOptions", group=PLAN_VERBS, dry_run=True)
+@verb(f"{COMMANDS}:UniformOptions", group=PLAN_VERBS, dry_run=True)
 def uniform(options: PlanOptions, console: Console) -> None:
     """Write a plan of one policy with the same budget for every layer and kv head.
 
@@ -90,7 +90,7 @@ def uniform(options: PlanOptions, console: Console) -> None:
     make_and_show(command.uniform, command.make_direct, options, console)
 
 
-@verb(f"{JOBS}:PyramidOptions", group=PLAN_VERBS, dry_run=True)
+@verb(f"{COMMANDS}:PyramidOptions", group=PLAN_VERBS, dry_run=True)
 def pyramid(options: PlanOptions, console: Console) -> None:
     """Write a plan of one policy with PyramidKV's budgets: many entries for the first layers, few for the last.
 
@@ -104,7 +104,7 @@ def pyramid(options: PlanOptions, console: Console) -> None:
     make_and_show(command.pyramid, command.make_direct, options, console)
 
 
-@verb(f"{JOBS}:ScaleOptions", group=PLAN_VERBS, dry_run=True)
+@verb(f"{COMMANDS}:ScaleOptions", group=PLAN_VERBS, dry_run=True)
 def scale(options: PlanOptions, console: Console) -> None:
     """Write a plan with the shape of another at another size: all budgets times one factor.
 
@@ -118,7 +118,7 @@ def scale(options: PlanOptions, console: Console) -> None:
     make_and_show(command.scale, command.make_scaled, options, console)
 
 
-@verb(f"{JOBS}:BuildOptions", group=PLAN_VERBS, dry_run=True)
+@verb(f"{COMMANDS}:BuildOptions", group=PLAN_VERBS, dry_run=True)
 def build(options: PlanOptions, console: Console) -> None:
     """Write the plan of a YAML file; whatever is wrong with it is told with its line.
 
@@ -129,7 +129,7 @@ def build(options: PlanOptions, console: Console) -> None:
     make_and_show(command.build, command.make_built, options, console)
 
 
-@verb(f"{JOBS}:YamlOptions", group=PLAN_VERBS, dry_run=True)
+@verb(f"{COMMANDS}:YamlOptions", group=PLAN_VERBS, dry_run=True)
 def yaml(options: YamlOptions, console: Console) -> None:
     """Write a plan in YAML to read and edit: layers by range, a budget for all heads or a list, no sums to keep.
 
@@ -149,7 +149,7 @@ def yaml(options: YamlOptions, console: Console) -> None:
             console.say(options.next_command())
 
 
-@verb(f"{JOBS}:DiffOptions", group=PLAN_VERBS)
+@verb(f"{COMMANDS}:DiffOptions", group=PLAN_VERBS)
 def diff(options: DiffOptions, console: Console) -> None:
     """Show what differs between two plans: settings, policies and their parameters, and budgets layer by layer.
 

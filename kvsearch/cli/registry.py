@@ -114,11 +114,11 @@ class Verb:
         return make_command(self.name, self.help, [*flags, *GENERAL_FLAGS], run)
 
 
-VERBS: dict[str, Verb] = {}
+MAIN_VERBS: dict[str, Verb] = {}
 PLAN_VERBS: dict[str, Verb] = {}
 
 
-def verb(options: str, *, group: dict[str, Any] = VERBS, **how: Any) -> Callable[[Action], Action]:
+def verb(options: str, *, group: dict[str, Any] = MAIN_VERBS, **how: Any) -> Callable[[Action], Action]:
     """Register a function of checked options and a console; its docstring is the help. See `Verb` for the rest."""
 
     def register(action: Action) -> Action:

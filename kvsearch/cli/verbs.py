@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.cli.plan import run_export
 from kvsearch.cli.registry import (
-    VERBS,
+    MAIN_VERBS,
     Output,
     listing_output,
     make_kind_printer,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvsearch.commands.select import SelectOptions
     from kvsearch.commands.validate import ValidateOptions
 
-__all__ = ["VERBS"]
+__all__ = ["MAIN_VERBS"]
 
 
 @verb("kvsearch.commands.run:RunOptions", dry_run=True)
@@ -450,7 +450,7 @@ def doctor(options: DoctorOptions, console: Console) -> None:
     from kvsearch.commands import listings as command
 
     facts = command.doctor(options, reporter=console)
-    missing = [name for name, value in facts.items() if value == command.MISSING]
+    missing = [name for name, value in facts.items() if value == command.NOT_INSTALLED]
     problem = None
     if missing:
         problem = EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")

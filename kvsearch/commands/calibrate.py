@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.profile import TableCheck
 
 DEFAULT_METHOD = "lukv"
-FILES = (CONTEXTS, STEPS_FOLDER, "*.safetensors")  # the last: the profile, and weights of policies
+CALIBRATION_FILES = (CONTEXTS, STEPS_FOLDER, "*.safetensors")  # the last: the profile, and weights of policies
 OF_TASKS = {"split", "samples", *TASK_DETAILS} - {"data"}  # what only --tasks reads
 
 
@@ -241,7 +241,7 @@ def calibrate_together(several: Sequence[CalibrateOptions], reporter: Reporter, 
         runs = []
         for each, config in zip(several, configs, strict=True):
             config = config.model_copy(update={"execution": describe_environment(loaded)})
-            runs.append(stack.enter_context(Run.open(each.output, config, force=each.force, files=FILES)))
+            runs.append(stack.enter_context(Run.open(each.output, config, force=each.force, files=CALIBRATION_FILES)))
         stack.enter_context(on_interruption(reporter, words_to_go_on))
         progress = stack.enter_context(reporter.progress(f"calibrating: {options.unit}"))
         profiles = first.measure_together(calibrations, prompts, progress)

@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 SEARCH_PANEL, LIMITS = "What is searched", "When to stop"
 DEFAULT_POLICY = "snapkv"
-SPLITS = {"search": "train", "choice": "select", "report": "report"}
-FILES = (BEST, REPORT, PLAN, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
+SPLIT_OF_USE = {"search": "train", "choice": "select", "report": "report"}
+SEARCH_FILES = (BEST, REPORT, PLAN, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 
 
-SETTINGS: dict[str, Option] = {
+SEARCH_SETTINGS: dict[str, Option] = {
     "space": Option(
         "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
         "--start; joint: the policy of every layer, of those of the --start plans and --policy, and multipliers "
@@ -93,7 +93,7 @@ class EvolveOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Sel
     recipes: ClassVar[bool] = True
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
     panel: ClassVar[str] = SEARCH_PANEL
-    flags: ClassVar[Mapping[str, Option]] = SETTINGS
+    flags: ClassVar[Mapping[str, Option]] = SEARCH_SETTINGS
 
     model: str = option(..., MODEL)
     budget: Entries | None = option(None, BUDGET)
@@ -204,7 +204,7 @@ def evolve(options: EvolveOptions, reporter: Reporter, models: ModelLoader) -> S
             searches, message = keep_hard_questions(searches, progress)
         reporter.say(message)
     store = make_stage_store(directory, lambda evaluation: evaluation.config(), reporter, force=True)
-    opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
+    opening = open_search(directory, config, searches, SEARCH_FILES, reporter, force=force, workers=options.workers)
     with (
         opening as (searches, executor, run, log),
         search_progress(reporter, log, options.count_candidates(searches)) as watcher,
@@ -227,7 +227,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter, models: ModelLoader) ->
     budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
     if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
-    tasks = {name: options.find_tasks(options.model, name) for name in SPLITS.values()}
+    tasks = {name: options.find_tasks(options.model, name) for name in SPLIT_OF_USE.values()}
     if options.objective == "metric" and any(map(is_forced, tasks["train"])):
         raise UsageError("--objective metric judges replies, and nothing replies to a text (ppl:FILE): leave it out")
     read_run(options.output, "evolve")
@@ -250,7 +250,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter, models: ModelLoader) ->
         setup = SearchSetup.with_choices(loaded, policies)
     else:
         setup = SearchSetup.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
-    splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
+    splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLIT_OF_USE.items()}
     searches = prepare_searches(
         setup, dict.fromkeys(sorted(budgets), plans), options.settings(), splits, rule=options.rule
     )

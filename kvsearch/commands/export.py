@@ -17,7 +17,7 @@ from kvsearch.config.options import RULE, JobOptions, option
 from kvsearch.core.errors import IncompatibleError, UsageError, require
 from kvsearch.core.files import read_text, require_directory, write_atomically
 from kvsearch.core.parsing import read_json
-from kvsearch.exporters import TARGETS, create_exporter
+from kvsearch.exporters import BUILT_IN_TARGETS, create_exporter
 from kvsearch.methods.base import CalibrationMethod
 from kvsearch.models.gguf import GGUF_SUFFIX
 from kvsearch.models.loading import MODEL_CONFIG_FILE as MODEL_CONFIG
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
 
 TOOLS_PANEL = "Other tools"
-PANEL = "PolyKV"
-PLAN = "plan"  # the target of every other kind of export: one plan file
+POLYKV_PANEL = "PolyKV"
+PLAN_TARGET = "plan"  # the target of every other kind of export: one plan file
 
 
 class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
@@ -46,35 +46,35 @@ class ExportOptions(PlanOptions, SizeOptions, ModelOptions):
     route: str | None = option(
         None,
         "The signal that chooses every layer's pattern: cosine, error, ppl or nll; none: --policy everywhere.",
-        panel=PANEL,
+        panel=POLYKV_PANEL,
         shown="the first that was measured",
     )
     budget_signal: str | None = option(
         None,
         "What divides the budget among layers: uniform, entropy, ppl, error, cosine, nll or one of these "
         "with -chosen or -mean.",
-        panel=PANEL,
+        panel=POLYKV_PANEL,
         shown="uniform",
     )
     phases: str | None = option(
-        None, "When to evict: prefill, decode or both.", panel=PANEL, shown="prefill, if measured"
+        None, "When to evict: prefill, decode or both.", panel=POLYKV_PANEL, shown="prefill, if measured"
     )
     policy: str | None = option(
         None,
         "With --route none: the pattern of all layers; of a lukv profile with --rivals: only this one.",
-        panel=PANEL,
+        panel=POLYKV_PANEL,
         shown="as calibrated",
     )
     least: int | None = option(
-        None, "Entries per kv head that every layer gets.", panel=PANEL, shown="a tenth of the mean", ge=0
+        None, "Entries per kv head that every layer gets.", panel=POLYKV_PANEL, shown="a tenth of the mean", ge=0
     )
     allow_harmful: bool = option(
         False, "Use signals that `validate` judged harmful, or a table that loses to even budgets."
     )
     to: str = option(
-        PLAN,
+        PLAN_TARGET,
         "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: "
-        f"{', '.join(name for name in TARGETS if name != 'model')}.",
+        f"{', '.join(name for name in BUILT_IN_TARGETS if name != 'model')}.",
         RULE,
         metavar="TARGET",
         panel=TOOLS_PANEL,
@@ -114,8 +114,8 @@ def prepare_inputs(options: ExportOptions, model: ModelFingerprint, models: Mode
         IncompatibleError: `--model` is another one.
     """
     from kvsearch.exporters.base import CARD_FILE, ExportInputs
+    from kvsearch.exporters.folder import make_saved_config
     from kvsearch.models.architecture import describe
-    from kvsearch.models.saving import make_saved_config
 
     if options.to == "model":
         require_directory(options.output)
@@ -187,11 +187,11 @@ def make_profile_plan(options: ExportOptions, reporter: Reporter) -> Plan:
     profile = load_profile(find_profile_file(options.profile))
     method: CalibrationMethod = find_writer(profile.metadata.method)
     known = method.plan_settings(profile)
-    offered = {name: option for name, (_, option) in options.list_options().items() if option.panel == PANEL}
+    offered = {name: option for name, (_, option) in options.list_options().items() if option.panel == POLYKV_PANEL}
     settings = {name: value for name in offered if (value := getattr(options, name)) is not None}  # 0 is given
     if unread := [offered[name].format_flag(name) for name in settings if name not in known]:
         raise UsageError(
-            f"{', '.join(unread)}: only for profiles of method {PANEL.lower()}, this one is of method "
+            f"{', '.join(unread)}: only for profiles of method {POLYKV_PANEL.lower()}, this one is of method "
             f"{profile.metadata.method}"
         )
     size = resolve_size(options.budget, options.ratio, options.length, method.default_budgets(profile))
@@ -227,7 +227,7 @@ def export(options: ExportOptions, reporter: Reporter, models: ModelLoader) -> P
             plan that is there already.
         EnvironmentFault: a file cannot be read or written.
     """
-    if options.to != PLAN:
+    if options.to != PLAN_TARGET:
         raise UsageError(f"export() writes plan files: call export_to() for target {options.to!r}")
     return write_plan(make_plan(options, reporter, models), options)
 
@@ -280,6 +280,6 @@ def _saved(model: LoadedModel | None, folder: Path) -> AbstractContextManager[li
     """Return the files of a model, to be moved into `folder`; none where there is no model. Errors as `save_files`."""
     if model is None:
         return nullcontext([])
-    from kvsearch.models.saving import save_files
+    from kvsearch.exporters.folder import save_files
 
     return save_files(model, folder)

@@ -49,7 +49,7 @@ MODEL = Option(
 BUDGET = Option("Entries to keep per kv head, on average.", SIZE)
 BUDGETS = Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...")
 RATIO = Option("Share of the cache to evict, above 0 and below 1.", SIZE)
-CONTEXTS = {"train": 80, "select": 160, "report": 120}  # of all tasks together, the most that are asked by default
+DEFAULT_CONTEXTS = {"train": 80, "select": 160, "report": 120}  # of all tasks together, at most
 SAMPLES_OPTION = Option("Contexts per task.", QUESTIONS, panel=ASKED)
 LOSE_AT_MOST = Option(
     "Share of the score, such as 2%, that the mean loss to the full cache may reach, on contexts that nothing was "
@@ -234,7 +234,8 @@ class SelectionOptions(BatchOptions):
         None,
         "Contexts per task to choose by, at most, and as many others to report on.",
         QUESTIONS,
-        shown=f"{CONTEXTS['select']} to choose by and {CONTEXTS['report']} to report on, of all tasks together",
+        shown=f"{DEFAULT_CONTEXTS['select']} to choose by and {DEFAULT_CONTEXTS['report']} to report on, "
+        "of all tasks together",
     )
     confidence: float | None = option(
         None,
@@ -256,7 +257,7 @@ class SelectionOptions(BatchOptions):
 
     def split(self, name: str, tasks: Sequence[Task], protocol: Protocol) -> Split:
         """Make the split `name` of some tasks, with at least two contexts per task."""
-        return self.make_split(tasks, self.samples or max(CONTEXTS[name] // len(tasks), 2), protocol)
+        return self.make_split(tasks, self.samples or max(DEFAULT_CONTEXTS[name] // len(tasks), 2), protocol)
 
 
 # --- commands that naturally follow another one, quoted: whoever pastes the line goes on ------------------------------

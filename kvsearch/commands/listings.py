@@ -31,10 +31,10 @@ PACKAGES = (
     "pydantic",
 )  # fmt: skip
 EXTRAS = ("ray", "lm-eval", "gguf")
-MISSING = "missing"
+NOT_INSTALLED = "missing"
 OPEN = "depends on its parameters"
 Listing = tuple[dict[str, Any], "Iterable[ReportPart]"]  # for programs, and part by part for people
-STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
+STAGE_DESCRIPTIONS = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
 
 
 class ListingOptions(JobOptions):
@@ -68,7 +68,7 @@ def _policy_parts(policy: PolicyFacts) -> Iterator[ReportPart]:
     for text in (policy.title, policy.formula):
         if text:
             yield from (*text.split("\n"), "")
-    stages = {"of the prompt": STAGES[policy.stages]} if policy.phases else {}
+    stages = {"of the prompt": STAGE_DESCRIPTIONS[policy.stages]} if policy.phases else {}
     kept = OPEN if policy.sinks is None else f"{policy.sinks} first entries, {policy.window} most recent ones"
     yield {
         "name": policy.name, "source": policy.source, "package": policy.package, "class": policy.implementation,
@@ -143,7 +143,7 @@ def doctor(options: DoctorOptions, reporter: Reporter, models: ModelLoader) -> d
         try:
             facts[name] = version(name)
         except PackageNotFoundError:
-            facts[name] = MISSING if name in PACKAGES else "not installed (optional)"
+            facts[name] = NOT_INSTALLED if name in PACKAGES else "not installed (optional)"
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     facts |= {
         "devices": ", ".join(devices) or "cpu only",
@@ -153,7 +153,7 @@ def doctor(options: DoctorOptions, reporter: Reporter, models: ModelLoader) -> d
     facts |= {f"{name} model": str(real.path) for name, real in REAL_MODELS.items() if real.is_here}
     if not REAL_MODELS["smollm2"].is_here:
         facts["smollm2 model"] = f"not fetched (optional): {REAL_MODELS['smollm2'].advice}"
-    if MISSING in facts.values():
+    if NOT_INSTALLED in facts.values():
         return facts
     from kvsearch.evaluation.answer import answer
 

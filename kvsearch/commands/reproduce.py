@@ -47,10 +47,10 @@ from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import describe_tasks, find_tasks
 
 RUNS = Path("runs") / "reproduce"
-FORMS = ".json", ".csv", ".md", ".tex"
+TABLE_SUFFIXES = ".json", ".csv", ".md", ".tex"
 DECIDING = ("model", "seed", "max_length", "dtype", "revision")  # what every stage depends on
 MADE: frozenset[str] = frozenset({"scale", "uniform", "pyramid", "export"})  # a plan file, made in a moment
-KEPT: frozenset[str] = frozenset({"evolve", "select", "bench"})  # what is finished is not run again
+REUSED_JOBS: frozenset[str] = frozenset({"evolve", "select", "bench"})  # what is finished is not run again
 
 
 # what a stage has found, by its job: a file in its directory
@@ -263,7 +263,7 @@ class TableStages:
             self.impossible[stage.name] = lost
             return
         place = self.place(stage)
-        is_finished = stage.job in KEPT and (place / LAST[stage.job]).exists() and self.output(stage).exists()
+        is_finished = stage.job in REUSED_JOBS and (place / LAST[stage.job]).exists() and self.output(stage).exists()
         if not is_finished:
             kind, run = find_job(stage.job)
             try:
@@ -400,7 +400,7 @@ def reproduce(options: ReproduceOptions, reporter: Reporter, models: ModelLoader
     """
     table = options.chosen_table()
     stages = TableStages(options, table.stages(options.scale(table)))
-    files = [f"{table.name}{suffix}" for suffix in FORMS]
+    files = [f"{table.name}{suffix}" for suffix in TABLE_SUFFIXES]
     loaded = models.load(options.model)
     stages.require_data(loaded)
     mark_unfinished(options.place, files)

@@ -112,7 +112,7 @@ RANKING_OPTIONS = {name: kind for name, kind in OPTIONS.items() if create_method
 FIT_STAGE = "fit rankings"
 MEASURE_STAGE = "measure budgets"
 SEARCH_STAGE = "search"
-GUARANTEE_STAGE = "find the smallest budget, and report"
+GUARANTEE_TITLE = "find the smallest budget, and report"
 ROUND_SHARE = 0.3  # of the rest of a choice that a round takes in the progress
 QUICK = "quick"  # an effort, and the recipe that it stands for
 MIN_CONTEXTS_PER_TASK = 4  # contexts of a task, below which --time does not shorten a stage
@@ -701,9 +701,9 @@ class RunStages:
             )
         if guaranteed:
             programs = [make_full_program(self.loaded.model)] * BUDGETS_TRIED
-            report = estimate_replies(GUARANTEE_STAGE, self.encoded["report"], self.splits["report"], programs)
+            report = estimate_replies(GUARANTEE_TITLE, self.encoded["report"], self.splits["report"], programs)
             choice = estimate_choice(
-                GUARANTEE_STAGE, self.encoded["select"], self.splits["select"], programs * 2, screened
+                GUARANTEE_TITLE, self.encoded["select"], self.splits["select"], programs * 2, screened
             )
             costs.append(replace(choice, work=choice.work * BUDGETS_TRIED + report.work))
         return costs
@@ -793,7 +793,7 @@ class RunStages:
         from kvsearch.selection.selection_job import find_guaranteed_budget, list_budgets
 
         floor = min(policy.least for policy in self.curves.policies())
-        with display.stage(GUARANTEE_STAGE) as stage:
+        with display.stage(GUARANTEE_TITLE) as stage:
             budgets = list_budgets(floor + 1, self.longest - 1)
             stage.part = ROUND_SHARE
 

@@ -47,7 +47,7 @@ from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog
 from kvsearch.strategies.joint import PolicyCurves
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
-NAME = "refined"
+REFINED = "refined"
 MAX_CANDIDATES = 2  # plans of a size that become candidates: there are few places among the finalists
 
 
@@ -303,7 +303,7 @@ def _read_plans(directory: Path, size: Size) -> dict[str, Plan]:
         plan = load_plan(path)
         if size.ratio is not None:
             plan = scale(plan, ratio=size.ratio, length=size.length)
-        plans[NAME if number == 1 else f"{NAME}#{number}"] = plan
+        plans[REFINED if number == 1 else f"{REFINED}#{number}"] = plan
     return plans
 
 

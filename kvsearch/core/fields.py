@@ -101,8 +101,8 @@ Count = Annotated[int, Field(strict=True, ge=1, le=MOST_NUMBER)]
 Index = Annotated[int, Field(strict=True, ge=0, le=MOST_NUMBER)]
 Entries = Annotated[int, Field(strict=True, ge=1, le=MOST_ENTRIES)]
 Samples = Annotated[int, Field(ge=1, le=MOST_ENTRIES)]
-Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
-Heads = Annotated[int, Field(strict=True, ge=1, le=MOST_HEADS)]
+LayerCount = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
+HeadCount = Annotated[int, Field(strict=True, ge=1, le=MOST_HEADS)]
 Floor = Annotated[int, Field(strict=True, ge=0, le=MOST_ENTRIES)]
 # the end of an interval; in a file null is one that is not there, here NaN: no comparison with it holds
 _NULL = BeforeValidator(lambda end: math.nan if end is None else end)

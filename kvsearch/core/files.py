@@ -332,7 +332,7 @@ def open_temporary(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
             with suppress(OSError), left.open("rb") as abandoned:
                 fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()
-    path, file = _make_folder(target.parent, beginning)
+    path, file = _open_locked(target.parent, beginning)
     try:
         with file:
             yield path, file
@@ -342,7 +342,8 @@ def open_temporary(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
         raise
 
 
-def _make_folder(folder: Path, beginning: str) -> tuple[Path, BinaryIO]:
+def _open_locked(folder: Path, beginning: str) -> tuple[Path, BinaryIO]:
+    """Make a new file whose name begins so, and lock it."""
     while True:
         path = folder / f"{beginning}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
         file = path.open("xb")

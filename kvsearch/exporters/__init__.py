@@ -10,7 +10,7 @@ from kvsearch.core.plugins import PluginRegistry
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exporter
 
-TARGETS = {
+BUILT_IN_TARGETS = {
     "folder": "kvsearch.exporters.folder:Folder",
     "custom-generate": "kvsearch.exporters.folder:CustomGenerate",
     "model": "kvsearch.exporters.folder:ModelFolder",
@@ -30,7 +30,7 @@ TARGETS = {
     "openvino": "kvsearch.exporters.budget_tables:OpenVINO",
 }
 EXPORTERS: PluginRegistry[type[Exporter]] = PluginRegistry(
-    "target", "kvsearch.exporters", TARGETS, "kvsearch.exporters.base:Exporter"
+    "target", "kvsearch.exporters", BUILT_IN_TARGETS, "kvsearch.exporters.base:Exporter"
 )
 
 

@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import cached_file
 
 # policies that this file knows, with the values of parameters that a plan does not state
-POLICIES: dict[str, dict[str, Any]] = {
+POLICY_DEFAULTS: dict[str, dict[str, Any]] = {
     "streaming": {"sinks": 4},  # StreamingLLM, 2309.17453
     "snapkv": {"window": 32, "kernel": 7, "pooling": "max", "group": "mean", "sinks": 0, "protect": -1},  # 2404.14469
     "h2o": {"recent_share": 0.5, "recent": 0, "sinks": 0},  # 2306.14048
@@ -138,7 +138,7 @@ def read_plan(folder: str) -> dict[str, Any]:
 def needs_kvsearch(plan: dict[str, Any]) -> str | None:
     """Say why a plan is run by the package kvsearch; None: this file runs it."""
     layers = [layer for layer in (plan["prefill"] or {"layers": []})["layers"] if layer is not None]
-    unknown = sorted({layer["policy"]["name"] for layer in layers} - {*POLICIES})
+    unknown = sorted({layer["policy"]["name"] for layer in layers} - {*POLICY_DEFAULTS})
     model = plan["model"]["model_type"]
     reasons = {
         "it evicts while decoding": plan["decode"] is not None,
@@ -501,7 +501,7 @@ class PlannedPolicy:
     def __init__(self, spec: dict[str, Any], rotary: Any) -> None:
         self.name = spec["name"]
         self.rotary = rotary
-        self.params = {**POLICIES[self.name], **spec["params"]}
+        self.params = {**POLICY_DEFAULTS[self.name], **spec["params"]}
         window = self.params.get("protect", -1)
         recent = {"streaming": 1, "h2o": self.params.get("recent") or 1}
         self.sinks = int(self.params["sinks"])

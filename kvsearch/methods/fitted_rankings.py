@@ -15,7 +15,7 @@ from kvsearch.policies.query_bank import EVEN_ARRAY, QUERIES_ARRAY, QUERY_BANK_M
 if TYPE_CHECKING:
     from kvsearch.report.figures import ReportPart
 
-# T texts, J judged rankings, V rankings, B sizes; a bank in the making has none of them, older fits fewer
+# T texts, J judged rankings, V rankings, B sizes; a bank in the making has none of them
 QUALITY_ARRAYS = {
     "recall": ArraySpec(("V", "B", "L", "H"), 0, 1),
     "text_loss": ArraySpec(("T", "J", "B"), 0),
@@ -42,12 +42,11 @@ class RankingMethod(CalibrationMethod):
 
     def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:
         """Yield the command that measures budgets for the ranking, or for a better one."""
-        from kvsearch.report.ranking import find_losses
+        from kvsearch.report.ranking import TextLosses
 
         place = str(run.directory)
-        losses = find_losses(profile)
         # the fit may have lost to a built-in policy: then budgets are suggested for that one
-        preferred = None if losses is None else losses.preferred
+        preferred = TextLosses(profile).preferred
         flags = list(run.flags)
         if run.on_tasks:  # where it was fitted, a ranking looks better than it is
             flags += ["--split", "select"]

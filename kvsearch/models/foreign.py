@@ -214,12 +214,12 @@ def require_contract(model: Any, name: str, weights: bool = True) -> None:
 
 
 def _require_arguments(model: Any, name: str) -> None:
-    from kvsearch.models.cache_name import CACHE
+    from transformers.generation.utils import ALL_CACHE_NAMES
 
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    if missing := [given for given in (*_CALLED_WITH, CACHE) if given not in parameters]:
+    if missing := [given for given in (*_CALLED_WITH, ALL_CACHE_NAMES[0]) if given not in parameters]:
         raise CheckpointError(
             f"model {name!r} cannot be run: forward() of {type(model).__name__} does not take {', '.join(missing)}"
         )
@@ -240,22 +240,21 @@ def _read_one_token(model: Any, name: str) -> None:
     """Refuse a model that gives no logits for a token, or leaves no trace of it in the cache."""
     import torch
     from transformers import DynamicCache
-
-    from kvsearch.models.cache_name import CACHE
+    from transformers.generation.utils import ALL_CACHE_NAMES
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.no_grad():
         read = model(
             input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=ids, logits_to_keep=1,
-            **{CACHE: cache},
+            **{ALL_CACHE_NAMES[0]: cache},
         )  # fmt: skip
     logits = getattr(read, "logits", None)
     cannot = f"model {name!r} cannot be run: forward() of {type(model).__name__}"
     if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape:
         raise CheckpointError(f"{cannot} gives no logits for a token")
     if cache.get_seq_length() != 1:
-        raise CheckpointError(f"{cannot} puts nothing into the cache that it is given as {CACHE}=")
+        raise CheckpointError(f"{cannot} puts nothing into the cache that it is given as {ALL_CACHE_NAMES[0]}=")
 
 
 def _is_of_library(model: Any) -> bool:

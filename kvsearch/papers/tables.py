@@ -173,7 +173,7 @@ def _filled(value: Any, names: Mapping[str, Any]) -> Any:
 
 PAPERS = ("polykv", "lukv", "lava", "evolkv")
 FOLDER = files(__package__)
-Key = tuple[str, str, str, str]  # model, block ("128", "0.8", "4K 1024"), row, column
+CellKey = tuple[str, str, str, str]  # model, block ("128", "0.8", "4K 1024"), row, column
 
 
 def _read_tables(paper: str) -> Iterator[PaperTable]:
@@ -196,13 +196,13 @@ def _flat(parts: list[Any]) -> Iterator[str]:
         yield from _flat(part) if isinstance(part, list) else (part,)
 
 
-TABLES: dict[str, PaperTable] = {table.name: table for paper in PAPERS for table in _read_tables(paper)}
+PAPER_TABLES: dict[str, PaperTable] = {table.name: table for paper in PAPERS for table in _read_tables(paper)}
 
 
 def find_table(name: str) -> PaperTable:
     """Return a table by its name; UsageError if there is none."""
-    require_known("table", name, list(TABLES))
-    return TABLES[name]
+    require_known("table", name, list(PAPER_TABLES))
+    return PAPER_TABLES[name]
 
 
 def model_of(table: PaperTable, model: str) -> str | None:
@@ -212,7 +212,7 @@ def model_of(table: PaperTable, model: str) -> str | None:
 
 
 @cache
-def numbers(table: str) -> Mapping[Key, float]:
+def numbers(table: str) -> Mapping[CellKey, float]:
     """Return what the paper prints in a table, in points of 100 unless it says otherwise; nothing without a file.
 
     There is one CSV file per table, a line per model, block and row. A table is there only where its text can be read
@@ -221,7 +221,7 @@ def numbers(table: str) -> Mapping[Key, float]:
     file = FOLDER.joinpath("numbers", f"{table}.csv")
     if not file.is_file():
         return {}
-    printed: dict[Key, float] = {}
+    printed: dict[CellKey, float] = {}
     for line in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
         place = line.pop("model"), line.pop("block"), line.pop("row")
         printed.update({(*place, column): float(value) for column, value in line.items() if value})

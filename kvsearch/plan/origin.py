@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from kvsearch.core.fields import Count, Index, Record, SettingField, Sha256, Text, is_none, require_ascending
 from kvsearch.core.resources import read_version
@@ -32,15 +32,6 @@ class ContextSet(Record):
     """
 
     ids: Annotated[tuple[ContextId, ...], AfterValidator(require_ascending)] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_jobs(cls, content: Any) -> Any:
-        """Leave out what files of earlier versions say besides: which jobs asked, and no ids as null."""
-        if not isinstance(content, Mapping) or "jobs" not in content:
-            return content
-        kept = {key: value for key, value in content.items() if key not in ("jobs", "sketch")}
-        return {**kept, "ids": kept.get("ids") or ()}
 
     @classmethod
     def of(cls, hashes: Iterable[str]) -> ContextSet:
@@ -90,7 +81,7 @@ def join_records(records: Iterable[ContextRecord | None]) -> ContextRecord | Non
     return whole
 
 
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+ShareField = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
 class Guarantee(Record):
@@ -106,10 +97,10 @@ class Guarantee(Record):
     loss: Annotated[float, Field(strict=True, gt=0, le=1)]
     confidence: Annotated[float, Field(strict=True, ge=0.5, lt=1)]
     contexts: Count
-    mean_loss: Share
+    mean_loss: ShareField
     tasks: dict[Text, Count]
     protocol: Text
-    evicted_mass: tuple[Share, Share] | None = Field(default=None, exclude_if=is_none)
+    evicted_mass: tuple[ShareField, ShareField] | None = Field(default=None, exclude_if=is_none)
     plan_sha256: Sha256
 
 

@@ -14,8 +14,8 @@ from kvsearch.core.fields import (
     Count,
     Entries,
     Floor,
-    Heads,
-    Layers,
+    HeadCount,
+    LayerCount,
     Record,
     ScalarField,
     Sha256,
@@ -53,8 +53,8 @@ class ModelFingerprint(Record):
     config_sha256: Sha256
     weights_sha256: Sha256
     revision: Text | None = None
-    layers: Layers
-    kv_heads: Heads
+    layers: LayerCount
+    kv_heads: HeadCount
     head_dim: Entries
     dtype: Text | None = Field(default=None, exclude_if=is_none)
 

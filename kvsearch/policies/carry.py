@@ -27,7 +27,7 @@ AHEAD = 128  # positions behind the prompt that they are asked at
 MIN_WEIGHT = math.exp(-4.0)  # weight of a kept entry; the most is as many as there are entries
 SHRINKAGE = 0.01  # of weights towards 1, as a share of their mean curvature
 VALUE_RIDGE = 0.1  # of values towards what they were, likewise
-STEPS = 20  # of the projected gradient
+GRADIENT_STEPS = 20  # of the projected gradient
 MIN_MASS = 1e-20
 
 
@@ -147,7 +147,7 @@ def _solve_weights(attention: Tensor, mass: Tensor, number: Tensor, largest: int
     rate = 1 / (product(weights) + ridge)
     target = flipped @ mass[..., None] + ridge
     momentum = 1.0
-    for _ in range(STEPS):
+    for _ in range(GRADIENT_STEPS):
         slope = product(ahead).add_(ahead * ridge).sub_(target)
         # The bounds keep log weights finite, and no entry stands for more than all.
         later = (ahead - rate * slope).clamp_(MIN_WEIGHT, float(largest))

@@ -175,13 +175,10 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
 def is_last(arrays: Mapping[str, Floats]) -> bool:
     """Return whether a fitted ranking loses more than every ranking it was compared with, by a profile's arrays.
 
-    By "middle_loss" [P], at one size, or "text_loss" [N, P, B], mean of all, as of older fits; the oldest have neither.
+    That is "middle_loss", of the ranking and then of the others; a ranking in the making was not compared yet.
     """
-    mean = arrays.get("middle_loss")
-    every = arrays.get("text_loss")
-    if mean is None and every is not None and every.ndim == 3:
-        mean = every.mean((0, 2))
-    return mean is not None and mean.ndim == 1 and len(mean) > 1 and bool((mean[1:] < mean[0]).all())
+    losses = arrays.get("middle_loss")
+    return losses is not None and len(losses) > 1 and bool((losses[1:] < losses[0]).all())
 
 
 @lru_cache(maxsize=16)

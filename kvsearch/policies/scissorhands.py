@@ -12,7 +12,7 @@ from kvsearch.policies.scoring import BatchPart, iterate_window_rows
 from kvsearch.policies.tensors import Tensor, torch
 
 LOW = "low"
-MASS = "mass"
+MASSES = "mass"
 RING = "ring"
 MAX_HISTORY = 2**15 - 1  # rows of history: counts are int16
 SCALE_BITS = 31
@@ -122,7 +122,7 @@ class Scissorhands(Policy):
     def start(self, observation: Observation) -> State:
         """Return low counts, attention received and low rows: one bit per row, token t at bit t mod history."""
         low, mass, ring = self._history(observation)
-        return State({MASS: mass.clone(), LOW: low.clone(), RING: ring.clone()})  # in the order that kernels want
+        return State({MASSES: mass.clone(), LOW: low.clone(), RING: ring.clone()})  # in the order that kernels want
 
     def step(self, step: Step) -> Tensor:
         """Place by persistence and attention received in each segment, [S, C] fp32."""
@@ -140,9 +140,9 @@ class Scissorhands(Policy):
         change = is_low.view(torch.int8) - ((now & bit) != 0)[..., 0].view(torch.int8)
         state[LOW] += change
         state[RING].scatter_(-1, byte, now.addcmul(change.view(torch.uint8)[..., None], bit))
-        state[MASS] += step.row
+        state[MASSES] += step.row
         seen = (step.seen[:, None] - positions).clamp(1, self.history)
-        return places(state[LOW], seen, state[MASS], held)
+        return places(state[LOW], seen, state[MASSES], held)
 
     def _slot(self, token: Tensor) -> tuple[Tensor, Tensor]:
         """Return the byte of the ring and bit in it, as a uint8 mask, of the row of a token."""

@@ -14,7 +14,7 @@ from kvsearch.policies.tensors import F, Tensor, torch
 if TYPE_CHECKING:
     from kvsearch.kernels.rows import Rows
 
-SCRATCH_BYTES = 48 * 2**20
+CHUNK_BYTES = 48 * 2**20
 CACHE_BYTES = 2 * 2**20  # scratch of a chunk that the cache of a CPU's core can hold
 
 BatchPart = tuple[slice, slice]  # some sequences and kv heads of a batch
@@ -210,7 +210,7 @@ def sum_columns(
 
 def choose_chunk_bytes(device: torch.device) -> int:
     """Return the scratch bytes that a chunk of work should take: what stays in a CPU's cache, more on other devices."""
-    return CACHE_BYTES if device.type == "cpu" else SCRATCH_BYTES
+    return CACHE_BYTES if device.type == "cpu" else CHUNK_BYTES
 
 
 def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor | None = None) -> Tensor:
@@ -229,7 +229,7 @@ def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor
 
 def split_segments(cached: Cached, leaving: Tensor, size: int) -> Iterator[tuple[Cached, Tensor]]:
     """Yield some segments at a time, as views, so that scratch of `size` bytes per segment stays bounded."""
-    step = max(1, SCRATCH_BYTES // size)
+    step = max(1, CHUNK_BYTES // size)
     for first in range(0, len(leaving), step):
         segments = slice(first, first + step)
         yield cached.segments(segments), leaving[segments]
@@ -251,7 +251,7 @@ def fold(
     before = gather_slots(states, targets)
     added = torch.zeros_like(before)
     # All of what leaves could be most of a prompt: it is folded some entries at a time.
-    step = max(1, SCRATCH_BYTES // (8 * len(states) * states.shape[-1]))
+    step = max(1, CHUNK_BYTES // (8 * len(states) * states.shape[-1]))
     for first in range(0, into.shape[1], step):
         segments = slice(first, first + step)
         part = (
@@ -276,7 +276,7 @@ def projected_norms(values: Tensor, output_weight: Tensor, order: Norm) -> Tenso
     factors = weight @ weight.transpose(-1, -2) if order == "l2" else weight
     factors = factors.reshape(heads, -1, dim, factors.shape[-1])
     norms = values.new_empty(batch, heads, factors.shape[1], length, dtype=torch.float32)
-    step = max(1, SCRATCH_BYTES // (4 * batch * (dim + factors.shape[-1])))
+    step = max(1, CHUNK_BYTES // (4 * batch * (dim + factors.shape[-1])))
     for head, group in enumerate(factors):
         for first in range(0, length, step):
             part = slice(first, first + step)

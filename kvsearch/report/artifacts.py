@@ -23,7 +23,7 @@ from kvsearch.core.parsing import read_json
 from kvsearch.core.printed import format_command_line
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.exporters.base import PlanScores
-from kvsearch.papers.tables import STAGES, TABLES
+from kvsearch.papers.tables import PAPER_TABLES, STAGES
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.origin import USES
 from kvsearch.plan.profile import load_profile
@@ -353,7 +353,7 @@ def _load_directory(path: Path) -> LoadedArtifact:
         )
     if (path / FOLDER_PLAN).is_file():
         return replace(_load_json(path / FOLDER_PLAN), path=path)
-    tables = _keep_existing([path / f"{name}.json" for name in TABLES])
+    tables = _keep_existing([path / f"{name}.json" for name in PAPER_TABLES])
     if tables or (path / STAGES).is_dir():
         return _load_reproduction(path, tables)
     runs = sorted(file.parent for file in path.glob(f"*/{CONFIG}") if read_config(file.parent) is not None)

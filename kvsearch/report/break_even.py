@@ -17,7 +17,7 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
 from kvsearch.strategies.names import FULL
 
-MEANING = (
+BREAK_EVEN_NOTES = (
     "full cache -> plan; the full cache is the faster of transformers' DynamicCache and kvsearch's own storage. "
     "prompt s: to read one prompt. requests: how many fit into memory at once",
     "*: longer than what was measured; the tokens per second of all requests that fit are beyond the measured batches",
@@ -70,7 +70,7 @@ class BreakEvenView(Result):
             batches = list(dict.fromkeys(point.batch for point in points))
             header = ["tokens", *(f"batch {batch}" for batch in batches), "prompt s", "requests", "their tokens/s"]
             rows = [self._make_row(row) for row in group_by_key(points, attrgetter("length")).values()]
-            yield Table.plain(f"tokens per second: {plan}", header, rows, notes=MEANING)
+            yield Table.plain(f"tokens per second: {plan}", header, rows, notes=BREAK_EVEN_NOTES)
         if self.checks:
             header = ["cache", "tokens", "batch", "ms per step", "foretold", "error"]
             checks = [

@@ -10,7 +10,7 @@ from operator import attrgetter
 import numpy as np
 
 from kvsearch.core.items import group_by_key
-from kvsearch.papers.tables import TABLES, Picture
+from kvsearch.papers.tables import PAPER_TABLES, Picture
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.report.costs import SpeedView
@@ -47,7 +47,7 @@ def make_score_figures(result: EvaluationResult) -> Iterator[Figure]:
             points.setdefault(method.name, []).append((method.held.entries, value(method)))
     unit = 1 if on_text else 100
     lines = [make_series(name, line_points, unit=unit) for name, line_points in points.items()]
-    full = make_level(FULL, value(result.full), unit)
+    full = make_full_level(value(result.full), unit)
     body = LineChart(HELD, NATS if on_text else SCORE_AXIS, (full, *lines), log_x=True)
     caption = f"{result.protocol}, {result.phases}, {describe_coverage(result.tasks)}; 95% intervals"
     title = f"{_find_axis(on_text)} against entries kept: {row.name}"
@@ -61,9 +61,9 @@ def make_series(name: str, scores: Iterable[Point], role: Role = "", unit: float
     return Series(name, tuple(x for x, _ in points), y, low, high, role=role)
 
 
-def make_level(name: str, score: Estimate, unit: float = 100) -> Series:
-    """Return a horizontal line at a score in percent, or at another value times `unit`."""
-    return Series(name, (), (unit * score.mean,), (unit * score.low,), (unit * score.high,), "level", "muted")
+def make_full_level(score: Estimate, unit: float = 100) -> Series:
+    """Return a horizontal line at the full cache's score in percent, or at another value times `unit`."""
+    return Series(FULL, (), (unit * score.mean,), (unit * score.low,), (unit * score.high,), "level", "muted")
 
 
 def _find_axis(on_text: bool) -> str:
@@ -75,7 +75,7 @@ def make_selection_figures(result: SelectionResult | SelectionsResult) -> Iterat
     choices = result.choices
     on_text = bool(choices[0].report.nats)
     unit = 1 if on_text else 100
-    series = [make_level(FULL, _find_point(choices[0], FULL)[1], unit)]
+    series = [make_full_level(_find_point(choices[0], FULL)[1], unit)]
     kinds = {method.name: method.kind for choice in choices for method in choice.chosen.methods}
     for name, kind in kinds.items():
         if points := [_find_point(choice, name) for choice in choices if name in choice.report.scores]:
@@ -126,15 +126,15 @@ def make_search_figures(content: SearchResult | Trace) -> Iterator[Figure]:
     """Yield convergence and, of a finished search at several budgets, score against size."""
     trace = content if isinstance(content, Trace) else content.trace
     if trace is not None and trace.best is not None:
-        yield _draw_convergence(trace, ", not finished" if trace is content else "")
+        yield _draw_convergence(trace, is_finished=trace is not content)
     if isinstance(content, SearchResult) and len(content.found) > 1:
         yield _draw_front(content)
 
 
 def _draw_front(result: SearchResult) -> Figure:
     """Return score against size: searched, the smallest plan scaled, and baselines (EvolKV, Figure 1)."""
-    questions = f", {describe_coverage(result.asked['report'])}" if "report" in result.asked else ""
-    caption = f"{result.model}: {result.settings.get('protocol')}{questions}; 95% intervals"
+    questions = describe_coverage(result.asked["report"])
+    caption = f"{result.model}: {result.settings['protocol']}, {questions}; 95% intervals"
     first = next(iter(result.found.values()))
     names = dict.fromkeys(name for at_budget in result.found.values() for name in at_budget.report if name != FULL)
     kept = [name for name in (EVOLVED, EXPANDED, *names) if name in names and not name.startswith("#")]
@@ -150,11 +150,11 @@ def _draw_front(result: SearchResult) -> Figure:
         )
         for name in dict.fromkeys(kept)
     ]
-    body = LineChart("entries per kv head", SCORE_AXIS, (make_level(FULL, first.report[FULL]), *series), log_x=True)
+    body = LineChart("entries per kv head", SCORE_AXIS, (make_full_level(first.report[FULL]), *series), log_x=True)
     return Figure("front", "Score against size: searched at every budget", caption, body, leads=True)
 
 
-def _draw_convergence(trace: Trace, state: str) -> Figure:
+def _draw_convergence(trace: Trace, *, is_finished: bool) -> Figure:
     """Return the best value so far after every generation of each search."""
     searches: dict[str, list[tuple[int, float]]] = {}
     for count, line in trace.generations:
@@ -168,7 +168,8 @@ def _draw_convergence(trace: Trace, state: str) -> Figure:
     reached = [y for series_line in series for y in series_line.y]
     wide = min(reached) > 0 and max(reached) > WIDE * min(reached)
     body = LineChart("candidates evaluated", "value that is minimised", tuple(series), log_y=wide)
-    return Figure("convergence", "How the search converged", f"{trace.words}{state}", body)
+    caption = trace.words if is_finished else f"{trace.words}, not finished"
+    return Figure("convergence", "How the search converged", caption, body)
 
 
 # --- tables of papers -------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def _draw_convergence(trace: Trace, state: str) -> Figure:
 
 def make_table_figures(table: ReproducedTable) -> Iterator[Figure]:
     """Yield the pictures of a paper's table or figure that was made again, see `Picture`."""
-    described = TABLES.get(table.table)
+    described = PAPER_TABLES.get(table.table)
     for picture in () if described is None else described.pictures:
         known = [cell for cell in table.cells if cell.value is not None]
         sides = group_by_key(known, attrgetter(picture.each))

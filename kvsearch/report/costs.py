@@ -16,7 +16,7 @@ from kvsearch.results.base import Result
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
 
-MEANING = (
+COST_NOTES = (
     "speed: how many times as fast as DynamicCache, median of the rounds. held: the cache after the prompt. peak: all "
     "that is allocated beyond the weights.",
     "floor: the least that this machine takes, the longer of reading what must be read (weights, the cache of a token) "
@@ -151,7 +151,7 @@ class SpeedView(Result):
             yield Table.plain(
                 f"batch {batch}, {length:,} tokens", columns, [[row[name] for name in columns] for row in rows]
             )
-        yield from MEANING
+        yield from COST_NOTES
 
     def measured(self) -> str:
         """Return on what it was measured, and how."""

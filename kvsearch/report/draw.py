@@ -44,7 +44,7 @@ LINE = 0.15  # of the height of a name
 
 WIDTH = 5.5  # inches of a figure over both columns of a page
 HEIGHT = 3.4
-PANEL = 3.6  # of each of several charts side by side
+PANEL_WIDTH = 3.6  # of each of several charts side by side
 ROW_HEIGHT = 4.2  # of these, with legends below
 DPI = 200
 CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
@@ -113,7 +113,7 @@ def write_row(figures: Sequence[Figure], path: Path) -> None:
     from matplotlib.figure import Figure as Picture
 
     with matplotlib.rc_context(DRAW_SETTINGS | {"svg.hashsalt": figures[0].name}):
-        picture = Picture(figsize=(PANEL * len(figures), ROW_HEIGHT), layout="constrained")
+        picture = Picture(figsize=(PANEL_WIDTH * len(figures), ROW_HEIGHT), layout="constrained")
         for axes, figure in zip(picture.subplots(1, len(figures), squeeze=False)[0], figures, strict=True):
             _draw_lines(axes, _as_shown(figure.body), loc="upper center", bbox_to_anchor=(0.5, -0.16))
             axes.set_title(_as_shown(figure.title))

@@ -19,7 +19,7 @@ from kvsearch.calibration.analysis import compute_lost_mass, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.core.items import group_by_key
 from kvsearch.core.printed import format_csv
-from kvsearch.papers.tables import TABLES, PaperTable, Stage, find_table, model_of, numbers
+from kvsearch.papers.tables import PAPER_TABLES, PaperTable, Stage, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
 from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Cell, Table
@@ -33,9 +33,9 @@ PAPER_COLUMN = "paper"
 LEFT_OUT = "left out"
 CELL_CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
 AVERAGE_COLUMN = "average"
-FULL_CACHE = "Full"
+FULL_CACHE_LABEL = "Full"
 SHOWN_BUDGETS = (1, 2, 5, 10, 20, 50)  # percent of a prompt
-SIGNAL_KINDS = {"route": "Eviction", "budgets": "Budget allocation"}
+SIGNAL_HEADINGS = {"route": "Eviction", "budgets": "Budget allocation"}
 SPLIT_OF_STAGE = {"evolve": "train", "select": "select, then report", "validate": "select"}
 OTHER_TASKS = "other tasks than the paper's are asked: beside them are its numbers of single tasks alone"
 
@@ -136,7 +136,7 @@ def list_tables(name: str = "") -> Table:
     Raises:
         UsageError: there is no table of that name.
     """
-    tables = [find_table(name)] if name else list(TABLES.values())
+    tables = [find_table(name)] if name else list(PAPER_TABLES.values())
     notes: list[str] = []
     if name:
         (table,) = tables
@@ -282,7 +282,7 @@ def list_scores(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measured
         key = f"{block} {sized.size}".strip()
         if sized is stage.result.blocks[0]:
             for column, score in _select_columns(table, stage.result).items():
-                yield _make_share_cell(FULL_CACHE, column, score.of(stage.result.full.scores), block)
+                yield _make_share_cell(FULL_CACHE_LABEL, column, score.of(stage.result.full.scores), block)
         measured = _read_scores(table, stage, methods)
         for row, label in table.rows.items():
             if row in stage.left_out:
@@ -300,7 +300,7 @@ def compare_with_best(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Me
         best = _find_best_baseline(measured)
         strategies = [row for row in measured if "{" in row]
         full = _select_columns(table, stage.result)[AVERAGE_COLUMN].of(stage.result.full.scores)
-        yield MeasuredCell(size, FULL_CACHE, 100 * full.mean, key=size)
+        yield MeasuredCell(size, FULL_CACHE_LABEL, 100 * full.mean, key=size)
         yield MeasuredCell(size, "Baseline", mean[best], key=size, text=f"{mean[best]:.2f} ({table.rows[best]})")
         yield from (MeasuredCell(size, table.rows[row], mean[row], key=size) for row in strategies)
         if strategies:
@@ -349,7 +349,7 @@ def list_signals(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measure
     validations = _select_stages(stages, "validate")[-1:]
     for signal in (signal for stage in validations for at in stage.result.budgets for signal in at.signals):
         row = f"{table.rows.get(signal.signal, signal.signal)}, {signal.phases}"
-        heading = SIGNAL_KINDS[signal.kind]
+        heading = SIGNAL_HEADINGS[signal.kind]
         gain = signal.gains.inverse
         yield _make_share_cell(row, "Fwd.", signal.forward, heading)
         yield _make_share_cell(row, "Inv.", signal.inverse, heading)
@@ -401,7 +401,7 @@ def list_needles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measure
     """Yield EvolKV's Figure 7: scores by depth and length of the full cache and of every row."""
     for stage, _, methods in _list_sizes(table, stages):
         labels = {method.label: table.rows[row] for row, method in methods.items()}
-        for label, name in {FULL: FULL_CACHE, **labels}.items():
+        for label, name in {FULL: FULL_CACHE_LABEL, **labels}.items():
             grid = stage.result.needle[label]
             for (depth, length), score in np.ndenumerate(np.array(grid.scores, np.float64)):
                 place = f"{grid.depths[depth]}% deep", f"{grid.lengths[length]:,} tokens"

@@ -33,7 +33,7 @@ class TextLosses:
     def __init__(self, profile: Profile) -> None:
         settings: dict[str, Any] = profile.metadata.provenance.settings
         self.values: Floats = profile.arrays["text_loss"].astype(np.float64)
-        self.rankings: Sequence[str] = settings.get("judged", settings["rankings"])  # older fits judged all
+        self.rankings: Sequence[str] = settings["judged"]
         self.at: Sequence[float] = settings["at"]
         self.is_last = is_last(profile.arrays)
 
@@ -79,11 +79,6 @@ class TextLosses:
         return self.rankings[self.best] if self.is_last or self.is_better is False else None
 
 
-def find_losses(profile: Profile) -> TextLosses | None:
-    """Return how far replies move under a fitted ranking and others; None: not measured, as by older fits."""
-    return TextLosses(profile) if "text_loss" in profile.arrays else None
-
-
 def list_ranking_remarks(profile: Profile) -> Iterator[str]:
     """Yield what to know before a fitted ranking is used."""
     settings: dict[str, Any] = profile.metadata.provenance.settings
@@ -98,8 +93,7 @@ def list_ranking_remarks(profile: Profile) -> Iterator[str]:
         listed = ", ".join(unseen if len(unseen) <= 8 else [*unseen[:8], "..."])
         heads = f"{pluralize(len(unseen), 'kv head')} ({listed} by layer)"
         yield f"nothing that was asked looks at the context in {heads}: even ranking there"
-    if (losses := find_losses(profile)) is None:
-        return
+    losses = TextLosses(profile)
     best = losses.rankings[losses.best]
     if losses.is_last:
         yield f"every other ranking is better than the fit, {losses.words}: it is not used"
@@ -112,14 +106,13 @@ def list_ranking_remarks(profile: Profile) -> Iterator[str]:
 def list_ranking_parts(profile: Profile) -> Iterator[str | Table]:
     """Yield tables of how replies move and of recall, by budget and by layer, on contexts that were not fitted on."""
     settings: dict[str, Any] = profile.metadata.provenance.settings
-    losses = find_losses(profile)
+    losses = TextLosses(profile)
     at = settings["at"]
     names = settings["rankings"]
     lost = "how far replies move with even budgets (total variation)"
     kept = "importance kept, of what the oracle keeps"
     columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
-    if losses is not None:
-        yield Table.numbers(lost, columns, zip(losses.rankings, losses.mean, strict=True), ".3f")
+    yield Table.numbers(lost, columns, zip(losses.rankings, losses.mean, strict=True), ".3f")
     recall = zip(names, profile.arrays["recall"].mean((2, 3)), strict=True)
     yield Table.numbers(f"{kept}; mean over heads and layers", columns, recall, ".3f")
     layers = profile.arrays["recall"].mean(3)[:, 0]  # [P, L]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from kvsearch.strategies.ready_methods import ReadyMethod
 
 PREDICTIONS = "predictions.csv"
-METRICS = "metrics.json"
-SETTINGS = "config.yaml"
-COLUMNS = (
+METRICS_FILE = "metrics.json"
+SETTINGS_FILE = "config.yaml"
+PREDICTION_COLUMNS = (
     "task", "question", "answer_prefix", "answer", "max_new_tokens", "predicted_answer", "compression_ratio", "score",
 )  # fmt: skip
 NO_PRESS = "no_press"  # what kvpress calls the full cache
@@ -57,11 +57,11 @@ def record_files(evaluation: Evaluation) -> dict[str, bytes]:
                     )  # fmt: skip
         config = _config(evaluation, method, ratio)
         place = "__".join(_parts(config))
-        if f"{place}/{METRICS}" in files:  # a ratio that differs in its later digits, say
+        if f"{place}/{METRICS_FILE}" in files:  # a ratio that differs in its later digits, say
             place += f"__{method.label.replace('/', '--')}"
         files[f"{place}/{PREDICTIONS}"] = _csv(rows)
-        files[f"{place}/{METRICS}"] = _json(_metrics(evaluation, method.label))
-        files[f"{place}/{SETTINGS}"] = _json(config)  # which is YAML, too
+        files[f"{place}/{METRICS_FILE}"] = _json(_metrics(evaluation, method.label))
+        files[f"{place}/{SETTINGS_FILE}"] = _json(config)  # which is YAML, too
     return files
 
 
@@ -127,7 +127,7 @@ def _metrics(evaluation: Evaluation, label: str) -> dict[str, dict[str, float]]:
 def _csv(rows: list[tuple[Any, ...]]) -> bytes:
     """Return rows as CSV with their text as it is: a spreadsheet may compute what looks like a formula."""
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
+    csv.writer(text, lineterminator="\n").writerows([PREDICTION_COLUMNS, *rows])
     return text.getvalue().encode("utf-8", "backslashreplace")
 
 

@@ -104,7 +104,7 @@ def describe_decisions(result: SearchResult) -> Iterator[str]:
     """Say what was chosen at each budget, and why."""
     several = len(result.found) > 1
     for budget, at_budget in result.found.items():
-        yield f"{f'{budget} entries per kv head: ' if several else ''}{at_budget.decision or at_budget.ended}"
+        yield f"{f'{budget} entries per kv head: ' if several else ''}{at_budget.decision}"
 
 
 def make_tables(result: SearchResult) -> list[Table]:
@@ -127,13 +127,13 @@ def make_tables(result: SearchResult) -> list[Table]:
         rows.append([name, Cell.mean(score), gain, Cell(closed, value=None if share is None else share.mean)])
     return [
         Table.plain(
-            f"second split: what is chosen from{_describe_split(result, 'choice')}",
+            f"second split: what is chosen from, {describe_coverage(result.asked['choice'])}",
             ["", "found", "search value", "score", f"minus {at_budget.start}", "chance"],
             finalists,
         ),
         Table.plain(
             f"report split, {budget} entries per kv head, "
-            f"{_describe_phases(result)}{_describe_split(result, 'report')}",
+            f"{_describe_phases(result)}, {describe_coverage(result.asked['report'])}",
             ["", "score", "evolved minus it", "share of its gap to full"],
             rows,
         ),
@@ -151,7 +151,9 @@ def _make_front_table(result: SearchResult) -> Table:
             [budget, _format_mean(at_budget.report, EVOLVED), scaled, gain, _format_mean(at_budget.report, UNIFORM)]
         )
     columns = ["entries per kv head", "searched", "scaled from the smallest", "searched minus scaled", "uniform"]
-    return Table.plain(f"report split, {_describe_phases(result)}{_describe_split(result, 'report')}", columns, rows)
+    return Table.plain(
+        f"report split, {_describe_phases(result)}, {describe_coverage(result.asked['report'])}", columns, rows
+    )
 
 
 def describe_decision(evolved: Evolved) -> str:
@@ -206,12 +208,8 @@ def _make_score_cell(choice: Choice, name: str) -> str:
 
 def _describe_phases(result: SearchResult) -> str:
     """Return the protocol, with the phases where it is not the prompt alone that is evicted."""
-    protocol, phases = (str(result.settings.get(name)) for name in ("protocol", "phases"))
+    protocol, phases = (str(result.settings[name]) for name in ("protocol", "phases"))
     return protocol if phases == "prefill" else f"{protocol}, {'both phases' if phases == 'both' else phases}"
-
-
-def _describe_split(result: SearchResult, split: str) -> str:
-    return f", {describe_coverage(result.asked[split])}" if split in result.asked else ""
 
 
 def _format_mean(estimates: Mapping[str, Estimate], name: str, form: str = ".2f") -> str | Cell:

@@ -73,11 +73,11 @@ class MethodScores(FullScores):
 
     name: str
     label: str
-    definition: dict[str, Any] = Field(default_factory=dict)
-    phases: str | None = None
-    differences: Differences | None = None
-    contexts: dict[str, Any] | None = None  # what the method knew of the contexts that were asked
-    tasks_won: dict[str, int] | None = None  # on how many it won, tied and lost
+    definition: dict[str, Any]
+    phases: str
+    differences: Differences | None
+    contexts: dict[str, Any] | None  # what the method knew of the contexts that were asked
+    tasks_won: dict[str, int] | None  # on how many it won, tied and lost
 
 
 class SizeScores(Stored):
@@ -85,7 +85,7 @@ class SizeScores(Stored):
 
     size: SizeField | None
     methods: tuple[MethodScores, ...]
-    full_differences: Differences | None = None
+    full_differences: Differences | None
 
     def method(self, name: str) -> MethodScores | None:
         """Return the method of a name; None if it is the full cache."""
@@ -103,7 +103,7 @@ class NeedleGrid(Stored):
     lengths: tuple[int, ...]
     depths: tuple[int, ...]
     scores: Annotated[tuple[Annotated[tuple[float | None, ...], FailFast()], ...], FailFast()]
-    mean: float | None = None
+    mean: float
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> NeedleGrid:
@@ -140,23 +140,23 @@ class EvaluationResult(Result):
     SCHEMA: ClassVar[str] = "kvsearch.evaluation/1"
 
     model: str
-    samples: int | None = None
+    samples: int
     protocol: Protocol
-    seed: int = 0
-    batch: int | None = None
-    max_memory: int | None = None
-    max_length: int | None = None
+    seed: int
+    batch: int | None
+    max_memory: int | None
+    max_length: int | None
     sampling: Sampling | None = Field(default=None, exclude_if=is_none)
     subject: str
     phases: str
-    environment: dict[str, Any] = Field(default_factory=dict)
-    most_tokens: int | None = None
+    environment: dict[str, Any]
+    most_tokens: int | None
     tasks: tuple[Coverage, ...]
     averages: dict[str, tuple[str, ...]]
     full: FullScores
     blocks: tuple[SizeScores, ...] = Field(min_length=1)
-    notes: tuple[str, ...] = ()
-    different: str | None = Field(default=None, alias="different_settings")
+    notes: tuple[str, ...]
+    different: str | None = Field(alias="different_settings")
     needle: dict[str, NeedleGrid] | None = Field(default=None, exclude_if=lambda needle: not needle)
     losses: tuple[LossField, ...] | None = Field(default=None, exclude_if=is_none)
     guarantees: dict[str, ShownLoss] = Field(default_factory=dict, exclude_if=lambda guarantees: not guarantees)
@@ -210,7 +210,7 @@ class EvaluationResult(Result):
 
     @property
     def on_text(self) -> bool:
-        """Whether all tasks are teacher-forced, so that losses say everything; never of files of older versions."""
+        """Whether all tasks are teacher-forced, so that losses say everything."""
         return self.overall.is_in(self.full.nats)
 
     @property

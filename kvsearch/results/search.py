@@ -17,9 +17,9 @@ from kvsearch.search.trials import BestRecord, GenerationRecord, JobRecord, Tria
 from kvsearch.selection.selection import RaceVerdict
 from kvsearch.tasks.base import Coverage
 
-Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
+BudgetRow = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
 SearchedBudgets = Annotated[
-    tuple[Row, ...], FailFast()
+    tuple[BudgetRow, ...], FailFast()
 ]  # [phases * L, Hkv]; of a damaged one the first problem will do
 
 
@@ -41,8 +41,8 @@ class FoundAtBudget(Stored):
     """
 
     ended: str
-    decision: str = ""
-    flat: bool = False
+    decision: str
+    flat: bool
     starts: dict[str, SearchedBudgets]
     finalists: dict[str, Finalist]
     start: str
@@ -86,7 +86,7 @@ class SearchResult(Result):
 
     model: str
     questions: dict[str, int]
-    asked: dict[str, tuple[Coverage, ...]] = Field(default_factory=dict)
+    asked: dict[str, tuple[Coverage, ...]]
     evaluations: int
     tokens: int
     settings: dict[str, Any]

@@ -9,7 +9,6 @@ from pydantic import Field, Strict
 
 from kvsearch.core.fields import End
 
-Number = Annotated[float, Strict()]  # in a file no text stands for one, such as "nan"
 LEAST_USEFUL = 0.1  # a full cache that scores less cannot tell methods apart
 FEW_CONTEXTS = (
     8  # on fewer contexts one may score nothing by chance: a third right in the long run, nothing right on 7 in 6%
@@ -20,10 +19,10 @@ FEW_CONTEXTS = (
 class Estimate:
     """A mean and its 95% interval over `contexts`, whose ends are NaN where these are too few.
 
-    Files of older versions do not say how many contexts there were.
+    A share of a gap does not say how many contexts there were.
     """
 
-    mean: Number
+    mean: Annotated[float, Strict()]  # in a file no text stands for a number, such as "nan"
     low: End
     high: End
     contexts: Annotated[int | None, Field(exclude_if=lambda count: count is None)] = field(default=None, kw_only=True)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvsearch.models.architecture import describe, find_decoder, find_text_config
-from kvsearch.models.cache_name import CACHE as CACHE
 
+CACHE = str(ALL_CACHE_NAMES[0])  # the argument in which models take it: past_key_values before transformers 5.24
 CACHES = ("cache", "past_key_values")  # what callers may call it
 MINIMAX_CACHE = "MiniMaxCache"  # of MiniMax, for the states of its lightning attention
 

@@ -58,20 +58,10 @@ def sum_answer_losses(logits: Tensor, answers: Tensor) -> Floats:
     return sums
 
 
-def compute_divergence(full: Tensor, changed: Tensor) -> float:
-    """Compute KL(full || changed) of next-token distributions, summed over rows, in nats.
-
-    Both are logits [rows, vocabulary].
-    """
-    known = full.float().log_softmax(-1)
-    terms = known.exp() * (known - changed.float().log_softmax(-1))
-    return float(terms.sum().clamp(min=0))
-
-
 def compute_total_variation(full: Tensor, changed: Tensor) -> float:
     """Compute the total variation of next-token distributions, 1/2 sum |p - q|, mean over rows, in [0, 1].
 
-    Unlike the divergence it has a bound: a reply that is lost for certain weighs as much as one that is just lost.
+    Unlike a divergence it has a bound: a reply that is lost for certain weighs as much as one that is just lost.
     Both are logits [rows, vocabulary].
     """
     moved = (full.float().softmax(-1) - changed.float().softmax(-1)).abs().sum(-1) / 2

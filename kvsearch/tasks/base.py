@@ -13,7 +13,7 @@ from pydantic import Field
 from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import is_none
-from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.metrics import SCORERS
 
 Answers = Literal["own", "given"]  # teacher-forced after a question, see `runtime.replay.forced_answers`
 TokenCount = Callable[[str], int]  # how many tokens a text has
@@ -135,7 +135,7 @@ class Task(ABC):
 
     def score(self, reply: str, query: Query) -> float:
         """Return the quality of a reply to a query, 0 to 1."""
-        return METRICS[self.metric](reply, query)
+        return SCORERS[self.metric](reply, query)
 
 
 @dataclass(frozen=True)

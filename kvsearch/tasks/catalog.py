@@ -25,8 +25,7 @@ from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_T
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
-from kvsearch.tasks.retain import FORMS as RETAIN_FORMS
-from kvsearch.tasks.retain import GROUPS, RETAIN, RetainTask
+from kvsearch.tasks.retain import GROUPS, RETAIN, RETAIN_FORMS, RetainTask
 from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH

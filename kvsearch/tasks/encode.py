@@ -225,7 +225,9 @@ def encode(
     prompts: list[Prompt] = []
     for example in examples:
         with name_text_on_error(f"task {task.name}, example {example.key}"):
-            prompts += _encode_prompts(form, [example], limit, excluded)
+            prompt = _encode_prompt(form, example, limit, excluded)
+        if prompt is not None:
+            prompts.append(prompt)
     if not prompts:
         raise UsageError(
             f"task {task.name} has no usable question ({format_reasons(excluded) or 'it has no examples'})"
@@ -327,26 +329,25 @@ def check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
         raise UsageError(f"task {task.name} makes prompts of {longest} tokens, {taker} {limit}: lower --length")
 
 
-def _encode_prompts(
-    form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
-) -> Iterator[Prompt]:
-    for example in examples:
-        form = replace(form, system=example.system) if example.system != form.system else form
-        queries = list(_usable_queries(form, example, excluded))
-        texts = [QuestionText(query.question, query.prefix, query.right_reply) for _, query in queries]
-        try:
-            whole, encoded = form.encode(example.context, texts, turns=example.turns)
-        except EmptyTextError:
-            excluded[NO_CONTEXT] += len(queries)
-            continue
-        questions = tuple(
-            Question(number, query, ids[0], right[0, : query.max_new_tokens])
-            for (number, query), (ids, right) in zip(queries, encoded, strict=True)
-        )
-        if questions:
-            context = whole[0] if limit is None else _fit_context(form, example, whole[0], questions, limit)
-            cut = len(context) < whole.shape[1]
-            yield Prompt(example.key, context, questions, cut, hash_example(example), example.turns)
+def _encode_prompt(form: PromptFormat, example: Example, limit: int | None, excluded: Counter[str]) -> Prompt | None:
+    """Encode an example with its usable questions; None if it has none, or no context. What is left out is counted."""
+    form = replace(form, system=example.system) if example.system != form.system else form
+    queries = list(_usable_queries(form, example, excluded))
+    texts = [QuestionText(query.question, query.prefix, query.right_reply) for _, query in queries]
+    try:
+        whole, encoded = form.encode(example.context, texts, turns=example.turns)
+    except EmptyTextError:
+        excluded[NO_CONTEXT] += len(queries)
+        return None
+    if not queries:
+        return None
+    questions = tuple(
+        Question(number, query, ids[0], right[0, : query.max_new_tokens])
+        for (number, query), (ids, right) in zip(queries, encoded, strict=True)
+    )
+    context = whole[0] if limit is None else _fit_context(form, example, whole[0], questions, limit)
+    cut = len(context) < whole.shape[1]
+    return Prompt(example.key, context, questions, cut, hash_example(example), example.turns)
 
 
 def _usable_queries(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[tuple[int, Query]]:

@@ -15,7 +15,7 @@ from kvsearch.core.naming import describe_unknown
 from kvsearch.core.parsing import list_validation_problems
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.fields import Filled, Name, NotEmpty, trim
-from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, OF_BLANKS, find_metric
+from kvsearch.tasks.metrics import OF_ALL_ANSWERS, OF_BLANKS, SCORERS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.rows import CellText, read_located
 from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw_items, select_split
@@ -91,7 +91,7 @@ class JsonlTask(Task):
         ids = Counter(str(row.id) for row in rows if row.id is not None)
         problems += [f"the id {name!r} is of {count} rows" for name, count in ids.items() if count > 1]
         problems += [f"prompt {prompt!r} lacks {PLACE}" for prompt in prompts if PLACE not in prompt]
-        problems += [describe_unknown("metric", metric, list(METRICS)) for metric in metrics if metric not in METRICS]
+        problems += [describe_unknown("metric", metric, list(SCORERS)) for metric in metrics if metric not in SCORERS]
         if len(metrics) > 1:
             problems.append(f"the rows name the metrics {', '.join(metrics)}: one file has one metric")
         if len(prompts) > 1:

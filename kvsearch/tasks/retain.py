@@ -27,7 +27,7 @@ from kvsearch.tasks.ruler.words import draw_word
 from kvsearch.tasks.splits import check_split
 
 RETAIN: Final = "retain"  # the kind of task, and the category by which tables know it
-LENGTH = 1024
+RETAIN_LENGTH = 1024
 MAX_NEW_TOKENS = 40
 _PREFIX = "A:"
 _SHOTS = 4  # worked examples of a rule, give or take one
@@ -124,7 +124,7 @@ class RetainForm:
     metric: str
 
 
-FORMS: Final = {
+RETAIN_FORMS: Final = {
     "json": RetainForm(draw_json, "json_keys"),
     "capitals": RetainForm(draw_capitals, "all_capitals"),
     "banned-word": RetainForm(draw_banned_word, "word_avoided"),
@@ -141,7 +141,7 @@ GROUPS: Final = {
 
 @dataclass(frozen=True)
 class RetainTask(Task):
-    """One form of `FORMS` at a whole prompt of at most `length` tokens, those to generate included.
+    """One form of `RETAIN_FORMS` at a whole prompt of at most `length` tokens, those to generate included.
 
     `haystack` is a text file to put between rule and question (None: the story shipped with kvsearch), which begins
     with another sentence in every example. A chat template's own tokens come on top.
@@ -151,7 +151,7 @@ class RetainTask(Task):
     """
 
     name: str
-    length: int = LENGTH
+    length: int = RETAIN_LENGTH
     split: str = "report"
     haystack: Path | None = None
     category: ClassVar[str] = RETAIN
@@ -159,14 +159,14 @@ class RetainTask(Task):
     stops: ClassVar[tuple[str, ...]] = ("\nQ:", "\nA:")  # small models go on with questions of their own
 
     def __post_init__(self) -> None:
-        require_known("retain task", self.name, FORMS)
+        require_known("retain task", self.name, RETAIN_FORMS)
         check_split(self.split)
         if self.haystack is not None and not self.haystack.is_file():
             raise UsageError(f"there is no file {self.haystack}: check the path")
 
     @property
     def form(self) -> RetainForm:
-        return FORMS[self.name]
+        return RETAIN_FORMS[self.name]
 
     metric = delegate("form.metric")
 

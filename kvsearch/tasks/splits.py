@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
-from typing import TypeVar
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.items import group_by_key
+from kvsearch.core.items import Item, group_by_key
 from kvsearch.core.naming import require_known
 
-Item = TypeVar("Item")
 Shares = tuple[float, float, float]
 
 ALL = "all"

@@ -23,7 +23,7 @@ from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import CalibrationOptions
 from kvsearch.calibration.prompts import make_task_data
 from kvsearch.calibration.steps import StepCache, hash_step_inputs
-from kvsearch.cli.verbs import VERBS
+from kvsearch.cli.verbs import MAIN_VERBS
 from kvsearch.core.errors import UsageError
 from kvsearch.methods.base import CalibratedRun, CalibrationMethod
 from kvsearch.models.loading import LoadedModel, load
@@ -35,20 +35,20 @@ from kvsearch.report.table import Table
 from kvsearch.runtime import Program
 from kvsearch.tasks.catalog import find_tasks
 
-MODEL: Final = "bundled"
-LENGTH: Final = 512  # tokens of a context
+TEST_MODEL: Final = "bundled"
+CONTEXT_LENGTH: Final = 512  # tokens of a context
 
 
 @lru_cache
 def load_bundled() -> LoadedModel:
     """Load the bundled model once for all contracts."""
-    return load(MODEL)
+    return load(TEST_MODEL)
 
 
 @lru_cache
 def make_texts(contexts: int) -> CalibrationData:
     """Make calibration data of a synthetic task: `contexts` contexts with questions and answers."""
-    tasks = find_tasks("synthetic:single", {"length": (LENGTH,), "split": "train"})
+    tasks = find_tasks("synthetic:single", {"length": (CONTEXT_LENGTH,), "split": "train"})
     return make_task_data(load_bundled(), tasks, contexts, 0)
 
 
@@ -136,8 +136,8 @@ class CalibrationContract:
         assert all("\n" not in line for line in self.method.remarks(profile))
 
     def test_what_is_suggested_next_is_a_command(self, profile: Profile, tmp_path: Path) -> None:
-        run = CalibratedRun(self.options, MODEL, tmp_path)
+        run = CalibratedRun(self.options, TEST_MODEL, tmp_path)
         for verb, *words in self.method.next_commands(profile, run):
-            assert verb in VERBS
+            assert verb in MAIN_VERBS
             assert words
             assert all(isinstance(word, str) for word in words)

@@ -31,10 +31,10 @@ from kvsearch.plan.origin import ContextRecord, make_provenance
 from kvsearch.testing.policy_contract import properties
 
 HEADS: Final = 2
-LENGTH: Final = 400  # tokens of the prompts that plans are for
+PROMPT_LENGTH: Final = 400  # tokens of the prompts that plans are for
 Rows = Sequence[Sequence[int] | None]  # budgets of the heads of every layer; None: the full cache
 
-budget_rows = st.lists(st.integers(1, LENGTH), min_size=HEADS, max_size=HEADS)
+budget_rows = st.lists(st.integers(1, PROMPT_LENGTH), min_size=HEADS, max_size=HEADS)
 plan_rows = st.lists(budget_rows | st.none(), min_size=1, max_size=5).filter(any)
 windows = st.integers(1, 40)
 plan_policies: st.SearchStrategy[tuple[str, dict[str, Any]]] = st.one_of(
@@ -48,7 +48,7 @@ plan_policies: st.SearchStrategy[tuple[str, dict[str, Any]]] = st.one_of(
 
 
 def make_plan(rows: Rows, policy: str, params: Mapping[str, Any], *, fixed: bool) -> Plan:
-    """Make a plan of one policy for prompts of `LENGTH` tokens."""
+    """Make a plan of one policy for prompts of `PROMPT_LENGTH` tokens."""
     planned = np.array([row for row in rows if row is not None])
     hashes = {"config_sha256": hash_json("config"), "weights_sha256": hash_json("weights")}
     model = ModelFingerprint(
@@ -57,7 +57,7 @@ def make_plan(rows: Rows, policy: str, params: Mapping[str, Any], *, fixed: bool
     spec = PolicySpec(name=policy, params=dict(params))
     return Plan(
         model=model,
-        length=LENGTH,
+        length=PROMPT_LENGTH,
         scaling="fixed" if fixed else "proportional",
         floor=1,
         prefill=PhasePlan.of([None if row is None else spec for row in rows], planned),
@@ -103,7 +103,7 @@ class ExporterContract:
         if exported is None:
             return
         planned = PrefillBudgets(plan).entries
-        held = self.held(exported, plan.model, LENGTH)
+        held = self.held(exported, plan.model, PROMPT_LENGTH)
         missing, beyond = compare_entries(planned, held)
         counted = [entries for entries in exported.losses.values() if entries is not None]
         assert not missing or missing in counted
@@ -139,4 +139,4 @@ class ExporterContract:
         with pytest.raises(IncompatibleError, match="while decoding only"):
             plan = make_plan([[8, 8]], "streaming", {}, fixed=True)
             decode = plan.model_copy(update={"prefill": None, "decode": plan.prefill})
-            create_exporter(self.target).export(decode, ExportInputs(LENGTH))  # type: ignore[attr-defined]
+            create_exporter(self.target).export(decode, ExportInputs(PROMPT_LENGTH))  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ from kvsearch.policies.scoring import sum_columns
 
 DIM = 4
 MODEL_DIM = 5
-MISSING: dict[str, Any] = {"queries": None, "statistics": {}, "column_sums": None, "projection": None}
+EMPTY_INPUTS: dict[str, Any] = {"queries": None, "statistics": {}, "column_sums": None, "projection": None}
 # The same examples at every run: floats that tie in one draw of a million are no failure. No deadline: how fast a
 # machine is says nothing about the code. Subclasses run the same test function, which hypothesis takes for a mistake.
 properties = settings(
@@ -174,8 +174,8 @@ def permuted(observation: Observation, order: list[int]) -> Observation:
 
 
 def without(observation: Observation, name: str) -> Observation:
-    """Return an observation without one of the inputs that a policy may declare to need, see `MISSING`."""
-    return dataclasses.replace(observation, **{name: MISSING[name]})
+    """Return an observation without one of the inputs that a policy may declare to need, see `EMPTY_INPUTS`."""
+    return dataclasses.replace(observation, **{name: EMPTY_INPUTS[name]})
 
 
 def is_given(observation: Observation, name: str) -> bool:
@@ -337,8 +337,8 @@ class PolicyContract:
         """`observe` gives only the declared inputs; a policy raises InternalError if one of these is missing."""
         needs = self.policy.needs()
         declared = (needs.query_rows, needs.query_statistics_from is not None, needs.column_sums, needs.projection)
-        assert [is_given(drawn.observation, name) for name in MISSING] == [bool(need) for need in declared]
-        for name in MISSING:
+        assert [is_given(drawn.observation, name) for name in EMPTY_INPUTS] == [bool(need) for need in declared]
+        for name in EMPTY_INPUTS:
             if is_given(drawn.observation, name):
                 poor = without(drawn.observation, name)
                 with pytest.raises(InternalError):

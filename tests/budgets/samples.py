@@ -35,7 +35,7 @@ def marginal_gains(importance: ArrayLike) -> Floats:
     values = np.asarray(importance, dtype=np.float64)
     rows = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
     heads = np.arange(len(rows))
-    blocks = sort_blocks(rows, np.zeros_like(heads), np.full_like(heads, rows.shape[1]))
+    blocks = sort_blocks(rows, np.zeros_like(heads))
     gains = [np.repeat(blocks.slope[blocks.head == head], blocks.size[blocks.head == head]) for head in heads]
     return np.array(gains).reshape(values.shape)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.calibration.data import find_default_data, load_calibration_data
-from kvsearch.cli.registry import VERBS
+from kvsearch.cli.registry import MAIN_VERBS
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
@@ -17,10 +17,10 @@ from kvsearch.runs.run import read_contexts
 from tests.cli.conftest import Run, done, done_json, invoke
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", MAIN_VERBS)
 def test_the_list_of_commands_says_what_they_say(verb: str) -> None:
     """The list is made without importing them."""
-    command = VERBS[verb].load_command()
+    command = MAIN_VERBS[verb].load_command()
     assert "".join((command.help or "").split("\n\n")[0].split()) in "".join(invoke("--help")[1].split())
     assert command.name == verb
 

@@ -14,10 +14,10 @@ from pkgutil import resolve_name
 import pytest
 
 from kvsearch.cli.command import CATALOG, describe_flags
-from kvsearch.cli.registry import PLAN_VERBS, VERBS
+from kvsearch.cli.registry import MAIN_VERBS, PLAN_VERBS
 from tests.cli.conftest import Run
 
-ALL = {verb.options: verb for verb in (*VERBS.values(), *PLAN_VERBS.values())}
+ALL = {verb.options: verb for verb in (*MAIN_VERBS.values(), *PLAN_VERBS.values())}
 
 
 def catalog() -> str:

@@ -128,7 +128,7 @@ def test_without_tasks_their_length_is_carried_along(place: Path) -> None:
 def test_budgets_are_offered_for_the_ranking_that_is_better(fit: float, policy: str) -> None:
     noise = np.linspace(-0.2, 0.2, 8)[:, None, None] * [[[1], [-1]]]
     losses = np.array([[[fit], [0.3]]]) + noise * (fit == 0.3)
-    settings = {"rankings": ("probe", "cake"), "at": (0.1,)}
+    settings = {"judged": ("probe", "cake"), "at": (0.1,)}
     provenance = SimpleNamespace(settings=settings)
     profile: Any = SimpleNamespace(arrays={"text_loss": losses}, metadata=SimpleNamespace(provenance=provenance))
     own = {"data": "own.json", "max_length": 300}

@@ -11,7 +11,7 @@ import pytest
 from kvsearch.commands.reproduce import ReproduceOptions, TableStages
 from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import load
-from kvsearch.papers.tables import TABLES, Stage
+from kvsearch.papers.tables import PAPER_TABLES, Stage
 from kvsearch.report.artifacts import open_path
 from kvsearch.runs.run import read_sums
 from tests.cli.conftest import Run, done, done_json
@@ -110,7 +110,7 @@ def test_a_table_with_a_search(tmp_path: Path) -> None:
     assert rows == {"Full", "SnapKV", "PyramidKV", "StreamingLLM", "EvolKV"}
 
 
-FIGURES = [name for name, table in TABLES.items() if table.pictures]
+FIGURES = [name for name, table in PAPER_TABLES.items() if table.pictures]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every table has little to ask, to search and to measure; its stages, blocks and rows stay."""
     monkeypatch.setattr("kvsearch.benchmark.speed.COPIED_BYTES", 2**12)
     for name in FIGURES:
-        form = TABLES[name].bundled
+        form = PAPER_TABLES[name].bundled
         asks = [{**ask, "tasks": ask["tasks"].replace("synthetic", "synthetic:single")} for ask in form["asks"]]
         searches = [{**ask, "samples": 2} for ask in form["searches"]]
         few = {
@@ -136,7 +136,7 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
             if key in LESS
         }
         bundled = {**form, **few, "asks": asks, "searches": searches}
-        monkeypatch.setitem(TABLES, name, replace(TABLES[name], bundled=bundled))
+        monkeypatch.setitem(PAPER_TABLES, name, replace(PAPER_TABLES[name], bundled=bundled))
 
 
 @pytest.mark.nightly
@@ -147,4 +147,4 @@ def test_a_figure_is_made_and_drawn(run: Run, place: Path, tmp_path: Path, table
     assert code == 0, talk
     assert run("report", place / f"{table}.json", "-o", tmp_path / "page.html", "--figures", tmp_path)[0] == 0
     stems = {file.stem for file in tmp_path.glob("*.png")}
-    assert all(any(stem.startswith(picture.name) for stem in stems) for picture in TABLES[table].pictures)
+    assert all(any(stem.startswith(picture.name) for stem in stems) for picture in PAPER_TABLES[table].pictures)

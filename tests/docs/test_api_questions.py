@@ -18,7 +18,7 @@ import kvsearch
 from kvsearch.models.real import REAL_MODELS
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.jsonl import JsonlTask
-from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.metrics import SCORERS
 from kvsearch.tasks.text import TextTask
 
 SMOLLM2 = REAL_MODELS["smollm2"]
@@ -160,8 +160,8 @@ def test_replies_are_compared_as_words(
     script: Any, spelled: tuple[str, ...], right: list[str], wrong: list[str]
 ) -> None:
     query = Query("?", tuple(script.quote(spelled)))
-    assert [METRICS["exact"](reply, query) for reply in right] == [1.0] * len(right)
-    assert [METRICS["exact"](reply, query) for reply in wrong] == [0.0] * len(wrong)
+    assert [SCORERS["exact"](reply, query) for reply in right] == [1.0] * len(right)
+    assert [SCORERS["exact"](reply, query) for reply in wrong] == [0.0] * len(wrong)
 
 
 def test_contexts_have_parameters_that_one_function_has_alone(script: Any) -> None:

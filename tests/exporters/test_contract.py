@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.exporters import TARGETS, create_exporter
+from kvsearch.exporters import BUILT_IN_TARGETS, create_exporter
 from kvsearch.exporters.base import SINGLE_FILE, ExportedFiles, ExportInputs, PlanExporter, PrefillBudgets
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import ModelFingerprint, Plan
 from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.testing import ExporterContract
-from kvsearch.testing.exporter_contract import HEADS, LENGTH, budget_rows, plan_policies, plan_rows
+from kvsearch.testing.exporter_contract import HEADS, PROMPT_LENGTH, budget_rows, plan_policies, plan_rows
 from tests.exporters.simulations import OPTIONS, SIMULATIONS, options_of
 from tests.plan.builders import make_plan, phase_dict
 
 WHOLE = ("folder", "custom-generate", "model")  # targets that hold whole plans
 TOLD_SHARES = ("attention-matching", "spectralkv")  # of a total that is told elsewhere
-PLAN_TARGETS = [name for name in TARGETS if isinstance(create_exporter(name), PlanExporter)]
+PLAN_TARGETS = [name for name in BUILT_IN_TARGETS if isinstance(create_exporter(name), PlanExporter)]
 
 
 def architecture(layers: int, heads: int) -> Architecture:
@@ -39,7 +39,7 @@ def plan_of(
     budgets: list[list[int] | None], policy: str = "knorm", params: dict[str, Any] | None = None, **changes: Any
 ) -> Plan:
     phase = phase_dict(budgets, {"name": policy, "params": params or {}})
-    return make_plan(budgets, **{"prefill": phase, "length": LENGTH, "floor": 1, **changes})
+    return make_plan(budgets, **{"prefill": phase, "length": PROMPT_LENGTH, "floor": 1, **changes})
 
 
 def exported(name: str, plan: Plan, length: int | None = None) -> Any:
@@ -93,7 +93,7 @@ globals().update({f"Test_{target}": contract_of(target) for target in SIMULATION
 
 
 @pytest.mark.parametrize("name", SIMULATIONS)
-@given(st.integers(1, LENGTH - 1), st.integers(1, 5), plan_policies)
+@given(st.integers(1, PROMPT_LENGTH - 1), st.integers(1, 5), plan_policies)
 @example(120, 1, ("snapkv", {"window": 1, "sinks": 1}))
 def test_even_budgets_lose_no_entries_where_the_tool_can_say_them(
     name: str, entries: int, layers: int, policy: tuple[str, dict[str, Any]]
@@ -103,14 +103,14 @@ def test_even_budgets_lose_no_entries_where_the_tool_can_say_them(
         _, found = exported(name, plan)
     except IncompatibleError:
         return
-    held = SIMULATIONS[name](found, plan.model, LENGTH)
+    held = SIMULATIONS[name](found, plan.model, PROMPT_LENGTH)
     if name == "headkv":
         assert (held == max(entries, 8)).all()
     elif name == "sparse-vllm":
         assert (held - entries <= 1).all()  # a layer has one entry beside sinks and window at least
         assert (held >= entries).all()
     elif name == "openvino":
-        assert (held % 32 == LENGTH % 32).all() or (held == LENGTH).all()
+        assert (held % 32 == PROMPT_LENGTH % 32).all() or (held == PROMPT_LENGTH).all()
     else:
         assert (held == entries).all()
 
@@ -128,7 +128,7 @@ def test_uneven_heads_of_headkv_hold_the_plan() -> None:
     for budgets in ([[40, 8], [24, 24], [32, 16]], [[40, 8], [25, 24], [32, 16]], [[8, 8]], [[9, 8], [8, 8]]):
         plan = plan_of([list(row) for row in budgets], "pyramidkv", scaling="fixed")
         _, found = exported("headkv", plan)
-        held = SIMULATIONS["headkv"](found, plan.model, LENGTH)
+        held = SIMULATIONS["headkv"](found, plan.model, PROMPT_LENGTH)
         assert (held.tolist() == budgets) == (not found.losses)
         assert held.tolist() == budgets or budgets == [[9, 8], [8, 8]]
 
@@ -156,7 +156,7 @@ def test_entries_that_a_file_does_not_name_are_counted(
     plan = plan_of(budgets, *policy, scaling="fixed" if fixed else "proportional")
     _, found = exported(name, plan)
     planned = PrefillBudgets(plan).entries
-    held = READERS[name](found.files, plan.model, LENGTH)
+    held = READERS[name](found.files, plan.model, PROMPT_LENGTH)
     counted = [entries for entries in found.losses.values() if entries is not None]
     assert name in WHOLE or found.total == planned.sum()
     assert all(0 <= entries <= found.total for entries in counted)
@@ -179,7 +179,7 @@ def test_shares_of_a_total_come_back(name: str, budgets: list[list[int] | None])
 def test_an_even_plan_of_a_press_loses_nothing() -> None:
     _, found = exported("kvpress-layers", plan_of([[80, 80], [20, 20]]))
     assert not found.losses
-    assert json.loads(found.files[SINGLE_FILE]) == [1 - 80.5 / LENGTH, 1 - 20.5 / LENGTH]
+    assert json.loads(found.files[SINGLE_FILE]) == [1 - 80.5 / PROMPT_LENGTH, 1 - 20.5 / PROMPT_LENGTH]
 
 
 def test_what_else_is_lost_is_named() -> None:
@@ -208,10 +208,10 @@ def test_streaming_heads_come_back_from_gates() -> None:
 def test_heads_that_keep_as_many_are_told_apart(budgets: list[list[int] | None], recent: int) -> None:
     plan = plan_of(budgets, "streaming", {"sinks": 2})
     exporter, found = exported("duo", plan)
-    held = exporter.read(found.files, plan.model, LENGTH)
-    whole = (held == LENGTH).sum()
+    held = exporter.read(found.files, plan.model, PROMPT_LENGTH)
+    whole = (held == PROMPT_LENGTH).sum()
     streaming = held.min()
-    assert abs(held.sum() - found.total) <= (LENGTH - streaming) / 2 or whole in (0, held.size)
+    assert abs(held.sum() - found.total) <= (PROMPT_LENGTH - streaming) / 2 or whole in (0, held.size)
 
 
 def test_streaming_budgets_are_the_sizes_of_duo_attention() -> None:
@@ -293,6 +293,7 @@ def test_unplanned_layers_hold_the_prompt() -> None:
 def test_two_targets_bring_a_script() -> None:
     """Each that does owes the replies of kvsearch itself, see test_folder.py and test_custom_generate.py."""
     files = {
-        name: exported(name, plan_of([[4, 4]], "streaming", scaling="fixed"), LENGTH)[1].files for name in PLAN_TARGETS
+        name: exported(name, plan_of([[4, 4]], "streaming", scaling="fixed"), PROMPT_LENGTH)[1].files
+        for name in PLAN_TARGETS
     }
     assert [name for name, found in files.items() if any(file.endswith(".py") for file in found)] == [*WHOLE[:2]]

@@ -248,7 +248,7 @@ def test_budgets_are_those_of_the_plan(budgets: list[Any], length: int, fixed: b
 
 
 def test_parameters_are_those_of_the_policies() -> None:
-    for name, params in planned_generate.POLICIES.items():
+    for name, params in planned_generate.POLICY_DEFAULTS.items():
         policy = create_policy(name)
         assert {"refresh": 0, "protect": policy.recent_count, **policy.parameters()}.items() >= {
             **params, **({"protect": policy.recent_count} if "protect" in params else {})

@@ -19,7 +19,6 @@ from kvsearch.exporters.budget_tables import DuoAttentionGates
 from kvsearch.exporters.kvpress import KvpressLayers, KvpressLukv
 from kvsearch.exporters.kvzap import KvpressKvzap
 from kvsearch.exporters.statistics import KvpressEA
-from kvsearch.models.cache_name import CACHE
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.profile import ProfileMetadata
 from kvsearch.plan.rounding import largest_remainder
@@ -28,6 +27,7 @@ from kvsearch.policies.base import QueryStatistics
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.stock import CACHE
 from kvsearch.strategies.build import plan_from_profile
 from tests.calibrations import calibrate_query_statistics
 from tests.plan.builders import metadata_dict, ratio_table

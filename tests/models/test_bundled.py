@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from torch.nn.functional import kl_div
 
 from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
@@ -18,7 +19,6 @@ from kvsearch.models.loading import BUNDLED, LoadedModel, load
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import make_full_program
-from kvsearch.signals.predictions import compute_divergence
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
 from scripts.train_bundled import tokenizer
@@ -68,14 +68,14 @@ def test_how_many_layers_retrieve(loaded: LoadedModel) -> None:
             ends[:, :4] = ends[:, -8:] = True
             keep = dict.fromkeys(range(len(single)), ends)
             for after in prompt.continuations:
-                full = passed.logits_seeing(after.tokens, {})[after.predicting]
-                single += torch.tensor(
-                    [
-                        compute_divergence(full, passed.logits_seeing(after.tokens, {n: ends})[after.predicting])
-                        for n in keep
-                    ]
-                )
-                joint += compute_divergence(full, passed.logits_seeing(after.tokens, keep)[after.predicting])
+                full = passed.logits_seeing(after.tokens, {})[after.predicting].log_softmax(-1)
+                changed = [
+                    passed.logits_seeing(after.tokens, seen)[after.predicting].log_softmax(-1)
+                    for seen in (*({layer: ends} for layer in keep), keep)
+                ]
+                *alone, together = (float(kl_div(part, full, reduction="sum", log_target=True)) for part in changed)
+                single += torch.tensor(alone)
+                joint += together
     assert joint > 4 * 10
     if loaded.name == "bundled":
         assert single.max() > 0.8 * joint

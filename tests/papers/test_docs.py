@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsearch.papers.tables import TABLES
+from kvsearch.papers.tables import PAPER_TABLES
 
 DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
 MARK = "<!-- the list is made by tests/papers/test_docs.py -->"
@@ -12,8 +12,8 @@ MARK = "<!-- the list is made by tests/papers/test_docs.py -->"
 
 def listed() -> str:
     lines = ["| paper | tables |", "|---|---|"]
-    for paper in dict.fromkeys(table.source for table in TABLES.values()):
-        names = [f"`{table.name}` ({table.where})" for table in TABLES.values() if table.source == paper]
+    for paper in dict.fromkeys(table.source for table in PAPER_TABLES.values()):
+        names = [f"`{table.name}` ({table.where})" for table in PAPER_TABLES.values() if table.source == paper]
         lines.append(f"| {paper} | {', '.join(names)} |")
     return "\n".join(lines) + "\n"
 

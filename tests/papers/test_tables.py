@@ -19,15 +19,15 @@ from kvsearch.commands.select import SelectOptions
 from kvsearch.commands.validate import ValidateOptions
 from kvsearch.config.options import JobOptions
 from kvsearch.core.errors import UsageError
-from kvsearch.papers.tables import TABLES, PaperTable, Scale, find_table, model_of, numbers
+from kvsearch.papers.tables import PAPER_TABLES, PaperTable, Scale, find_table, model_of, numbers
 
 JOBS: dict[str, type[JobOptions]] = {
     "calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "export": ExportOptions,
     "scale": ScaleOptions, "select": SelectOptions, "validate": ValidateOptions, "uniform": UniformOptions,
     "pyramid": PyramidOptions, "bench": BenchOptions,
 }  # fmt: skip
-FORMS = [(table, scale) for table in TABLES.values() for scale in (table.paper, table.bundled)]
-NAMED = [f"{table.name}-{form}" for table in TABLES.values() for form in ("paper", "bundled")]
+FORMS = [(table, scale) for table in PAPER_TABLES.values() for scale in (table.paper, table.bundled)]
+NAMED = [f"{table.name}-{form}" for table in PAPER_TABLES.values() for form in ("paper", "bundled")]
 # averages that the papers print beside scores which have another mean
 SLIPS = {
     ("lava-table2", "Mistral-7B", "128", "CAKE"), ("lava-table6", "Qwen2.5-7B", "256", "SnapKV"),
@@ -69,7 +69,9 @@ def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> 
         assert len(there) == len(table.rows)
 
 
-@pytest.mark.parametrize("table", [table for table in TABLES.values() if table.pictures], ids=lambda table: table.name)
+@pytest.mark.parametrize(
+    "table", [table for table in PAPER_TABLES.values() if table.pictures], ids=lambda table: table.name
+)
 def test_a_picture_has_a_side_of_the_table_for_each_axis(table: PaperTable) -> None:
     for picture in table.pictures:
         assert {picture.lines, picture.over, picture.each} == {"block", "row", "column"}
@@ -82,7 +84,7 @@ def _names(method: str, sizes: list[str], blocks: list[str]) -> set[str]:
     return {method.format(size=size, block=block) for size in sizes for block in blocks or [""]}
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("table", PAPER_TABLES.values(), ids=PAPER_TABLES)
 def test_numbers_are_of_the_rows_and_their_average(table: PaperTable) -> None:
     found: dict[tuple[str, str, str], dict[str, float]] = {}
     for (model, block, row, column), value in numbers(table.name).items():
@@ -105,7 +107,7 @@ def test_numbers_are_of_the_rows_and_their_average(table: PaperTable) -> None:
 def test_columns_of_numbers_are_tasks() -> None:
     from kvsearch.tasks.catalog import find_tasks
 
-    for table in TABLES.values():
+    for table in PAPER_TABLES.values():
         if table.view == "scores" and "tasks.*" in table.columns:
             spec = table.paper["asks"][0]["tasks"].replace("ruler", "ruler:no-qa").replace("no-qa:no-qa", "no-qa")
             names = {task.name for task in find_tasks(spec)} | {"average", "qa_1", "qa_2"}

@@ -37,13 +37,6 @@ def test_a_context_is_known_by_its_words() -> None:
     assert hash_context("a b") != hash_context("a", "b") != hash_context("a", "c")
 
 
-def test_sets_of_earlier_versions_are_read() -> None:
-    jobs = [{"contexts": 2, "questions": 4, "root": "d8" * 32}]
-    ids = sorted(one[:16] for one in hashes(0, 2))
-    assert ContextSet.model_validate({"ids": ids, "jobs": jobs, "sketch": None}) == ContextSet.of(hashes(0, 2))
-    assert ContextSet.model_validate({"ids": None, "jobs": [], "sketch": None}) == ContextSet()
-
-
 @given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
 def test_a_listed_set_is_a_set(one: set[int], other: set[int]) -> None:
     known = hashes(0, 41)

@@ -103,7 +103,7 @@ def test_scratch_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, seed: i
     cached, lists = many(seed, 0.5)
     policy = CaM(expectation=True)
     expected = values_after(policy, cached, lists)
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 1)
     torch.testing.assert_close(values_after(policy, cached, lists), expected, equal_nan=True)
 
 

@@ -37,7 +37,7 @@ def test_two_equal_entries_become_one_of_twice_the_weight() -> None:
 
 
 def test_weights_are_the_bounded_least_squares_of_the_denominators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsearch.policies.carry.STEPS", 500)
+    monkeypatch.setattr("kvsearch.policies.carry.GRADIENT_STEPS", 500)
     generator = torch.Generator().manual_seed(0)
     attention = torch.randn(1, 40, 30, generator=generator).mul(2).softmax(-1)
     slots = torch.arange(0, 30, 5)[None]

@@ -143,7 +143,7 @@ def test_by_definition(seed: int, share: float, policy: D2O, told: bool) -> None
 def test_scratch_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     cached, lists = many(seed, 0.5)
     monkeypatch.setattr(scoring, "CACHE_BYTES", 1)
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", 1)
     check(D2O(), cached, lists, merged(D2O(), cached, lists))
 
 

@@ -52,7 +52,7 @@ def test_the_size_of_the_scratch_memory_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, scratch: int, order: Norm
 ) -> None:
     values, weight = states()
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", scratch)
     torch.testing.assert_close(projected_norms(values, weight, order), by_definition(values, weight, order))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation, scoring
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.scissorhands import LOW, MASS, RING, Scissorhands, places
+from kvsearch.policies.scissorhands import LOW, MASSES, RING, Scissorhands, places
 from kvsearch.testing.policy_contract import Case, cases, observe, properties
 from tests.policies.course import Row, decode
 from tests.policies.examples import attending, kept, leaves, step_at
@@ -26,7 +26,7 @@ def test_persistence_over_the_last_rows() -> None:
     policy, observation = Scissorhands(history=3, window=1), attending(ROWS)
     state = policy.start(observation)
     assert state.entries[LOW].tolist() == [[[0, 3, 1, 1, 0]]]
-    torch.testing.assert_close(state.entries[MASS], torch.tensor([[[1.2, 0.3, 0.8, 0.4, 0.3]]]))
+    torch.testing.assert_close(state.entries[MASSES], torch.tensor([[[1.2, 0.3, 0.8, 0.4, 0.3]]]))
     # persistence 1, 0, 2/3, 1/2, 1; of the two at 1, entry 0 received more
     assert policy.score(observation).tolist() == [[[4.0, 0.0, 2.0, 1.0, 3.0]]]
     assert kept(policy, observation, 3) == {0, 2, 4}
@@ -78,11 +78,11 @@ def test_counts_of_the_prompt_by_definition(case: Case, history: int) -> None:
                 low, seen, mass = recount(rows, position)
                 at = (row, head, pads + position)
                 assert int(state.entries[LOW][at]) == low
-                assert float(state.entries[MASS][at]) == pytest.approx(mass, rel=1e-4, abs=1e-5)
+                assert float(state.entries[MASSES][at]) == pytest.approx(mass, rel=1e-4, abs=1e-5)
                 first = case.length - pads - len(rows)
                 marks = {(first + i) % history for i, of in enumerate(rows) if recount([of], position)[0]}
                 assert bits(state.entries[RING][at]) == marks
-                entries.append((low, seen, float(state.entries[MASS][at])))
+                entries.append((low, seen, float(state.entries[MASSES][at])))
         assert scores[row, :, pads:].flatten().tolist() == places_by_definition(entries)
 
 
@@ -101,7 +101,7 @@ def test_chunks_of_rows_and_heads_change_nothing(monkeypatch: pytest.MonkeyPatch
     state = policy.start(observe(policy, case))
     assert torch.equal(state.entries[LOW], expected.entries[LOW])
     assert torch.equal(state.entries[RING], expected.entries[RING])
-    torch.testing.assert_close(state.entries[MASS], expected.entries[MASS])
+    torch.testing.assert_close(state.entries[MASSES], expected.entries[MASSES])
 
 
 def places_by_definition(entries: list[tuple[int, int, float]]) -> list[int]:
@@ -152,7 +152,7 @@ def arriving() -> Step:
     state = State(
         {
             LOW: torch.tensor([[1, 0, 0, 0, 0]]).short(),
-            MASS: torch.tensor([[0.8, 0.0, 0.0, 1.2, 0.3]]),
+            MASSES: torch.tensor([[0.8, 0.0, 0.0, 1.2, 0.3]]),
             RING: torch.tensor([[[0b010], [0], [0], [0], [0]]], dtype=torch.uint8),
         }
     )
@@ -166,7 +166,7 @@ def test_a_decode_step() -> None:
     entries = step.cached.state.entries
     assert entries[LOW].tolist() == [[2, 0, 0, 0, 1]]
     assert entries[RING].tolist() == [[[0b110], [0], [0], [0], [0b100]]]
-    torch.testing.assert_close(entries[MASS], torch.tensor([[0.9, 0.3, 0.0, 1.7, 0.4]]))
+    torch.testing.assert_close(entries[MASSES], torch.tensor([[0.9, 0.3, 0.0, 1.7, 0.4]]))
     assert policy.step(arriving()).tolist() == [[0.0, 2.0, 4.0, 3.0, 1.0]]  # what is empty comes last
 
 
@@ -179,7 +179,7 @@ def test_full_segments_are_those_without_an_empty_slot(history: int) -> None:
         generator = torch.Generator().manual_seed(history)
         marks = torch.randint(0, 2 ** min(history, 8), (1, 3, -(-history // 8)), generator=generator, dtype=torch.uint8)
         state = State(
-            {LOW: torch.tensor([[2, 1, 1]]).short(), MASS: torch.rand(1, 3, generator=generator), RING: marks}
+            {LOW: torch.tensor([[2, 1, 1]]).short(), MASSES: torch.rand(1, 3, generator=generator), RING: marks}
         )
         step = dataclasses.replace(step, full=full, cached=dataclasses.replace(step.cached, state=state))
         found.append((Scissorhands(history=history, window=1).step(step).tolist(), state.entries))
@@ -200,7 +200,7 @@ def test_the_ring_counts_what_a_recount_of_the_history_does(case: Case, history:
             assert bool((tensor[~moment.before.held] == 0).all())
         for segment, rows in enumerate(moment.rows):
             every = [*prompts[segment], *rows]
-            low, mass = (moment.entries(state[name], segment) for name in (LOW, MASS))
+            low, mass = (moment.entries(state[name], segment) for name in (LOW, MASSES))
             naive = {position: recount(every[-history:], position) for position in low}
             assert low == {position: count for position, (count, _, _) in naive.items()}
             for position, value in mass.items():

@@ -23,7 +23,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
 from kvsearch.tasks.given import read_text_argument
 from kvsearch.tasks.jsonl import JsonlTask
-from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.metrics import SCORERS
 from kvsearch.tasks.rows import read_file
 from kvsearch.tasks.ruler.needles import read_haystack
 from kvsearch.tasks.text import TextTask
@@ -330,7 +330,7 @@ def test_blanks_around_an_answer_change_no_score(metric: str, tmp_path: Path) ->
     row = {"context": "c", "question": "Who?", "answers": [f" {answer}\u200b \n"], "options": [f" {answer} ", "guard"]}
     task = JsonlTask.load(write(tmp_path / "mine.jsonl", json.dumps({**row, "metric": f" {metric} "})))
     assert task.metric == metric
-    assert task.score(reply, task.rows[0].queries[0]) == METRICS[metric](reply, task.rows[0].queries[0]) == 1
+    assert task.score(reply, task.rows[0].queries[0]) == SCORERS[metric](reply, task.rows[0].queries[0]) == 1
 
 
 def test_blanks_of_code_are_part_of_the_answer(tmp_path: Path) -> None:

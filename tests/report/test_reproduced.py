@@ -106,7 +106,7 @@ def test_a_selection_is_beside_the_papers() -> None:
 
 
 def pictured(monkeypatch: pytest.MonkeyPatch, picture: Picture, cells: tuple[MeasuredCell, ...]) -> dict[str, object]:
-    monkeypatch.setattr(charts, "TABLES", {"x-table1": SimpleNamespace(pictures=(picture,))})
+    monkeypatch.setattr(charts, "PAPER_TABLES", {"x-table1": SimpleNamespace(pictures=(picture,))})
     return {figure.name: figure.body for figure in make_table_figures(made(cells))}
 
 

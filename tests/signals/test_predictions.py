@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvsearch.signals import predictions
-from kvsearch.signals.predictions import compute_divergence, compute_log_odds, sum_answer_losses, token_losses
+from kvsearch.signals.predictions import compute_log_odds, sum_answer_losses, token_losses
 
 
 def test_a_worked_example() -> None:
@@ -51,28 +51,6 @@ def test_log_odds() -> None:
     drawn, targets = torch.randn(7, 50, generator=generator).bfloat16(), torch.randint(0, 50, (7,), generator=generator)
     chances = drawn.double().softmax(-1).gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(compute_log_odds(drawn, targets).double(), chances.log() - (1 - chances).log())
-
-
-def logits(seed: int, rows: int = 4) -> torch.Tensor:
-    return torch.randn(rows, 11, generator=torch.Generator().manual_seed(seed)) * 2
-
-
-def test_divergence_of_two_known_distributions() -> None:
-    full, changed = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-    assert compute_divergence(full, changed) == pytest.approx(expected)
-
-
-def test_divergence_adds_up_over_rows_and_does_not_care_for_scale() -> None:
-    a, b = logits(0), logits(1)
-    assert compute_divergence(a, a) == 0.0
-    assert compute_divergence(a, b) == pytest.approx(
-        sum(compute_divergence(a[i : i + 1], b[i : i + 1]) for i in range(4))
-    )
-    assert compute_divergence(a, b + torch.arange(4.0)[:, None]) == pytest.approx(compute_divergence(a, b), rel=1e-5)
-    assert compute_divergence(a.bfloat16(), b.bfloat16()) == compute_divergence(
-        a.bfloat16().float(), b.bfloat16().float()
-    )
 
 
 # two samples, two rows, three tokens; the first sample has one token of an answer, in the last row

@@ -16,12 +16,12 @@ from kvsearch.models.loading import load
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode, hash_example, make_token_counter
-from kvsearch.tasks.retain import FORMS, GROUPS, RetainTask
+from kvsearch.tasks.retain import GROUPS, RETAIN_FORMS, RetainTask
 from kvsearch.tasks.splits import ALL, SPLITS
 from tests.families import build
 from tests.tasks.ruler.helpers import bpe_tokenizer, count_of, words
 
-forms = pytest.mark.parametrize("name", FORMS)
+forms = pytest.mark.parametrize("name", RETAIN_FORMS)
 NOT_KEPT = {
     "json": ("{person} lives in {place}.", ""),
     "capitals": ("{person} has a {answer}.", "I DO NOT KNOW."),

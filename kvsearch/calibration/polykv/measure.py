@@ -35,7 +35,7 @@ from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import Architecture, describe, find_text_config
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.memory import find_default_memory
+from kvsearch.models.memory import FP32, find_default_memory
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, TOKENS, Arrays, SignalAxes
@@ -47,9 +47,8 @@ from kvsearch.signals.attention_rows import mean_entropy
 PROMPT = "prompt"
 QUESTION = "question"  # numbers of a continuation's prompt and of it among those of the prompt, [M] int32
 
-CPU_BYTES = 4 * 2**30  # of memory besides the weights
+ABLATION_CPU_BYTES = 4 * 2**30  # of memory besides the weights
 MEMORY_SHARE = 0.8
-FP32 = 4
 REPLAY_TABLES = 4  # of attention logits of one token: logits, masked ones, weights, and those in the making
 PATTERN_BYTES = 17  # of scores and ranks, for every entry of a prompt; the mean over the paper's patterns
 STATE_BYTES = 80  # of an entry while it is replayed: positions, order, and what decode rules remember
@@ -257,7 +256,7 @@ def choose_sweep_sizes(
     layer = rows * estimate_replay_bytes(shape, item, length, count, ablations)
 
     fixed = cache + observed + baseline + head + group + layer
-    free = find_default_memory(loaded.device, CPU_BYTES, MEMORY_SHARE) - fixed
+    free = find_default_memory(loaded.device, ABLATION_CPU_BYTES, MEMORY_SHARE) - fixed
     all_layers = len(shape.full_layers) if is_ablated else 1
     layers = max(1, min(all_layers, 1 + free // 2 // layer))
     all_groups = ablations * len(shape.full_layers) if "ppl" in options.signals else 1

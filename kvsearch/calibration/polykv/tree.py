@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.items import group_by_key
+from kvsearch.core.items import Item, group_by_key
 from kvsearch.models.architecture import describe, find_decoder, find_text_config
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
@@ -30,8 +30,6 @@ from kvsearch.runtime.stock import find_stateful_layers, make_stock_layers
 
 SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
 TOLERANCE = 1e-2  # of our logits against the model's own, as a share of their size; rounding in bf16 is below it
-
-Item = TypeVar("Item")
 
 
 class TreeLayer(ObservedLayer[Noted]):

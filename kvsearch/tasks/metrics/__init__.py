@@ -1,6 +1,6 @@
 """Metrics by name: how good a reply to a query is, in [0, 1], as the official scorers compute it.
 
-`METRICS[name](reply, query)` scores one reply; `find_metric` does the same look-up with an error that helps, and makes
+`SCORERS[name](reply, query)` scores one reply; `find_metric` does the same look-up with an error that helps, and makes
 sure that what the metric needs is installed before hours of generation are spent on it. Means over examples, the factor
 100 and rounding belong to tables.
 """
@@ -47,7 +47,7 @@ def _make_metric(metric: Callable[[str, Any], float]) -> Metric:
     return score
 
 
-METRICS: dict[str, Metric] = {metric.__name__: _make_metric(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
+SCORERS: dict[str, Metric] = {metric.__name__: _make_metric(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
 OF_ALL_ANSWERS = ("string_match_all",)  # to the others any one answer is right
 # blanks around answers are part of them, of code and of what is predicted
 OF_BLANKS = ("edit_similarity", "likelihood")
@@ -63,10 +63,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 def find_metric(name: str) -> Metric:
     """Find a metric by its name; UsageError if there is none, EnvironmentFault if a package it needs is missing."""
-    require_known("metric", name, list(METRICS))
+    require_known("metric", name, list(SCORERS))
     for module in NEEDS.get(name, ()):
         import_optional(module)
-    return METRICS[name]
+    return SCORERS[name]
 
 
 SCORE_TOLERANCE = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]

@@ -190,7 +190,7 @@ def test_as_much_as_fits_is_computed_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     whole = choose()
     found = []
     for memory in (0, 10**6, 2 * 10**6, 10**7):
-        monkeypatch.setattr(measure, "CPU_BYTES", memory)
+        monkeypatch.setattr(measure, "ABLATION_CPU_BYTES", memory)
         found.append(choose())
     assert found[0] == (1, 1)
     assert found == sorted(found)

@@ -32,7 +32,7 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import GOLDEN_RATIO, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.policies.registry import list_rivals
-from kvsearch.report.ranking import TextLosses, find_losses, list_ranking_remarks
+from kvsearch.report.ranking import TextLosses, list_ranking_remarks
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.strategies.build import plan_from_profile
@@ -148,8 +148,8 @@ def test_headlines_hold_at_every_size_beyond_chance(
     profile: Profile, texts: int, fit: float, other: float, is_better: bool | None
 ) -> None:
     made = with_losses(profile, texts, fit, other)
-    losses = find_losses(made)
-    assert losses is not None and losses.is_better is is_better
+    losses = TextLosses(made)
+    assert losses.is_better is is_better
     headlines = [line for line in list_ranking_remarks(made) if "ranks better than" in line]
     assert len(headlines) == (is_better is not None)
     assert all(losses.words in line and f"over {texts} texts" in line for line in headlines)
@@ -161,8 +161,7 @@ def test_headlines_hold_at_every_size_beyond_chance(
 
 def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
     last = with_losses(profile, texts=1, fit=2)
-    losses = find_losses(last)
-    assert losses is not None and is_last(last.arrays)
+    assert is_last(last.arrays)
     assert "every other ranking is better" in list(list_ranking_remarks(last))[-1]
     save_profile(last, tmp_path / "profile.safetensors")
     with pytest.raises(UsageError, match="every built-in ranking is better than this fit: fit on more"):

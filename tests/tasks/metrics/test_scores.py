@@ -20,7 +20,7 @@ from rouge import Rouge
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.metrics import METRICS, NEEDS, find_metric, packages
+from kvsearch.tasks.metrics import NEEDS, SCORERS, find_metric, packages
 from kvsearch.tasks.metrics.longbench import take_first_line
 
 CASES: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ BOOKS = ("Anna", "Ben", "Cleo", "Dora")
 def score(metric: str, reply: str, answers: str | tuple[str, ...], options: tuple[str, ...] = ()) -> float:
     """The score of a reply against one answer or several."""
     listed = (answers,) if isinstance(answers, str) else answers
-    return METRICS[metric](reply, Query("a question", listed, options=options))
+    return SCORERS[metric](reply, Query("a question", listed, options=options))
 
 
 @pytest.mark.parametrize(("metrics", "case"), [(metrics, case) for metrics, cases in CASES.items() for case in cases])
@@ -46,7 +46,7 @@ def test_cases(metrics: str, case: list[Any]) -> None:
 
 
 def test_every_metric_has_cases() -> None:
-    assert {name for metrics in CASES for name in metrics.split()} == set(METRICS)
+    assert {name for metrics in CASES for name in metrics.split()} == set(SCORERS)
 
 
 @pytest.mark.parametrize(
@@ -196,17 +196,17 @@ def test_what_cannot_be_scored(metric: str, answer: str, options: tuple[str, ...
 ANSWERS = {"retrieval": "Paragraph 7", "retrieval_zh": "段落7"}
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", SCORERS)
 @given(reply=st.text(max_size=30))
 def test_every_metric_takes_any_reply(name: str, reply: str) -> None:
     query = Query("?", (ANSWERS.get(name, "7"), ANSWERS.get(name, "7")), options=("7", "8"))
-    assert 0 <= METRICS[name](reply, query) <= 1
+    assert 0 <= SCORERS[name](reply, query) <= 1
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", SCORERS)
 def test_a_question_without_answers(name: str) -> None:
     with pytest.raises(UsageError, match="the question 'who' has no answers to score a reply against"):
-        METRICS[name]("a reply", Query("who", (), options=("a",)))
+        SCORERS[name]("a reply", Query("who", (), options=("a",)))
 
 
 def test_unknown_names() -> None:

@@ -53,7 +53,7 @@ def test_what_prompts_and_replies_take_by_arithmetic(
     policy: str, decode: bool, lengths: tuple[int, ...], chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never less than what is allocated, and not much more; in the proportions of Llama-3.1-8B."""
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", CHUNK)
     dtype = torch.float32 if len(lengths) == 1 else torch.bfloat16
     shape = {"hidden_size": 256, "intermediate_size": 896, "head_dim": 32, "max_position_embeddings": 2048}
     model = build("llama", **shape).to(device(HERE), dtype)
@@ -91,7 +91,7 @@ def test_chunks_keep_what_the_whole_prompt_keeps(name: str, chunk: int) -> None:
 @pytest.mark.parametrize("together", [1, 2])
 def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of no pattern more, and of the one that takes most not much less, beside the scratch of chunks."""
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", CHUNK)
     model = build("llama", max_position_embeddings=1024, num_hidden_layers=2).to(device(HERE))
     what, prompts = tried(model, small(NAMES[:9]), 64), batch((500, (12,)), (450, (9,)), (490, (12,)))
     needs = dict.fromkeys(what.layers, collect_needs(what.policies, what.phases, ("cosine",)))
@@ -134,7 +134,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_it_starts(model: Any) -> Non
 def test_a_bench_takes_what_it_is_refused_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All caches at once, those that evict while decoding twice; `_peak` sets the count back, with no cache there."""
     monkeypatch.setattr(speed, "_measure_peak", lambda *_: 0)
-    monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", CHUNK)
     work = Workload(3, LENGTH // 2, 4, 1)
     size = Size(LENGTH // 4, None)
     phases: tuple[tuple[Phase, ...], ...] = (("prefill",), ("prefill", "decode"))
