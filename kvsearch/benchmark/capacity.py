@@ -33,11 +33,12 @@ from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.items import Progress, group_by_key
 from kvsearch.models.architecture import describe
 from kvsearch.models.memory import find_default_memory, is_out_of_memory, measure_free_bytes, release_memory
-from kvsearch.models.speed import PATIENCE, Speed, Work
 from kvsearch.models.weights import list_named_tensors
+from kvsearch.models.work import Work
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import use_attention
 from kvsearch.runtime.program import count_entries, estimate_memory, make_full_program
+from kvsearch.runtime.speed import Speed
 
 FREE_SHARE_FOR_BATCH = 0.95  # of what is free, for the largest batch
 BATCH_REDUCTION = 16  # a batch that does not fit is tried again with a sixteenth less
@@ -45,6 +46,7 @@ SPARE_SHARE = 1 / 4  # of what a cache holds may be padding, or room for tokens 
 LONGEST_PROMPT = 8192  # of a curve, where no lengths are given
 SHORTEST_PROMPT = 512
 PROMPT_SECONDS = 120  # that the prompts of a curve may take
+ROUNDS_SECONDS = 10.0  # after which a measurement is not repeated
 PROBE_STEPS = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
 
 
@@ -220,7 +222,7 @@ def _read_prompt(model: Any, kind: CacheKind, length: int, rounds: int) -> tuple
     ids = draw_prompts(model, 1, length)
     model.set_attn_implementation(kind.implementation)
     seconds = list[float]()
-    while len(seconds) < rounds and sum(seconds) < PATIENCE:
+    while len(seconds) < rounds and sum(seconds) < ROUNDS_SECONDS:
         cache = kind.make()
         seconds.append(time_prefill(model, cache, ids))
     held = count_cache_bytes(cache)

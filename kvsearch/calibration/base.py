@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvsearch.calibration.prompts import CalibrationPrompt
     from kvsearch.core.items import Progress
     from kvsearch.models.loading import LoadedModel
-    from kvsearch.models.speed import Work
+    from kvsearch.models.work import Work
     from kvsearch.plan import PolicySpec, Profile, ProfileMetadata
     from kvsearch.policies import Policy
 
@@ -47,7 +47,7 @@ class Calibration(ABC, Generic[Options]):
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         """Return the work that `measure` is: by default a pass over every prompt."""
-        from kvsearch.models.speed import Work
+        from kvsearch.models.work import Work
 
         return sum((prompt.work() for prompt in prompts), Work())
 

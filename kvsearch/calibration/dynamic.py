@@ -23,12 +23,14 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.work import Work
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.sharing import LayerDemands
+from kvsearch.runtime.speed import scale_to_first
 
 
 class DynamicCalibration(Calibration[DynamicOptions]):
@@ -45,6 +47,11 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         check_lengths(prompts, policy, RatioTables(policy, self.options.minimum).floor)
         return prompts
 
+    def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
+        work = self._make_work(RatioTables(self.policies[0], self.options.minimum))
+        works = [prompt.work() for prompt in prompts]
+        return scale_to_first(self.loaded.model, works, partial(work, self.loaded, prompts[0]))
+
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         """Measure the budgets of all prompts and return their profile.
 
@@ -56,8 +63,7 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         options = self.options
         allocation = options.make_allocation(self.loaded.name)
         tables = RatioTables(policy, options.minimum)
-        work = partial(decide_ratios, policy=policy, allocation=allocation, floor=tables.floor)
-        decided = with_progress(self.loaded.map(work, prompts), len(prompts), progress)
+        decided = with_progress(self.loaded.map(self._make_work(tables), prompts), len(prompts), progress)
         for prompt, table in zip(prompts, decided, strict=True):
             tables.add(table, prompt.length, prompt.text)
         settings = {**options.texts(self.data), **options.settings(), **allocation.parameters()}
@@ -70,6 +76,12 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         if options.check and has_enough_contexts(self.data):
             spread[HELD_OUT] = tables.held_out(assign_folds(self.data))
         return Profile(metadata, {**tables.arrays(), **spread})
+
+    def _make_work(self, tables: RatioTables) -> Callable[[LoadedModel, CalibrationPrompt], NDArray[np.float32]]:
+        """Make the function that decides the ratios of a prompt."""
+        (policy,) = self.policies
+        allocation = self.options.make_allocation(self.loaded.name)
+        return partial(decide_ratios, policy=policy, allocation=allocation, floor=tables.floor)
 
 
 def decide_ratios(

@@ -43,17 +43,14 @@ from kvsearch.calibration.tables import (
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work, time_action
+from kvsearch.models.work import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT, Arrays
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.speed import scale_to_first
 
 CURVE_POINTS = 101
-# fp32 tables of tokens and entries, in times that one is made whose attention is looked at:
-GATED_TABLES = 5.5  # through gates, and back
-SUMMED_TABLES = 2  # of errors
-ORDERED_TABLES = 2  # in the order of a policy
 KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 
@@ -92,16 +89,11 @@ class LukvCalibration(Calibration[LukvOptions]):
         return prompts
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
-        """Estimate the passes over contexts and questions, and own replies.
-
-        The time of the policies is measured on the first context.
-        """
+        """Estimate the passes over contexts and questions, and own replies; the first context is measured for that."""
         options = self.options
         times = 1.0  # that what is asked of a context is read
-        tables: float = 1 + ORDERED_TABLES * (len(self.policies) - 1)
         if options.normalization == "error":
             times += 1 + 2 * QUADRATURE_NODES  # rows of a pass; back it takes as long again
-            tables = QUADRATURE_NODES * GATED_TABLES + SUMMED_TABLES + ORDERED_TABLES * len(self.policies)
         own_tokens = options.answer_tokens if options.answers == "own" else None
         works = []
         for prompt in prompts:
@@ -109,19 +101,9 @@ class LukvCalibration(Calibration[LukvOptions]):
             whole = prompt.work(1, own_tokens)
             tokens = context.tokens + (whole.tokens - context.tokens) * times
             passes = 3 if options.normalization == "error" else whole.passes  # of all questions together, and back
-            works.append(replace(whole, passes=passes, tokens=tokens, tables=whole.tables * tables))
-        reading = self._time_ranking(prompts[0]) * len(prompts)
-        return sum(works, estimate_replies(prompts, options, read=False)) + Work(seconds=reading)
-
-    def _time_ranking(self, prompt: CalibrationPrompt) -> float:
-        """Time the policies on one prompt, in seconds beyond a plain pass."""
-
-        def read(policies: Sequence[Policy]) -> None:
-            with run_attention(self.loaded.model):
-                _read_context(self.loaded, prompt, policies, self.options)
-
-        [plain], [seconds] = (time_action(partial(read, policies), 0) for policies in ((), self.policies))
-        return max(0.0, seconds - plain)
+            works.append(replace(whole, passes=passes, tokens=tokens))
+        measure_first = partial(_measure_prompt, self.loaded, prompts[0], self.policies, options)
+        return scale_to_first(self.loaded.model, works, measure_first) + estimate_replies(prompts, options, read=False)
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies

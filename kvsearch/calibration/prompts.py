@@ -18,7 +18,7 @@ from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
-from kvsearch.models.speed import Work
+from kvsearch.models.work import Work
 from kvsearch.plan.origin import ContextSet
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol

@@ -19,6 +19,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, encod
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe, require_plain_rotary
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.work import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies import Observation, Policy
@@ -26,6 +27,7 @@ from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.collector import Moments, unrotate_queries
 from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.speed import scale_to_first
 
 LayerQueries = tuple[Moments, Tensor]  # of one layer, and the sum of the moduli of the complex pairs, [Hq, R/2]
 
@@ -43,6 +45,11 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
         prompts = encode_prompts(self.loaded, self.data, max_length=self.options.max_length)
         check_lengths(prompts, policy, lambda _: policy.sink_count)
         return prompts
+
+    def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
+        (policy,) = self.policies
+        measure_first = partial(_measure_layers, self.loaded, prompts[0], policy)
+        return scale_to_first(self.loaded.model, [prompt.work() for prompt in prompts], measure_first)
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         (policy,) = self.policies

@@ -22,7 +22,7 @@ from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.core.files import write_atomically
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.shapes import find_device, make_random_model
-from kvsearch.models.speed import StageCost, Work
+from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Size, parse_phases
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy

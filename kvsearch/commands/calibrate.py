@@ -37,7 +37,7 @@ from kvsearch.core.fields import Samples
 from kvsearch.core.naming import describe_unknown, suggest
 from kvsearch.core.parsing import list_problems
 from kvsearch.methods.base import CalibratedRun
-from kvsearch.models.speed import StageCost
+from kvsearch.models.work import StageCost
 from kvsearch.plan.methods import CALIBRATION_METHODS, create_method
 from kvsearch.plan.profile import load_profile, save_profile
 from kvsearch.plan.saved import PROFILE
@@ -178,7 +178,7 @@ def forecast_calibrations(several: Sequence[CalibrateOptions], reporter: Reporte
     if getattr(first.options, "check", False):
         from kvsearch.selection.table_check import estimate_check
 
-        work += estimate_check(prompts, first.options)
+        work += estimate_check(first.loaded, prompts, first.options)
     cost = StageCost(f"calibrate by {_methods(several)}", len(first.data.contexts), first.data.questions, work)
     return Forecast(content, [cost], first.loaded.model)
 

@@ -16,7 +16,7 @@ from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repea
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output
 from kvsearch.models.loading import BUNDLED
-from kvsearch.models.speed import StageCost, Work
+from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import MODEL_KEY, plan_beside
 from kvsearch.report.costs import Forecast

@@ -15,7 +15,7 @@ from kvsearch.commands.public import job
 from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import QUESTIONS, SIZE, Commas, Repeated, Seeded, option
 from kvsearch.core.files import check_output, write_atomically
-from kvsearch.models.speed import StageCost, Work
+from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.report.costs import Forecast
 

@@ -31,7 +31,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import write_atomically
 from kvsearch.models.loading import BUNDLED, LoadedModel
-from kvsearch.models.speed import StageCost, Work
+from kvsearch.models.work import StageCost, Work
 from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, find_table, model_of
 from kvsearch.plan.saved import PROFILE
 from kvsearch.report.artifacts import open_path

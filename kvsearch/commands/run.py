@@ -51,7 +51,7 @@ from kvsearch.core.items import format_clock
 from kvsearch.core.naming import require_known
 from kvsearch.evaluation.guarantee import count_needed_contexts, describe_need, refuse_text
 from kvsearch.evaluation.statistics import CONFIDENCE, count_contexts
-from kvsearch.models.speed import Speed, StageCost
+from kvsearch.models.work import StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.methods import create_method
 from kvsearch.plan.origin import ContextSet, join_records
@@ -406,6 +406,8 @@ def prepare_form(options: RunOptions, reporter: Reporter, models: ModelLoader) -
     stages = prepare_run(options, reporter, models)
     if options.time is None:
         return options, stages
+    from kvsearch.runtime.speed import Speed
+
     loaded = ModelLoader(given=stages.loaded)
     speed = Speed.of(stages.loaded.model, stages.costs)
     began = None if options.force else read_run(options.output, "run")

@@ -20,7 +20,7 @@ from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split, estimate_replies
 from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import StageCost, Work
+from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Plan, Size, load_plan, save_plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord

@@ -34,7 +34,7 @@ from kvsearch.evaluation.statistics import (
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import StageCost, Work
+from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import USES, ContextRecord, ContextSet, Use
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol

@@ -35,8 +35,8 @@ from kvsearch.evaluation.runner import reply_to_batch, score_replies
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import StageCost, Work
 from kvsearch.models.weights import passes_gradients
+from kvsearch.models.work import StageCost, Work
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.plan.size import round_half_up

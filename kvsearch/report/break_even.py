@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kvsearch.benchmark.break_even import PAYS, BreakEven, CostCheck, CostModel, CurvePoint, StepCosts
 from kvsearch.core.fields import Index
 from kvsearch.core.items import group_by_key
-from kvsearch.models.speed import SURE
+from kvsearch.models.work import SURE
 from kvsearch.report.costs import format_machine
 from kvsearch.report.figures import Figure, LineChart, Role, Series
 from kvsearch.report.table import Cell, Table

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.items import format_clock
-from kvsearch.models.speed import Speed, StageCost
+from kvsearch.models.work import StageCost
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
 
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
+    from kvsearch.runtime.speed import Speed
 
 COST_NOTES = (
     "speed: how many times as fast as DynamicCache, median of the rounds. held: the cache after the prompt. peak: all "
@@ -36,7 +37,11 @@ class Forecast:
     def __init__(self, content: Mapping[str, Any], stages: Sequence[StageCost] = (), model: Any = None) -> None:
         self.content = content
         self.stages = stages
-        self.speed = None if model is None else Speed.of(model, stages)
+        self.speed: Speed | None = None
+        if model is not None:
+            from kvsearch.runtime.speed import Speed
+
+            self.speed = Speed.of(model, stages)
         self.start = 0.0
 
     @property

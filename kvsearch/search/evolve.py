@@ -25,7 +25,7 @@ from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
-from kvsearch.models.speed import StageCost, Work
+from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.origin import ContextRecord, Use, join_records
 from kvsearch.policies import create_policy

@@ -18,7 +18,7 @@ from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast_scores, count_contexts, estimate, share_level, summarize
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import StageCost
+from kvsearch.models.work import StageCost
 from kvsearch.plan import Size
 from kvsearch.runtime import Program
 from kvsearch.selection.candidates import CandidateSet

@@ -28,7 +28,7 @@ from kvsearch.evaluation.guarantee import (
 from kvsearch.evaluation.runner import hash_rows
 from kvsearch.evaluation.statistics import count_contexts
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import StageCost
+from kvsearch.models.work import StageCost
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.arithmetic import add_carry, even_out_budgets
 from kvsearch.plan.origin import ContextRecord, Use, join_records, make_provenance

@@ -27,8 +27,9 @@ from kvsearch.core.arrays import TIE, Floats, Ints
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import estimate_by_student
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work
+from kvsearch.models.work import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile import TableCheck
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID_SIZE
@@ -36,6 +37,7 @@ from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.speed import scale_to_first
 
 TABLE_SHARES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
 TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
@@ -75,11 +77,16 @@ def check_table(
     )
 
 
-def estimate_check(prompts: Sequence[CalibrationPrompt], options: CalibrationOptions) -> Work:
-    """Estimate the work of `check_table`."""
+def estimate_check(loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], options: CalibrationOptions) -> Work:
+    """Estimate the work of `check_table`; the first context is measured for that, under uniform budgets."""
     mixes = TABLE_SHARES if getattr(options, "shrink", False) else TABLE_AND_EVEN
     times = 1 + len(mixes) * len(CHECKED_RATIOS)
-    return sum((prompt.work(times) for prompt in prompts), Work())
+    shape = describe(loaded.model)
+    even = np.tile(np.reshape(CHECKED_RATIOS, (-1, 1, 1)), (1, len(shape.full_layers), shape.kv_heads))
+    minimum = getattr(options, "minimum", 0.0)
+    first = (prompts[0], even)
+    measure_first = partial(_measure_kept_shares, loaded, first, options.make_policy(), minimum, mixes)
+    return scale_to_first(loaded.model, [prompt.work(times) for prompt in prompts], measure_first)
 
 
 def _measure_kept_shares(

@@ -16,8 +16,9 @@ from kvsearch.cli.console import Console
 from kvsearch.cli.progress import Count, print_lines
 from kvsearch.commands.reporter import StagedProgress, on_interruption
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.models.speed import Speed, StageCost, Work
+from kvsearch.models.work import StageCost, Work
 from kvsearch.report.costs import Forecast
+from kvsearch.runtime.speed import Speed
 from tests import tiny
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE

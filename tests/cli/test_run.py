@@ -14,13 +14,13 @@ from kvsearch.cli.console import Console
 from kvsearch.commands.model_loader import ModelLoader
 from kvsearch.commands.run import RunOptions, prepare_form, resolve_plan_length
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.models.speed import Speed
 from kvsearch.plan import Size, load_plan
 from kvsearch.plan.origin import Guarantee
 from kvsearch.report.integrity import Verification
 from kvsearch.report.selections import describe_smallest
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, read_contexts
+from kvsearch.runtime.speed import Speed
 from kvsearch.selection.selection import TriedBudget
 from tests.cli.conftest import done, invoke
 from tests.plan.builders import make_plan

@@ -36,7 +36,7 @@ from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import Architecture, describe, find_text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import FP32, find_default_memory
-from kvsearch.models.speed import Work
+from kvsearch.models.work import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, TOKENS, Arrays, SignalAxes
 from kvsearch.policies import Policy

@@ -22,11 +22,13 @@ from kvsearch.calibration.probe.context_pass import ContextPass, EntryLook, Meas
 from kvsearch.calibration.probe.contexts import FitCandidates, FitContexts, FittedRanking, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
-from kvsearch.models.architecture import require_plain_rotary
+from kvsearch.models.architecture import describe, require_plain_rotary
+from kvsearch.models.work import Work
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.saved import WEIGHTS, register_weights
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
 from kvsearch.policies.query_bank import EVEN_ARRAY, QUERIES_ARRAY, QUERY_BANK_METHOD
+from kvsearch.runtime.speed import time_action
 
 KMEANS_ROUNDS = 10  # of k-means
 
@@ -92,6 +94,18 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     def finish(self, chosen: Tensor, even: Tensor, contexts: FitContexts) -> FittedRanking:
         bank = self.tried[int(chosen[0, 0])]._replace(even=even)
         return FittedRanking(self._look([bank], contexts), bank.arrays, {"chosen_by": bank.how})
+
+    def estimate_fit(self, contexts: int) -> Work:  # noqa: ARG002
+        """Estimate the time of choosing the banks, by that of a layer."""
+        shape = describe(self.loaded.model)
+        group = shape.query_heads // shape.kv_heads
+        queries = torch.rand(1, shape.kv_heads, group, BANK_CANDIDATES, shape.head_dim)
+
+        def choose_banks() -> None:
+            choose_by_k_means(queries, choose_farthest(queries, self.options.bank))
+
+        (seconds,) = time_action(choose_banks, 1)
+        return Work(seconds=seconds * len(shape.full_layers))
 
     def _look(self, banks: Sequence[StoredQueries], contexts: FitContexts) -> EntryLook:
         """Make the look that notes the order of entries under each of several banks."""

@@ -46,7 +46,7 @@ from kvsearch.core.items import Progress, with_progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import FP32, find_default_memory
-from kvsearch.models.speed import Work
+from kvsearch.models.work import Work
 from kvsearch.plan import PolicySpec, Profile
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import create_policy
@@ -56,6 +56,7 @@ from kvsearch.policies.registry import list_rivals
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.speed import scale_to_first
 from kvsearch.tasks.splits import group_by_text
 
 MIN_CONTEXTS_TO_FIT = 3
@@ -322,6 +323,23 @@ class FittedRanking(NamedTuple):
     settings: Mapping[str, Any]
 
 
+def make_sampling(calibrations: Sequence[RankingCalibration[Any]], contexts: FitContexts) -> tuple[Noting, Measure]:
+    """Make what several rankings note of the contexts to fit on, and the function that samples a context for all."""
+    drawn = [calibration.draw(contexts) for calibration in calibrations]
+    samplers = {calibration.options.method: calibration.make_sampler() for calibration in calibrations}
+
+    def sample(context_pass: ContextPass) -> dict[str, Tensor]:
+        parts = {name: take(context_pass) for name, take in samplers.items()}
+        return {f"{name}.{part}": values for name, taken in parts.items() for part, values in taken.items()}
+
+    noting = Noting(
+        {name: look for noting in drawn for name, look in noting.looks.items()},
+        draw_queries=next((noting.draw_queries for noting in drawn if noting.draw_queries is not None), None),
+        importance=any(calibration.fits_importance for calibration in calibrations),
+    )
+    return noting, sample
+
+
 @torch.no_grad()
 def fit_rankings(
     calibrations: Sequence[RankingCalibration[Any]],
@@ -334,18 +352,7 @@ def fit_rankings(
     """
     contexts = FitContexts(calibrations[0], prompts, progress)
     by_name = {calibration.options.method: calibration for calibration in calibrations}
-    drawn = [calibration.draw(contexts) for calibration in calibrations]
-    samplers = {name: calibration.make_sampler() for name, calibration in by_name.items()}
-
-    def sample(context_pass: ContextPass) -> dict[str, Tensor]:
-        parts = {name: take(context_pass) for name, take in samplers.items()}
-        return {f"{name}.{part}": values for name, taken in parts.items() for part, values in taken.items()}
-
-    noting = Noting(
-        {name: look for noting in drawn for name, look in noting.looks.items()},
-        draw_queries=next((noting.draw_queries for noting in drawn if noting.draw_queries is not None), None),
-        importance=any(calibration.fits_importance for calibration in calibrations),
-    )
+    noting, sample = make_sampling(calibrations, contexts)
     samples = list(contexts.make_reader(contexts.fit, noting)(sample))
     trials: dict[str, FitCandidates] = {}
     for name, calibration in by_name.items():
@@ -392,10 +399,14 @@ def fit_rankings(
 
 
 def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: Sequence[CalibrationPrompt]) -> Work:
-    """Estimate the work of `fit_rankings`: passes over contexts and questions, own replies, and the fits."""
+    """Estimate the work of `fit_rankings`: passes over contexts and questions, own replies, and the fits.
+
+    The first context to fit on is measured for that.
+    """
     calibration = calibrations[0]
-    builder = calibration.make_builder(prompts)
-    fit, choose, reported = split_contexts(prompts, calibration.options.seed)
+    contexts = FitContexts(calibration, prompts, None)
+    builder = contexts.builder
+    fit, choose, reported = contexts.fit, contexts.choose, contexts.report
     work = sum((member.estimate_fit(len(fit)) for member in calibrations), Work())
     if "answers" in builder.targets:
         work += estimate_replies(prompts, calibration.options, read=calibration.loaded.workers is not None)
@@ -408,13 +419,21 @@ def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: 
         (choose, CHOICE_READINGS, 1 + 2 * count * len(JUDGED_SHARES), JUDGED_CHUNKS),
         (reported, REPORT_READINGS, middle + 1 + (REPORTED_RIVALS + count) * len(JUDGED_SHARES), JUDGED_CHUNKS),
     )
+    works = []
     for part, measured, times, every in readings:
         readings_of = 1 if calibration.fit_in_memory(part) else measured
         for prompt in part:
             questions = builder.build(prompt, "cpu", every)
             judged = questions.get("answers") or pick_evenly(questions["reconstruction"])
-            work += Work.over([prompt.length], readings_of)
             read = chain.from_iterable(questions.values())
-            work += Work.over((question.tokens.shape[1] for question in read), behind=prompt.length)
-            work += Work.over((question.tokens.shape[1] for question in judged), times)
-    return work
+            asked = Work.over((question.tokens.shape[1] for question in read), behind=prompt.length)
+            judging = Work.over((question.tokens.shape[1] for question in judged), times)
+            works.append(Work.over([prompt.length], readings_of) + asked + judging)
+    noting, sample = make_sampling(calibrations, contexts)
+    read_first = partial(ContextPass, calibration.loaded, fit[0], calibration.options, builder, noting)
+
+    def measure_first() -> None:
+        with torch.no_grad(), run_attention(calibration.loaded.model):
+            sample(read_first())
+
+    return work + scale_to_first(calibration.loaded.model, works, measure_first)

@@ -33,10 +33,11 @@ from kvsearch.calibration.steps import StepCache
 from kvsearch.core.arrays import Floats
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work, time_action
+from kvsearch.models.work import Work
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation
 from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, columns_of, features_of, needs_of
+from kvsearch.runtime.speed import time_action
 
 RIDGE_STRENGTHS = (1e-4, 1e-2, 1.0)  # strengths that are tried
 FEW_CONTEXT_STRENGTHS = (1.0,)  # with few contexts

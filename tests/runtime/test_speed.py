@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvsearch.models import speed
-from kvsearch.models.speed import Speed, StageCost, Work
+from kvsearch.models.work import StageCost, Work
+from kvsearch.runtime import speed
+from kvsearch.runtime.speed import Speed
 from tests import tiny
 
 START, READ = 0.5, 0.01  # seconds: more than any pass takes here, so that a short one is slow, too

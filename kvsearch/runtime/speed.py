@@ -1,14 +1,22 @@
-"""Time estimates: the work of a job in passes and tokens, and the speed of a model timed by short passes."""
+"""The speed of a model, timed by short passes, for estimates of the time that work takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import add
 from statistics import median
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvsearch.models.architecture import describe, find_text_config
+from kvsearch.models.work import ASSUMED_BATCH, SURE, StageCost, Work
+from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.cache import PlanCache
+from kvsearch.runtime.program import make_full_program
+from kvsearch.runtime.shared_prefill import read
 
 SHORT_PASS = 16  # tokens of the short pass
 MIN_LONG_PASS = 256  # and of the long one, which is as long as what is going to be read, but for these limits
@@ -16,84 +24,29 @@ MOST = 4096
 TIMES = 3  # that each is timed; the median counts
 PATIENCE = 2.0  # seconds, after which a long pass is not repeated
 TABLE_ROWS = 32  # of the attention table that is timed
-SURE = 1.5  # what is said and what is taken differ by at most so many times, where the machine has no other work
-ASSUMED_BATCH = 12  # replies that are decoded in one batch, of several questions and methods
-
-
-@dataclass(frozen=True)
-class Work:
-    """An amount of work for a model.
-
-    Args:
-        passes: of the model, whatever their lengths.
-        tokens: of all passes.
-        pairs: of a token and one before it that attention compares within whole sequences.
-        tables: pairs of a token and a cached entry whose attention is made in fp32, to be looked at.
-        seconds: of work that was timed by itself.
-        longest: tokens of the longest sequence.
-    """
-
-    passes: float = 0
-    tokens: float = 0
-    pairs: float = 0
-    tables: float = 0
-    seconds: float = 0
-    longest: int = 0
-
-    @classmethod
-    def over(cls, lengths: Iterable[int], times: float = 1, behind: int = 0) -> Work:
-        """Return the work of `times` passes over each of some sequences of these lengths.
-
-        With `behind`, they follow so many cached tokens, and their attention to these is made as a table.
-        """
-        counts = list(lengths)
-        tokens = sum(counts)
-        pairs = sum(length**2 for length in counts) / 2
-        return cls(len(counts), tokens, pairs, tokens * behind, 0, max(counts, default=0)) * times
-
-    @classmethod
-    def replying(cls, tokens: float) -> Work:
-        """Return the work of replies of so many tokens in all, decoded side by side, a pass for each step."""
-        return cls(tokens / ASSUMED_BATCH, tokens)
-
-    def __add__(self, other: Work) -> Work:
-        sums = Work(*map(add, astuple(self), astuple(other)))
-        return replace(sums, longest=max(self.longest, other.longest))
-
-    def __mul__(self, times: float) -> Work:
-        return replace(Work(*(part * times for part in astuple(self))), longest=self.longest)
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """The cost of a stage of a job: its contexts and questions, each counted once, and the model's work."""
-
-    name: str
-    contexts: int
-    questions: int
-    work: Work
+TIMED_STEPS = 6  # of decoding
+SIMILAR = 0.1  # lengths that differ by so much, relative to the longer, are as fast
+SPEEDS: WeakKeyDictionary[Any, Speed] = WeakKeyDictionary()  # that were timed last, by model
 
 
 class Speed:
     """The speed of a model on its device, timed by a short forward pass and one as long as the longest input.
 
     In seconds: `start` of a pass on `device`, whatever its length, `read` of each token, `pair` of each pair that
-    attention compares, and `table` of each pair whose attention is looked at. `tokens` is the length of the long pass.
+    attention compares, `table` of each pair whose attention is looked at, and `step` of a step of decoding, beside what
+    its tokens take. `tokens` is the length of the long pass.
     Times of the same pass were from `fastest` to `slowest` times their median.
     """
 
     def __init__(self, model: Any, longest: int = 0) -> None:
-        import torch
-
-        from kvsearch.models.architecture import describe, find_text_config
-
+        self.longest = longest
         shape = describe(model)
         long_pass = min(max(longest, MIN_LONG_PASS), MOST, shape.max_positions or MOST)
         ids = (torch.arange(long_pass, device=model.device) % find_text_config(model).vocab_size)[None]
         queries = torch.ones(shape.query_heads, TABLE_ROWS, shape.head_dim, device=model.device)
         keys = torch.ones(shape.query_heads, shape.head_dim, long_pass, device=model.device)
 
-        def read(length: int) -> None:
+        def read_tokens(length: int) -> None:
             model(input_ids=ids[:, :length], logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
 
         def make_table() -> None:
@@ -101,8 +54,9 @@ class Speed:
 
         with torch.inference_mode():
             first = min(SHORT_PASS, long_pass)
-            times = [time_action(partial(read, length)) for length in (first, long_pass)]
+            times = [time_action(partial(read_tokens, length)) for length in (first, long_pass)]
             table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
+            step = time_step(model, ids[0, :first])
         # Embeddings are looked up, not multiplied.
         embedding = model.get_input_embeddings().weight.numel()
         weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
@@ -116,13 +70,22 @@ class Speed:
         self.pair = self.read * share
         self.table = table * len(shape.full_layers) / (TABLE_ROWS * long_pass)
         self.start = max(0.0, short - first * self.read)
+        self.step = max(0.0, step - ASSUMED_BATCH * self.read)
         self.fastest = min(min(seconds) / median(seconds) for seconds in times)
         self.slowest = max(max(seconds) / median(seconds) for seconds in times)
 
     @classmethod
     def of(cls, model: Any, stages: Iterable[StageCost]) -> Speed:
         """Time a model with inputs as long as the longest that these stages read."""
-        return cls(model, max((stage.work.longest for stage in stages), default=0))
+        return cls.at_length(model, max((stage.work.longest for stage in stages), default=0))
+
+    @classmethod
+    def at_length(cls, model: Any, longest: int) -> Speed:
+        """Time a model with inputs of at most `longest` tokens, unless inputs of about that length were timed last."""
+        last = SPEEDS.get(model)
+        if last is None or abs(last.longest - longest) > SIMILAR * max(last.longest, longest):
+            last = SPEEDS[model] = cls(model, longest)
+        return last
 
     @property
     def is_busy(self) -> bool:
@@ -132,11 +95,35 @@ class Speed:
     def seconds(self, work: Work) -> float:
         """Estimate the seconds that work takes."""
         passes = work.passes * self.start + work.tokens * self.read + work.pairs * self.pair
-        return passes + work.tables * self.table + work.seconds
+        return passes + work.tables * self.table + work.steps * self.step + work.seconds
 
     def range_of(self, seconds: float) -> tuple[float, float]:
         """Return the least and the most seconds that work may take which is estimated to take so many."""
         return seconds * min(self.fastest, 1 / SURE), seconds * max(self.slowest, SURE)
+
+
+def scale_to_first(model: Any, works: Sequence[Work], measure_first: Callable[[], object]) -> Work:
+    """Add up the works of several contexts, the first of which is timed by `measure_first`; counts stay.
+
+    What is done of a context beside plain passes is taken for the same share of the time in all of them.
+    """
+    total = sum(works, Work())
+    speed = Speed.at_length(model, total.longest)
+    (seconds,) = time_action(measure_first, 1)
+    factor = seconds / speed.seconds(works[0])
+    return total + Work(seconds=(factor - 1) * speed.seconds(total))
+
+
+def time_step(model: Any, prompt: Any) -> float:
+    """Time a step that decodes `ASSUMED_BATCH` replies to a prompt of token ids [T], in seconds."""
+    prompts = [prompt] * ASSUMED_BATCH
+    with run_attention(model):
+        replies = read(model, PlanCache(model, make_full_program(model)), prompts, stop=set())
+
+        def decode(tokens: int) -> float:
+            return median(time_action(partial(replies.ask, prompts, [tokens] * len(prompts)), 2))
+
+        return (decode(1 + TIMED_STEPS) - decode(1)) / TIMED_STEPS
 
 
 def time_action(action: Callable[[], object], times: int = TIMES) -> list[float]:
