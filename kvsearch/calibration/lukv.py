@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT, Arrays
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.runtime.speed import scale_to_first
 
 CURVE_POINTS = 101
@@ -94,16 +96,18 @@ class LukvCalibration(Calibration[LukvOptions]):
         times = 1.0  # that what is asked of a context is read
         if options.normalization == "error":
             times += 1 + 2 * QUADRATURE_NODES  # rows of a pass; back it takes as long again
-        own_tokens = options.answer_tokens if options.answers == "own" else None
+        replies = estimate_replies(prompts, options, read=False)
+        if options.answers == "own":
+            prompts = [prompt.lengthen_answers(options.answer_tokens) for prompt in prompts]
         works = []
         for prompt in prompts:
             context = prompt.work()
-            whole = prompt.work(1, own_tokens)
+            whole = prompt.work(1)
             tokens = context.tokens + (whole.tokens - context.tokens) * times
             passes = 3 if options.normalization == "error" else whole.passes  # of all questions together, and back
             works.append(replace(whole, passes=passes, tokens=tokens))
         measure_first = partial(_measure_prompt, self.loaded, prompts[0], self.policies, options)
-        return scale_to_first(self.loaded.model, works, measure_first) + estimate_replies(prompts, options, read=False)
+        return scale_to_first(self.loaded.model, works, measure_first) + replies
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies
@@ -133,11 +137,15 @@ def estimate_replies(prompts: Sequence[CalibrationPrompt], options: AnsweredOpti
     if options.answers == "given":
         return Work()
     answered = [prompt for prompt in prompts if prompt.continuations]
-    replies = sum(
-        continuation.limit_reply(options.answer_tokens) for prompt in answered for continuation in prompt.continuations
-    )
-    reading = Work.over(prompt.length for prompt in answered) if read else Work()
-    return reading + Work.replying(replies)
+    work = Work.over(prompt.length for prompt in answered) if read else Work()
+    for first in range(0, len(answered), TOGETHER):
+        part = answered[first : first + TOGETHER]
+        limits = [[after.limit_reply(options.answer_tokens) for after in prompt.continuations] for prompt in part]
+        # A batch decodes until its longest reply is complete; where it has few prompts, to several questions at once.
+        turns = -(-max(map(len, limits)) // max(1, TOGETHER // len(part)))
+        work += Work(steps=turns * max(chain.from_iterable(limits)))
+        work += Work(tokens=sum(chain.from_iterable(limits)))
+    return work
 
 
 def measure_importance(

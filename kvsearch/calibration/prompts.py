@@ -107,18 +107,27 @@ class CalibrationPrompt:
     def length(self) -> int:
         return self.ids.shape[1]
 
-    def work(self, times: float = 0, max_tokens: int | None = None) -> Work:
-        """Estimate a pass over the context and `times` over its continuations, given or own replies of `max_tokens`.
+    def work(self, times: float = 0) -> Work:
+        """Estimate a pass over the context and `times` over its continuations.
 
-        Own replies that a metric judges are as long as the given answers, which stay where they are not right. The
-        attention of what follows to the context is looked at.
+        The attention of what follows to the context is looked at.
         """
-        given = [after.tokens.shape[1] for after in self.continuations]
-        own = (
-            length if after.taken is not None else after.answer + (after.max_tokens or max_tokens or 0)
-            for after, length in zip(self.continuations, given, strict=True)
-        )
-        return Work.over([self.length]) + Work.over(own if max_tokens else given, times, behind=self.length)
+        lengths = (after.tokens.shape[1] for after in self.continuations)
+        return Work.over([self.length]) + Work.over(lengths, times, behind=self.length)
+
+    def lengthen_answers(self, max_tokens: int) -> CalibrationPrompt:
+        """Return the prompt with answers as long as own replies of `max_tokens` may be, of any tokens, for forecasts.
+
+        Own replies that a metric judges are as long as the given answers, which stay where they are not right.
+        """
+        longer = []
+        for after in self.continuations:
+            missing = after.answer + (after.max_tokens or max_tokens) - after.tokens.shape[1]
+            if after.taken is None and missing > 0:
+                filler = self.ids[:, :1].expand(-1, missing)
+                after = replace(after, tokens=torch.cat([after.tokens, filler], 1))
+            longer.append(after)
+        return replace(self, continuations=tuple(longer))
 
     def make_reply_questions(self, model: str, stop: frozenset[int], max_tokens: int, limit: int) -> ForcedQuestions:
         """Make the questions for own replies, which end before a token of `stop`.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from operator import add
 
-ASSUMED_BATCH = 12  # replies that are decoded in one batch, of several questions and methods
+ASSUMED_BATCH = 8  # replies that are decoded in one batch
 SURE = 1.5  # what is said and what is taken differ by at most so many times, where the machine has no other work
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from kvsearch.models.architecture import describe, find_text_config
 from kvsearch.models.work import ASSUMED_BATCH, SURE, StageCost, Work
 from kvsearch.runtime.attention import run_attention
-from kvsearch.runtime.cache import PlanCache
-from kvsearch.runtime.program import make_full_program
-from kvsearch.runtime.shared_prefill import read
+from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.shared_prefill import reply_after_prefill
 
 SHORT_PASS = 16  # tokens of the short pass
 MIN_LONG_PASS = 256  # and of the long one, which is as long as what is going to be read, but for these limits
@@ -56,7 +56,7 @@ class Speed:
             first = min(SHORT_PASS, long_pass)
             times = [time_action(partial(read_tokens, length)) for length in (first, long_pass)]
             table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
-            step = time_step(model, ids[0, :first])
+            step = time_step(model, ids[0])
         # Embeddings are looked up, not multiplied.
         embedding = model.get_input_embeddings().weight.numel()
         weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
@@ -114,14 +114,16 @@ def scale_to_first(model: Any, works: Sequence[Work], measure_first: Callable[[]
     return total + Work(seconds=(factor - 1) * speed.seconds(total))
 
 
-def time_step(model: Any, prompt: Any) -> float:
+def time_step(model: Any, prompt: Tensor) -> float:
     """Time a step that decodes `ASSUMED_BATCH` replies to a prompt of token ids [T], in seconds."""
-    prompts = [prompt] * ASSUMED_BATCH
-    with run_attention(model):
-        replies = read(model, PlanCache(model, make_full_program(model)), prompts, stop=set())
+    layers = dict.fromkeys(describe(model).full_layers, ())
+    with run_attention(model), torch.no_grad():
+        read = DensePass(model, layers, lambda _: None, prompt[None])
+        replies = reply_after_prefill([read], [prompt], ASSUMED_BATCH, set(), None)
+        questions = [prompt[:1]] * ASSUMED_BATCH
 
         def decode(tokens: int) -> float:
-            return median(time_action(partial(replies.ask, prompts, [tokens] * len(prompts)), 2))
+            return median(time_action(partial(replies.ask, questions, [tokens] * ASSUMED_BATCH), 1))
 
         return (decode(1 + TIMED_STEPS) - decode(1)) / TIMED_STEPS
 

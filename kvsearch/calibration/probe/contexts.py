@@ -408,8 +408,12 @@ def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: 
     builder = contexts.builder
     fit, choose, reported = contexts.fit, contexts.choose, contexts.report
     work = sum((member.estimate_fit(len(fit)) for member in calibrations), Work())
-    if "answers" in builder.targets:
+    if "answers" in builder.targets and calibration.options.answers == "own":
         work += estimate_replies(prompts, calibration.options, read=calibration.loaded.workers is not None)
+        tokens = calibration.options.answer_tokens
+        fit, choose, reported = (
+            [prompt.lengthen_answers(tokens) for prompt in part] for part in (fit, choose, reported)
+        )
     count = len(calibrations)
     middle = 1 + count + len(list_rivals()) if calibration.options.compare == "all" else 0
     # contexts, times that they are measured, that what is judged is read in all, and chunks for one that is repeated
@@ -430,10 +434,9 @@ def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: 
             judging = Work.over((question.tokens.shape[1] for question in judged), times)
             works.append(Work.over([prompt.length], readings_of) + asked + judging)
     noting, sample = make_sampling(calibrations, contexts)
-    read_first = partial(ContextPass, calibration.loaded, fit[0], calibration.options, builder, noting)
 
     def measure_first() -> None:
         with torch.no_grad(), run_attention(calibration.loaded.model):
-            sample(read_first())
+            sample(ContextPass(calibration.loaded, fit[0], calibration.options, builder, noting))
 
     return work + scale_to_first(calibration.loaded.model, works, measure_first)
