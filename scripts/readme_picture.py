@@ -22,12 +22,12 @@ from markupsafe import escape
 from real_results import RIVALS, Comparison, find_kind, label_of
 
 from kvsearch.core.errors import KvsearchError, assert_present
+from kvsearch.evaluation.names import FULL
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.charts import SCORE_AXIS, make_level, make_series
 from kvsearch.report.figures import Figure, LineChart, Role
 from kvsearch.report.page import draw_svg
 from kvsearch.results.evaluation import MethodScores
-from kvsearch.strategies.names import FULL
 
 PLAN = "plan"
 WIDTHS = (6.0, 3.6)  # inches of the two figures

@@ -69,8 +69,8 @@ from kvsearch.report.selections import (
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
-from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
-from kvsearch.strategies.joint import PolicyCurves, read_policy_curves
+from kvsearch.selection.joint import PolicyCurves, read_policy_curves
+from kvsearch.selection.records import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.origin import Use
     from kvsearch.policies import Policy
     from kvsearch.runtime import Program
-    from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
+    from kvsearch.selection.records import PhaseResult, Rule, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import Task, TokenCount
     from kvsearch.tasks.encode import TaskPrompts
@@ -677,7 +677,7 @@ class RunStages:
         """
         from kvsearch.evaluation.compare import estimate_replies
         from kvsearch.runtime.program import make_full_program
-        from kvsearch.selection.comparison import choose_screening_questions, estimate_choice
+        from kvsearch.selection.plan_race import choose_screening_questions, estimate_choice
         from kvsearch.selection.race import FINALISTS
 
         calibrations = {FIT_STAGE: list(self.fits.values())} if self.fits else {}
@@ -811,7 +811,7 @@ class RunStages:
     def _prepare_selection(self, calibrated: PolicyCurves, size: Size, refined: RefinedPlans | None) -> SelectionJob:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""
         from kvsearch.selection.candidates import find_policy_candidates
-        from kvsearch.selection.comparison import prepare_race
+        from kvsearch.selection.plan_race import prepare_race
         from kvsearch.selection.selection_job import SelectionJob
 
         contexts = calibrated.contexts

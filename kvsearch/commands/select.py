@@ -22,12 +22,12 @@ from kvsearch.report.selections import describe_retained, make_selection_result,
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, read_run, write_contexts
-from kvsearch.selection.selection import compute_shared_level
+from kvsearch.selection.records import compute_shared_level
 from kvsearch.selection.verdicts import PHASE_SETTINGS
 
 if TYPE_CHECKING:
     from kvsearch.results.selection import SelectionResult
-    from kvsearch.selection.selection import PhaseResult
+    from kvsearch.selection.records import PhaseResult
     from kvsearch.selection.selection_job import SelectionJob
 
 

@@ -42,7 +42,7 @@ from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
-    from kvsearch.selection.validate import PreparedValidation
+    from kvsearch.selection.signal_controls import PreparedValidation
 
 JUDGED = "What is judged"
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
@@ -229,8 +229,8 @@ def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig
 def _prepare(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -> list[PreparedValidation]:
     """Check all options and load the model; prepare the validation of every size."""
     tasks = options.find_tasks(options.measured, options.split)
+    from kvsearch.selection.signal_controls import find_uses, prepare_validation
     from kvsearch.selection.splits import refuse_reported
-    from kvsearch.selection.validate import find_uses, prepare_validation
 
     refuse_reported(tasks)
     table = options.table

@@ -18,7 +18,7 @@ from kvsearch.results.base import Result, read_content
 from kvsearch.selection.verdicts import BudgetVerdicts, Conditions, JudgedSignal
 
 if TYPE_CHECKING:
-    from kvsearch.strategies.from_signals import Strategy
+    from kvsearch.selection.from_signals import Strategy
 
 VALIDATION_FILE: Final = "validation/validation.json"  # in the directory of the calibration
 

@@ -25,6 +25,8 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_PARAMETERS
 from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.methods import make_direct_plan
+from kvsearch.evaluation.names import METHODS, Recipe
 from kvsearch.models.architecture import require_plain_rotary
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Plan, Size
@@ -34,9 +36,7 @@ from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import build_policy, has_parameters, list_baselines
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.strategies.joint import PolicyCurves, make_joint_plan
-from kvsearch.strategies.methods import make_direct_plan
-from kvsearch.strategies.names import METHODS, Recipe
+from kvsearch.selection.joint import PolicyCurves, make_joint_plan
 
 PHASE: Final = "prefill"
 LUKV: Final = "lukv"
@@ -104,7 +104,7 @@ class PlanFactory:
         return plans
 
     def make_direct_plan(self, policy: Policy, recipe: Recipe, size: Size) -> Plan:
-        """Make the plan of a policy under the budgets of a method; errors as `strategies.methods.make_direct_plan`."""
+        """Make the plan of a policy under the budgets of a method; errors as `evaluation.methods.make_direct_plan`."""
         allocator = Pyramid(window=policy.least) if recipe.allocator == "pyramid" else Uniform()
         allocation = create_allocation(recipe.allocation, recipe.options)
         return make_direct_plan(self.loaded, policy, size, PHASES[self.phases], allocator, allocation)

@@ -25,6 +25,7 @@ from kvsearch.evaluation.guarantee import (
     measure_context_losses,
     measure_evicted_masses,
 )
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.runner import hash_rows
 from kvsearch.evaluation.statistics import count_contexts
 from kvsearch.models.loading import LoadedModel
@@ -36,9 +37,8 @@ from kvsearch.plan.schema import NO_CARRY
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.candidates import content_hash
-from kvsearch.selection.comparison import PlanRace, prepare_race
-from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.selection.selection import (
+from kvsearch.selection.plan_race import PlanRace, prepare_race
+from kvsearch.selection.records import (
     REPORTED_PER_KIND,
     PhaseResult,
     PlanPart,
@@ -48,9 +48,9 @@ from kvsearch.selection.selection import (
     Selection,
     TriedBudget,
 )
+from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
 from kvsearch.selection.splits import refuse_shared
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 
 RUN_METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile

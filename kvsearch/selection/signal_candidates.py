@@ -4,7 +4,7 @@ A candidate is a route (which pattern a layer takes) with an allocator (how much
 PolyKV (arXiv 2606.15157) there are PyramidKV's budgets, and budgets by loss curves. Baselines have one policy in all
 layers: every pattern with equal budgets, and the methods of papers with their own allocators.
 
-With both phases budgets are the same in both, by the signals of prefill, as in `kvsearch.strategies.from_signals`:
+With both phases budgets are the same in both, by the signals of prefill, as in `kvsearch.selection.from_signals`:
 candidates then hold no more than baselines at any time. Methods with their own allocators lay out or share the same
 total in every phase in which they evict.
 """
@@ -23,14 +23,14 @@ from kvsearch.budgets.loss_curves import LossCurves
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.evaluation.names import METHODS, PYRAMID, UNIFORM, Recipe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, parse_phases
+from kvsearch.plan.build import PhaseChoice
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import create_policy, find_policy_class
 from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
-from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import PhaseChoice
-from kvsearch.strategies.from_signals import (
+from kvsearch.selection.from_signals import (
     Strategy,
     check_kept,
     choose_by_signals,
@@ -38,7 +38,7 @@ from kvsearch.strategies.from_signals import (
     find_floors,
     make_signals_plan,
 )
-from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 
 NO_ROUTE: Final = "none"  # the route that stands for every pattern alone
 CURVES: Final = "curves"

@@ -22,11 +22,11 @@ from kvsearch.benchmark.break_even import (
 )
 from kvsearch.benchmark.speed import make_program
 from kvsearch.core.errors import EnvironmentFault
+from kvsearch.evaluation.names import FULL
 from kvsearch.models.speed import Speed, Work
 from kvsearch.plan.size import Size
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.names import FULL
 from tests.families import build
 
 LENGTHS = (512, 1024, 2048, 4096)

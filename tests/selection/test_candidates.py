@@ -9,12 +9,12 @@ import pytest
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.names import METHODS
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.selection.candidates import CandidateSet, content_hash
+from kvsearch.selection.from_signals import Strategy, make_strategy_plan
 from kvsearch.selection.signal_candidates import find_measured, find_signal_candidates
-from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
-from kvsearch.strategies.names import METHODS
 from tests.combinations import in_turn
 from tests.signals.profiles import PATTERNS, make_signals, signal_metadata
 

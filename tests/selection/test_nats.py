@@ -26,12 +26,12 @@ from kvsearch.report.selections import (
 )
 from kvsearch.results.selection import SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss
-from kvsearch.selection.selection import MethodResult, QuestionCount, ReportScores
+from kvsearch.selection.records import MethodResult, QuestionCount, ReportScores
 from kvsearch.selection.selection_job import measure_parts, prepare_selection
 from kvsearch.tasks.text import TextTask
 from tests import tiny
 from tests.evaluation.results import rendered
-from tests.selection.test_comparison import LIKELY
+from tests.selection.test_plan_race import LIKELY
 from tests.signals.profiles import make_signals, signal_metadata
 
 TEXT = " ".join(tiny.document(6000).words[1:])

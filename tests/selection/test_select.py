@@ -27,10 +27,10 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selections import DECODE_ONLY, describe_decision, make_selection_result, make_tables
 from kvsearch.runs.identity import LEDGER
-from kvsearch.selection import comparison, race
-from kvsearch.selection.comparison import SCREENED_TOKENS, choose_screening_questions
+from kvsearch.selection import plan_race, race
+from kvsearch.selection.plan_race import SCREENED_TOKENS, choose_screening_questions
+from kvsearch.selection.records import Selection
 from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.tasks.base import Sampling
@@ -242,8 +242,8 @@ def test_the_hopeless_do_not_reply(
     """Under a random model methods hardly differ, so any lead is made to count."""
     for name, value in (("HOPELESS_LEVEL", 0.5), ("MOST_LOST", 0.0), ("REPORTED_PER_KIND", 3)):
         monkeypatch.setattr(race, name, value)
-    monkeypatch.setattr(comparison, "REPORTED_PER_KIND", 3)
-    monkeypatch.setattr(comparison, "FINALISTS", 2)
+    monkeypatch.setattr(plan_race, "REPORTED_PER_KIND", 3)
+    monkeypatch.setattr(plan_race, "FINALISTS", 2)
     job = prepared_of(model, profile, "error + entropy")
     store = make_stage_store(tmp_path, job.config, NullReporter())
     chosen = job.race.decide(store)

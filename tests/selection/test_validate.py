@@ -21,7 +21,8 @@ from kvsearch.report.scores import list_verdict_lines
 from kvsearch.results.validation import VALIDATION_FILE, ValidationResult, find_harmful
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.selection.validate import (
+from kvsearch.selection.from_signals import Strategy
+from kvsearch.selection.signal_controls import (
     PreparedValidation,
     find_uses,
     permute_distinct,
@@ -38,7 +39,6 @@ from kvsearch.selection.verdicts import (
     judge_gains,
 )
 from kvsearch.signals.table import SignalTable
-from kvsearch.strategies.from_signals import Strategy
 from tests import tiny
 from tests.plan.builders import model as toy
 from tests.signals.profiles import make_signals, signal_metadata

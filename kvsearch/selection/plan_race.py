@@ -14,6 +14,7 @@ from functools import cached_property, reduce
 from kvsearch.core.arrays import TIE
 from kvsearch.core.items import group_by_key
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast_scores, count_contexts, estimate, share_level, summarize
 from kvsearch.evaluation.totals import check_eviction
@@ -33,8 +34,7 @@ from kvsearch.selection.race import (
     plan_rounds,
     plan_screening,
 )
-from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import (
+from kvsearch.selection.records import (
     REPORTED_PER_KIND,
     DroppedMethod,
     MethodResult,
@@ -43,8 +43,8 @@ from kvsearch.selection.selection import (
     Rule,
     Screening,
 )
+from kvsearch.selection.scores import Scores
 from kvsearch.selection.splits import divide_contexts, list_texts
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, force_replies
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import read_loss

@@ -19,11 +19,14 @@ import numpy as np
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.naming import describe_unknown, require_known, suggest
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, Profile, Size
+from kvsearch.plan.build import PhaseChoice
 from kvsearch.policies.registry import build_policy
 from kvsearch.runs.identity import RunConfig
+from kvsearch.selection.from_signals import Strategy, check_kept, choose_by_signals, make_signals_plan
 from kvsearch.selection.verdicts import (
     PHASE_SETTINGS,
     SIGNAL_KINDS,
@@ -36,9 +39,6 @@ from kvsearch.selection.verdicts import (
     judge_signal,
 )
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import PhaseChoice
-from kvsearch.strategies.from_signals import Strategy, check_kept, choose_by_signals, make_signals_plan
-from kvsearch.strategies.names import FULL
 
 SIGNALS_OF_KIND: Final[dict[SignalKind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
 PAPER_SIGNALS: Final[dict[SignalKind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
