@@ -811,8 +811,7 @@ class RunStages:
     def _prepare_selection(self, calibrated: PolicyCurves, size: Size, refined: RefinedPlans | None) -> SelectionJob:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""
         from kvsearch.selection.candidates import find_policy_candidates
-        from kvsearch.selection.plan_race import prepare_race
-        from kvsearch.selection.selection_job import SelectionJob
+        from kvsearch.selection.selection_job import prepare_selection
 
         contexts = calibrated.contexts
         refined_plans: Mapping[str, Plan] = {}
@@ -823,11 +822,9 @@ class RunStages:
             refined_plans = plans_by_size[planned]
         used = None if contexts is None else contexts.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, refined_plans)
-        race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")
-        selection = SelectionJob(size, self.splits["report"].without(used), race)
-        selection.check()
-        return selection
+        choice, reported = (self.splits[name].without(used) for name in ("select", "report"))
+        return prepare_selection(self.loaded, plans, size, choice, reported, self.rule)
 
     def _reply_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
         """Return what keeps the replies of all rounds and of the report at a size."""
-        return make_stage_store(self.output / CHOICE_FOLDER / str(selection.size), selection.config, reporter)
+        return make_stage_store(self.output / CHOICE_FOLDER / str(selection.size), selection.race.config, reporter)

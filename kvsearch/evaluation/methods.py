@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -135,8 +134,7 @@ class Method:
         if self.allocation is not None:
             shared = {"name": self.allocation.name, "options": self.allocation.parameters()}
         if isinstance(self.layout, Profile):
-            digest = sha256(self.layout.to_bytes()).hexdigest()
-            budgets = {"profile_sha256": digest, "calibrated": self.layout.metadata.method}
+            budgets = {"profile_sha256": self.layout.sha256, "calibrated": self.layout.metadata.method}
         else:
             options = asdict(self.layout)
             budgets = {"allocator": self.layout.name, "options": options, "floor": self.policy.least}

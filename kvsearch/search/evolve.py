@@ -223,7 +223,8 @@ class PreparedSearch:
         starts = {name: plans[name] for name in ranked if name in self.starts}
         candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
         prepared = prepare_plans(self.setup.loaded, candidate_set.plans, self.splits["choice"])
-        result = PlanRace(prepared, candidate_set, self.rule, store_name, screens=False).decide(store, level)
+        race = PlanRace(prepared, candidate_set, self.rule, Size(self.budget), store_name, screens=False)
+        result = race.decide(store, level)
         chosen = result.written
         if outcome.result is not None:
             paper = outcome.result.table
