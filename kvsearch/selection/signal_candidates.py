@@ -90,7 +90,7 @@ def find_signal_candidates(
     table = SignalTable(profile)
     for phase in parse_phases(phases):
         table.phase_index(phase)  # refuses one that was not measured
-    return _SignalPlans(loaded, table, size, phases, *find_measured(table, size, routes, allocators)).find()
+    return _SignalPlans(loaded, table, size, phases, find_measured(table, size, routes, allocators)).find()
 
 
 def create_tuned_policy(name: str, profile: Profile) -> Policy:
@@ -110,23 +110,16 @@ def create_tuned_policy(name: str, profile: Profile) -> Policy:
 
 
 class _SignalPlans(PlanSource):
-    """Plans of one phase setting from signals; no layer takes a `barred` pattern."""
+    """Plans of one phase setting from the `measured` routes and allocators; no layer takes a `barred` pattern."""
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        table: SignalTable,
-        size: Size,
-        phases: str,
-        routes: Sequence[str],
-        allocators: Sequence[str],
+        self, loaded: LoadedModel, table: SignalTable, size: Size, phases: str, measured: tuple[list[str], list[str]]
     ) -> None:
         super().__init__(loaded, size, phases)
         self.table = table
         self.profile = table.profile
         self.even = table.profile.metadata.policy.name
-        self.routes = routes
-        self.allocators = allocators
+        self.routes, self.allocators = measured
         self.pool = size.pool(table.profile.metadata)
         barred = _find_barred(table, self.pool.mean)
         self.barred = tuple(barred)
