@@ -12,18 +12,27 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from pydantic import Field
 
-from kvsearch.core.fields import Index, Record, Sha256, Text
+from kvsearch.core.fields import Count, Index, Record, Sha256, Text
 from kvsearch.core.parsing import read_json
 from kvsearch.plan import ModelFingerprint
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, read_content
-from kvsearch.selection.verdicts import BudgetVerdicts, JudgedSignal, TaskContent
+from kvsearch.selection.verdicts import BudgetVerdicts, JudgedSignal
 
 if TYPE_CHECKING:
     from kvsearch.selection.from_signals import Strategy
 
 VALIDATION_FILE: Final = "validation/validation.json"  # in the directory of the calibration
+
+
+class TaskContent(Record):
+    """Contexts and questions of one task, identified by content."""
+
+    contexts: Count
+    questions: Count
+    metric: Text
+    rows_sha256: Sha256
 
 
 class ValidationResult(Result, Record):
