@@ -21,14 +21,14 @@ import torch
 
 from kvsearch import attach
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
+from kvsearch.evaluation.methods import parse_methods
+from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import Size
 from kvsearch.report.table import Cell, Table, to_markdown
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runtime import Program
 from kvsearch.signals.predictions import token_losses
-from kvsearch.strategies.methods import parse_methods
-from kvsearch.strategies.ready_methods import prepare_methods
 from kvsearch.tasks.text import TextTask
 
 POLICIES = "h2o,snapkv,streaming"

@@ -29,9 +29,9 @@ from kvsearch.plan import Size, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import LEDGER, read_config
 from kvsearch.selection.candidates import find_policy_candidates
-from kvsearch.selection.comparison import SCREENED_TOKENS, score_losses
+from kvsearch.selection.joint import read_policy_curves
+from kvsearch.selection.plan_race import SCREENED_TOKENS, score_losses
 from kvsearch.selection.scores import Scores
-from kvsearch.strategies.joint import read_policy_curves
 from kvsearch.tasks.encode import force_replies
 from kvsearch.tasks.metrics.likelihood import read_loss
 

@@ -26,8 +26,8 @@ from scipy.special import ndtri
 
 from kvsearch.core.arrays import Floats
 from kvsearch.selection.race import Race, plan_rounds
+from kvsearch.selection.records import Rule
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import Rule
 
 CANDIDATES = tuple(f"candidate {number}" for number in range(8))
 BASELINES = tuple(f"baseline {number}" for number in range(5))

@@ -30,10 +30,10 @@ from kvsearch.evaluation.guarantee import (
     count_shown,
     measure_context_losses,
 )
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.samples import Sample
 from kvsearch.runs.identity import LEDGER
-from kvsearch.strategies.names import FULL
 
 BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2)
 CONTEXTS = (30, 60, 120, 300)

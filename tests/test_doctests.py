@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvsearch.budgets.allocator import Uniform
+from kvsearch.evaluation.methods import make_direct_plan
 from kvsearch.plan import Size, save_plan
 from kvsearch.policies import create_policy
-from kvsearch.strategies.methods import make_direct_plan
 
 MODULES = (
     "budgets.allocator", "budgets.dynamic", "budgets.loss_curves", "budgets.lukv", "budgets.polykv",

@@ -106,6 +106,6 @@ def test_what_is_wrong_is_told_before_anything_that_computes_is_imported(
 
 def test_results_are_shown_and_drawn_without_what_computed_them() -> None:
     code = "import kvsearch.report.artifacts, kvsearch.report.page, kvsearch.commands.report"
-    code += ", kvsearch.report.integrity, kvsearch.strategies.from_yaml, kvsearch.budgets.plan_checks"
+    code += ", kvsearch.report.integrity, kvsearch.selection.from_yaml, kvsearch.budgets.plan_checks"
     _, found = loaded(code)
     assert not {"torch", "transformers", "datasets", "ray", "cma", "sklearn"} & set(found)

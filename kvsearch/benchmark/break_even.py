@@ -15,7 +15,7 @@ from math import isqrt
 import numpy as np
 
 from kvsearch.core.fields import Count, Index
-from kvsearch.strategies.names import FULL
+from kvsearch.evaluation.names import FULL
 
 PAYS = 1.1  # times the full cache's tokens per second; less may be an error of prediction
 CHECKS = 3  # points that are measured, but not for the fit

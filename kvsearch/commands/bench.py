@@ -20,6 +20,7 @@ from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import QUESTIONS, SIZE, Listed, Repeated, option
 from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.core.files import write_atomically
+from kvsearch.evaluation.names import FULL
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.shapes import find_device, make_random_model
 from kvsearch.models.work import StageCost, Work
@@ -31,7 +32,6 @@ from kvsearch.report.break_even import BreakEvenView, make_break_even_figures
 from kvsearch.report.costs import Forecast, SpeedView, describe_machine
 from kvsearch.report.draw import check_picture_target, write_row
 from kvsearch.report.page import check_page_target, group_by_model, render
-from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
     from kvsearch.benchmark.cache_costs import CacheCosts

@@ -176,7 +176,7 @@ def forecast_calibrations(several: Sequence[CalibrateOptions], reporter: Reporte
     first: Calibration[Any] = calibrations[0]
     work = first.estimate_together(calibrations, prompts)
     if getattr(first.options, "check", False):
-        from kvsearch.selection.table_check import estimate_check
+        from kvsearch.evaluation.table_check import estimate_check
 
         work += estimate_check(first.loaded, prompts, first.options)
     cost = StageCost(f"calibrate by {_methods(several)}", len(first.data.contexts), first.data.questions, work)
@@ -304,7 +304,7 @@ def _prepare(
 
 def _check_table(calibration: Calibration[Any], profile: Profile, reporter: Reporter) -> Profile:
     """Check the table of a profile against uniform budgets; return the profile with the checks."""
-    from kvsearch.selection.table_check import check_table, shrink_table
+    from kvsearch.evaluation.table_check import check_table, shrink_table
 
     settings = calibration.options
     if not getattr(settings, "check", False):

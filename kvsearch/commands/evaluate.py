@@ -41,6 +41,7 @@ from kvsearch.evaluation.guarantee import (
     require_unseen,
     shows_bound,
 )
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import CONFIDENCE, count_contexts, share_level, summarize
 from kvsearch.exporters.base import ExportedFiles
@@ -53,12 +54,11 @@ from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, ShownLoss
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
 from kvsearch.runs.run import read_run, write_json
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Sampling
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.strategies.ready_methods import Request
+    from kvsearch.evaluation.ready_methods import Request
 
 
 class EvaluateOptions(ModelOptions, WorkerOptions, TaskOptions, BatchOptions):
@@ -79,7 +79,7 @@ class EvaluateOptions(ModelOptions, WorkerOptions, TaskOptions, BatchOptions):
         "`calibrate`.",
         SIZE,
         metavar="NAME,...",
-        completes="kvsearch.strategies.names:list_method_names",
+        completes="kvsearch.evaluation.names:list_method_names",
     )
     budgets: Commas | None = option(
         None, "Sizes of the methods: entries per kv head, on average.", SIZE, metavar="N,..."
@@ -229,7 +229,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter, models: ModelLoader) 
         load_plan(path)
     if options.guarantees:
         refuse_text(tasks)
-    from kvsearch.strategies.ready_methods import read_request
+    from kvsearch.evaluation.ready_methods import read_request
 
     request = read_request(
         options.plan, options.methods, options.budgets, options.ratios, options.phases, options.settings,
@@ -363,7 +363,7 @@ def _full_cache(options: HeadroomOptions, reporter: Reporter, models: ModelLoade
     if options.output is not None:
         read_run(options.output, "headroom")
     from kvsearch.evaluation.compare import Split, prepare
-    from kvsearch.strategies.ready_methods import make_full_cache_method
+    from kvsearch.evaluation.ready_methods import make_full_cache_method
 
     loaded = models.load(options.model)
     full = prepare(loaded, [make_full_cache_method(loaded)], FULL, Split(tasks, options.samples, seed=options.seed))

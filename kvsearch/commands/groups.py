@@ -28,7 +28,7 @@ from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.printed import format_command_line
 from kvsearch.models.loading import BUNDLED, LoadOptions
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.selection.selection import Rule
+from kvsearch.selection.records import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, find_tasks
 from kvsearch.tasks.catalog import TASKS as TASK_REGISTRY

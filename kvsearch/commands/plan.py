@@ -172,7 +172,7 @@ def make_direct(options: UniformOptions, reporter: Reporter, models: ModelLoader
     def make() -> Plan:
         name, params = parse_policy(options.policy)
         policy = create_policy(name, {**params, **(options.settings or {})})
-        from kvsearch.strategies.methods import check_request, make_direct_plan, parse_allocation
+        from kvsearch.evaluation.methods import check_request, make_direct_plan, parse_allocation
 
         allocation = parse_allocation(options.allocation)
         phases = parse_phases(options.phases)
@@ -198,7 +198,7 @@ def make_built(options: BuildOptions, reporter: Reporter) -> Plan:  # noqa: ARG0
     """Make the plan of `build`; UsageError says all that is wrong with its YAML."""
 
     def make() -> Plan:
-        from kvsearch.strategies.from_yaml import plan_from_yaml
+        from kvsearch.selection.from_yaml import plan_from_yaml
 
         return plan_from_yaml(read_text(options.strategy, max_bytes=MOST_YAML), str(options.strategy))
 

@@ -313,8 +313,8 @@ class TableStages:
         Raises:
             IncompatibleError: it can run none of them.
         """
+        from kvsearch.evaluation.methods import parse_methods, parse_sizes
         from kvsearch.runtime.cache import check_rotary
-        from kvsearch.strategies.methods import parse_methods, parse_sizes
 
         options = stage.options
         lost = {method: self._lost(method) for method in stage.methods}

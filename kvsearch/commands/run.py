@@ -69,8 +69,8 @@ from kvsearch.report.selections import (
 from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
-from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
-from kvsearch.strategies.joint import PolicyCurves, read_policy_curves
+from kvsearch.selection.joint import PolicyCurves, read_policy_curves
+from kvsearch.selection.records import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
 from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.origin import Use
     from kvsearch.policies import Policy
     from kvsearch.runtime import Program
-    from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
+    from kvsearch.selection.records import PhaseResult, Rule, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import Task, TokenCount
     from kvsearch.tasks.encode import TaskPrompts
@@ -679,7 +679,7 @@ class RunStages:
         """
         from kvsearch.evaluation.compare import estimate_replies
         from kvsearch.runtime.program import make_full_program
-        from kvsearch.selection.comparison import choose_screening_questions, estimate_choice
+        from kvsearch.selection.plan_race import choose_screening_questions, estimate_choice
         from kvsearch.selection.race import FINALISTS
 
         calibrations = {FIT_STAGE: list(self.fits.values())} if self.fits else {}
@@ -813,8 +813,7 @@ class RunStages:
     def _prepare_selection(self, calibrated: PolicyCurves, size: Size, refined: RefinedPlans | None) -> SelectionJob:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""
         from kvsearch.selection.candidates import find_policy_candidates
-        from kvsearch.selection.comparison import prepare_race
-        from kvsearch.selection.selection_job import SelectionJob
+        from kvsearch.selection.selection_job import prepare_selection
 
         contexts = calibrated.contexts
         refined_plans: Mapping[str, Plan] = {}
@@ -825,11 +824,9 @@ class RunStages:
             refined_plans = plans_by_size[planned]
         used = None if contexts is None else contexts.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, refined_plans)
-        race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")
-        selection = SelectionJob(size, self.splits["report"].without(used), race)
-        selection.check()
-        return selection
+        choice, reported = (self.splits[name].without(used) for name in ("select", "report"))
+        return prepare_selection(self.loaded, plans, size, choice, reported, self.rule)
 
     def _reply_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
         """Return what keeps the replies of all rounds and of the report at a size."""
-        return make_stage_store(self.output / CHOICE_FOLDER / str(selection.size), selection.config, reporter)
+        return make_stage_store(self.output / CHOICE_FOLDER / str(selection.size), selection.race.config, reporter)

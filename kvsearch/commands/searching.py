@@ -44,7 +44,7 @@ from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import RESERVED_NAMES, SearchSetup
 from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog
-from kvsearch.strategies.joint import PolicyCurves
+from kvsearch.selection.joint import PolicyCurves
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 REFINED = "refined"

@@ -22,12 +22,12 @@ from kvsearch.report.selections import describe_retained, make_selection_result,
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, read_run, write_contexts
-from kvsearch.selection.selection import compute_shared_level
+from kvsearch.selection.records import compute_shared_level
 from kvsearch.selection.verdicts import PHASE_SETTINGS
 
 if TYPE_CHECKING:
     from kvsearch.results.selection import SelectionResult
-    from kvsearch.selection.selection import PhaseResult
+    from kvsearch.selection.records import PhaseResult
     from kvsearch.selection.selection_job import SelectionJob
 
 
@@ -119,7 +119,7 @@ def select(options: SelectOptions, reporter: Reporter, models: ModelLoader) -> S
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
         with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *PHASE_SETTINGS)) as run:
-            store = make_stage_store(place, selection.config, reporter, title=f"{selection.size}, ")
+            store = make_stage_store(place, selection.race.config, reporter, title=f"{selection.size}, ")
             level = compute_shared_level(options.rule.level, len(prepared), ended)
             selected = selection.run(store, level, answered=True)
             ended.append(selected.chosen)
@@ -154,7 +154,7 @@ def _prepare(options: SelectOptions, reporter: Reporter, models: ModelLoader) ->
     parse_phases(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
-    from kvsearch.selection.signal_candidates import find_measured
+    from kvsearch.selection.signal_candidates import find_signal_candidates
 
     protocol = options.asked_protocol
     choice, reported = (
@@ -169,9 +169,8 @@ def _prepare(options: SelectOptions, reporter: Reporter, models: ModelLoader) ->
     loaded = options.load_calibrated(models)
     selections = []
     for size in sizes:
-        explored = find_measured(profile, size, options.routes, options.allocators)
-        selection = prepare_selection(loaded, profile, size, choice, reported, options.phases, explored, rule)
-        selections.append(selection)
+        plans = find_signal_candidates(loaded, profile, size, options.phases, options.routes, options.allocators)
+        selections.append(prepare_selection(loaded, plans, size, choice, reported, rule))
     if options.samples is not None:
         warn_about_coverage(reporter, [*selections[0].race.encoded, *selections[0].report_prompts])
     return list(zip(places, outputs, selections, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +27,7 @@ from kvsearch.commands.model_loader import ModelLoader
 from kvsearch.commands.public import job
 from kvsearch.commands.reporter import FINISHED_NOTE, Reporter, make_stage_store, warn_about_coverage
 from kvsearch.config.options import RULE, Names, option
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import UsageError, assert_present
 from kvsearch.core.fields import Samples
 from kvsearch.plan import Size
 from kvsearch.plan.origin import ContextRecord, ContextSet
@@ -42,7 +42,7 @@ from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
-    from kvsearch.selection.validate import PreparedValidation
+    from kvsearch.selection.plan_race import PlanRace
 
 JUDGED = "What is judged"
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
@@ -170,18 +170,18 @@ def remarks(options: ValidateOptions, result: ValidationResult) -> Iterator[str]
 
 def dry_run(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -> Forecast:
     """Forecast the work of `validate`; errors as `validate` before any evaluation."""
-    prepared = _prepare(options, reporter, models)
-    first = prepared[0]
+    races = _prepare(options, reporter, models)
+    conditions = describe_conditions(races[0])
     if not options.force:
-        require_same((options.directory / VALIDATION_FILE).parent, _config(options, first))
+        require_same((options.directory / VALIDATION_FILE).parent, _config(options, conditions))
     content = {
-        "tasks": list(first.conditions.tasks),
-        "split": first.conditions.split,
-        "protocol": first.conditions.protocol,
-        "signals": [use._asdict() for use in first.compared],
+        "tasks": list(conditions["tasks"]),
+        "split": conditions["split"],
+        "protocol": conditions["protocol"],
+        "signals": [use._asdict() for use in races[0].candidate_set.signals],
     }
-    stages = [validation.evaluation.cost(f"replies at {validation.budget:g} entries") for validation in prepared]
-    return Forecast(content, stages, first.evaluation.loaded.model)
+    stages = [race.prepared.cost(f"replies at {race.mean_budget:g} entries") for race in races]
+    return Forecast(content, stages, races[0].prepared.loaded.model)
 
 
 @job(ValidateOptions)
@@ -197,20 +197,19 @@ def validate(options: ValidateOptions, reporter: Reporter, models: ModelLoader) 
         IncompatibleError: model, profile and questions do not fit together, or the full cache itself scores next to
             nothing.
     """
-    prepared = _prepare(options, reporter, models)
-    conditions = prepared[0].conditions
+    races = _prepare(options, reporter, models)
+    conditions = describe_conditions(races[0])
     path = options.directory / VALIDATION_FILE
     if not options.force:
         require_unchanged(path.parent, path.name, "restore it, or --force to start anew")
-    config = _config(options, prepared[0])
+    config = _config(options, conditions)
     with Run.open(path.parent, config, force=options.force, files=(path.name, "[0-9r]*-question-*")) as run:
         before = validation_result = load_validation(path)
-        for validation in prepared:
-            replies = validation.evaluation.replies
-            many = f"{validation.strategies} strategies and the full cache"
-            reporter.say(f"{many} at {validation.budget:g} entries per kv head: {replies} replies")
-            store = make_stage_store(run.directory, validation.config, reporter)
-            result = ValidationResult(**dict(conditions), budgets=(validation.run(store, answered=True),))
+        for race in races:
+            many = f"{len(race.prepared.methods) - 1} strategies and the full cache"
+            reporter.say(f"{many} at {race.mean_budget:g} entries per kv head: {race.prepared.replies} replies")
+            store = make_stage_store(run.directory, race.config, reporter)
+            result = ValidationResult(**conditions, budgets=(race.judge_signals(store, answered=True),))
             validation_result = result if validation_result is None else result.merged(validation_result)
             run.write(path.name, validation_result.as_json())
         run.finish()
@@ -220,17 +219,36 @@ def validate(options: ValidateOptions, reporter: Reporter, models: ModelLoader) 
     return validation_result
 
 
-def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig:
+def describe_conditions(race: PlanRace) -> dict[str, Any]:
+    """Describe the profile and questions of a validation, which must be equal for two of them to be merged."""
+    evaluation = race.prepared
+    profile = assert_present(race.candidate_set.profile, "signals are those of a profile")
+    splits = {str(task.task.split) for task in evaluation.encoded if hasattr(task.task, "split")}
+    tasks = evaluation.config().content["tasks"]
+    return {
+        "model": profile.metadata.model,
+        "profile_sha256": profile.sha256,
+        "tasks": {
+            name: {**{key: tasks[name][key] for key in ("contexts", "questions", "rows_sha256")}, "metric": metric}
+            for name, metric in evaluation.metrics.items()  # in the order in which they were asked for
+        },
+        "split": ", ".join(sorted(splits)) or None,
+        "protocol": evaluation.split.protocol,
+        "seed": evaluation.split.seed,
+    }
+
+
+def _config(options: ValidateOptions, conditions: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of the run: validations of other signals and sizes are the same one."""
-    content = prepared.conditions.model_dump(mode="json", exclude={"model"})  # the profile has it
+    content = {name: value for name, value in conditions.items() if name != "model"}  # the profile has it
     return RunConfig(job="validate", options=options.to_recipe(), content=content)
 
 
-def _prepare(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -> list[PreparedValidation]:
-    """Check all options and load the model; prepare the validation of every size."""
+def _prepare(options: ValidateOptions, reporter: Reporter, models: ModelLoader) -> list[PlanRace]:
+    """Check all options and load the model; prepare the race of strategies and controls at every size."""
     tasks = options.find_tasks(options.measured, options.split)
+    from kvsearch.selection.signal_controls import find_uses, prepare_signal_race
     from kvsearch.selection.splits import refuse_reported
-    from kvsearch.selection.validate import find_uses, prepare_validation
 
     refuse_reported(tasks)
     table = options.table
@@ -240,8 +258,8 @@ def _prepare(options: ValidateOptions, reporter: Reporter, models: ModelLoader) 
         sizes = [Size(options.budget, options.ratio)]
     split = options.make_split(tasks, options.samples, options.asked_protocol).without(options.used)
     loaded = options.load_calibrated(models)
-    prepared = [prepare_validation(loaded, table.profile, size, split, uses, options.permutations) for size in sizes]
-    warn_about_coverage(reporter, prepared[0].evaluation.encoded)
-    for note in dict.fromkeys(note for validation in prepared for note in validation.notes):
+    races = [prepare_signal_race(loaded, table.profile, size, split, uses, options.permutations) for size in sizes]
+    warn_about_coverage(reporter, races[0].encoded)
+    for note in dict.fromkeys(note for race in races for note in race.candidate_set.notes):
         reporter.warn(note)
-    return prepared
+    return races

@@ -15,6 +15,8 @@ from kvsearch.core.arrays import TIE
 from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress, group_by_key
+from kvsearch.evaluation.names import FULL as FULL
+from kvsearch.evaluation.ready_methods import ReadyMethod, describe_different_settings, make_full_cache_method
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, describe_environment, find_metric_name, hash_rows, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample
@@ -43,8 +45,6 @@ from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
 from kvsearch.runtime.decode.next_tokens import describe_generation_settings
 from kvsearch.runtime.shared_prefill import make_batches
-from kvsearch.strategies.names import FULL as FULL
-from kvsearch.strategies.ready_methods import ReadyMethod, describe_different_settings, make_full_cache_method
 from kvsearch.tasks.base import Coverage, Sampling, Task
 from kvsearch.tasks.encode import (
     TaskPrompts,

@@ -27,9 +27,9 @@ import numpy as np
 
 from kvsearch.core.arrays import TIE, Floats
 from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.plan.origin import Guarantee
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics import is_forced
 
 if TYPE_CHECKING:

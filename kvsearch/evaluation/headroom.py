@@ -30,6 +30,8 @@ from kvsearch.calibration.prompts import Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, group_by_key, with_progress
 from kvsearch.evaluation.compare import RANKING_PASSES, Split, estimate_replies
+from kvsearch.evaluation.names import FULL
+from kvsearch.evaluation.ready_methods import make_baselines, spread_evenly
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import reply_to_batch, score_replies
 from kvsearch.evaluation.samples import Sample
@@ -46,8 +48,6 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import PhaseProgram, make_full_program
 from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.shared_prefill import compress_prompts
-from kvsearch.strategies.names import FULL
-from kvsearch.strategies.ready_methods import make_baselines, spread_evenly
 from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, format_reasons, make_readings
 
 BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"

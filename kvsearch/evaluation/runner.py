@@ -19,6 +19,8 @@ from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError
 from kvsearch.core.items import Progress, with_progress
 from kvsearch.core.resources import read_version
+from kvsearch.evaluation.names import FULL
+from kvsearch.evaluation.ready_methods import ReadyMethod
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import ReplyPlace, Sample
 from kvsearch.models.architecture import find_text_config, is_beyond_switch, require_same_rotary
@@ -31,8 +33,6 @@ from kvsearch.runtime.decode.next_tokens import Draws, record_generation_setting
 from kvsearch.runtime.decode.replies import find_stop_tokens, has_windows
 from kvsearch.runtime.program import make_full_program, require_room
 from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
-from kvsearch.strategies.names import FULL
-from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, list_questions, make_readings
 from kvsearch.tasks.metrics import is_forced, score

@@ -22,15 +22,15 @@ from pydantic import Field
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import InternalError
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.plan import Size
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.retain import RETAIN
 
 if TYPE_CHECKING:
-    from kvsearch.strategies.ready_methods import ReadyMethod
+    from kvsearch.evaluation.ready_methods import ReadyMethod
     from kvsearch.tasks.encode import TaskPrompts
 
 CONFIDENCE = 0.95

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.names import FULL
+from kvsearch.evaluation.ready_methods import ReadyMethod
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.names import FULL
-from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.encode import make_readings
 
 if TYPE_CHECKING:

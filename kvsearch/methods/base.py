@@ -132,8 +132,8 @@ class CalibrationMethod:
             UsageError: the profile has no table, the size cannot be had, or the settings do not go together.
         """
         del settings, source
-        from kvsearch.selection.table_check import describe_harmful_table
-        from kvsearch.strategies.build import plan_from_profile
+        from kvsearch.evaluation.table_check import describe_harmful_table
+        from kvsearch.plan.build import plan_from_profile
 
         plan = plan_from_profile(profile, size)
         pool = size.pool(profile.metadata)

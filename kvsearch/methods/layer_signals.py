@@ -14,7 +14,7 @@ from kvsearch.plan.profile_arrays import SIGNAL_ARRAYS
 
 if TYPE_CHECKING:
     from kvsearch.report.figures import ReportPart
-    from kvsearch.strategies.from_signals import Strategy
+    from kvsearch.selection.from_signals import Strategy
 
 ENTROPY_ALONE = ("entropy",)  # signals that can share out budgets only
 
@@ -43,7 +43,7 @@ class PolykvMethod(CalibrationMethod):
     ) -> ProfilePlan:
         """Make the plan of the strategy in `settings`; it is harmful if `validate` judged one of its signals so."""
         from kvsearch.results.validation import find_harmful
-        from kvsearch.strategies.from_signals import make_strategy_plan
+        from kvsearch.selection.from_signals import make_strategy_plan
 
         strategy = make_strategy(profile, settings or {})
         plan = make_strategy_plan(profile, strategy, size)
@@ -71,9 +71,9 @@ class PolykvMethod(CalibrationMethod):
 
 def make_strategy(profile: Profile, settings: Mapping[str, Any]) -> Strategy:
     """Make the strategy of `settings`, by default by the signals that were measured; UsageError if they conflict."""
+    from kvsearch.evaluation.names import UNIFORM
+    from kvsearch.selection.from_signals import Strategy
     from kvsearch.signals.table import SignalTable
-    from kvsearch.strategies.from_signals import Strategy
-    from kvsearch.strategies.names import UNIFORM
 
     table = SignalTable(profile)
     route = settings.get("route") or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured

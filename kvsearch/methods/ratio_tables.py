@@ -37,7 +37,7 @@ class LukvMethod(CalibrationMethod):
         """Make the plan of the table, or, of several measured policies, the plan with the best one in every layer."""
         if profile.metadata.policies is None:
             return super().to_plan(profile, size, settings, source)
-        from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
+        from kvsearch.selection.joint import make_joint_plan, read_policy_curves
 
         curves = read_policy_curves(profile)
         warnings: tuple[str, ...] = ()

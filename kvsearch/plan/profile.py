@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,6 +157,11 @@ class Profile:
     def to_bytes(self) -> bytes:
         """Render the safetensors file; equal profiles give equal bytes."""
         return bytes(save(self.arrays, {_HEADER_KEY: canonical_json(self.metadata).decode()}))
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the file."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def local_ratios(self, ratio: float) -> NDArray[np.float64]:
         """Look up local eviction ratios [L, Hkv] for a global `ratio`, linear between grid rows.

@@ -21,6 +21,7 @@ from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import open_file, read_text
 from kvsearch.core.parsing import read_json
 from kvsearch.core.printed import format_command_line
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.exporters.base import PlanScores
 from kvsearch.papers.tables import PAPER_TABLES, STAGES
@@ -60,7 +61,6 @@ from kvsearch.runs.identity import (
 )
 from kvsearch.runs.identity import SCHEMA as RUN
 from kvsearch.runs.run import CONTEXTS_FORMAT, read_contexts
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.catalog import list_public_datasets
 
 WHOLE_RUN = "run.json"
@@ -439,7 +439,7 @@ def _keep_existing(places: list[Path]) -> tuple[Path, ...]:
 def _load_yaml(path: Path) -> LoadedArtifact:
     from kvsearch.core.limits import MOST_YAML
     from kvsearch.core.yaml_document import YamlDocument
-    from kvsearch.strategies.from_yaml import plan_of_document
+    from kvsearch.selection.from_yaml import plan_of_document
 
     document = YamlDocument(read_text(path, max_bytes=MOST_YAML), str(path))
     content = document.data

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from kvsearch.benchmark.break_even import PAYS, BreakEven, CostCheck, CostModel, CurvePoint, StepCosts
 from kvsearch.core.fields import Index
 from kvsearch.core.items import group_by_key
+from kvsearch.evaluation.names import FULL
 from kvsearch.models.work import SURE
 from kvsearch.report.costs import format_machine
 from kvsearch.report.figures import Figure, LineChart, Role, Series
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
-from kvsearch.strategies.names import FULL
 
 BREAK_EVEN_NOTES = (
     "full cache -> plan; the full cache is the faster of transformers' DynamicCache and kvsearch's own storage. "

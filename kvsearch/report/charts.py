@@ -10,6 +10,7 @@ from operator import attrgetter
 import numpy as np
 
 from kvsearch.core.items import group_by_key
+from kvsearch.evaluation.names import EVOLVED, EXPANDED, FULL
 from kvsearch.papers.tables import PAPER_TABLES, Picture
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
@@ -23,7 +24,6 @@ from kvsearch.results.search import SearchResult, Trace
 from kvsearch.results.selection import SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Estimate
 from kvsearch.signals.table import SignalTable
-from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL
 
 SCORE_AXIS = "score, %"
 NATS = "excess nats per token, lower is better"

@@ -15,8 +15,8 @@ import numpy as np
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_target, require_directory, write_atomically, write_fault
 from kvsearch.core.printed import escape_invisible
+from kvsearch.evaluation.names import FULL
 from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Series, is_light
-from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

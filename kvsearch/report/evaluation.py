@@ -15,6 +15,7 @@ from statistics import fmean
 from kvsearch.core.files import write_atomically
 from kvsearch.core.items import group_by_key
 from kvsearch.core.printed import format_csv
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL, RETAINED
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -32,7 +33,6 @@ from kvsearch.report.plans import describe_shown
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
-from kvsearch.strategies.names import FULL
 
 LOSS_COLUMNS = ("layer", "method", "output loss", "bound", "bound by head", "loss / bound", "evicted mass")
 INTERVAL = ("mean", "low", "high")

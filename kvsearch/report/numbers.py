@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvsearch.runs.estimates import Difference, Estimate
-    from kvsearch.selection.selection import QuestionCount
+    from kvsearch.selection.records import QuestionCount
     from kvsearch.tasks.base import Coverage
 
 

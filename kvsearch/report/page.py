@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_target, read_bytes
 from kvsearch.core.printed import escape_invisible, format_command_line
+from kvsearch.evaluation.names import METHODS
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
 from kvsearch.policies.registry import BUILT_IN, describe_policy
 from kvsearch.report.artifacts import LoadedArtifact
@@ -33,7 +34,6 @@ from kvsearch.report.selections import report_ahead_words, score_facts
 from kvsearch.report.table import Table, to_csv
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.results.selection import SelectionResult, SelectionsResult
-from kvsearch.strategies.names import METHODS
 
 if TYPE_CHECKING:
     from jinja2 import Template

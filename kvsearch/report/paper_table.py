@@ -19,6 +19,7 @@ from kvsearch.calibration.analysis import compute_lost_mass, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.core.items import group_by_key
 from kvsearch.core.printed import format_csv
+from kvsearch.evaluation.names import FULL
 from kvsearch.papers.tables import PAPER_TABLES, PaperTable, Stage, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
 from kvsearch.report.numbers import pluralize
@@ -27,7 +28,6 @@ from kvsearch.results.base import Result
 from kvsearch.results.evaluation import SECTIONS, EvaluationResult, MethodScores, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.signals.table import SignalTable
-from kvsearch.strategies.names import FULL
 
 PAPER_COLUMN = "paper"
 LEFT_OUT = "left out"

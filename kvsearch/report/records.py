@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.items import group_by_key
 from kvsearch.core.resources import read_package_version
+from kvsearch.evaluation.names import FULL
 from kvsearch.plan.schema import QUESTION_AWARE
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.ruler import DrawnRulerTask, RulerTask
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.strategies.ready_methods import ReadyMethod
+    from kvsearch.evaluation.ready_methods import ReadyMethod
 
 PREDICTIONS = "predictions.csv"
 METRICS_FILE = "metrics.json"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvsearch.evaluation.names import EVOLVED, EXPANDED, FULL, UNIFORM
 from kvsearch.report.numbers import (
     describe_coverage,
     format_chance,
@@ -26,7 +27,6 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import Finalist, FoundAtBudget, SearchResult, Trace
 from kvsearch.runs.estimates import Estimate
 from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, UNIFORM
 
 if TYPE_CHECKING:
     from kvsearch.search.evolve import Choice, Evolved

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvsearch.core.arrays import TIE
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.statistics import RETAINED
 from kvsearch.plan import Plan
 from kvsearch.report.numbers import (
@@ -22,7 +23,7 @@ from kvsearch.report.plans import describe_guarantee
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.selection import (
+from kvsearch.selection.records import (
     MIN_CONTEXTS_FOR_PROOF,
     MethodKind,
     MethodResult,
@@ -34,7 +35,6 @@ from kvsearch.selection.selection import (
     Selection,
     TriedBudget,
 )
-from kvsearch.strategies.names import FULL
 
 PARTS: dict[PlanPart, tuple[str, str]] = {  # what brings something, and what the plan is with it
     "rankings": ("its rankings bring", "its rankings with even budgets"),

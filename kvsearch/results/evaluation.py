@@ -15,6 +15,7 @@ from pydantic import FailFast, Field, PlainSerializer, model_validator
 
 from kvsearch.core.fields import is_none
 from kvsearch.core.items import group_by_key
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import MACRO, RETAINED, Kind, Row, TraceLength
 from kvsearch.plan import Size
@@ -22,7 +23,6 @@ from kvsearch.plan.origin import Guarantee
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss, find_doubt
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Coverage, Sampling
 from kvsearch.tasks.longbench import AVERAGES
 from kvsearch.tasks.niah import GridCell, NiahTask

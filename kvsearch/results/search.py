@@ -14,7 +14,7 @@ from kvsearch.results.base import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
 from kvsearch.search.trials import BestRecord, GenerationRecord, JobRecord, TrialLog
-from kvsearch.selection.selection import RaceVerdict
+from kvsearch.selection.records import RaceVerdict
 from kvsearch.tasks.base import Coverage
 
 BudgetRow = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]

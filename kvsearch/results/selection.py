@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, PlainSerializer, model_validator
 
 from kvsearch.core.fields import is_none
+from kvsearch.evaluation.names import FULL
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result
 from kvsearch.runs.estimates import Difference
-from kvsearch.selection.selection import PhaseResult, ReportScores, Rule, TriedBudget
-from kvsearch.strategies.names import FULL
+from kvsearch.selection.records import PhaseResult, ReportScores, Rule, TriedBudget
 
 
 class SelectionResult(Result):

@@ -12,21 +12,43 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from pydantic import Field
 
+from kvsearch.core.fields import Count, Index, Record, Sha256, Text
 from kvsearch.core.parsing import read_json
+from kvsearch.plan import ModelFingerprint
 from kvsearch.plan.saved import PROFILE
+from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, read_content
-from kvsearch.selection.verdicts import BudgetVerdicts, Conditions, JudgedSignal
+from kvsearch.selection.verdicts import BudgetVerdicts, JudgedSignal
 
 if TYPE_CHECKING:
-    from kvsearch.strategies.from_signals import Strategy
+    from kvsearch.selection.from_signals import Strategy
 
 VALIDATION_FILE: Final = "validation/validation.json"  # in the directory of the calibration
 
 
-class ValidationResult(Result, Conditions):
-    """Signals of one profile, judged by the same questions at one or several sizes, smaller budgets first."""
+class TaskContent(Record):
+    """Contexts and questions of one task, identified by content."""
+
+    contexts: Count
+    questions: Count
+    metric: Text
+    rows_sha256: Sha256
+
+
+class ValidationResult(Result, Record):
+    """Signals of one profile, judged by the same questions at one or several sizes, smaller budgets first.
+
+    `split` is None for tasks without splits.
+    """
 
     SCHEMA: ClassVar[str] = "kvsearch.validation/3"
+
+    model: ModelFingerprint
+    profile_sha256: Sha256
+    tasks: dict[Text, TaskContent] = Field(min_length=1)
+    split: Text | None
+    protocol: Protocol
+    seed: Index
     budgets: tuple[BudgetVerdicts, ...] = Field(min_length=1)
 
     def merged(self, other: ValidationResult) -> ValidationResult:

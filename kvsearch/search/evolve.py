@@ -25,6 +25,8 @@ from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
+from kvsearch.evaluation.methods import make_direct_plan
+from kvsearch.evaluation.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
 from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.origin import ContextRecord, Use, join_records
@@ -40,11 +42,9 @@ from kvsearch.search.stages import BudgetBounds, make_stages
 from kvsearch.search.start_plans import SearchSetup, make_start_tables
 from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog, TrialRunner
 from kvsearch.selection.candidates import CandidateSet
-from kvsearch.selection.comparison import PlanRace
-from kvsearch.selection.selection import PhaseResult, Rule, compute_shared_level
+from kvsearch.selection.plan_race import PlanRace
+from kvsearch.selection.records import PhaseResult, Rule, compute_shared_level
 from kvsearch.selection.splits import refuse_shared
-from kvsearch.strategies.methods import make_direct_plan
-from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 from kvsearch.tasks.metrics import is_right
 
@@ -224,7 +224,8 @@ class PreparedSearch:
         starts = {name: plans[name] for name in ranked if name in self.starts}
         candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
         prepared = prepare_plans(self.setup.loaded, candidate_set.plans, self.splits["choice"])
-        result = PlanRace(prepared, candidate_set, self.rule, store_name, screens=False).decide(store, level)
+        race = PlanRace(prepared, candidate_set, self.rule, Size(self.budget), store_name, screens=False)
+        result = race.decide(store, level)
         chosen = result.written
         if outcome.result is not None:
             paper = outcome.result.table

@@ -9,11 +9,11 @@ import numpy as np
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.names import PYRAMID, UNIFORM
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.spaces import Group, Heads, Joint, Layers, Parity, Phases, Space
-from kvsearch.strategies.names import PYRAMID, UNIFORM
 
 UNMEASURED = (UNIFORM, PYRAMID)  # start plans that need no measurement
 

@@ -14,10 +14,12 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.items import group_by_key
 from kvsearch.core.limits import MOST_ENTRIES
+from kvsearch.evaluation.names import PYRAMID, STREAMING, UNIFORM
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase, PhasePlan, Plan
 from kvsearch.plan.arithmetic import scale
+from kvsearch.plan.build import PhaseChoice, build_plan
 from kvsearch.plan.origin import ContextRecord, make_provenance
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
@@ -25,8 +27,6 @@ from kvsearch.policies import Policy
 from kvsearch.policies.registry import build_policy
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.search.spaces import decode_choices, encode_choices
-from kvsearch.strategies.build import PhaseChoice, build_plan
-from kvsearch.strategies.names import PYRAMID, STREAMING, UNIFORM
 
 EVOLKV = "evolkv"
 RESERVED_NAMES = (UNIFORM, PYRAMID, STREAMING, "full", "evolved", "expanded")

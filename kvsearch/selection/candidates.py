@@ -1,4 +1,4 @@
-"""The plans that are compared at one size: candidates, baselines, and the factories that make them.
+"""The plans that are compared at one size: candidates, baselines, and the sources that they come from.
 
 `find_policy_candidates` makes the plans of `kvsearch run`: by fitted rankings, and by every single built-in policy with
 budgets of its own. Plans have the names of `evaluate --methods`: a policy alone has even budgets, METHOD:POLICY is a
@@ -14,9 +14,10 @@ ones, is asked beside `lukv:X` and X, so the questions of the first stage choose
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Final
 
 from kvsearch.budgets.allocator import Uniform
@@ -25,18 +26,19 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.options import DEFAULT_RECENT, WINDOW_PARAMETERS
 from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.evaluation.methods import make_direct_plan
+from kvsearch.evaluation.names import METHODS, Recipe
 from kvsearch.models.architecture import require_plain_rotary
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Plan, Size
+from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.origin import join_records
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import build_policy, has_parameters, list_baselines
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.strategies.joint import PolicyCurves, make_joint_plan
-from kvsearch.strategies.methods import make_direct_plan
-from kvsearch.strategies.names import METHODS, Recipe
+from kvsearch.selection.joint import PolicyCurves, make_joint_plan
+from kvsearch.selection.verdicts import SignalUse, StrategyNames
 
 PHASE: Final = "prefill"
 LUKV: Final = "lukv"
@@ -45,17 +47,18 @@ HALF_MIXED: Final = "half"  # of measured budgets and of even ones
 SHARES_OF_EVEN: Final = {LUKV: 0.0, HALF_MIXED: 0.5}  # shares of even budgets
 UNIFORM_METHOD: Final = "uniform"  # of a policy, with even budgets
 CARRY_RULE: Final = "match"  # what kept entries carry of those that leave, where they carry something
-# the name of a plan, the plan or what makes it where that may be impossible, and its origin
-NamedPlan = tuple[str, Plan | Callable[[], Plan], Mapping[str, str]]
+MakePlan = Callable[[], Plan]  # UsageError or IncompatibleError where there is no such plan
+NamedPlan = tuple[str, MakePlan, Mapping[str, str]]  # and what the plan is made of
 
 
 @dataclass(frozen=True, eq=False)
 class CandidateSet:
-    """Candidates and baselines of one phase setting, each distinct plan once, by the name of its strategy or method.
+    """Candidates and baselines of one phase setting, by the name of their strategy or method.
 
     There are no candidates if every strategy is a baseline, too. `even` is the baseline that stands for uniform: the
     policy of the profile, if it can be used, with equal budgets. `origins` say what plans are made of, for their
-    provenance. `notes` say what was left out, and which signals could not tell patterns or layers apart.
+    provenance. `notes` say what was left out, and which signals could not tell patterns or layers apart. `profile` is
+    the calibration that all plans are made of, `signals` names the strategy and controls of each signal to judge.
     """
 
     phases: str
@@ -64,6 +67,8 @@ class CandidateSet:
     even: str
     origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    profile: Profile | None = None
+    signals: Mapping[SignalUse, StrategyNames] = field(default_factory=dict)
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -71,40 +76,67 @@ class CandidateSet:
         return {**self.candidates, **self.baselines}
 
 
-class PlanFactory:
-    """Base of classes that make the plans of one size and phase setting.
+class PlanSource(ABC):
+    """Base of sources of the named plans of one size and phase setting; `find` makes them.
 
-    `origins` are the origins of all collected plans, `notes` say why other plans are impossible.
+    `even` is the name of the baseline that stands for uniform, by default the first one.
     """
+
+    even = ""
+    profile: Profile | None = None
 
     def __init__(self, loaded: LoadedModel, size: Size, phases: str) -> None:
         self.loaded = loaded
         self.size = size
         self.phases = phases
-        self.origins: dict[str, Mapping[str, str]] = {}
         self.notes: list[str] = []
+        self._origins: dict[str, Mapping[str, str]] = {}
         self._contents: set[str] = set()
 
-    def collect(self, entries: Iterable[NamedPlan]) -> dict[str, Plan]:
-        """Make plans and return them by name; duplicates, which differ in their origin only, are left out."""
+    @property
+    @abstractmethod
+    def baselines(self) -> Sequence[NamedPlan]:
+        """What a candidate has to beat."""
+
+    @property
+    @abstractmethod
+    def candidates(self) -> Sequence[NamedPlan]:
+        """What may be written if it is better than every baseline."""
+
+    def find(self) -> CandidateSet:
+        """Make all plans; of duplicates, which differ in their origin only, the first is kept, baselines before others.
+
+        Raises:
+            UsageError: no baseline can be used at this size.
+        """
+        baselines = self._collect(self.baselines)
+        if not baselines:
+            raise UsageError(f"{self.size.words}: no policy can be used at this size: {self.notes[0]}")
+        candidates = self._collect(self.candidates)
+        even = self.even if self.even in baselines else next(iter(baselines))
+        return CandidateSet(
+            self.phases, candidates, baselines, even, self._origins, tuple(dict.fromkeys(self.notes)), self.profile
+        )
+
+    def _collect(self, entries: Iterable[NamedPlan]) -> dict[str, Plan]:
+        """Make new plans by name, and note why others are impossible."""
         plans = {}
-        for name, plan, origin in entries:
-            if not isinstance(plan, Plan):
-                try:
-                    plan = plan()
-                except (UsageError, IncompatibleError) as error:
-                    kind = "baseline " if "baseline" in origin else ""
-                    self.notes.append(f"{kind}{name} is left out: {error}")
-                    continue
+        for name, make, origin in entries:
+            try:
+                plan = make()
+            except (UsageError, IncompatibleError) as error:
+                kind = "baseline " if "baseline" in origin else ""
+                self.notes.append(f"{kind}{name} is left out: {error}")
+                continue
             content = content_hash(plan)
             if content not in self._contents:
                 self._contents.add(content)
-                self.origins[name] = origin
+                self._origins[name] = origin
                 plans[name] = plan
         return plans
 
     def make_direct_plan(self, policy: Policy, recipe: Recipe, size: Size) -> Plan:
-        """Make the plan of a policy under the budgets of a method; errors as `strategies.methods.make_direct_plan`."""
+        """Make the plan of a policy under the budgets of a method; errors as `evaluation.methods.make_direct_plan`."""
         allocator = Pyramid(window=policy.least) if recipe.allocator == "pyramid" else Uniform()
         allocation = create_allocation(recipe.allocation, recipe.options)
         return make_direct_plan(self.loaded, policy, size, PHASES[self.phases], allocator, allocation)
@@ -124,69 +156,67 @@ def find_policy_candidates(
     """Make candidates and baselines, all with the same total; `more` are candidates made elsewhere.
 
     Without measurements (`calibrated` is None) there are only baselines with budgets that need none; `size` then has a
-    length. Duplicate plans are kept once, as a baseline if one of them is. Notes name the plans that cannot be used at
-    this size or on this model.
+    length. Notes name the plans that cannot be used at this size or on this model.
 
     Raises:
         UsageError: no baseline can be used at `size`.
     """
     if calibrated is not None:
         size = replace(size, length=size.length or calibrated.profile.metadata.length)
-    factory = _PolicyPlans(loaded, calibrated, size)
-    baseline_entries = list(factory.baselines())
-    baselines = factory.collect(baseline_entries)
-    if not baselines:
-        raise UsageError(f"{size.words}: no policy can be used at this size: {factory.notes[0]}")
-    others: list[NamedPlan] = [(name, plan, {"strategy": name}) for name, plan in (more or {}).items()]
-    candidate_entries = list(factory.candidates())
-    candidates = factory.collect(
-        [*candidate_entries, *others, *factory.make_carrying([*baseline_entries, *candidate_entries], others)]
-    )
-    return CandidateSet(PHASE, candidates, baselines, next(iter(baselines)), factory.origins, tuple(factory.notes))
+    return _PolicyPlans(loaded, calibrated, size, more or {}).find()
 
 
-class _PolicyPlans(PlanFactory):
-    """Makes the plans of one size from policies and their measured curves."""
+class _PolicyPlans(PlanSource):
+    """Plans of one size from policies and their measured curves, and those that were made elsewhere (`more`)."""
 
-    def __init__(self, loaded: LoadedModel, calibrated: PolicyCurves | None, size: Size) -> None:
+    def __init__(
+        self, loaded: LoadedModel, calibrated: PolicyCurves | None, size: Size, more: Mapping[str, Plan]
+    ) -> None:
         super().__init__(loaded, size, PHASE)
         self.calibrated = calibrated
+        self.more = more
 
-    def baselines(self) -> Iterator[NamedPlan]:
-        """Make built-in policies with uniform budgets, with budgets of papers, and with measured budgets."""
-        for name in list_baselines():  # a method has the name of its policy
-            yield self._make_direct(f"{UNIFORM_METHOD}:{name}" if name in METHODS else name, Recipe(name))
-        for method, recipe in METHODS.items():
-            if method != UNIFORM_METHOD:
-                yield self._make_direct(method, recipe)
+    @cached_property
+    def baselines(self) -> Sequence[NamedPlan]:
+        """Built-in policies with uniform budgets, with budgets of papers, and with measured budgets."""
+        # A method has the name of its policy.
+        even = [(f"{UNIFORM_METHOD}:{name}" if name in METHODS else name, Recipe(name)) for name in list_baselines()]
+        papers = [(method, recipe) for method, recipe in METHODS.items() if method != UNIFORM_METHOD]
+        entries = [self._make_direct(name, recipe) for name, recipe in (*even, *papers)]
         for name in [] if self.calibrated is None else self.calibrated.built_in:
-            yield from self._make_solved(name)
-
-    def candidates(self) -> Iterator[NamedPlan]:
-        """Make fitted rankings with uniform, AdaKV's and measured budgets, then plans of several policies."""
-        if self.calibrated is None:
-            return
-        entries: list[NamedPlan] = []
-        for name in self.calibrated.rankings:
-            entries.append(self._make_direct(name, Recipe(name)))
-            entries.append(self._make_direct(f"adakv:{name}", METHODS["adakv"]._replace(policy=name)))
             entries += self._make_solved(name)
-        entries.append((JOINT, self._solver(self.calibrated.names), {"strategy": JOINT}))
-        for name, plan, origin in entries:
-            yield name, partial(self._make_fitted, plan), origin
-        name = f"{JOINT}:built-in"
-        yield name, self._solver(self.calibrated.built_in), {"strategy": name}
+        return entries
 
-    def make_carrying(self, made: Iterable[NamedPlan], others: Iterable[NamedPlan]) -> Iterator[NamedPlan]:
-        """Yield the `made` plans with measured budgets, and all `others`, with entries that carry evicted ones."""
-        measured = [entry for entry in made if entry[0].partition(":")[0] in (LUKV, JOINT)]
-        for name, plan, origin in (*measured, *others):
-            yield f"{name}+{CARRY_RULE}", partial(self._carry, plan), {**origin, "carry": CARRY_RULE}
+    @property
+    def candidates(self) -> Sequence[NamedPlan]:
+        """Fitted rankings with uniform, AdaKV's and measured budgets, then plans of several policies.
 
-    def _carry(self, plan: Plan | Callable[[], Plan]) -> Plan:
+        Those with measured budgets are there a second time, with entries that carry evicted ones.
+        """
+        entries: list[NamedPlan] = []
+        if self.calibrated is not None:
+            for name in self.calibrated.rankings:
+                entries.append(self._make_direct(name, Recipe(name)))
+                entries.append(self._make_direct(f"adakv:{name}", METHODS["adakv"]._replace(policy=name)))
+                entries += self._make_solved(name)
+            entries.append((JOINT, self._solver(self.calibrated.names), {"strategy": JOINT}))
+            entries = [(name, partial(self._make_fitted, make), origin) for name, make, origin in entries]
+            name = f"{JOINT}:built-in"
+            entries.append((name, self._solver(self.calibrated.built_in), {"strategy": name}))
+        measured = [entry for entry in (*self.baselines, *entries) if entry[0].partition(":")[0] in (LUKV, JOINT)]
+        others: list[NamedPlan] = [
+            (name, partial(self.more.__getitem__, name), {"strategy": name}) for name in self.more
+        ]
+        carrying: list[NamedPlan] = [
+            (f"{name}+{CARRY_RULE}", partial(self._carry, make), {**origin, "carry": CARRY_RULE})
+            for name, make, origin in (*measured, *others)
+        ]
+        return [*entries, *others, *carrying]
+
+    def _carry(self, make: MakePlan) -> Plan:
         """Make the entries of a plan carry evicted ones; errors: see `add_carry` and `require_plain_rotary`."""
         require_plain_rotary(self.loaded.model, "a plan whose entries carry what leaves")
-        return add_carry(plan if isinstance(plan, Plan) else plan(), CARRY_RULE)
+        return add_carry(make(), CARRY_RULE)
 
     def _find_policy(self, name: str) -> Policy:
         """Find a policy as it was measured, else create it with as many protected recent entries as measured ones."""
@@ -214,7 +244,7 @@ class _PolicyPlans(PlanFactory):
             name = f"{method}:{policy}"
             yield name, self._solver([policy], even), {"strategy": name}
 
-    def _solver(self, policies: Sequence[str], even: float = 0.0) -> Callable[[], Plan]:
+    def _solver(self, policies: Sequence[str], even: float = 0.0) -> MakePlan:
         """Return a cached factory of a joint plan, which carrying plans reuse."""
         return cache(partial(self._joint_plan, policies, even))
 
@@ -223,10 +253,10 @@ class _PolicyPlans(PlanFactory):
         assert self.calibrated is not None
         return make_joint_plan(self.calibrated.select(policies), self.size, even=even).plan
 
-    def _make_fitted(self, make: Plan | Callable[[], Plan]) -> Plan:
+    def _make_fitted(self, make: MakePlan) -> Plan:
         """Make a plan whose provenance includes the contexts its rankings were fitted on."""
         assert self.calibrated is not None
-        plan = make if isinstance(make, Plan) else make()
+        plan = make()
         policies = {spec.name for spec in plan.policies}
         fits = [
             profile.metadata.provenance.contexts

@@ -41,8 +41,8 @@ from scipy.special import logsumexp, stdtrit
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import assert_present
+from kvsearch.selection.records import HOPELESS_LEVEL, MIN_CONTEXTS_FOR_PROOF, REPORTED_PER_KIND, RaceVerdict, Rule
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import HOPELESS_LEVEL, MIN_CONTEXTS_FOR_PROOF, REPORTED_PER_KIND, RaceVerdict, Rule
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from kvsearch.core.arrays import TIE, Floats
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import CONFIDENCE, group_scores
 from kvsearch.runs.estimates import Estimate
-from kvsearch.strategies.names import FULL
 
 RESAMPLES = 2000
 

@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import sha256
 from itertools import cycle, islice
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from kvsearch.evaluation.guarantee import (
     measure_context_losses,
     measure_evicted_masses,
 )
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.runner import hash_rows
 from kvsearch.evaluation.statistics import count_contexts
 from kvsearch.models.loading import LoadedModel
@@ -34,11 +34,9 @@ from kvsearch.plan.arithmetic import add_carry, even_out_budgets
 from kvsearch.plan.origin import ContextRecord, Use, join_records, make_provenance
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.runs.estimates import Estimate
-from kvsearch.runs.identity import RunConfig
-from kvsearch.selection.candidates import content_hash
-from kvsearch.selection.comparison import PlanRace, prepare_race
-from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.selection.selection import (
+from kvsearch.selection.candidates import CandidateSet, content_hash
+from kvsearch.selection.plan_race import PlanRace, prepare_race
+from kvsearch.selection.records import (
     REPORTED_PER_KIND,
     PhaseResult,
     PlanPart,
@@ -48,9 +46,8 @@ from kvsearch.selection.selection import (
     Selection,
     TriedBudget,
 )
-from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
+from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.splits import refuse_shared
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 
 RUN_METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
@@ -66,12 +63,16 @@ class SelectionJob:
     With a `profile` candidates are strategies of its signals, else each has its own origin.
     """
 
-    size: Size
-    reported: Split
     race: PlanRace
-    profile: Profile | None = None
+    reported: Split
+    size = delegate("race.size")
     protocol = delegate("reported.protocol")
     seed = delegate("reported.seed")
+
+    @property
+    def profile(self) -> Profile | None:
+        """The calibration whose signals all candidates are made of."""
+        return self.race.candidate_set.profile
 
     def check(self) -> None:
         """Raise UsageError if the selection and the report split have questions or contexts in common."""
@@ -102,19 +103,8 @@ class SelectionJob:
     @property
     def content(self) -> dict[str, Any]:
         """All settings that decide replies, as JSON; selections of other candidates or phases are the same run."""
-        content = self.config(self.race.prepared).content
+        content = self.race.config(self.race.prepared).content
         return {**content, "reported": {task.task.name: hash_rows(task) for task in self.report_prompts}}
-
-    def config(self, evaluation: Evaluation) -> RunConfig:
-        """Return the configuration of a stage, which identifies the plans behind the names.
-
-        With a profile and a size a name says it, so other candidates or finalists go on with the same replies.
-        """
-        if self.profile is not None:
-            digest = sha256(self.profile.to_bytes()).hexdigest()
-            return evaluation.stage_config("select", profile_sha256=digest, **self.size.as_json())
-        plans = {name: content_hash(plan) for name, plan in self.race.candidate_set.plans.items()}
-        return evaluation.stage_config("run", plans=plans, **self.size.as_json())
 
     def run(self, store: StageStore | None = None, level: float | None = None, *, answered: bool = False) -> Selection:
         """Run the race and the report; `store` keeps the replies, other arguments as for `PlanRace.decide`.
@@ -233,27 +223,16 @@ def measure_parts(report: Evaluation, even: str, names: Mapping[PlanPart, str]) 
 
 
 def prepare_selection(
-    loaded: LoadedModel,
-    profile: Profile,
-    size: Size,
-    choice: Split,
-    reported: Split,
-    phases: str = "prefill",
-    explored: Explored | None = None,
-    rule: Rule | None = None,
+    loaded: LoadedModel, plans: CandidateSet, size: Size, choice: Split, reported: Split, rule: Rule
 ) -> SelectionJob:
-    """Prepare the choice among strategies of a profile and baselines on one split, `reported` on another.
-
-    `settings.samples` is how many contexts of every task are asked in each of the two splits.
+    """Prepare the choice among plans of a size on one split, `reported` on another.
 
     Raises:
-        UsageError: a question in both splits, or nothing is evicted from any prompt; see `find_signal_candidates`.
-        IncompatibleError: model and profile, or model and questions, do not fit together.
+        UsageError: a question in both splits, or nothing is evicted from any prompt.
+        IncompatibleError: model and plans, or model and questions, do not fit together.
     """
-    profile.metadata.model.require(loaded.fingerprint, "this profile")
-    plans = find_signal_candidates(loaded, profile, size, phases, explored)
-    race = prepare_race(loaded, plans, choice, rule or Rule(), size)
-    selection = SelectionJob(size, reported, race, profile)
+    name = "" if plans.profile is None else plans.phases
+    selection = SelectionJob(prepare_race(loaded, plans, choice, rule, size, name), reported)
     selection.check()
     return selection
 

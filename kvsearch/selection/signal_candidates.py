@@ -4,7 +4,7 @@ A candidate is a route (which pattern a layer takes) with an allocator (how much
 PolyKV (arXiv 2606.15157) there are PyramidKV's budgets, and budgets by loss curves. Baselines have one policy in all
 layers: every pattern with equal budgets, and the methods of papers with their own allocators.
 
-With both phases budgets are the same in both, by the signals of prefill, as in `kvsearch.strategies.from_signals`:
+With both phases budgets are the same in both, by the signals of prefill, as in `kvsearch.selection.from_signals`:
 candidates then hold no more than baselines at any time. Methods with their own allocators lay out or share the same
 total in every phase in which they evict.
 """
@@ -23,14 +23,14 @@ from kvsearch.budgets.loss_curves import LossCurves
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.evaluation.names import METHODS, PYRAMID, UNIFORM, Recipe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, parse_phases
+from kvsearch.plan.build import PhaseChoice
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import create_policy, find_policy_class
-from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
-from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import PhaseChoice
-from kvsearch.strategies.from_signals import (
+from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanSource
+from kvsearch.selection.from_signals import (
     Strategy,
     check_kept,
     choose_by_signals,
@@ -38,7 +38,7 @@ from kvsearch.strategies.from_signals import (
     find_floors,
     make_signals_plan,
 )
-from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 
 NO_ROUTE: Final = "none"  # the route that stands for every pattern alone
 CURVES: Final = "curves"
@@ -47,12 +47,11 @@ STANDARD_ROUTES: Final = (NO_ROUTE, *ROUTES)
 STANDARD_ALLOCATORS: Final = (
     UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", CURVES, JOINT_CURVES,
 )  # fmt: skip
-Explored = tuple[tuple[str, ...], tuple[str, ...]]  # candidates are every route (or pattern) with every allocator
 
 
 def find_measured(
-    profile: Profile, size: Size, routes: Sequence[str] | None = None, allocators: Sequence[str] | None = None
-) -> Explored:
+    table: SignalTable, size: Size, routes: Sequence[str] | None = None, allocators: Sequence[str] | None = None
+) -> tuple[list[str], list[str]]:
     """Filter routes and allocators, by default the standard ones, to those that were measured.
 
     A route is one of `ROUTES`, or "none", which is every pattern in all layers. An allocator is a sensitivity; "curves"
@@ -60,45 +59,38 @@ def find_measured(
     losses of the best pattern at each budget, which is then the one that is used. Curves take losses at several
     budgets, one of them below the mean.
     """
-    table = SignalTable(profile)
     measured = table.axes.budgets
     known_routes = {NO_ROUTE, *table.routes}
     known_allocators = {UNIFORM, PYRAMID, *table.sensitivities}
-    if "nll" in table.routes and len(measured) > 1 and measured[0] < size.pool(profile.metadata).mean:
+    if "nll" in table.routes and len(measured) > 1 and measured[0] < size.pool(table.profile.metadata).mean:
         known_allocators |= {CURVES, JOINT_CURVES}
     return (
-        tuple(name for name in routes or STANDARD_ROUTES if name in known_routes),
-        tuple(name for name in allocators or STANDARD_ALLOCATORS if name in known_allocators),
+        [name for name in routes or STANDARD_ROUTES if name in known_routes],
+        [name for name in allocators or STANDARD_ALLOCATORS if name in known_allocators],
     )
 
 
 def find_signal_candidates(
-    loaded: LoadedModel, profile: Profile, size: Size, phases: str = "prefill", explored: Explored | None = None
+    loaded: LoadedModel,
+    profile: Profile,
+    size: Size,
+    phases: str = "prefill",
+    routes: Sequence[str] | None = None,
+    allocators: Sequence[str] | None = None,
 ) -> CandidateSet:
     """Make candidates and baselines of one phase setting ("prefill", "decode" or "both"), all with the same total.
 
-    Duplicate plans are kept once, as a baseline if one of them is.
+    Candidates are every route with every allocator, as far as they were measured, see `find_measured`.
 
     Raises:
         UsageError: a phase was not measured, or no pattern can be used at `size`.
+        IncompatibleError: the profile is of another model.
     """
+    profile.metadata.model.require(loaded.fingerprint, "this profile")
     table = SignalTable(profile)
     for phase in parse_phases(phases):
         table.phase_index(phase)  # refuses one that was not measured
-    factory = _SignalPlans(loaded, table, size, phases)
-    baselines = factory.collect([*factory.single(), *factory.methods()])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", KvsearchWarning)
-        candidates = factory.collect(factory.strategies(*(explored or find_measured(profile, size))))
-    notes = factory.notes
-    for warning in caught:  # of signals: they mean candidates that are there already
-        if not issubclass(warning.category, KvsearchWarning):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        elif str(warning.message) not in notes:
-            notes.append(str(warning.message))
-    pattern = profile.metadata.policy.name
-    even = pattern if pattern in baselines else next(iter(baselines))
-    return CandidateSet(phases, candidates, baselines, even, factory.origins, tuple(notes))
+    return _SignalPlans(loaded, table, size, phases, find_measured(table, size, routes, allocators)).find()
 
 
 def create_tuned_policy(name: str, profile: Profile) -> Policy:
@@ -117,35 +109,56 @@ def create_tuned_policy(name: str, profile: Profile) -> Policy:
     return create_policy(name)
 
 
-class _SignalPlans(PlanFactory):
-    """Makes the plans of one phase setting from signals; no layer takes a `barred` pattern."""
+class _SignalPlans(PlanSource):
+    """Plans of one phase setting from the `measured` routes and allocators; no layer takes a `barred` pattern."""
 
-    def __init__(self, loaded: LoadedModel, table: SignalTable, size: Size, phases: str) -> None:
+    def __init__(
+        self, loaded: LoadedModel, table: SignalTable, size: Size, phases: str, measured: tuple[list[str], list[str]]
+    ) -> None:
         super().__init__(loaded, size, phases)
         self.table = table
+        self.profile = table.profile
+        self.even = table.profile.metadata.policy.name
+        self.routes, self.allocators = measured
         self.pool = size.pool(table.profile.metadata)
         barred = _find_barred(table, self.pool.mean)
         self.barred = tuple(barred)
         self.notes += [f"{name} is left out: {why}" for name, why in barred.items()]
 
-    def single(self) -> Iterator[NamedPlan]:
-        """Make plans of single patterns with uniform budgets."""
+    @property
+    def baselines(self) -> Sequence[NamedPlan]:
+        """Single patterns with uniform budgets, and methods of papers, but of those that read prompts again."""
+        entries = []
         for name in self._usable:
             chosen = choose_by_signals(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
-            yield self._name_plan(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
-
-    def methods(self) -> Iterator[NamedPlan]:
-        """Make plans of the methods of papers with their own allocators, but of those that read prompts again."""
+            entries.append(self._name_plan(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM}))
         for method, recipe in METHODS.items():
             if create_policy(recipe.policy).needs().reread is not None:
                 continue  # strategies of patterns take one pass over a prompt, and it would be compared at several
             name = f"{method}, own budgets" if method in self.table.patterns else method
-            yield name, partial(self._method_plan, recipe), {"baseline": name, "policy": recipe.policy}
+            entries.append((name, partial(self._method_plan, recipe), {"baseline": name, "policy": recipe.policy}))
+        return entries
 
-    def strategies(self, routes: Sequence[str], allocators: Sequence[str]) -> Iterator[NamedPlan]:
-        """Make plans of every route with every allocator; the joint allocator chooses its own patterns."""
-        for strategy in self._make_routes(routes):
-            for allocator in allocators:
+    @property
+    def candidates(self) -> Sequence[NamedPlan]:
+        """Every route with every allocator; warnings of signals become notes.
+
+        What is warned of means candidates that are there already.
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", KvsearchWarning)
+            entries = [*self._combine_signals()]
+        for warning in caught:
+            if issubclass(warning.category, KvsearchWarning):
+                self.notes.append(str(warning.message))
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        return entries
+
+    def _combine_signals(self) -> Iterator[NamedPlan]:
+        """Yield plans of every route with every allocator; the joint allocator chooses its own patterns."""
+        for strategy in self._make_routes():
+            for allocator in self.allocators:
                 if allocator == JOINT_CURVES:
                     continue
                 is_sensitivity = allocator in SENSITIVITIES
@@ -157,21 +170,19 @@ class _SignalPlans(PlanFactory):
                 name = strategy.name + (f" + {allocator}" if allocator != UNIFORM else "")
                 origin = {"strategy": name, "route": strategy.route or NO_ROUTE, "budget_signal": allocator}
                 yield self._name_plan(name, chosen, origin)
-        if JOINT_CURVES in allocators:
+        if JOINT_CURVES in self.allocators:
             origin = {"strategy": JOINT_CURVES, "route": JOINT_CURVES, "budget_signal": JOINT_CURVES}
             yield self._name_plan(JOINT_CURVES, self._choose_jointly(), origin)
 
-    def _make_routes(self, routes: Sequence[str]) -> Iterator[Strategy]:
-        for name in routes:
-            if name in self.table.routes:
-                yield Strategy(name, phases=self.phases, exclude=self.barred)
+    def _make_routes(self) -> Iterator[Strategy]:
+        for name in self.routes:
+            if name == NO_ROUTE:
+                yield from (Strategy(None, policy=pattern, phases=self.phases) for pattern in self._usable)
             else:
-                for pattern in self._usable:
-                    if name in (NO_ROUTE, pattern):
-                        yield Strategy(None, policy=pattern, phases=self.phases)
+                yield Strategy(name, phases=self.phases, exclude=self.barred)
 
     def _name_plan(self, name: str, chosen: Mapping[Phase, PhaseChoice], origin: Mapping[str, str]) -> NamedPlan:
-        return name, make_signals_plan(self.table.profile, chosen, self.size), origin
+        return name, partial(make_signals_plan, self.table.profile, chosen, self.size), origin
 
     def _method_plan(self, recipe: Recipe) -> Plan:
         policy = create_tuned_policy(recipe.policy, self.table.profile)

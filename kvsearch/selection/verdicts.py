@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from kvsearch.calibration.tables import MIN_CONTEXTS_TO_JUDGE
-from kvsearch.core.fields import Count, Index, Record, Sha256, Text
+from kvsearch.core.fields import Record, Text
 from kvsearch.evaluation.statistics import find_student_quantile
-from kvsearch.plan import ModelFingerprint, PhaseNames
-from kvsearch.plan.schema import Protocol
+from kvsearch.plan import PhaseNames
 from kvsearch.runs.estimates import Difference, Estimate
 
 if TYPE_CHECKING:
@@ -101,26 +100,6 @@ class BudgetVerdicts(Record):
     def size(self) -> str:
         """Description of the size, as it was given."""
         return f"{self.budget:g} entries per kv head" if self.ratio is None else f"{100 * self.ratio:g}% evicted"
-
-
-class TaskContent(Record):
-    """Contexts and questions of one task, identified by content."""
-
-    contexts: Count
-    questions: Count
-    metric: Text
-    rows_sha256: Sha256
-
-
-class Conditions(Record):
-    """Profile and questions of a validation. `split` is None for tasks without splits."""
-
-    model: ModelFingerprint
-    profile_sha256: Sha256
-    tasks: dict[Text, TaskContent] = Field(min_length=1)
-    split: Text | None
-    protocol: Protocol
-    seed: Index
 
 
 def find_sign(gain: Difference) -> int:

@@ -22,12 +22,12 @@ from kvsearch.benchmark.break_even import (
 )
 from kvsearch.benchmark.speed import make_program
 from kvsearch.core.errors import EnvironmentFault
+from kvsearch.evaluation.names import FULL
 from kvsearch.models.work import Work
 from kvsearch.plan.size import Size
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.speed import Speed
-from kvsearch.strategies.names import FULL
 from tests.families import build
 
 LENGTHS = (512, 1024, 2048, 4096)

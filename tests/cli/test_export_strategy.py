@@ -9,7 +9,7 @@ import pytest
 
 from kvsearch.plan import Size, load_plan, load_profile
 from kvsearch.results import validation
-from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
+from kvsearch.selection.from_signals import Strategy, make_strategy_plan
 from tests.cli.conftest import Run, done, polykv_in
 from tests.cli.test_bad_input import USAGE, refused
 

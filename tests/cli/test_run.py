@@ -21,7 +21,7 @@ from kvsearch.report.selections import describe_smallest
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, read_contexts
 from kvsearch.runtime.speed import Speed
-from kvsearch.selection.selection import TriedBudget
+from kvsearch.selection.records import TriedBudget
 from tests.cli.conftest import done, invoke
 from tests.plan.builders import make_plan
 from tests.shared import finished_once

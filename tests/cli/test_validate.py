@@ -12,7 +12,7 @@ from kvsearch.plan import save_profile
 from kvsearch.report.integrity import Verification
 from kvsearch.results.validation import find_harmful
 from kvsearch.runs.run import read_sums
-from kvsearch.strategies.from_signals import Strategy
+from kvsearch.selection.from_signals import Strategy
 from tests.cli.conftest import Run, done, polykv_in
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 from tests.signals.profiles import make_signals, signal_metadata

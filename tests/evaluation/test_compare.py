@@ -12,12 +12,12 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
+from kvsearch.evaluation.ready_methods import check_plans, prepare_with_baselines
 from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.report.table import to_markdown
 from kvsearch.runs.estimates import Estimate, find_doubt
-from kvsearch.strategies.ready_methods import check_plans, prepare_with_baselines
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 from tests import tiny

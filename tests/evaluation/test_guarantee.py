@@ -28,9 +28,9 @@ from kvsearch.evaluation.guarantee import (
     require_unseen,
     shows_bound,
 )
+from kvsearch.evaluation.names import FULL
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.report.plans import describe_guarantee
-from kvsearch.strategies.names import FULL
 from tests.evaluation.test_statistics import samples
 from tests.plan.builders import make_plan
 

@@ -15,6 +15,8 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation import runner
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
+from kvsearch.evaluation.methods import parse_methods
+from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
 from kvsearch.evaluation.runner import KeptReplies, describe_environment, hash_rows, hash_tokenizer
 from kvsearch.evaluation.samples import Sample
@@ -22,8 +24,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runs.identity import CONFIG, LEDGER, SCHEMA
-from kvsearch.strategies.methods import parse_methods
-from kvsearch.strategies.ready_methods import prepare_methods
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import Reading, encode_tasks
 from tests import tiny

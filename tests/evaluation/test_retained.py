@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
+from kvsearch.evaluation.names import FULL
+from kvsearch.evaluation.ready_methods import prepare_with_baselines
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import RETAINED, measure_retained_gap, summarize_retained
 from kvsearch.models.loading import LoadedModel
 from kvsearch.report.selections import describe_retained
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.estimates import Estimate
-from kvsearch.strategies.names import FULL
-from kvsearch.strategies.ready_methods import prepare_with_baselines
 from kvsearch.tasks.retain import RETAIN
 from tests import tiny
 from tests.evaluation.results import tables_of

@@ -13,6 +13,7 @@ import torch
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.evaluation import runner
+from kvsearch.evaluation.ready_methods import make_full_cache_method
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, run_encoded
 from kvsearch.evaluation.samples import Sample
@@ -22,7 +23,6 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
-from kvsearch.strategies.ready_methods import make_full_cache_method
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics.likelihood import FORCED

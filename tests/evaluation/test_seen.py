@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvsearch.evaluation.compare import ContextOverlap, Split, prepare
+from kvsearch.evaluation.ready_methods import prepare_with_baselines
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
-from kvsearch.strategies.ready_methods import prepare_with_baselines
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.results import json_of, rendered, tables_of

@@ -8,10 +8,10 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
+from kvsearch.evaluation.methods import Size, parse_methods
+from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import open_stage
 from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
-from kvsearch.strategies.methods import Size, parse_methods
-from kvsearch.strategies.ready_methods import prepare_methods
 from tests import tiny
 
 ONE = RunConfig(job="select", content={"seed": 1})

@@ -15,6 +15,8 @@ import torch
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
+from kvsearch.evaluation.methods import parse_methods
+from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import open_run
 from kvsearch.evaluation.statistics import find_student_quantile
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
@@ -24,8 +26,6 @@ from kvsearch.report.evaluation import make_csv_rows, make_trace_table
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import LEDGER
 from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
-from kvsearch.strategies.methods import parse_methods
-from kvsearch.strategies.ready_methods import prepare_methods
 from kvsearch.tasks.base import Sampling, Task
 from kvsearch.tasks.maths import TracedTask
 from kvsearch.tasks.text import TextTask

@@ -11,6 +11,7 @@ import torch
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import answer as replies
 from kvsearch.evaluation.answer import Reply
+from kvsearch.evaluation.ready_methods import spread_evenly
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import QUESTION_AWARE
@@ -18,7 +19,6 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import make_full_program
-from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
 from tests import tiny

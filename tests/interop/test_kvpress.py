@@ -20,6 +20,7 @@ from kvsearch.exporters.kvpress import KvpressLayers, KvpressLukv
 from kvsearch.exporters.kvzap import KvpressKvzap
 from kvsearch.exporters.statistics import KvpressEA
 from kvsearch.plan import Plan, Profile, Size
+from kvsearch.plan.build import plan_from_profile
 from kvsearch.plan.profile import ProfileMetadata
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.policies import Observation, Policy
@@ -28,7 +29,6 @@ from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.stock import CACHE
-from kvsearch.strategies.build import plan_from_profile
 from tests.calibrations import calibrate_query_statistics
 from tests.plan.builders import metadata_dict, ratio_table
 from tests.policies.probes import fitted, ranking

@@ -18,7 +18,7 @@ from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.runs.identity import CONTEXTS
 from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import read_contexts, write_contexts
-from kvsearch.strategies.from_yaml import plan_from_yaml
+from kvsearch.selection.from_yaml import plan_from_yaml
 from tests.plan.builders import PROVENANCE, make_plan
 
 

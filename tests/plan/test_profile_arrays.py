@@ -14,7 +14,7 @@ from kvsearch.core.parsing import describe_validation_error
 from kvsearch.plan import Profile, ProfileMetadata, Size
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.profile_arrays import BESIDE_TABLE, SignalAxes
-from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
+from kvsearch.selection.joint import make_joint_plan, read_policy_curves
 from tests.signals.profiles import make_signals, signal_metadata
 
 SEEDS = Path(__file__).parents[1] / "seeds"

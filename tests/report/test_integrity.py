@@ -14,6 +14,8 @@ from safetensors.numpy import save
 from kvsearch.commands.export import write_files
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
+from kvsearch.evaluation.methods import Size, parse_methods
+from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import REPLY_FILES, open_run
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.exporters.base import ExportedFiles
@@ -22,8 +24,6 @@ from kvsearch.report.integrity import CHECKSUM_MISMATCH, Verification
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.run import finish_run, mark_unfinished, write_json
-from kvsearch.strategies.methods import Size, parse_methods
-from kvsearch.strategies.ready_methods import prepare_methods
 from tests import tiny
 from tests.combinations import every_value
 from tests.plan.builders import make_plan, phase_dict

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.evaluation.compare import Evaluation, Split
+from kvsearch.evaluation.ready_methods import ReadyMethod
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.plan import Size
@@ -22,7 +23,6 @@ from kvsearch.report.table import Cell, Table, to_csv, to_latex, to_markdown
 from kvsearch.results.evaluation import EvaluationResult, make_needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.strategies.ready_methods import ReadyMethod
 from kvsearch.tasks.base import Coverage
 from kvsearch.tasks.niah import GridCell
 from tests.evaluation.results import as_if, rendered

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, KvsearchError, NonFiniteError
+from kvsearch.evaluation.ready_methods import spread_evenly
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.decoding import Step
@@ -19,7 +20,6 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.decode.replies import Finished, Replies
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import read
-from kvsearch.strategies.ready_methods import spread_evenly
 from tests import families as all_families
 from tests.combinations import every_value, first_value
 from tests.families import EACH_FAMILY, FAMILIES, prompts, take_families

@@ -12,6 +12,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
+from kvsearch.evaluation.ready_methods import ReadyMethod
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.models.loading import LoadedModel
@@ -24,9 +25,8 @@ from kvsearch.search.evolve import PreparedSearch, keep_hard_questions, prepare_
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import Candidate
-from kvsearch.selection.comparison import PlanRace
-from kvsearch.selection.selection import Rule
-from kvsearch.strategies.ready_methods import ReadyMethod
+from kvsearch.selection.plan_race import PlanRace
+from kvsearch.selection.records import Rule
 from kvsearch.tasks.encode import collect_contexts, list_context_hashes
 from tests import tiny
 from tests.evaluation.results import as_if

@@ -9,12 +9,13 @@ import pytest
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.names import METHODS
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.selection.candidates import CandidateSet, content_hash
+from kvsearch.selection.from_signals import Strategy, make_strategy_plan
 from kvsearch.selection.signal_candidates import find_measured, find_signal_candidates
-from kvsearch.strategies.from_signals import Strategy, make_strategy_plan
-from kvsearch.strategies.names import METHODS
+from kvsearch.signals.table import SignalTable
 from tests.combinations import in_turn
 from tests.signals.profiles import PATTERNS, make_signals, signal_metadata
 
@@ -44,9 +45,7 @@ def found_in(
     model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any
 ) -> CandidateSet:
     size = options.pop("size", SIZE)
-    every_route, every_allocator = find_measured(profile, size)
-    explored = tuple(routes or every_route), tuple(allocators or every_allocator)
-    return find_signal_candidates(model, profile, size, explored=explored, **options)
+    return find_signal_candidates(model, profile, size, routes=routes, allocators=allocators, **options)
 
 
 def kept(plan: Plan, phase: Any = "prefill") -> list[int]:
@@ -60,14 +59,14 @@ def patterns(plan: Plan, phase: Any = "prefill") -> list[str]:
 
 def test_everything_that_was_measured(model: LoadedModel) -> None:
     profile = profile_of(model)
-    routes, allocators = find_measured(profile, SIZE)
-    assert routes == ("none", "cosine", "error", "ppl", "nll")
+    routes, allocators = find_measured(SignalTable(profile), SIZE)
+    assert routes == ["none", "cosine", "error", "ppl", "nll"]
     assert set(CURVES) < set(allocators)
     assert "ppl" not in allocators  # the worst of all patterns, whatever is used
     bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None, "mean_entropy": None})
-    routes, allocators = find_measured(bare, SIZE)
-    assert routes == ("none", "cosine", "error")
-    assert allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
+    routes, allocators = find_measured(SignalTable(bare), SIZE)
+    assert routes == ["none", "cosine", "error"]
+    assert allocators == ["uniform", "pyramid", "cosine-chosen", "error-chosen"]
 
 
 def test_all_hold_the_same_and_nothing_is_there_twice(model: LoadedModel) -> None:
@@ -133,7 +132,7 @@ def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, lengt
     losses = np.zeros((3, LAYERS, 3))
     losses[:] = np.array([0.0, 0, 0, 1])[:, None]
     profile, size = profile_of(model, arrays=losing(losses)), Size(budget=40, length=length)
-    found = find_signal_candidates(model, profile, size, explored=(("tova",), ("nll", "pyramid", "curves")))
+    found = find_signal_candidates(model, profile, size, routes=("none",), allocators=("nll", "pyramid", "curves"))
     tops = {name: max(kept(plan)) for name, plan in found.plans.items()}
     assert max(tops.values()) <= (length or LENGTH)
     assert tops["tova + nll"] == (length or LENGTH)
@@ -143,7 +142,7 @@ def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, lengt
 
 
 def test_pyramids_stand_on_what_each_pattern_keeps(model: LoadedModel) -> None:
-    found = found_in(model, profile_of(model), ["snapkv", "cosine"], ["pyramid"])
+    found = found_in(model, profile_of(model), ["none", "cosine"], ["pyramid"])
     # 8 free entries per head on average, none in the last layer: 16, 10.67, 5.33, 0 above a window of 4
     snapkv = next(name for name, one in found.baselines.items() if patterns(one) == ["pyramidkv"] * LAYERS)
     assert kept(found.candidates["snapkv + pyramid"]) == kept(found.baselines[snapkv])
@@ -158,7 +157,7 @@ def test_loss_curves_of_the_patterns_that_are_used(model: LoadedModel) -> None:
     losses = np.zeros((3, LAYERS, 3))
     losses[:, 2, 1] = [4, 1, 0.2]
     losses[:, 0, 2] = [4, 1, 0.2]
-    found = found_in(model, profile_of(model, arrays=losing(losses)), ["streaming", "tova"], ["curves"])
+    found = found_in(model, profile_of(model, arrays=losing(losses)), ["none"], ["curves"])
     assert kept(found.candidates["streaming + curves"]) == [8, 8, 24, 8]
     assert kept(found.candidates["tova + curves"]) == [24, 8, 8, 8]
 
@@ -207,7 +206,7 @@ def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phas
 def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
     profile = profile_of(model)
     explored = ("cosine", "none"), ("nll-chosen", "entropy", "pyramid", *CURVES)
-    both, alone = (find_signal_candidates(model, profile, SIZE, phases, explored) for phases in ("both", "prefill"))
+    both, alone = (find_signal_candidates(model, profile, SIZE, phases, *explored) for phases in ("both", "prefill"))
     for name in ("tova + nll-chosen", "tova + entropy", "tova + curves", "curves-joint"):
         assert kept(both.candidates[name], "decode") == kept(alone.candidates[name]), name
     floors = {"snapkv": 4, "streaming": 3, "tova": 1}
@@ -252,7 +251,7 @@ def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedMode
 )
 def test_curves_take_losses_at_several_budgets(model: LoadedModel, made: dict[str, Any], size: Size) -> None:
     profile = profile_of(model, **made)
-    assert not set(CURVES) & set(find_measured(profile, size)[1])
+    assert not set(CURVES) & set(find_measured(SignalTable(profile), size)[1])
 
 
 @pytest.mark.filterwarnings("error")

@@ -17,7 +17,7 @@ from kvsearch.evaluation.compare import StageStore
 from kvsearch.evaluation.guarantee import count_needed_contexts
 from kvsearch.plan import Plan
 from kvsearch.selection import selection_job
-from kvsearch.selection.selection import Selection, TriedBudget
+from kvsearch.selection.records import Selection, TriedBudget
 from kvsearch.selection.selection_job import SelectionJob, find_guaranteed_budget, list_budgets
 from tests.plan.builders import make_plan
 

@@ -26,12 +26,13 @@ from kvsearch.report.selections import (
 )
 from kvsearch.results.selection import SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss
-from kvsearch.selection.selection import MethodResult, QuestionCount, ReportScores
+from kvsearch.selection.records import MethodResult, QuestionCount, ReportScores, Rule
 from kvsearch.selection.selection_job import measure_parts, prepare_selection
+from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.tasks.text import TextTask
 from tests import tiny
 from tests.evaluation.results import rendered
-from tests.selection.test_comparison import LIKELY
+from tests.selection.test_plan_race import LIKELY
 from tests.signals.profiles import make_signals, signal_metadata
 
 TEXT = " ".join(tiny.document(6000).words[1:])
@@ -101,8 +102,8 @@ def test_a_card_has_losses_or_scores() -> None:
 def test_a_selection_on_text_never_speaks_of_percent(model: LoadedModel) -> None:
     profile = make_signals(signal_metadata(model.fingerprint, budgets=(8, 16, 32), length=60))
     splits = [Split([TextTask("t", TEXT, 60, part)], samples=10, seed=3, batch=8) for part in ("select", "report")]
-    job = prepare_selection(model, profile, Size(budget=12), *splits, explored=(("none",), ("entropy",)))
-    found = job.run()
+    plans = find_signal_candidates(model, profile, Size(budget=12), routes=("none",), allocators=("entropy",))
+    found = prepare_selection(model, plans, Size(budget=12), *splits, Rule()).run()
     result = make_selection_result(found)
     again = SelectionResult.model_validate(json.loads(json.dumps(result.as_json())))
     written, best = result.chosen.written, result.chosen.best

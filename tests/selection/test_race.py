@@ -27,8 +27,8 @@ from kvsearch.selection.race import (
     plan_rounds,
     plan_screening,
 )
+from kvsearch.selection.records import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
 from tests.examples import at_most
 
 

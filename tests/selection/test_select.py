@@ -27,10 +27,10 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selections import DECODE_ONLY, describe_decision, make_selection_result, make_tables
 from kvsearch.runs.identity import LEDGER
-from kvsearch.selection import comparison, race
-from kvsearch.selection.comparison import SCREENED_TOKENS, choose_screening_questions
+from kvsearch.selection import plan_race, race
+from kvsearch.selection.plan_race import SCREENED_TOKENS, choose_screening_questions
+from kvsearch.selection.records import Rule, Selection
 from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.tasks.base import Sampling
@@ -137,6 +137,14 @@ def answered_by(model: LoadedModel, plan: Plan, task: tiny.Listed) -> tiny.Liste
     return replace(task, rows=rows)
 
 
+def prepare(
+    model: LoadedModel, profile: Profile, size: Size, choice: Split, reported: Split, **options: Any
+) -> SelectionJob:
+    """A selection among the strategies of a profile."""
+    plans = find_signal_candidates(model, profile, size, **options)
+    return prepare_selection(model, plans, size, choice, reported, Rule())
+
+
 EXPLORED = ("cosine", "error"), ("uniform", "entropy", "curves")
 
 
@@ -144,11 +152,10 @@ def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **o
     tasks = [questions_of(*range(16), each=2), questions_of(*range(16, 26), each=2)]
     if favourite is not None:
         when = options.get("phases", "prefill")
-        plan = find_signal_candidates(model, profile, SIZE, when, EXPLORED).plans[favourite]
+        plan = find_signal_candidates(model, profile, SIZE, when, *EXPLORED).plans[favourite]
         tasks = [answered_by(model, plan, task) for task in tasks]
-    return prepare_selection(
-        model, profile, SIZE, *(Split([task], **HOW) for task in tasks), explored=EXPLORED, **options
-    )
+    asked = (Split([task], **HOW) for task in tasks)
+    return prepare(model, profile, SIZE, *asked, routes=EXPLORED[0], allocators=EXPLORED[1], **options)
 
 
 @pytest.fixture(scope="module")
@@ -207,13 +214,11 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
 
 
 def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, profile: Profile) -> None:
-    explored = ("none",), ("uniform",)
+    explored = {"routes": ("none",), "allocators": ("uniform",)}
     tasks = [questions_of(*range(6)), questions_of(*range(6, 9))]
-    plan = find_signal_candidates(model, profile, SIZE, "prefill", explored).plans["streaming"]
+    plan = find_signal_candidates(model, profile, SIZE, **explored).plans["streaming"]
     asked, reported = ([answered_by(model, plan, task)] for task in tasks)
-    found = prepare_selection(
-        model, profile, SIZE, Split(asked, **HOW), Split(reported, **HOW), explored=explored
-    ).run()
+    found = prepare(model, profile, SIZE, Split(asked, **HOW), Split(reported, **HOW), **explored).run()
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
     told = found.plan.provenance.settings
     assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
@@ -242,10 +247,10 @@ def test_the_hopeless_do_not_reply(
     """Under a random model methods hardly differ, so any lead is made to count."""
     for name, value in (("HOPELESS_LEVEL", 0.5), ("MOST_LOST", 0.0), ("REPORTED_PER_KIND", 3)):
         monkeypatch.setattr(race, name, value)
-    monkeypatch.setattr(comparison, "REPORTED_PER_KIND", 3)
-    monkeypatch.setattr(comparison, "FINALISTS", 2)
+    monkeypatch.setattr(plan_race, "REPORTED_PER_KIND", 3)
+    monkeypatch.setattr(plan_race, "FINALISTS", 2)
     job = prepared_of(model, profile, "error + entropy")
-    store = make_stage_store(tmp_path, job.config, NullReporter())
+    store = make_stage_store(tmp_path, job.race.config, NullReporter())
     chosen = job.race.decide(store)
     assert chosen.screening is not None
     left_out = {method.name for method in chosen.screening.dropped}
@@ -302,7 +307,7 @@ def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) ->
 @pytest.mark.nightly
 def test_a_phase_setting_has_baselines_of_its_own(model: LoadedModel, profile: Profile) -> None:
     asked = (Split([questions_of(*numbers)], **HOW) for numbers in (range(4), (4, 5)))
-    found = prepare_selection(model, profile, SIZE, *asked, explored=(("none",), ("entropy",)), phases="decode").run()
+    found = prepare(model, profile, SIZE, *asked, routes=("none",), allocators=("entropy",), phases="decode").run()
     assert (found.chosen.phases, found.chosen.count("baseline")) == ("decode", 13)
     assert (found.plan.prefill, found.plan.provenance.settings["phases_tried"]) == (None, ("decode",))
     assert DECODE_ONLY in make_selection_result(found).notes
@@ -314,28 +319,27 @@ def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profi
         UsageError,
         match="is in the selection and in the report split",
     ):
-        prepare_selection(model, profile, SIZE, Split([task], **HOW), Split([task], **HOW))
+        prepare(model, profile, SIZE, Split([task], **HOW), Split([task], **HOW))
     rows = [
         replace(row, queries=tuple(replace(q, question=f"{q.question} .") for q in row.queries)) for row in task.rows
     ]
     with pytest.raises(UsageError, match="its context is in the selection and in the report split"):
-        prepare_selection(model, profile, SIZE, Split([task], **HOW), Split([replace(task, rows=tuple(rows))], **HOW))
+        prepare(model, profile, SIZE, Split([task], **HOW), Split([replace(task, rows=tuple(rows))], **HOW))
 
 
 def test_a_selection_needs_something_to_evict(model: LoadedModel, profile: Profile) -> None:
     questions = (Split([questions_of(*range(4))], **HOW), Split([questions_of(*range(4, 8))], **HOW))
-    even = ("cosine",), ("uniform",)
-    late: dict[str, Any] = {"phases": "decode", "explored": even}
+    late: dict[str, Any] = {"phases": "decode", "routes": ("cosine",), "allocators": ("uniform",)}
     with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
-        prepare_selection(model, profile, Size(budget=59), *questions, **late)
+        prepare(model, profile, Size(budget=59), *questions, **late)
     both = Split([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], **HOW)
-    one = prepare_selection(model, profile, Size(budget=59), both, questions[1], **late).race
+    one = prepare(model, profile, Size(budget=59), both, questions[1], **late).race
     assert "4 of 8 prompts are so short" in one.candidate_set.notes[-1]
-    one = prepare_selection(model, profile, Size(budget=50), *questions).race  # some give and take
+    one = prepare(model, profile, Size(budget=50), *questions).race  # some give and take
     assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.candidate_set.notes[-1])
 
 
 def test_a_profile_of_another_model(model: LoadedModel) -> None:
     other = make_signals()
     with pytest.raises(IncompatibleError, match="this profile was made for another model"):
-        prepare_selection(model, other, SIZE, Split([questions_of(1, 2)], **HOW), Split([questions_of(3)], **HOW))
+        prepare(model, other, SIZE, Split([questions_of(1, 2)], **HOW), Split([questions_of(3)], **HOW))

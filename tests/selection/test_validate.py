@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch.commands.validate import describe_conditions
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
@@ -21,12 +22,9 @@ from kvsearch.report.scores import list_verdict_lines
 from kvsearch.results.validation import VALIDATION_FILE, ValidationResult, find_harmful
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.selection.validate import (
-    PreparedValidation,
-    find_uses,
-    permute_distinct,
-    prepare_validation,
-)
+from kvsearch.selection.from_signals import Strategy
+from kvsearch.selection.plan_race import PlanRace
+from kvsearch.selection.signal_controls import find_uses, permute_distinct, prepare_signal_race
 from kvsearch.selection.verdicts import (
     BudgetVerdicts,
     Gains,
@@ -38,7 +36,6 @@ from kvsearch.selection.verdicts import (
     judge_gains,
 )
 from kvsearch.signals.table import SignalTable
-from kvsearch.strategies.from_signals import Strategy
 from tests import tiny
 from tests.plan.builders import model as toy
 from tests.signals.profiles import make_signals, signal_metadata
@@ -56,13 +53,13 @@ def profile_of(model: LoadedModel, **arrays: Any) -> Profile:
 
 def prepared(
     model: LoadedModel, signals: Sequence[str], phases: Sequence[str] = ("prefill",), **changes: Any
-) -> PreparedValidation:
+) -> PlanRace:
     profile = changes.pop("profile", None) or profile_of(model)
     uses = changes.pop("uses", None)
     uses = find_uses(SignalTable(profile), signals, phases) if uses is None else uses
     split = Split(changes.pop("tasks", TASKS), **{**HOW, **changes.pop("asked", {})})
     asked = {"size": SIZE, "split": split, "permutations": 5, **changes}
-    return prepare_validation(model, profile, uses=uses, **asked)
+    return prepare_signal_race(model, profile, uses=uses, **asked)
 
 
 def gain(low: float, high: float) -> Difference:
@@ -211,17 +208,17 @@ def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | No
         find_uses(table, signals, phases)
 
 
-def phase_of(made: PreparedValidation, name: str, phase: str = "prefill") -> PhaseProgram:
-    label = made.evaluation.names[name]
-    program = next(one.program for one in made.evaluation.methods if one.label == label)
+def phase_of(made: PlanRace, name: str, phase: str = "prefill") -> PhaseProgram:
+    label = made.prepared.names[name]
+    program = next(one.program for one in made.prepared.methods if one.label == label)
     return getattr(program, phase)
 
 
-def patterns(made: PreparedValidation, name: str, phase: str = "prefill") -> list[str]:
+def patterns(made: PlanRace, name: str, phase: str = "prefill") -> list[str]:
     return [policy.name for _, policy in sorted(phase_of(made, name, phase).policies.items())]
 
 
-def budgets(made: PreparedValidation, name: str, phase: str = "prefill") -> list[int]:
+def budgets(made: PlanRace, name: str, phase: str = "prefill") -> list[int]:
     """Of every layer, the entries of all heads."""
     return [int(row) for row in np.sum(phase_of(made, name, phase).table(200), axis=1)]
 
@@ -229,7 +226,7 @@ def budgets(made: PreparedValidation, name: str, phase: str = "prefill") -> list
 def test_controls_of_a_route(model: LoadedModel) -> None:
     profile = profile_of(model)
     made = prepared(model, ["cosine"], ["both"], profile=profile)
-    (names,) = made.compared.values()
+    (names,) = made.candidate_set.signals.values()
     table, known = SignalTable(profile), list(SignalTable(profile).patterns)
     drawn = []
     for phase in table.axes.phases:
@@ -247,7 +244,7 @@ def test_controls_of_a_route(model: LoadedModel) -> None:
 def test_controls_of_budgets(model: LoadedModel) -> None:
     entropy = np.broadcast_to(np.array([0.1, 0.2, 0.3, 0.9], np.float32), (2, 4))
     made = prepared(model, ["entropy"], ["both"], profile=profile_of(model, mean_entropy=entropy))
-    (names,) = made.compared.values()
+    (names,) = made.candidate_set.signals.values()
     for name in names.random:
         assert budgets(made, name, "prefill") == budgets(made, name, "decode")  # or they would hold more than forward
     for phase in ("prefill", "decode"):
@@ -273,12 +270,12 @@ def test_few_orders_are_all_tried(model: LoadedModel) -> None:
     entropy = np.broadcast_to(np.array([0.0, 0.0, 1.0, 0.0], np.float32), (2, 4))
     profile = profile_of(model, mean_entropy=entropy)
     made = prepared(model, ["entropy"], profile=profile)
-    (names,) = made.compared.values()
+    (names,) = made.candidate_set.signals.values()
     assert names.exact
     assert len(names.random) == 3
     forward, drawn = budgets(made, names.forward), [budgets(made, name) for name in names.random]
     assert {tuple(each) for each in (forward, *drawn)} == set(permutations(forward))
-    (one,) = made.run().signals
+    (one,) = made.judge_signals().signals
     assert (one.exact, one.gains.reach, len(one.random)) == (True, 0.0, 3)
     text = " ".join(list_verdict_lines(BudgetVerdicts(budget=16, full=one.forward, signals=(one,))))
     assert re.search(r"\d of 3 other orders of these budgets score lower", text)
@@ -286,12 +283,12 @@ def test_few_orders_are_all_tried(model: LoadedModel) -> None:
 
 def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
     few, many = (prepared(model, ["entropy"], permutations=count) for count in (5, 9))
-    (less,), (more,) = few.compared.values(), many.compared.values()
+    (less,), (more,) = few.candidate_set.signals.values(), many.candidate_set.signals.values()
     assert more.random[:5] == less.random
     assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
-    assert few.config(few.evaluation).difference(many.config(many.evaluation)) is None
+    assert few.config(few.prepared).difference(many.config(many.prepared)) is None
     hurried = prepared(model, ["entropy"], asked={"batch": 1, "max_memory": 10**9})
-    assert hurried.config(hurried.evaluation).difference(few.config(few.evaluation)) is None
+    assert hurried.config(hurried.prepared).difference(few.config(few.prepared)) is None
     again = prepared(model, ["entropy"], asked={"seed": 5})
     assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
 
@@ -313,11 +310,11 @@ def test_what_is_refused(model: LoadedModel, changes: dict[str, Any], problem: s
 
 
 def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> None:
-    assert prepared(model, ["cosine"]).notes == ()
-    (note,) = prepared(model, ["cosine"], size=Size(budget=65)).notes
+    assert prepared(model, ["cosine"]).candidate_set.notes == ()
+    (note,) = prepared(model, ["cosine"], size=Size(budget=65)).candidate_set.notes
     assert re.search(r"2 of 3 prompts are so short, up to 52 tokens, that (\d+) of \1 strategies evict nothing", note)
     late = prepared(model, ["cosine"], ["decode"], size=Size(budget=71))  # the longest prompt and its reply
-    assert "2 of 3 prompts are so short" in late.notes[0]
+    assert "2 of 3 prompts are so short" in late.candidate_set.notes[0]
     with pytest.raises(UsageError, match="nothing would be evicted from any prompt"):
         prepared(model, ["cosine"], ["decode"], size=Size(budget=120))
 
@@ -325,7 +322,7 @@ def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> N
 @pytest.fixture(scope="module")
 def found(model: LoadedModel) -> ValidationResult:
     validation = prepared(model, ["cosine", "entropy"], ["prefill", "both"])
-    return ValidationResult(**dict(validation.conditions), budgets=(validation.run(),))
+    return ValidationResult(**describe_conditions(validation), budgets=(validation.judge_signals(),))
 
 
 def test_scores_and_gains(found: ValidationResult, model: LoadedModel) -> None:
@@ -351,7 +348,7 @@ def test_scores_and_gains(found: ValidationResult, model: LoadedModel) -> None:
 def test_a_constant_signal(model: LoadedModel, name: str) -> None:
     array, shape = ("cosine", (3, 2, 2, 4, 3)) if name == "cosine" else ("mean_entropy", (2, 4))
     profile = profile_of(model, **{array: np.full(shape, 0.5, np.float32)})
-    (one,) = prepared(model, [name], profile=profile).run().signals
+    (one,) = prepared(model, [name], profile=profile).judge_signals().signals
     assert (one.verdict, one.reason) == ("useless", "constant: forward and inverse are the same strategy")
     assert one.forward == one.inverse == one.uniform
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvsearch.evaluation.ready_methods import spread_evenly
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -16,7 +17,6 @@ from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, P
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import make_full_program
-from kvsearch.strategies.ready_methods import spread_evenly
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, hash_tokens, make_readings
 from tests import tiny

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.runner import reply_to_batch, run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
@@ -16,7 +17,6 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.signals.predictions import token_losses
-from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import encode_tasks, make_readings
 from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.text import CONTINUATION, TextTask

@@ -26,7 +26,7 @@ from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.integrity import Verification
 from kvsearch.report.page import group_by_model, render
-from kvsearch.strategies.from_yaml import plan_from_yaml
+from kvsearch.selection.from_yaml import plan_from_yaml
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import encode, make_token_counter
 from kvsearch.tasks.infinitebench import InfiniteBenchTask

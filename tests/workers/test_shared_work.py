@@ -22,11 +22,11 @@ from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.core.errors import InternalError, KvsearchWarning
 from kvsearch.evaluation.headroom import measure_headroom
 from kvsearch.evaluation.losses import measure_losses
+from kvsearch.evaluation.table_check import check_table
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
-from kvsearch.selection.table_check import check_table
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.calibrations import (

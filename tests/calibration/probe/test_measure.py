@@ -25,9 +25,11 @@ from kvsearch.calibration.probe.context_pass import (
 )
 from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.methods import parse_methods
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
+from kvsearch.plan.build import plan_from_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import GOLDEN_RATIO, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
@@ -35,8 +37,6 @@ from kvsearch.policies.registry import list_rivals
 from kvsearch.report.ranking import TextLosses, list_ranking_remarks
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import run_attention
-from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.methods import parse_methods
 from tests import tiny
 from tests.calibrations import calibrate_lukv, calibrate_probe
 

@@ -14,7 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan import Plan, Profile, ProfileMetadata, Size
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT
-from kvsearch.strategies.joint import make_joint_plan, read_policy_curves
+from kvsearch.selection.joint import make_joint_plan, read_policy_curves
 from tests.plan.builders import metadata_dict, model_dict
 
 LENGTH = 100

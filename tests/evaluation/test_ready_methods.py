@@ -17,17 +17,17 @@ from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.evaluation.methods import Method, make_direct_plan, parse_methods, parse_sizes
+from kvsearch.evaluation.names import METHODS, list_method_names
+from kvsearch.evaluation.ready_methods import describe_different_settings, prepare_methods, read_request
 from kvsearch.evaluation.totals import check_totals
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, ProfileMetadata, Size, save_plan
+from kvsearch.plan.build import plan_from_profile
 from kvsearch.plan.profile import save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.methods import Method, make_direct_plan, parse_methods, parse_sizes
-from kvsearch.strategies.names import METHODS, list_method_names
-from kvsearch.strategies.ready_methods import describe_different_settings, prepare_methods, read_request
 from tests import tiny
 from tests.examples import at_most
 

@@ -14,13 +14,13 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.plan import Plan, PolicySpec, Profile, Size
+from kvsearch.plan.build import PhaseChoice, check_pool, make_profile_plan
 from kvsearch.plan.origin import ContextRecord, join_records
 from kvsearch.plan.profile_arrays import KEPT
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies.fitted import Fitted, load_fitted_profile
 from kvsearch.policies.registry import build_policy
-from kvsearch.strategies.build import PhaseChoice, check_pool, make_profile_plan
 
 JOINT_METHOD = "joint"
 MASS = "mass"  # the same curves of a profile of one policy, by whole percents

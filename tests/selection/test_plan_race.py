@@ -11,8 +11,8 @@ import pytest
 from kvsearch.evaluation.samples import Sample
 from kvsearch.report.selections import describe_decision
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.comparison import find_behind_on_kinds, find_lower_kinds, group_by_kind
-from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount
+from kvsearch.selection.plan_race import find_behind_on_kinds, find_lower_kinds, group_by_kind
+from kvsearch.selection.records import MethodResult, PhaseResult, QuestionCount
 from tests.evaluation.test_statistics import samples
 
 SCORE = Estimate(1.0, 1.0, 1.0)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Profile, ProfileMetadata, Size
+from kvsearch.plan.build import plan_from_profile
 from kvsearch.plan.size import round_half_up
-from kvsearch.strategies.build import plan_from_profile
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, model_dict
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.core.naming import check_unique, require_known, suggest
+from kvsearch.evaluation.names import FULL, METHODS, RANDOM, Recipe, list_method_names
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Phase, Plan, Profile, Size
+from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
+from kvsearch.plan.build import PhaseChoice, build_plan, check_mean, round_ratios
 from kvsearch.plan.origin import ContextRecord, make_provenance
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
@@ -38,8 +39,6 @@ from kvsearch.policies.fitted import parse_policy, split_settings
 from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import build_policy, find_policy_class, is_fitted, list_policy_names
 from kvsearch.runtime import Program
-from kvsearch.strategies.build import PhaseChoice, build_plan, check_mean, round_ratios
-from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, list_method_names
 
 Heads = tuple[int, int]  # layers, kv heads
 Settings = Mapping[str, Any]
@@ -135,8 +134,7 @@ class Method:
         if self.allocation is not None:
             shared = {"name": self.allocation.name, "options": self.allocation.parameters()}
         if isinstance(self.layout, Profile):
-            digest = sha256(self.layout.to_bytes()).hexdigest()
-            budgets = {"profile_sha256": digest, "calibrated": self.layout.metadata.method}
+            budgets = {"profile_sha256": self.layout.sha256, "calibrated": self.layout.metadata.method}
         else:
             options = asdict(self.layout)
             budgets = {"allocator": self.layout.name, "options": options, "floor": self.policy.least}
@@ -214,7 +212,7 @@ def make_direct_plan(
         policy.least,
         size.scaling,
         size.length,
-        allocation,
+        None if allocation is None else PolicySpec(name=allocation.name, params=allocation.parameters()),
     )
 
 

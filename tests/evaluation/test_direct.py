@@ -9,14 +9,14 @@ import pytest
 
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.evaluation.methods import make_direct_plan, parse_allocation
 from kvsearch.plan import PHASES, ModelFingerprint, PolicySpec, Size
 from kvsearch.plan.arithmetic import compute_budgets
+from kvsearch.plan.build import PhaseChoice, build_plan
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.size import LAID_OUT
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.build import PhaseChoice, build_plan
-from kvsearch.strategies.methods import make_direct_plan, parse_allocation
 from tests import tiny
 from tests.plan.builders import PROVENANCE, model_dict
 

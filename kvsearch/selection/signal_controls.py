@@ -1,4 +1,4 @@
-"""Whether the signals of a PolyKV calibration are worth following (arXiv 2606.15157, Table 3), with controls.
+"""Candidates of a validation: the strategies of signals (arXiv 2606.15157, Table 3), with controls as baselines.
 
 The paper scores the strategy that a signal makes against its inverse. A large gap may only mean that the inverse is
 bad, so the same questions are also asked under controls of the same size: the uniform strategy, and random ones.
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from hashlib import sha256
 from itertools import count, islice
 from typing import Final
 
@@ -18,27 +15,17 @@ import numpy as np
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.naming import describe_unknown, require_known, suggest
-from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans
-from kvsearch.evaluation.totals import check_eviction
+from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, Profile, Size
+from kvsearch.plan.build import PhaseChoice
 from kvsearch.policies.registry import build_policy
-from kvsearch.runs.identity import RunConfig
-from kvsearch.selection.verdicts import (
-    PHASE_SETTINGS,
-    SIGNAL_KINDS,
-    BudgetVerdicts,
-    Conditions,
-    SignalKind,
-    SignalUse,
-    StrategyNames,
-    TaskContent,
-    judge_signal,
-)
+from kvsearch.selection.candidates import CandidateSet
+from kvsearch.selection.from_signals import Strategy, check_kept, choose_by_signals, make_signals_plan
+from kvsearch.selection.plan_race import PlanRace, prepare_race
+from kvsearch.selection.records import Rule
+from kvsearch.selection.verdicts import PHASE_SETTINGS, SIGNAL_KINDS, SignalKind, SignalUse, StrategyNames
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import PhaseChoice
-from kvsearch.strategies.from_signals import Strategy, check_kept, choose_by_signals, make_signals_plan
-from kvsearch.strategies.names import FULL
 
 SIGNALS_OF_KIND: Final[dict[SignalKind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
 PAPER_SIGNALS: Final[dict[SignalKind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
@@ -72,15 +59,15 @@ def find_uses(
     return [SignalUse(name, kind, setting) for kind, name in pairs for setting in settings]
 
 
-def prepare_validation(
+def prepare_signal_race(
     loaded: LoadedModel,
     profile: Profile,
     size: Size,
     split: Split,
     uses: Sequence[SignalUse],
     permutations: int,
-) -> PreparedValidation:
-    """Prepare all strategies and controls at `size`, and check that they fit the model and the questions.
+) -> PlanRace:
+    """Prepare the race of the strategies of signals with their controls at `size`, see `PlanRace.judge_signals`.
 
     Random controls of a route have a random pattern in every layer; random controls of budgets have the forward budgets
     of the layers in another order. There are `permutations` of them, or all other orders if these are no more.
@@ -91,83 +78,27 @@ def prepare_validation(
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     table = SignalTable(profile)
-    plans: dict[str, Plan] = {}
-    compared: dict[SignalUse, StrategyNames] = {}
+    candidates: dict[str, Plan] = {}
+    controls: dict[str, Plan] = {}
+    signals: dict[SignalUse, StrategyNames] = {}
     for use in uses:
-        compared[use], choices = _make_strategies(table, use, size, permutations, split.seed)
-        plans |= {
-            name: make_signals_plan(profile, chosen, size) for name, chosen in choices.items() if name not in plans
-        }
-    prepared = prepare_plans(loaded, plans, split)
-    for task in prepared.encoded:
+        names, choices = _make_strategies(table, use, size, permutations, split.seed)
+        signals[use] = names
+        for name, chosen in choices.items():
+            kind = candidates if name == names.forward else controls
+            if name not in kind:
+                kind[name] = make_signals_plan(profile, chosen, size)
+    mean = size.pool(profile.metadata).mean
+    notes = [explosion.words for phase in table.axes.phases for explosion in table.find_explosions(phase, mean)]
+    phases = ",".join(dict.fromkeys(use.phases for use in uses))
+    even = signals[uses[0]].uniform
+    plans = CandidateSet(phases, candidates, controls, even, notes=tuple(notes), profile=profile, signals=signals)
+    stage = f"ratio-{size.ratio}" if size.budget is None else str(size.budget)
+    race = prepare_race(loaded, plans, split, Rule(), size, f"{stage}-{split.protocol}")
+    for task in race.encoded:
         if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
-    note = check_eviction(prepared, size)
-    mean = size.pool(profile.metadata).mean
-    exploding = [explosion.words for phase in table.axes.phases for explosion in table.find_explosions(phase, mean)]
-    return PreparedValidation(prepared, profile, size, compared, tuple(filter(None, (note, *exploding))))
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedValidation:
-    """A validation at one size that is ready to run; `compared` has the strategy and controls of each use.
-
-    `notes` are warnings about the verdicts.
-    """
-
-    evaluation: Evaluation
-    profile: Profile
-    size: Size
-    compared: Mapping[SignalUse, StrategyNames]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def budget(self) -> float:
-        """Entries per kv head, on average; for a ratio, of a prompt as long as calibrated."""
-        return self.size.pool(self.profile.metadata).mean
-
-    @property
-    def strategies(self) -> int:
-        """Number of distinct strategies and controls, besides the full cache."""
-        return len(self.evaluation.methods) - 1
-
-    @cached_property
-    def conditions(self) -> Conditions:
-        """Conditions that must be equal for two validations to be merged."""
-        splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
-        task_records, metrics = self.evaluation.config().content["tasks"], self.evaluation.metrics
-        return Conditions(
-            model=self.profile.metadata.model,
-            profile_sha256=sha256(self.profile.to_bytes()).hexdigest(),
-            tasks={
-                name: TaskContent(
-                    contexts=task_records[name]["contexts"],
-                    questions=task_records[name]["questions"],
-                    metric=metric,
-                    rows_sha256=task_records[name]["rows_sha256"],
-                )
-                for name, metric in metrics.items()  # in the order in which they were asked for
-            },
-            split=", ".join(sorted(splits)) or None,
-            protocol=self.evaluation.split.protocol,
-            seed=self.evaluation.split.seed,
-        )
-
-    def config(self, evaluation: Evaluation) -> RunConfig:
-        """Return the configuration of replies; with profile and size, a strategy is identified by its name.
-
-        So a run with other signals, phases or more permutations goes on with the same replies.
-        """
-        digest = self.conditions.profile_sha256
-        return evaluation.stage_config("validate", profile_sha256=digest, budget=self.budget, ratio=self.size.ratio)
-
-    def run(self, store: StageStore | None = None, *, answered: bool = False) -> BudgetVerdicts:
-        """Evaluate all that is not in the store, and judge the signals; see `Evaluation.run_stage`."""
-        size = f"ratio-{self.size.ratio}" if self.size.budget is None else self.size.budget
-        stage = f"{size}-{self.evaluation.split.protocol}"
-        result = self.evaluation.run_stage(stage, store, answered=answered)
-        signals = tuple(judge_signal(result, use, names) for use, names in self.compared.items())
-        return BudgetVerdicts(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
+    return race
 
 
 def _parse_signal(typed: str) -> list[tuple[SignalKind, str]]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.plan import PHASES, Profile, Size
+from kvsearch.plan.build import PhaseChoice
+from kvsearch.selection.from_signals import Strategy, choose_by_signals, make_strategy_plan
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
-from kvsearch.strategies.build import PhaseChoice
-from kvsearch.strategies.from_signals import Strategy, choose_by_signals, make_strategy_plan
 from tests.plan.builders import PROVENANCE, model
 from tests.signals.profiles import make_signals, signal_metadata
 

@@ -14,7 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.yaml import plan_to_yaml
-from kvsearch.strategies.from_yaml import plan_from_yaml
+from kvsearch.selection.from_yaml import plan_from_yaml
 from tests.plan.builders import PROVENANCE, model_dict
 
 SNAPKV = {"name": "snapkv", "params": {"window": 8}}

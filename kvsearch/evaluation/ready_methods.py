@@ -18,6 +18,8 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import hash_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.naming import require_known
+from kvsearch.evaluation.methods import Method, parse_methods, parse_sizes
+from kvsearch.evaluation.names import FULL, RANDOM
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, parse_phases
@@ -28,8 +30,6 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import BudgetTable, PhaseProgram, make_full_program, warn_unfit
-from kvsearch.strategies.methods import Method, parse_methods, parse_sizes
-from kvsearch.strategies.names import FULL, RANDOM
 
 EntryCount = Callable[[int], int]  # entries of all layers and heads, by prompt length
 BASELINES: dict[str, Callable[[], Policy] | None] = {

@@ -15,10 +15,10 @@ from kvsearch.calibration import lukv
 from kvsearch.calibration.options import LavaOptions, LukvOptions
 from kvsearch.calibration.tables import CHECKED_RATIOS, FOLDS, HELD_OUT, MIN_CONTEXTS_TO_JUDGE, assign_folds
 from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.evaluation import table_check
+from kvsearch.evaluation.table_check import check_table, describe_harmful_table
 from kvsearch.plan import Profile, load_profile, save_profile
 from kvsearch.plan.profile import TableCheck
-from kvsearch.selection import table_check
-from kvsearch.selection.table_check import check_table, describe_harmful_table
 from tests import tiny
 from tests.calibrations import calibrate_dynamic, calibrate_lukv
 

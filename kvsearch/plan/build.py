@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import ModelFingerprint, Phase, PhasePlan, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.origin import Provenance, make_provenance
@@ -32,21 +31,21 @@ def build_plan(
     floor: int,
     scaling: Literal["fixed", "proportional"] = "fixed",
     length: int | None = None,
-    allocation: Allocation | None = None,
+    allocation: PolicySpec | None = None,
 ) -> Plan:
-    """Build a plan from the `chosen` policies and budgets of model layers `layers`; other layers keep everything."""
+    """Build a plan from the `chosen` policies and budgets of model layers `layers`; other layers keep everything.
+
+    `allocation` is the name and options of one that shares the total anew for every prompt; None: it is static.
+    """
     phases = {}
     for phase, part in chosen.items():
         policies = dict(zip(layers, part.policies, strict=True))
         phases[phase] = PhasePlan.of([policies.get(layer) for layer in range(model.layers)], part.budgets)
-    shared = PolicySpec(name=STATIC)
-    if allocation is not None:
-        shared = PolicySpec(name=allocation.name, params=allocation.parameters())
     return Plan(
         model=model,
         length=length,
         scaling=scaling,
-        allocation=shared,
+        allocation=allocation or PolicySpec(name=STATIC),
         floor=floor,
         prefill=phases.get("prefill"),
         decode=phases.get("decode"),

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvsearch.evaluation.ready_methods import BASELINES, make_baselines, spread_evenly
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.policies import Observation, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.strategies.ready_methods import BASELINES, make_baselines, spread_evenly
 from tests import tiny
 from tests.combinations import every_value
 from tests.families import prompts

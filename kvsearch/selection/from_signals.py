@@ -19,13 +19,13 @@ from kvsearch.budgets.polykv import Direction, Proportional
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.naming import require_known, suggest
+from kvsearch.evaluation.names import FULL, UNIFORM
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
+from kvsearch.plan.build import PhaseChoice, check_pool, make_profile_plan
 from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import build_policy
 from kvsearch.signals.table import MEASURES, ROUTES, SENSITIVITIES, SignalTable, is_constant
-from kvsearch.strategies.build import PhaseChoice, check_pool, make_profile_plan
-from kvsearch.strategies.names import FULL, UNIFORM
 
 SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the measured budget that was read
 

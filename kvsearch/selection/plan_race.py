@@ -1,7 +1,8 @@
-"""The decision between candidates and baselines, for `run`, `select` and `evolve`.
+"""The contest of named plans on the questions of a split, for `run`, `select`, `evolve` and `validate`.
 
-A `PlanRace` asks the questions of a split in rounds; who stays for the next round, and which verdict ends it, is said
-in `kvsearch.selection.race`.
+A `PlanRace` decides between candidates and baselines in rounds; who stays for the next round, and which verdict ends
+it, is said in `kvsearch.selection.race`. Of candidates that are made of signals it also says whether each signal is
+worth following, by questions that all plans answer, see `kvsearch.selection.verdicts`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from kvsearch.core.arrays import TIE
+from kvsearch.core.errors import assert_present
 from kvsearch.core.items import group_by_key
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
+from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast_scores, count_contexts, estimate, share_level, summarize
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.work import StageCost
 from kvsearch.plan import Size
+from kvsearch.runs.identity import Job, RunConfig
 from kvsearch.runtime import Program
-from kvsearch.selection.candidates import CandidateSet
+from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.race import (
     ELIMINATION_LEVEL,
     FINALISTS,
@@ -33,8 +37,7 @@ from kvsearch.selection.race import (
     plan_rounds,
     plan_screening,
 )
-from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import (
+from kvsearch.selection.records import (
     REPORTED_PER_KIND,
     DroppedMethod,
     MethodResult,
@@ -43,8 +46,9 @@ from kvsearch.selection.selection import (
     Rule,
     Screening,
 )
+from kvsearch.selection.scores import Scores
 from kvsearch.selection.splits import divide_contexts, list_texts
-from kvsearch.strategies.names import FULL
+from kvsearch.selection.verdicts import BudgetVerdicts, judge_signal
 from kvsearch.tasks.encode import TaskPrompts, force_replies
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.tasks.metrics.likelihood import read_loss
@@ -64,6 +68,7 @@ class PlanRace:
     prepared: Evaluation  # all candidates and baselines on the questions of all rounds
     candidate_set: CandidateSet
     rule: Rule
+    size: Size
     name: str
     screens: bool = True
 
@@ -72,14 +77,16 @@ class PlanRace:
         """The questions of all rounds."""
         return self.prepared.encoded
 
-    def with_questions(self, questions: list[TaskPrompts]) -> PlanRace:
-        """Restrict the race to some of its questions."""
-        return replace(self, prepared=replace(self.prepared, encoded=questions))
-
     @property
     def available(self) -> int:
         """Number of contexts of all rounds."""
         return count_contexts(self.encoded)
+
+    @property
+    def mean_budget(self) -> float:
+        """Mean budget of plans of a profile; for a ratio, that of a prompt as long as calibrated."""
+        profile = assert_present(self.candidate_set.profile, "only plans of a profile have a length")
+        return self.size.pool(profile.metadata).mean
 
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
@@ -104,6 +111,18 @@ class PlanRace:
         """Estimate the cost of the race, as the stage `name`, at most."""
         programs = [method.program for method in self.prepared.methods]
         return estimate_choice(name, self.encoded, self.prepared.split, programs, self.screened)
+
+    def config(self, evaluation: Evaluation) -> RunConfig:
+        """Return the configuration of a stage, which identifies the plans behind the names.
+
+        With a profile and a size a name says it, so other candidates, signals or finalists go on with the same replies.
+        """
+        profile = self.candidate_set.profile
+        if profile is not None:
+            job: Job = "validate" if self.candidate_set.signals else "select"
+            return evaluation.stage_config(job, profile_sha256=profile.sha256, **self.size.as_json())
+        plans = {name: content_hash(plan) for name, plan in self.candidate_set.plans.items()}
+        return evaluation.stage_config("run", plans=plans, **self.size.as_json())
 
     def ask(
         self,
@@ -164,6 +183,20 @@ class PlanRace:
                 break
         result = self._make_result(race, rounds, forced, tuple(behind.values()), level)
         return replace(result, screening=screening)
+
+    def judge_signals(self, store: StageStore | None = None, *, answered: bool = False) -> BudgetVerdicts:
+        """Evaluate all plans on all questions, and judge every signal by the gain of its strategy over its controls.
+
+        Raises:
+            IncompatibleError, UsageError: see `Evaluation.run`.
+        """
+        result = self.ask(self.encoded, list(self.candidate_set.plans), "", store, answered=answered)
+        return BudgetVerdicts(
+            budget=self.mean_budget,
+            ratio=self.size.ratio,
+            full=result.score(FULL),
+            signals=tuple(judge_signal(result, use, names) for use, names in self.candidate_set.signals.items()),
+        )
 
     def _screen(
         self, questions: Sequence[list[TaskPrompts]], store: StageStore | None
@@ -341,12 +374,8 @@ def group_by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     return group_by_key(samples, kind)
 
 
-def prepare_race(
-    loaded: LoadedModel, plans: CandidateSet, split: Split, rule: Rule, size: Size, name: str | None = None
-) -> PlanRace:
-    """Prepare a race of plans at a size; check that they evict something.
-
-    Replies are kept by its `name`; None: it is named after the phases of the plans.
+def prepare_race(loaded: LoadedModel, plans: CandidateSet, split: Split, rule: Rule, size: Size, name: str) -> PlanRace:
+    """Prepare a race of plans at a size, whose replies are kept by its `name`; check that they evict something.
 
     Raises:
         UsageError: nothing is evicted from any prompt; see `prepare_plans`.
@@ -356,4 +385,4 @@ def prepare_race(
     note = check_eviction(prepared, size)
     if note is not None:
         plans = replace(plans, notes=(*plans.notes, note))
-    return PlanRace(prepared, plans, rule, plans.phases if name is None else name)
+    return PlanRace(prepared, plans, rule, size, name)
