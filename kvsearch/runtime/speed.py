@@ -24,7 +24,7 @@ MOST = 4096
 TIMES = 3  # that each is timed; the median counts
 PATIENCE = 2.0  # seconds, after which a long pass is not repeated
 TABLE_ROWS = 32  # of the attention table that is timed
-TIMED_STEPS = 6  # of decoding
+DECODED_STEPS = 6  # that are timed
 SIMILAR = 0.1  # lengths that differ by so much, relative to the longer, are as fast
 SPEEDS: WeakKeyDictionary[Any, Speed] = WeakKeyDictionary()  # that were timed last, by model
 
@@ -103,7 +103,7 @@ class Speed:
 
 
 def scale_to_first(model: Any, works: Sequence[Work], measure_first: Callable[[], object]) -> Work:
-    """Add up the works of several contexts, the first of which is timed by `measure_first`; counts stay.
+    """Add up the works of several contexts, where `measure_first` measures the first one and is timed; counts stay.
 
     What is done of a context beside plain passes is taken for the same share of the time in all of them.
     """
@@ -125,7 +125,7 @@ def time_step(model: Any, prompt: Tensor) -> float:
         def decode(tokens: int) -> float:
             return median(time_action(partial(replies.ask, questions, [tokens] * ASSUMED_BATCH), 1))
 
-        return (decode(1 + TIMED_STEPS) - decode(1)) / TIMED_STEPS
+        return (decode(1 + DECODED_STEPS) - decode(1)) / DECODED_STEPS
 
 
 def time_action(action: Callable[[], object], times: int = TIMES) -> list[float]:

@@ -97,8 +97,8 @@ class PlanEvaluator:
                     values[int(method), index] = value
 
         with run_attention(self.model):
-            asked = [self.samples[number] for number in numbers]
-            grouped = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in asked)
+            chosen = [self.samples[number] for number in numbers]
+            grouped = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in chosen)
             contexts = [[numbers[place] for place in context] for context in grouped]
             for batch in make_batches(contexts, self.batch, self._batch_key):
                 self._splitting.run(batch, len(programs), len(programs), list, measure)

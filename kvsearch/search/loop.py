@@ -217,8 +217,8 @@ class Search:
     def _measure_generation(self, tables: Sequence[Ints], where: str, rows: slice) -> list[float]:
         """Measure a generation, where samples are split the best of a screen alone; return the values to minimise.
 
-        Those that are screened out come behind all others, in the order of the screen: an optimiser looks at ranks, and
-        for the most part at those of the best.
+        Candidates that are screened out come behind all others, in the order of the screen: an optimiser looks at
+        ranks, and for the most part at the best ones.
         """
         line = self.log.begin(self.name + where)
         if not self.trials.parts:

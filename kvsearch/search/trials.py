@@ -43,7 +43,7 @@ JsonNumber = Annotated[float, PlainSerializer(lambda value: value if math.isfini
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
-Part = Literal["all", "screen", "rest"]  # of the samples of a search
+SamplePart = Literal["all", "screen", "rest"]  # of the samples of a search
 
 
 class TrialJob(NamedTuple):
@@ -73,7 +73,7 @@ class Candidate:
     where: str
 
 
-def candidate_key(candidate: Ints, objective: str, part: Part = "all") -> str:
+def candidate_key(candidate: Ints, objective: str, part: SamplePart = "all") -> str:
     """Return the SHA-256 of all that decides a candidate's values in a run: budgets, objective and part of samples."""
     of_part = {} if part == "all" else {"part": part}
     return hash_json({"budgets": candidate.tolist(), "objective": objective, **of_part})
@@ -95,7 +95,7 @@ class JobRecord(TrialRecord):
     """The outcome (`JobOutcome`) of candidates that were measured together on a part, by `candidate_key`."""
 
     keys: list[Sha256] = Field(min_length=1)
-    part: Part = "all"
+    part: SamplePart = "all"
     outcome: OutcomeKind
     values: list[list[JsonNumber]] | None = None
     message: str = ""
@@ -148,7 +148,7 @@ class Trial(NamedTuple):
     values: Floats | None
     message: str
     line: int
-    part: Part = "all"
+    part: SamplePart = "all"
 
 
 class TrialLog(Ledger[TrialRecord]):
@@ -193,7 +193,7 @@ class TrialLog(Ledger[TrialRecord]):
         """Return the number of the line where a stage or generation began; append it if it is new."""
         return self._begun.get(stage) or self.append("stage", name=stage)
 
-    def record(self, keys: Sequence[str], outcome: JobOutcome, part: Part = "all") -> None:
+    def record(self, keys: Sequence[str], outcome: JobOutcome, part: SamplePart = "all") -> None:
         """Append the outcome of a job on a part by candidate keys; "non-finite" if a value is NaN or infinite."""
         kind: OutcomeKind = outcome.kind
         message = outcome.message
@@ -282,9 +282,9 @@ class TrialRunner:
     objective: str
     allowed: int | None = None
     job_size: int = JOB_SIZE
-    parts: Mapping[Part, tuple[int, ...]] = field(default_factory=dict)
+    parts: Mapping[SamplePart, tuple[int, ...]] = field(default_factory=dict)
 
-    def measure(self, candidates: Sequence[Ints], since: int, part: Part = "all") -> list[float]:
+    def measure(self, candidates: Sequence[Ints], since: int, part: SamplePart = "all") -> list[float]:
         """Measure candidates [L, Hkv] on a part of the samples; return their `values`.
 
         `since` is the number of the line that begins the generation.
@@ -327,7 +327,7 @@ class TrialRunner:
         """
         return [self._value(candidate, ("screen",), ("all",)) for candidate in candidates]
 
-    def _value(self, candidate: Ints, *ways: tuple[Part, ...]) -> float:
+    def _value(self, candidate: Ints, *ways: tuple[SamplePart, ...]) -> float:
         """Return the mean over the samples of the parts of the first of several `ways` that was measured."""
         sign = -1 if self.objective == "metric" else 1
         for parts in ways:
@@ -338,10 +338,10 @@ class TrialRunner:
                 return sign * round(float(np.mean(np.concatenate(measured))), VALUE_DIGITS)
         return math.nan
 
-    def _keys(self, candidates: Sequence[Ints], part: Part) -> list[str]:
+    def _keys(self, candidates: Sequence[Ints], part: SamplePart) -> list[str]:
         return [candidate_key(candidate, self.objective, part) for candidate in candidates]
 
-    def _run(self, tables: Mapping[str, Ints], generation: int, part: Part) -> None:
+    def _run(self, tables: Mapping[str, Ints], generation: int, part: SamplePart) -> None:
         """Measure candidates by key on a part of the samples, and log each job as soon as it is finished, in any order.
 
         `generation` is the number of candidates that failures are counted against.

@@ -14,7 +14,7 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.search.loop import Search, SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.stages import BudgetBounds, SearchStage
-from kvsearch.search.trials import JOB_SIZE, Candidate, GenerationRecord, Part, TrialJob, TrialLog, TrialRunner
+from kvsearch.search.trials import JOB_SIZE, Candidate, GenerationRecord, SamplePart, TrialJob, TrialLog, TrialRunner
 from kvsearch.workers.base import SerialExecutor
 from tests.runs.notes import read_again
 
@@ -102,7 +102,7 @@ def search_of(
     watcher: NullReporter | None = None,
     name: str = "",
     job_size: int = JOB_SIZE,
-    parts: Mapping[Part, tuple[int, ...]] | None = None,
+    parts: Mapping[SamplePart, tuple[int, ...]] | None = None,
     **changes: Any,
 ) -> Search:
     """A search that is ready to run."""

@@ -212,7 +212,7 @@ class ContextPass:
     def judged_entries(self) -> Tensor:
         """Numbers of the entries that rankings are judged by [n], among those between sinks and recent ones.
 
-        What repeats a chunk looks at the entries of that chunk: those of the others would seem to be worth nothing.
+        What repeats a chunk looks at the entries of that chunk: other entries would seem to be worth nothing.
         """
         numbers = torch.arange(self.prompt.length)
         if self.noting.every > 1 and "reconstruction" in self.questions:

@@ -430,9 +430,9 @@ def estimate_rankings(calibrations: Sequence[RankingCalibration[Any]], prompts: 
             questions = builder.build(prompt, "cpu", every)
             judged = questions.get("answers") or pick_evenly(questions["reconstruction"])
             read = chain.from_iterable(questions.values())
-            asked = Work.over((question.tokens.shape[1] for question in read), behind=prompt.length)
+            answering = Work.over((question.tokens.shape[1] for question in read), behind=prompt.length)
             judging = Work.over((question.tokens.shape[1] for question in judged), times)
-            works.append(Work.over([prompt.length], readings_of) + asked + judging)
+            works.append(Work.over([prompt.length], readings_of) + answering + judging)
     noting, sample = make_sampling(calibrations, contexts)
 
     def measure_first() -> None:

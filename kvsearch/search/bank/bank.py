@@ -165,11 +165,11 @@ class CandidateBank(Closing):
         losses = np.zeros((len(table), len(self.samples)))
 
         def act(states: LayerStates, indices: list[int], part: slice) -> None:
-            asked = [self.samples[index] for index in indices]
-            logits = BankPass(self.loaded.model, asked, states, self._windows, table[part]).force_answers()
+            batch = [self.samples[index] for index in indices]
+            logits = BankPass(self.loaded.model, batch, states, self._windows, table[part]).force_answers()
             # None where prompts predict all answer tokens: these losses are in `_given`.
             if logits is not None:
-                answers = stack_answers(asked, self.loaded.device)
+                answers = stack_answers(batch, self.loaded.device)
                 losses[part, indices] = np.stack([sum_answer_losses(of_candidate, answers) for of_candidate in logits])
 
         numbers = self._list_numbers(samples)
@@ -206,13 +206,13 @@ class CandidateBank(Closing):
         replies: dict[tuple[int, int], BankReply] = {}
 
         def act(states: LayerStates, indices: list[int], part: slice) -> None:
-            asked = [self.samples[index] for index in indices]
+            batch = [self.samples[index] for index in indices]
             first = None  # where a question comes first
-            names = [sample.prompt_sha256 for sample in asked]
+            names = [sample.prompt_sha256 for sample in batch]
             if all(name in self._last for name in names):
                 first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
-            reader = BankPass(self.loaded.model, asked, states, self._windows, table[part])
-            stops = [find_stop_tokens(self.loaded, sample.task.format) for sample in asked]
+            reader = BankPass(self.loaded.model, batch, states, self._windows, table[part])
+            stops = [find_stop_tokens(self.loaded, sample.task.format) for sample in batch]
             for candidate, row in enumerate(reader.generate_replies(first, stops), part.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
