@@ -35,6 +35,7 @@ class Passes:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
     """Passes over a tiny model, by which the clock goes on."""
     model = tiny.loaded("llama").model
+    speed.SPEEDS.pop(model, None)
     now = [0.0]
     passes = Passes(model, now)
     monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
@@ -48,7 +49,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
 def test_a_slow_start_is_not_taken_for_all(clock: Passes) -> None:
     """Two lengths are timed, whatever the first one takes: else all were passes times the start."""
     found = Speed.of(clock.model, [StageCost("read", 2, 0, Work.over([80, 96]))])
-    assert (found.tokens, clock.seen) == (96, {speed.SHORT_PASS, 96})
+    assert (found.tokens, clock.seen) == (96, {speed.SHORT_PASS, 96, 1})  # and single tokens are decoded
+    assert found.step == pytest.approx(START, rel=0.2)
+    assert Speed.of(clock.model, [StageCost("read", 1, 0, Work.over([95]))]) is found  # about as long
     clock.share = found.pair / found.read
     again = Speed(clock.model, 96)
     assert (again.start, again.read) == (pytest.approx(START, rel=0.02), pytest.approx(READ))
@@ -67,4 +70,4 @@ def test_a_busy_machine_is_told(clock: Passes) -> None:
 
 def test_work_adds_up() -> None:
     work = Work.over([10, 20], behind=100) + Work.replying(24) * 2 + Work(seconds=3) + Work.over([5], times=3)
-    assert work == Work(2 + 4 + 3, 30 + 48 + 15, 250 + 37.5, 3000, 3, 20)
+    assert work == Work(2 + 3, 30 + 48 + 15, 250 + 37.5, 3000, 6, 3, 20)
