@@ -56,7 +56,7 @@ class Speed:
             first = min(SHORT_PASS, long_pass)
             times = [time_action(partial(read_tokens, length)) for length in (first, long_pass)]
             table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
-            step = time_step(model, ids[0])
+            step = time_step(model, ids[0, : max(1, long_pass - 1 - DECODED_STEPS)])
         # Embeddings are looked up, not multiplied.
         embedding = model.get_input_embeddings().weight.numel()
         weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
