@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, Generic
 
 import torch
@@ -373,14 +374,19 @@ def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor
         passed = DensePass(model, dict.fromkeys(full, needed), norms, real)
         again: dict[int, dict[SecondPass, Tensor]] = {layer: {} for layer in full}
         for how in wanted:
-            for layer, scores in _read_again(passed, real, how).items():
+            for layer, scores in score_second_pass(passed, real, how, itemgetter(0)).items():
                 again[layer][how] = nn.functional.pad(scores, (length - count, 0))
         rows.append(again)
     return {layer: {how: torch.cat([row[layer][how] for row in rows]) for how in wanted} for layer in full}
 
 
-def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: SecondPass) -> dict[int, Tensor]:
-    """Return the scores of the entries of a prompt [1, T] in its second pass, by layer [1, Hkv, T]."""
+def score_second_pass(
+    passed: DensePass[Noted], ids: Tensor, how: SecondPass, norms: Callable[[Noted], Tensor | None]
+) -> dict[int, Tensor]:
+    """Return the scores of the entries of a prompt [1, T] in its second pass, by layer [1, Hkv, T].
+
+    `norms` returns those behind the output projection, of what was noted in a layer; they are read by KVzip+ alone.
+    """
     length = ids.shape[1]
     limit = find_rotary_limit(passed.model, length)
     chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk
@@ -404,7 +410,7 @@ def _read_again(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Secon
                 if how.plus:
                     # a model on several devices leaves a layer's input on the one before
                     weights = residual_weights(output.hidden_states[layer.index].to(layer.query.device))
-                weighed[layer.index] = layer.importance(layer.noted[0] if how.plus else None, "max", weights)
+                weighed[layer.index] = layer.importance(norms(layer.noted) if how.plus else None, "max", weights)
             # The most that any later token gives: an entry counts if it is needed once.
             best = {index: torch.maximum(best[index], scores) if best else scores for index, scores in weighed.items()}
     return best

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -24,12 +24,13 @@ from kvsearch.core.items import group_by_key
 from kvsearch.models.architecture import RotaryTables, check_length, describe, require_same_rotary, rotate_as_length
 from kvsearch.models.memory import find_default_memory
 from kvsearch.policies import Observation
+from kvsearch.policies.base import Needs, SecondPass
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, check_logits, pad_left
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.observe import DensePass, ObservedLayer, PromptLayer, Rereads, read_again
+from kvsearch.runtime.observe import DensePass, ObservedLayer, PromptLayer, Rereads, read_again, score_second_pass
 from kvsearch.runtime.program import Program, estimate_prompt_bytes, make_full_program, require_room
 from kvsearch.runtime.stock import (
     CACHE,
@@ -186,7 +187,8 @@ def read_prompts(
     """Read prompts of token ids [T] into every (empty) cache as `prefill_all` does, in batches without padding.
 
     With padding attention needs a mask and leaves the kernels that never hold a matrix of logits. On a CPU, where it
-    holds one either way, all prompts are one batch.
+    holds one either way, all prompts are one batch. Prompts that are read twice are read one by one: then the second
+    reading goes on from the first.
 
     Returns:
         Logits of the last position, [B, 1, V], and the mask of the prompts [B, T], 0 where shorter ones are padded.
@@ -194,13 +196,16 @@ def read_prompts(
     lengths = [len(prompt) for prompt in prompts]
     require_same_rotary(model, lengths)
     ids, mask = pad_left(prompts, model.device)
-    if model.device.type == "cpu":
+    needs = (need for cache in caches for layer in cache.planned.values() for need in layer.needs())
+    is_read_twice = chunk is None and any(need.reread is not None for need in needs)
+    if model.device.type == "cpu" and not is_read_twice:
         return prefill_all(model, caches, ids, mask, chunk), mask
     logits = []
     parts: list[Sequence[PlanCache]] = []
     # Neighbours alone, so that joined parts are in the order of the prompts.
-    for _, alike in groupby(prompts, len):
-        alone = torch.stack(list(alike)).to(model.device)
+    batches = [[prompt] for prompt in prompts] if is_read_twice else [list(alike) for _, alike in groupby(prompts, len)]
+    for alike in batches:
+        alone = torch.stack(alike).to(model.device)
         # The first part fills the caches that were given, so that joining leaves all of it in these.
         own = [PlanCache(model, cache.program) for cache in caches] if parts else caches
         try:
@@ -232,16 +237,25 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     if any(cache.get_seq_length() for cache in caches):
         raise UsageError("a prompt is shared by empty caches only: make new ones")
     require_attention("a shared prompt", model.config._attn_implementation)
-    planned = [layer for cache in caches for layer in cache.planned.values()]
-    again = read_again(model, (need for layer in planned for need in layer.needs()), ids, mask)
+    targets = {index: [cache.layers[index] for cache in caches] for index in describe(model).full_layers}
+    needs = {
+        index: [need for layer in planned if isinstance(layer, EvictingLayer) for need in layer.needs()]
+        for index, planned in targets.items()
+    }
+    if (
+        len(ids) == 1
+        and chunk is None
+        and bool(mask.all())
+        and any(need.reread is not None for need in chain(*needs.values()))
+    ):
+        return _prefill_twice(model, caches, targets, needs, ids)
+    again = read_again(model, chain(*needs.values()), ids, mask)
     layers = make_stock_layers(model)
-    for index in describe(model).full_layers:
-        targets = [cache.layers[index] for cache in caches]
-        needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
-        look = partial(_hand_on, targets, again)
+    for index, planned in targets.items():
+        look = partial(_hand_on, planned, again)
         # Full-attention layers show the prompt to each cache in turn and store nothing. All others are transformers'
         # own, and every cache gets their state at the end.
-        layers[index] = PromptLayer(index, needs, RotaryTables(model, index), look, ids.shape[1])
+        layers[index] = PromptLayer(index, needs[index], RotaryTables(model, index), look, ids.shape[1])
     shared = make_cache_class(model, Cache)(layers=layers)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     size = chunk or ids.shape[1]
@@ -257,12 +271,44 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
                 logits_to_keep=1,
                 **{CACHE: shared},
             )
+    _copy_stock_layers(shared, caches)
+    logits: Tensor = output.logits
+    return logits
+
+
+@torch.no_grad()
+def _prefill_twice(
+    model: Any,
+    caches: Sequence[PlanCache],
+    targets: Mapping[int, Sequence[Any]],
+    needs: Mapping[int, Sequence[Needs]],
+    ids: Tensor,
+) -> Tensor:
+    """Read a prompt [1, T] once, and once more after itself for policies that need it; then every cache evicts.
+
+    The full cache of the prompt is held until then, as the second reading attends to it. Returns the logits [1, 1, V].
+    """
+    hows = {need.reread for need in chain(*needs.values()) if need.reread is not None}
+    projected = Needs(projection=any(how.plus for how in hows))
+    first = {index: [*(replace(need, reread=None) for need in wanted), projected] for index, wanted in needs.items()}
+    passed: DensePass[Observation] = DensePass(model, first, lambda prompt: prompt, ids)
+    again: dict[int, dict[SecondPass, Tensor]] = {index: {} for index in targets}
+    for how in hows:
+        scores = score_second_pass(passed, ids, how, lambda prompt: prompt.projected_norms("l2"))
+        for index, of_layer in scores.items():
+            again[index][how] = of_layer
+    for planned, prompt in zip(targets.values(), passed.noted, strict=True):
+        _hand_on(planned, again, prompt)
+    _copy_stock_layers(passed.cache, caches)
+    return passed.last
+
+
+def _copy_stock_layers(shared: Cache, caches: Sequence[PlanCache]) -> None:
+    """Copy the state of the layers that are transformers' own to every cache."""
     for index, layer in enumerate(shared.layers):
         if not isinstance(layer, PromptLayer):
             for cache in caches:
                 vars(cache.layers[index]).update(read_layer_state(layer))
-    logits: Tensor = output.logits
-    return logits
 
 
 def _hand_on(targets: Sequence[Any], again: Rereads, prompt: Observation) -> None:
