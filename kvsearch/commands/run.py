@@ -239,7 +239,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         recorded=False,
     )
     refine: bool = option(True, "Leave out the search from the best solved plan.", flag="--no-refine", negated=True)
-    evaluations: int = option(200, "Plans that the search tries at each size, cheaply.", ge=1)
+    evaluations: int = option(100, "Plans that the search tries at each size, cheaply.", ge=1)
 
     @classmethod
     def translate_former(cls, options: dict[str, Any]) -> dict[str, Any]:

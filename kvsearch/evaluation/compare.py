@@ -69,7 +69,7 @@ ROUNDING_SETTINGS = ("batch", "max_memory")  # settings that replies depend on b
 RANKING_PASSES = 0.1  # to rank its entries for a program
 SHARING_PASSES = 0.5  # to share out a program's budgets
 COLUMN_SUM_PASSES = 0.7  # for attention column sums
-SECOND_READING_PASSES = 4.5  # to read it again
+SECOND_READING_PASSES = 2.5  # to read it again
 STEP_PASSES = 7.0  # passes that a step takes for a program that evicts while it replies
 UNKNOWN_CONTEXTS = "which contexts it was fitted and chosen on is not known"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsearch.core.arrays import Floats
+from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split
@@ -31,7 +31,7 @@ from kvsearch.search.bank.passes import stack_answers
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.start_plans import SearchSetup
-from kvsearch.search.trials import Evaluator, Executor, TrialJob
+from kvsearch.search.trials import Evaluator, Executor
 from kvsearch.signals.predictions import sum_answer_losses
 from kvsearch.tasks.splits import group_by_text
 from kvsearch.workers.base import SerialExecutor
@@ -77,8 +77,8 @@ class PlanEvaluator:
         self._splitting = SplittingRunner()
         self.tokens_spent = 0  # that the model has read: prompts, and what followed them under every candidate
 
-    def evaluate(self, job: TrialJob) -> Floats:
-        """Judge every candidate of a job on its samples by the objective, float64 [P, S]; NaN where the model gives it.
+    def evaluate(self, job: Sequence[Ints]) -> Floats:
+        """Judge every candidate of a job on all samples by the objective, float64 [P, S]; NaN where the model gives it.
 
         Raises:
             UsageError: a sample without an answer.
@@ -86,9 +86,8 @@ class PlanEvaluator:
         """
         if self.objective != "metric":
             require_answers(self.samples)
-        programs = [Program.from_plan(self.model, self.setup.plan(np.asarray(table), {}, 0)) for table in job.tables]
+        programs = [Program.from_plan(self.model, self.setup.plan(np.asarray(table), {}, 0)) for table in job]
         values = np.full((len(programs), len(self.samples)), np.nan)
-        numbers = list(range(len(self.samples)) if job.samples is None else job.samples)
 
         def measure(_: object, batch: list[SampleIndices], candidates: slice) -> None:
             numbers = range(candidates.start, candidates.stop)
@@ -97,12 +96,10 @@ class PlanEvaluator:
                     values[int(method), index] = value
 
         with run_attention(self.model):
-            chosen = [self.samples[number] for number in numbers]
-            grouped = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in chosen)
-            contexts = [[numbers[place] for place in context] for context in grouped]
+            contexts = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in self.samples)
             for batch in make_batches(contexts, self.batch, self._batch_key):
                 self._splitting.run(batch, len(programs), len(programs), list, measure)
-        return values[:, numbers]
+        return values
 
     def close(self) -> None:
         """Do nothing: there is nothing to give back."""

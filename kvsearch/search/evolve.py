@@ -34,7 +34,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
-from kvsearch.search.bank.samples import BankSample, list_samples, split_for_screening
+from kvsearch.search.bank.samples import BankSample, list_samples
 from kvsearch.search.loop import Search, SearchOutcome, Watcher
 from kvsearch.search.optimisers import default_population
 from kvsearch.search.settings import EvolveSettings
@@ -180,8 +180,7 @@ class PreparedSearch:
         self, executor: Executor, log: TrialLog, allowed: int | None, watcher: Watcher, name: str = ""
     ) -> SearchOutcome:
         """Run the search; `allowed` as for `TrialRunner`, `name` and errors as for `Search`."""
-        parts = {} if self.settings.parity else split_for_screening(self.samples)
-        trials = TrialRunner(executor, log, self.settings.objective, allowed, parts=parts)
+        trials = TrialRunner(executor, log, self.settings.objective, allowed)
         return Search(self.settings, self.bounds, self.starts, trials, watcher, name).run()
 
     def plan(self, table: Ints, settings: Mapping[str, Any], contexts: ContextRecord | None = None) -> Plan:

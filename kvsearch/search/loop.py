@@ -32,7 +32,6 @@ from kvsearch.search.trials import START_PLANS, Candidate, LimitReachedError, Tr
 
 FLAT_GENERATIONS = 4  # of a stage without any difference, in steps that double; the next stage begins then
 COMPLETED = "completed"
-PASSED_SHARE = 0.25  # of a generation that is measured on all samples, after a screen
 ALL_LAYERS = slice(None)
 by_value = attrgetter("value")  # of candidates
 
@@ -177,8 +176,9 @@ class Search:
         """Run one generation; return its best candidate, and the values of all that did not fail."""
         where = f"{stage.name}, generation {generation}"
         points = optimiser.ask()
+        line = self.log.begin(self.name + where)
         tables = [stage.space.make_table(point) for point in points]
-        values = self._measure_generation(tables, where, stage.rows)
+        values = self._measure(tables, line, [where] * len(tables), stage.rows)
         # Optimisers take finite values only.
         worst = penalise_failures(values)  # for candidates that failed
         penalised = [value if math.isfinite(value) else worst for value in values]
@@ -214,35 +214,6 @@ class Search:
 
     # --- what candidates are worth --------------------------------------------------------------------------------
 
-    def _measure_generation(self, tables: Sequence[Ints], where: str, rows: slice) -> list[float]:
-        """Measure a generation, where samples are split the best of a screen alone; return the values to minimise.
-
-        Candidates that are screened out come behind all others, in the order of the screen: an optimiser looks at
-        ranks, and for the most part at the best ones.
-        """
-        line = self.log.begin(self.name + where)
-        if not self.trials.parts:
-            return self._measure(tables, line, [where] * len(tables), rows)
-        limit: LimitReachedError | None = None
-        try:
-            self.trials.measure(tables, line, "screen")
-        except LimitReachedError as reached:
-            limit = reached
-        screened = self.trials.screened_values(tables)
-        order = sorted(
-            (place for place, value in enumerate(screened) if math.isfinite(value)), key=screened.__getitem__
-        )
-        passed = order[: math.ceil(len(order) * PASSED_SHARE)]
-        best = [tables[place] for place in passed]
-        self.trials.measure(best, self.log.begin(f"{self.name}{where}, all samples"), "rest")
-        values = dict(zip(passed, self._add(best, [where] * len(best), rows), strict=True))
-        if limit is not None:
-            raise limit
-        behind = max((value for value in values.values() if math.isfinite(value)), default=0.0)
-        for place in order[len(passed) :]:
-            values[place] = behind + screened[place] - screened[passed[-1]]
-        return [values.get(place, math.nan) for place in range(len(tables))]
-
     def _measure(self, tables: Sequence[Ints], since: int, where: Sequence[str], rows: slice) -> list[float]:
         """Measure tables and add them to the pool, even if a limit is reached; return the values to minimise."""
         # What was measured before a limit counts: the error is raised again at the end.
@@ -251,13 +222,6 @@ class Search:
             self.trials.measure(tables, since)
         except LimitReachedError as reached:
             limit = reached
-        fitting = self._add(tables, where, rows)
-        if limit is not None:
-            raise limit
-        return fitting
-
-    def _add(self, tables: Sequence[Ints], where: Sequence[str], rows: slice) -> list[float]:
-        """Add what was measured of tables to the pool; return the values to minimise, NaN for others."""
         values = self.trials.values(tables)
         for table, value in zip(tables, values, strict=True):
             if math.isfinite(value):
@@ -275,6 +239,8 @@ class Search:
                 self._state = candidate
         if self.outcome.pool:
             self.log.record_best(self.outcome.pool[0], self.name)
+        if limit is not None:
+            raise limit
         return fitting
 
     def _complete(self) -> None:

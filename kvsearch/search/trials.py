@@ -14,9 +14,9 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, PlainSerializer, ValidationError, model_validator
@@ -43,22 +43,10 @@ JsonNumber = Annotated[float, PlainSerializer(lambda value: value if math.isfini
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
-SamplePart = Literal["all", "screen", "rest"]  # of the samples of a search
-
-
-class TrialJob(NamedTuple):
-    """Candidates that are evaluated together, by their budgets [L, Hkv], and the samples that they are evaluated on.
-
-    Their values are [P, S], of P candidates and S samples; None stands for all samples.
-    """
-
-    tables: tuple[Ints, ...]
-    samples: tuple[int, ...] | None = None
-
-
+Tables = tuple[Ints, ...]  # budgets [L, Hkv] of candidates that are evaluated together: values [P, S] on S samples
 JobOutcome = base.Outcome[Floats]
-Evaluator = base.Evaluator[TrialJob, Floats]
-Executor = base.Executor[TrialJob, Floats]
+Evaluator = base.Evaluator[Tables, Floats]
+Executor = base.Executor[Tables, Floats]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +61,9 @@ class Candidate:
     where: str
 
 
-def candidate_key(candidate: Ints, objective: str, part: SamplePart = "all") -> str:
-    """Return the SHA-256 of all that decides a candidate's values in a run: budgets, objective and part of samples."""
-    of_part = {} if part == "all" else {"part": part}
-    return hash_json({"budgets": candidate.tolist(), "objective": objective, **of_part})
+def candidate_key(candidate: Ints, objective: str) -> str:
+    """Return the SHA-256 of all that decides a candidate's values in a run: budgets and objective."""
+    return hash_json({"budgets": candidate.tolist(), "objective": objective})
 
 
 class TrialRecord(Record):
@@ -92,10 +79,9 @@ class StageRecord(TrialRecord):
 
 
 class JobRecord(TrialRecord):
-    """The outcome (`JobOutcome`) of candidates that were measured together on a part, by `candidate_key`."""
+    """The outcome (`JobOutcome`) of candidates that were measured together, by `candidate_key`."""
 
     keys: list[Sha256] = Field(min_length=1)
-    part: SamplePart = "all"
     outcome: OutcomeKind
     values: list[list[JsonNumber]] | None = None
     message: str = ""
@@ -139,7 +125,7 @@ class LimitReachedError(Exception):
 
 
 class Trial(NamedTuple):
-    """The outcome of a candidate on the S samples of a part: `values` [S] where it was measured.
+    """The outcome of a candidate on S samples: `values` [S] where it was measured.
 
     It counts after the line of that number: the one that it was measured in, or that its failure was told in.
     """
@@ -148,7 +134,6 @@ class Trial(NamedTuple):
     values: Floats | None
     message: str
     line: int
-    part: SamplePart = "all"
 
 
 class TrialLog(Ledger[TrialRecord]):
@@ -193,8 +178,8 @@ class TrialLog(Ledger[TrialRecord]):
         """Return the number of the line where a stage or generation began; append it if it is new."""
         return self._begun.get(stage) or self.append("stage", name=stage)
 
-    def record(self, keys: Sequence[str], outcome: JobOutcome, part: SamplePart = "all") -> None:
-        """Append the outcome of a job on a part by candidate keys; "non-finite" if a value is NaN or infinite."""
+    def record(self, keys: Sequence[str], outcome: JobOutcome) -> None:
+        """Append the outcome of a job by candidate keys; "non-finite" if a value is NaN or infinite."""
         kind: OutcomeKind = outcome.kind
         message = outcome.message
         bad = [] if outcome.values is None else np.argwhere(~np.isfinite(outcome.values)).tolist()
@@ -208,8 +193,8 @@ class TrialLog(Ledger[TrialRecord]):
             )
         values = None if outcome.values is None else outcome.values.tolist()
         self.append(
-            "result", keys=list(keys), part=part, outcome=kind, values=values, message=message,
-            seconds=outcome.seconds, tokens=outcome.tokens,
+            "result", keys=list(keys), outcome=kind, values=values, message=message, seconds=outcome.seconds,
+            tokens=outcome.tokens,
         )  # fmt: skip
 
     def tell(self, stage: str, generation: int, points: Sequence[Vector], values: Sequence[float]) -> None:
@@ -227,8 +212,7 @@ class TrialLog(Ledger[TrialRecord]):
     @property
     def evaluations(self) -> int:
         """Number of distinct candidates evaluated in all sessions."""
-        trials = {**self.trials, **self.failed}
-        return sum(trial.part != "rest" for trial in trials.values())  # the rest is of candidates that were screened
+        return len(self.trials.keys() | self.failed.keys())
 
     @property
     def seconds(self) -> float:
@@ -257,14 +241,14 @@ class TrialLog(Ledger[TrialRecord]):
 def read_trials(line: JobRecord, number: int) -> dict[str, Trial]:
     """Read the outcome of each candidate of a job, by key; "ok" for all with finite values."""
     if line.values is None:
-        return dict.fromkeys(line.keys, Trial(line.outcome, None, line.message, number, line.part))
+        return dict.fromkeys(line.keys, Trial(line.outcome, None, line.message, number))
     trials = {}
     for key, row in zip(line.keys, line.values, strict=True):
         values = np.array(row, dtype=np.float64)
         if np.isfinite(values).all():
-            trials[key] = Trial("ok", values, "", number, line.part)
+            trials[key] = Trial("ok", values, "", number)
         else:
-            trials[key] = Trial("non-finite", values, line.message, number, line.part)
+            trials[key] = Trial("non-finite", values, line.message, number)
     return trials
 
 
@@ -273,8 +257,7 @@ class TrialRunner:
     """Measures candidates: values in the log are reused, all others are measured and logged first.
 
     Values are means over samples, to be minimised (a metric's with its sign turned), NaN where a candidate failed.
-    At most so many different candidates are `allowed` in all (None: any number). With `parts`, numbers of samples,
-    candidates may be measured on the "screen" first, and on the "rest" later.
+    At most so many different candidates are `allowed` in all (None: any number).
     """
 
     executor: Executor
@@ -282,12 +265,9 @@ class TrialRunner:
     objective: str
     allowed: int | None = None
     job_size: int = JOB_SIZE
-    parts: Mapping[SamplePart, tuple[int, ...]] = field(default_factory=dict)
 
-    def measure(self, candidates: Sequence[Ints], since: int, part: SamplePart = "all") -> list[float]:
-        """Measure candidates [L, Hkv] on a part of the samples; return their `values`.
-
-        `since` is the number of the line that begins the generation.
+    def measure(self, candidates: Sequence[Ints], since: int) -> list[float]:
+        """Return the value of each candidate [L, Hkv]; `since` is the number of the line that begins the generation.
 
         Raises:
             LimitReachedError: not all may be measured; those that could be are in the log.
@@ -296,53 +276,40 @@ class TrialRunner:
             KvsearchError: an evaluator raised it.
         """
         trials = self.log.trials
-        if part != "all":
-            candidates = [table for table in candidates if candidate_key(table, self.objective) not in trials]
         # What was measured since then stays among the jobs: those that are left are then the same as before. Which
         # candidates are measured together decides the last bits of their values.
         new = {
             key: table
-            for key, table in zip(self._keys(candidates, part), candidates, strict=True)
+            for key, table in zip(self._keys(candidates), candidates, strict=True)
             if key not in trials or trials[key].line >= since
         }
         missing = [key for key in new if key not in trials]
-        left = len(missing)
-        if self.allowed is not None and part != "rest":  # the rest is of candidates that were counted
-            left = max(self.allowed - self.log.evaluations, 0)
+        left = len(missing) if self.allowed is None else max(self.allowed - self.log.evaluations, 0)
         if missing[:left]:
             cut = missing[left:]
-            self._run({key: table for key, table in new.items() if key not in cut}, len(candidates), part)
+            self._run({key: table for key, table in new.items() if key not in cut}, len(candidates))
         if len(missing) > left:
             raise LimitReachedError(f"{self.log.evaluations} candidates were evaluated, as many as allowed")
         return self.values(candidates)
 
     def values(self, candidates: Sequence[Ints]) -> list[float]:
-        """Return the values of candidates on all samples as far as they are in the log, NaN for others."""
-        return [self._value(candidate, ("all",), ("screen", "rest")) for candidate in candidates]
-
-    def screened_values(self, candidates: Sequence[Ints]) -> list[float]:
-        """Return the values of candidates on the screen as far as they are in the log, NaN for others.
-
-        A start plan that comes again has been measured on all samples already: its value there is taken.
-        """
-        return [self._value(candidate, ("screen",), ("all",)) for candidate in candidates]
-
-    def _value(self, candidate: Ints, *ways: tuple[SamplePart, ...]) -> float:
-        """Return the mean over the samples of the parts of the first of several `ways` that was measured."""
+        """Return the values of candidates that are in the log, NaN for others."""
         sign = -1 if self.objective == "metric" else 1
-        for parts in ways:
-            trials = [self.log.trials.get(candidate_key(candidate, self.objective, part)) for part in parts]
-            measured = [trial.values for trial in trials if trial and trial.state == "ok" and trial.values is not None]
-            if len(measured) == len(parts):
+        values = []
+        for key in self._keys(candidates):
+            trial = self.log.trials.get(key)
+            if trial is None or trial.state != "ok" or trial.values is None:
+                values.append(math.nan)
+            else:
                 # Rounded, so that an optimiser takes the same path where last bits differ.
-                return sign * round(float(np.mean(np.concatenate(measured))), VALUE_DIGITS)
-        return math.nan
+                values.append(sign * round(float(np.mean(trial.values)), VALUE_DIGITS))
+        return values
 
-    def _keys(self, candidates: Sequence[Ints], part: SamplePart) -> list[str]:
-        return [candidate_key(candidate, self.objective, part) for candidate in candidates]
+    def _keys(self, candidates: Sequence[Ints]) -> list[str]:
+        return [candidate_key(candidate, self.objective) for candidate in candidates]
 
-    def _run(self, tables: Mapping[str, Ints], generation: int, part: SamplePart) -> None:
-        """Measure candidates by key on a part of the samples, and log each job as soon as it is finished, in any order.
+    def _run(self, tables: Mapping[str, Ints], generation: int) -> None:
+        """Measure candidates by key, and log each job as soon as it is finished, in any order.
 
         `generation` is the number of candidates that failures are counted against.
         """
@@ -353,12 +320,11 @@ class TrialRunner:
         count = math.ceil(len(tables) / self.job_size)
         # Parts follow from the candidates alone: a search that is resumed has the same ones, whatever is known already.
         keys = list(tables)
-        slices = [keys[len(keys) * number // count : len(keys) * (number + 1) // count] for number in range(count)]
-        unknown = [[key for key in job if key not in trials] for job in slices]
-        jobs = [job for job in unknown if job]
-        trial_jobs = [TrialJob(tuple(tables[key] for key in job), self.parts.get(part)) for job in jobs]
-        for number, outcome in self.executor.run(trial_jobs):
-            self.log.record(jobs[number], outcome, part)
+        parts = [keys[len(keys) * number // count : len(keys) * (number + 1) // count] for number in range(count)]
+        unknown = [[key for key in part if key not in trials] for part in parts]
+        jobs = [part for part in unknown if part]
+        for number, outcome in self.executor.run([tuple(tables[key] for key in part) for part in jobs]):
+            self.log.record(jobs[number], outcome)
             failures += [self.log.failed[key] for key in jobs[number] if key in self.log.failed]
             _refuse_failures(failures, generation)
 

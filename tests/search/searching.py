@@ -14,7 +14,7 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.search.loop import Search, SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.stages import BudgetBounds, SearchStage
-from kvsearch.search.trials import JOB_SIZE, Candidate, GenerationRecord, SamplePart, TrialJob, TrialLog, TrialRunner
+from kvsearch.search.trials import JOB_SIZE, Candidate, GenerationRecord, Tables, TrialLog, TrialRunner
 from kvsearch.workers.base import SerialExecutor
 from tests.runs.notes import read_again
 
@@ -35,17 +35,16 @@ class Measure:
 
     def __init__(self, loss: Loss = smooth, interrupt: int | None = None) -> None:
         self.loss, self.interrupt = loss, interrupt
-        self.tokens_spent, self.jobs = 0, list[TrialJob]()
+        self.tokens_spent, self.jobs = 0, list[Tables]()
 
-    def evaluate(self, job: TrialJob) -> Floats:
+    def evaluate(self, job: Tables) -> Floats:
         """See `Evaluator`."""
         if len(self.jobs) == self.interrupt:
             self.interrupt = None
             raise KeyboardInterrupt
         self.jobs.append(job)
-        samples = range(SAMPLES) if job.samples is None else job.samples
-        self.tokens_spent += TOKENS * len(job.tables) * len(samples)
-        return np.array([[self.loss(table, sample) for sample in samples] for table in job.tables])
+        self.tokens_spent += TOKENS * len(job) * SAMPLES
+        return np.array([[self.loss(table, sample) for sample in range(SAMPLES)] for table in job])
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -53,7 +52,7 @@ class Measure:
     @property
     def candidates(self) -> list[Ints]:
         """All that were measured, in order."""
-        return [table for job in self.jobs for table in job.tables]
+        return [table for job in self.jobs for table in job]
 
 
 class NullReporter:
@@ -102,12 +101,11 @@ def search_of(
     watcher: NullReporter | None = None,
     name: str = "",
     job_size: int = JOB_SIZE,
-    parts: Mapping[SamplePart, tuple[int, ...]] | None = None,
     **changes: Any,
 ) -> Search:
     """A search that is ready to run."""
     settings, frame = settings_of(**changes), frame or frame_of()
-    trials = TrialRunner(SerialExecutor(measure), log, settings.objective, allowed, job_size, parts or {})
+    trials = TrialRunner(SerialExecutor(measure), log, settings.objective, allowed, job_size)
     given = starts_of(frame) if starts is None else starts
     return Search(settings, frame, given, trials, watcher or NullReporter(), name)
 

@@ -26,7 +26,7 @@ from kvsearch.search.bank.samples import BankSample, list_samples
 from kvsearch.search.evaluators import PlanEvaluator, make_executor, make_worker_factory
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.start_plans import SearchSetup
-from kvsearch.search.trials import Evaluator, TrialJob
+from kvsearch.search.trials import Evaluator
 from kvsearch.workers.models import ModelSource
 from kvsearch.workers.ray import import_ray
 from tests import tiny
@@ -62,7 +62,7 @@ def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Prot
     loaded = model_of(family)
     base, samples = SearchSetup.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, protocol, *SHAPES)
     candidates = candidates_of(loaded, base, 2)
-    found = PlanEvaluator(base, samples, batch=2).evaluate(TrialJob(tuple(candidates)))
+    found = PlanEvaluator(base, samples, batch=2).evaluate(candidates)
     expected = [
         [losses_of(sample, [logits_of(loaded, Program.from_plan(loaded.model, base.plan(table, {}, 0)), sample)])[0]
          for sample in samples]
@@ -77,7 +77,7 @@ def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> Non
     loaded = model_of()
     base, tasks = SearchSetup.of(loaded, SNAPKV, PHASES[name]), encoded(loaded, *SHAPES)
     samples, candidates = list_samples(tasks, protocol), candidates_of(loaded, base, 3, 12)
-    found = PlanEvaluator(base, samples, batch=2, objective="metric").evaluate(TrialJob(tuple(candidates)))
+    found = PlanEvaluator(base, samples, batch=2, objective="metric").evaluate(candidates)
     programs = {
         str(number): Program.from_plan(loaded.model, base.plan(table, {}, 0)) for number, table in enumerate(candidates)
     }
@@ -97,7 +97,7 @@ def test_what_it_takes() -> None:
         samples_of(loaded, "question-agnostic", (60, 1), (90, 1)),
     )
     runs, candidates = PlanEvaluator(base, samples), candidates_of(loaded, base, 2)
-    runs.evaluate(TrialJob(tuple(candidates)))
+    runs.evaluate(candidates)
     prompts = sum({sample.prompt_sha256: len(sample.prompt) for sample in samples}.values())  # once for both candidates
     assert runs.tokens_spent == prompts + 2 * sum(len(sample.following) for sample in samples)
 
@@ -107,7 +107,7 @@ def test_policies_without_one_order_of_entries_can_be_searched(policy: Policy) -
     """The bank refuses those that merge."""
     loaded = model_of()
     base, samples = SearchSetup.of(loaded, policy, PHASES["decode"]), samples_of(loaded, "question-agnostic")
-    found = PlanEvaluator(base, samples).evaluate(TrialJob((np.full_like(base.floors, int(base.floors.max()) + 4),)))
+    found = PlanEvaluator(base, samples).evaluate([np.full_like(base.floors, int(base.floors.max()) + 4)])
     assert np.isfinite(found).all()
 
 
@@ -116,7 +116,7 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
     loaded = model_of()
     base, samples = SearchSetup.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic", *SHAPES)
     candidates = candidates_of(loaded, base, 3)
-    expected = PlanEvaluator(base, samples).evaluate(TrialJob(tuple(candidates)))
+    expected = PlanEvaluator(base, samples).evaluate(candidates)
     read = evaluators.compress_prompts
 
     def cramped(model: Any, programs: Mapping[str, Program], *rest: Any) -> Iterator[JointReplies]:
@@ -125,9 +125,7 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
         return read(model, programs, *rest)
 
     monkeypatch.setattr(evaluators, "compress_prompts", cramped)
-    np.testing.assert_allclose(
-        PlanEvaluator(base, samples).evaluate(TrialJob(tuple(candidates))), expected, atol=TOLERANCE
-    )
+    np.testing.assert_allclose(PlanEvaluator(base, samples).evaluate(candidates), expected, atol=TOLERANCE)
 
 
 def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
@@ -139,7 +137,7 @@ def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
 @first_value(("objective", "phases"), [("nll", "decode"), ("metric", "prefill"), ("nll", "prefill")])
 def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loaded: LoadedModel) -> None:
     prepared = prepare(loaded, objective=objective, phases=phases)
-    job = TrialJob(tuple(prepared.starts.values()))
+    job = tuple(prepared.starts.values())
     evaluator = worker_bank(prepared, ModelSource(loaded, LoadOptions()))
     with make_executor(prepared, prepared.cap) as here:
         [(_, outcome)] = here.run([job])

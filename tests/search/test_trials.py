@@ -172,8 +172,7 @@ def test_a_job_is_the_same_whatever_of_it_was_known_before_it_was_cut(tmp_path: 
         with pytest.raises(KeyboardInterrupt):
             runner.measure(TABLES, line)
         runner_of(ledger, measure).measure(TABLES, line)
-    tables = [[[table.tolist() for table in job.tables] for job in each.jobs] for each in (measure, whole)]
-    assert tables[0] == tables[1]
+    assert [[t.tolist() for t in job] for job in measure.jobs] == [[t.tolist() for t in job] for job in whole.jobs]
 
 
 def test_no_more_than_is_allowed_and_what_is_known_may_be_asked_beyond_it(tmp_path: Path) -> None:
@@ -250,33 +249,3 @@ def test_a_key_depends_on_all_that_decides_the_values() -> None:
         candidate_key(table(8, 9), "metric"),
     ]
     assert len({base, *others}) == 4
-
-
-SCREENED = {"screen": (1, 4), "rest": (0, 2, 3, 5)}
-
-
-def test_a_screen_and_the_rest_are_all_samples(tmp_path: Path) -> None:
-    measure = Measure()
-    with TrialLog(tmp_path / "l") as ledger:
-        runner = TrialRunner(SerialExecutor(measure), ledger, "nll", allowed=3, parts=SCREENED)
-        line = ledger.begin("a")
-        whole = runner.measure(TABLES[:1], line)
-        assert np.isnan(runner.measure(TABLES[1:3], line, "screen")).all()  # of all samples nothing is known yet
-        assert runner.screened_values(TABLES[1:3]) == [
-            pytest.approx(np.mean([measure.loss(table, sample) for sample in SCREENED["screen"]]))
-            for table in TABLES[1:3]
-        ]
-        assert ledger.evaluations == 3
-        (value,) = runner.measure(TABLES[2:3], line, "rest")  # beyond the limit: it has been counted
-        assert value == pytest.approx(np.mean([measure.loss(TABLES[2], sample) for sample in range(6)]))
-        assert ledger.evaluations == 3
-        assert runner.values(TABLES[:1]) == whole
-        count = len(measure.jobs)
-        runner.measure(TABLES[:1], line, "screen")  # known on all samples: nothing is measured
-        assert len(measure.jobs) == count
-        assert runner.screened_values(TABLES[:1]) == whole
-        with pytest.raises(LimitReachedError):
-            runner.measure(TABLES[3:4], line, "screen")
-    with TrialLog(tmp_path / "l") as ledger:
-        assert ledger.evaluations == 3
-        assert TrialRunner(SerialExecutor(measure), ledger, "nll").values(TABLES[2:3]) == [value]

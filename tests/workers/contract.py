@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.search.trials import Executor, TrialJob
+from kvsearch.search.trials import Executor, Tables
 from tests.workers.fakes import BROKEN, NO_MEMORY, SAMPLES, TOKENS, WRONG, table, value_of
 
 
-def job(number: int, *firsts: int) -> TrialJob:
-    return TrialJob(tuple(table(first, number) for first in firsts))
+def job(number: int, *firsts: int) -> Tables:
+    return tuple(table(first, number) for first in firsts)
 
 
-def expected(trial_job: TrialJob) -> list[list[float]]:
-    return [[value_of(candidate, sample) for sample in range(SAMPLES)] for candidate in trial_job.tables]
+def expected(tables: Tables) -> list[list[float]]:
+    return [[value_of(candidate, sample) for sample in range(SAMPLES)] for candidate in tables]
 
 
 class ExecutorContract:
@@ -36,7 +36,7 @@ class ExecutorContract:
         assert sorted(outcomes) == list(range(8))
         for number, one in enumerate(jobs):
             outcome = outcomes[number]
-            assert (outcome.kind, outcome.message, outcome.tokens) == ("ok", "", TOKENS * len(one.tables))
+            assert (outcome.kind, outcome.message, outcome.tokens) == ("ok", "", TOKENS * len(one))
             assert outcome.values.dtype == np.float64
             assert outcome.values.tolist() == expected(one)
             assert outcome.seconds >= 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.search.trials import TrialJob
+from kvsearch.search.trials import Tables
 
 AGES = 36_000  # seconds, more than any test takes on any machine
 ROOM = 4  # candidates that fit into memory together
@@ -38,14 +38,13 @@ class Fake:
         self._folder, self._delay = folder, delay
         (folder / f"pid-{os.getpid()}").touch()
 
-    def evaluate(self, job: TrialJob) -> Floats:
+    def evaluate(self, job: Tables) -> Floats:
         """Values of the candidates on all samples."""
         time.sleep(self._delay)
-        tables = job.tables
-        self.tokens_spent += TOKENS * len(tables)
-        self._fail({int(candidate[0, 0]) for candidate in tables}, len(tables))
-        values = np.array([[value_of(candidate, sample) for sample in range(SAMPLES)] for candidate in tables])
-        for row, candidate in zip(values, tables, strict=True):
+        self.tokens_spent += TOKENS * len(job)
+        self._fail({int(candidate[0, 0]) for candidate in job}, len(job))
+        values = np.array([[value_of(candidate, sample) for sample in range(SAMPLES)] for candidate in job])
+        for row, candidate in zip(values, job, strict=True):
             if candidate[0, 0] in (NAN, INFINITE):
                 row[-1] = np.nan if candidate[0, 0] == NAN else np.inf
         return values

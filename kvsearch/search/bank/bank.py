@@ -38,7 +38,6 @@ from kvsearch.search.bank.memory import (
 from kvsearch.search.bank.passes import BankPass, BankReply, LayerStates, stack_answers, stack_states
 from kvsearch.search.bank.prepared import SampleStore, drop_unused_memory, find_windows, prefill, resolve_policies
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
-from kvsearch.search.trials import TrialJob
 from kvsearch.signals.predictions import sum_answer_losses
 
 
@@ -145,16 +144,15 @@ class CandidateBank(Closing):
 
     # --- what candidates are worth --------------------------------------------------------------------------------
 
-    def evaluate(self, job: TrialJob) -> Floats:
-        """Judge all candidates of a job on its samples by the objective, float64 [P, S]."""
-        judge = self.score_replies if self.objective == "metric" else self.measure_losses
-        return judge(job.tables, job.samples)
+    def evaluate(self, job: Sequence[Ints]) -> Floats:
+        """Judge all candidates of a job on all samples by the objective, float64 [P, S]."""
+        return self.score_replies(job) if self.objective == "metric" else self.measure_losses(job)
 
-    def measure_losses(self, candidates: Sequence[Ints], samples: Sequence[int] | None = None) -> Floats:
+    def measure_losses(self, candidates: Sequence[Ints]) -> Floats:
         """Return the mean -log p of teacher-forced answers, over the tokens of each in nats, float64 [P, S].
 
-        `candidates` are P tables [L, Hkv], `samples` the numbers of S samples (None: all). The first token of an answer
-        that follows the prompt at once is predicted by the prompt itself: it has the same -log p under every candidate.
+        `candidates` are P tables [L, Hkv]. The first token of an answer that follows the prompt at once is predicted by
+        the prompt itself: it has the same -log p under every candidate.
 
         Raises:
             UsageError: a sample without an answer, or too little memory.
@@ -165,30 +163,27 @@ class CandidateBank(Closing):
         losses = np.zeros((len(table), len(self.samples)))
 
         def act(states: LayerStates, indices: list[int], part: slice) -> None:
-            batch = [self.samples[index] for index in indices]
-            logits = BankPass(self.loaded.model, batch, states, self._windows, table[part]).force_answers()
+            samples = [self.samples[index] for index in indices]
+            logits = BankPass(self.loaded.model, samples, states, self._windows, table[part]).force_answers()
             # None where prompts predict all answer tokens: these losses are in `_given`.
             if logits is not None:
-                answers = stack_answers(batch, self.loaded.device)
+                answers = stack_answers(samples, self.loaded.device)
                 losses[part, indices] = np.stack([sum_answer_losses(of_candidate, answers) for of_candidate in logits])
 
-        numbers = self._list_numbers(samples)
-        self._run(table, numbers, self._forcing, act)
-        self.tokens_spent += len(table) * sum(len(self.samples[number].following) for number in numbers)
+        self._run(table, self._forcing, act)
+        self.tokens_spent += len(table) * sum(len(sample.following) for sample in self.samples)
         # Sums of tokens first, the mean at the end: answers have different lengths.
         losses += self._given
-        losses /= np.array([max(1, len(sample.answer)) for sample in self.samples], dtype=np.float64)
-        return losses[:, numbers]
+        return losses / np.array([max(1, len(sample.answer)) for sample in self.samples], dtype=np.float64)
 
-    def score_replies(self, candidates: Sequence[Ints], samples: Sequence[int] | None = None) -> Floats:
+    def score_replies(self, candidates: Sequence[Ints]) -> Floats:
         """Return the metric of every reply, 0 to 1, float64 [P, S]; UsageError if a reply cannot be judged."""
-        numbers = self._list_numbers(samples)
-        replies = self.generate_replies(candidates, numbers)
-        scores = np.full((len(replies), len(numbers)), np.nan)
+        replies = self.generate_replies(candidates)
+        scores = np.full((len(replies), len(self.samples)), np.nan)
         for row, of_candidate in enumerate(replies):
-            for column, (number, reply) in enumerate(zip(numbers, of_candidate, strict=True)):
+            for column, (sample, reply) in enumerate(zip(self.samples, of_candidate, strict=True)):
                 if not reply.failed:
-                    scores[row, column] = self.samples[number].score(reply.tokens)
+                    scores[row, column] = sample.score(reply.tokens)
         return scores
 
     def close(self) -> None:
@@ -197,29 +192,26 @@ class CandidateBank(Closing):
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
-    def generate_replies(
-        self, candidates: Sequence[Ints], samples: Sequence[int] | None = None
-    ) -> list[list[BankReply]]:
+    def generate_replies(self, candidates: Sequence[Ints]) -> list[list[BankReply]]:
         """Generate greedy replies by candidate and sample, up to each question's limit; errors as `measure_losses`."""
         table = self._stack_candidates(candidates)
-        numbers = self._list_numbers(samples)
         replies: dict[tuple[int, int], BankReply] = {}
 
         def act(states: LayerStates, indices: list[int], part: slice) -> None:
-            batch = [self.samples[index] for index in indices]
+            samples = [self.samples[index] for index in indices]
             first = None  # where a question comes first
-            names = [sample.prompt_sha256 for sample in batch]
+            names = [sample.prompt_sha256 for sample in samples]
             if all(name in self._last for name in names):
                 first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
-            reader = BankPass(self.loaded.model, batch, states, self._windows, table[part])
-            stops = [find_stop_tokens(self.loaded, sample.task.format) for sample in batch]
+            reader = BankPass(self.loaded.model, samples, states, self._windows, table[part])
+            stops = [find_stop_tokens(self.loaded, sample.task.format) for sample in samples]
             for candidate, row in enumerate(reader.generate_replies(first, stops), part.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
-        self._run(table, numbers, self._replying, act)
+        self._run(table, self._replying, act)
         for (_, index), reply in replies.items():  # the question, and all of the reply but its last token
             self.tokens_spent += len(self.samples[index].question_ids) + max(0, len(reply.generated) - 1)
-        return [[replies[candidate, number] for number in numbers] for candidate in range(len(table))]
+        return [[replies[candidate, index] for index in range(len(self.samples))] for candidate in range(len(table))]
 
     def load_states(self, indices: Sequence[int], widths: Sequence[int]) -> LayerStates:
         """Load keys and values of samples as one batch; `widths` are the entries per head of each candidate row."""
@@ -256,14 +248,8 @@ class CandidateBank(Closing):
             raise InternalError(f"a candidate wants {table.max()} entries of a head, the bank keeps {self.cap}")
         return table
 
-    def _list_numbers(self, samples: Sequence[int] | None) -> list[int]:
-        """List the numbers of samples, of all for None."""
-        return list(range(len(self.samples)) if samples is None else samples)
-
-    def _run(
-        self, table: Ints, numbers: Sequence[int], needs: Sequence[SampleNeed], act: BlockWork[LayerStates, int]
-    ) -> None:
-        """Run `act` on all candidates and the samples of these numbers, in blocks as large as memory permits."""
+    def _run(self, table: Ints, needs: Sequence[SampleNeed], act: BlockWork[LayerStates, int]) -> None:
+        """Run `act` on all candidates and samples, in blocks as large as memory permits."""
         if not len(table):
             return
         # The largest budget of a layer in any candidate: what is behind it is never read.
@@ -274,6 +260,5 @@ class CandidateBank(Closing):
 
         with run_attention(self.loaded.model):
             # Stored prompts stay where they are, so passes have what is left of the memory.
-            needed = [needs[number] for number in numbers]
-            for places, size in split_into_blocks(needed, len(table), self._memory - self._store.nbytes):
-                self._splitting.run([numbers[place] for place in places], size, len(table), load, act)
+            for samples, size in split_into_blocks(needs, len(table), self._memory - self._store.nbytes):
+                self._splitting.run(samples, size, len(table), load, act)

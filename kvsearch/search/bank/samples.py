@@ -15,14 +15,9 @@ from kvsearch.models.architecture import check_length, require_same_rotary
 from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
-from kvsearch.search.trials import SamplePart
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, make_readings
 from kvsearch.tasks.metrics import score
 from kvsearch.tasks.prompts import cut_at_stop
-from kvsearch.tasks.splits import group_by_text
-
-MIN_CONTEXTS_OF_SCREEN = 6
-CONTEXTS_PER_SCREENED = 4  # of the contexts of a search one in so many is screened by
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,20 +117,3 @@ def list_samples(
         for reading in make_readings(task.prompts, protocol)
         for question in reading.questions
     ]
-
-
-def split_for_screening(samples: Sequence[BankSample]) -> dict[SamplePart, tuple[int, ...]]:
-    """Split samples, by their numbers, into those that candidates are screened by and the rest.
-
-    A share of the contexts are to screen by, evenly over all tasks; nothing is split where these would be fewer than
-    `MIN_CONTEXTS_OF_SCREEN`.
-    """
-    contexts = group_by_text(sample.prompt_sha256 for sample in samples)
-    count = len(contexts) // CONTEXTS_PER_SCREENED
-    if count < MIN_CONTEXTS_OF_SCREEN:
-        return {}
-    screened = {number * len(contexts) // count for number in range(count)}
-    parts: dict[SamplePart, list[int]] = {"screen": [], "rest": []}
-    for number, context in enumerate(contexts):
-        parts["screen" if number in screened else "rest"] += context
-    return {part: tuple(sorted(numbers)) for part, numbers in parts.items()}
