@@ -30,12 +30,12 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.next_tokens import Draws, record_generation_settings
-from kvsearch.runtime.decode.replies import find_stop_tokens, has_windows
+from kvsearch.runtime.decode.replies import Finished, find_stop_tokens, has_windows
 from kvsearch.runtime.program import make_full_program, require_room
 from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, list_questions, make_readings
-from kvsearch.tasks.metrics import is_forced, score
+from kvsearch.tasks.metrics import STAYS_RIGHT, is_forced, is_right, score
 from kvsearch.tasks.metrics.likelihood import format_losses
 from kvsearch.tasks.prompts import cut_at_stop
 
@@ -221,6 +221,7 @@ class KeptReplies:
                 "prompt": hash_tokens(prompt.with_question(question)), "context": len(prompt.context),
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
                 **({"end_of_turn": turn} if turn else {}),
+                **({"settled": question.query.answers} if find_metric_name(task.task) in STAYS_RIGHT else {}),
             }  # fmt: skip
             if task.sampling is not None:
                 seed = task.sampling.derive_seed(task.task.name, prompt.key, question.number)
@@ -284,6 +285,18 @@ def reply_to_batch(
                 yield samples
 
 
+def make_settled_check(task: TaskPrompts, reading: Reading, question: Question) -> Finished | None:
+    """Make the check whether a reply, token ids, is right whatever follows; None for metrics that may take it back."""
+    if find_metric_name(task.task) not in STAYS_RIGHT or reading.prompt.turns:
+        return None
+
+    def is_settled(reply: list[int]) -> bool:
+        text = cut_at_stop(task.format.decode(reply), task.task.stops)
+        return is_right(score(task.task, reading.prompt.key, question.number, question.query, text))
+
+    return is_settled
+
+
 def _collect_replies(
     prompts: TaskPrompts,
     batch: Sequence[Reading],
@@ -326,7 +339,11 @@ def _collect_replies(
                     full_losses |= {(row, turn): losses[first + row] for row in range(len(batch))}
                 replies = [format_losses(loss, full_losses[row % len(batch), turn]) for row, loss in enumerate(losses)]
             else:
-                answered = joint.replies.ask(texts, limits)
+                settled = [
+                    make_settled_check(prompts, reading, question)
+                    for reading, question in zip(sequences, everyone, strict=True)
+                ]
+                answered = joint.replies.ask(texts, limits, settled)
                 replies = [cut_at_stop(prompts.format.decode(tokens), task.stops) for tokens in answered]
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
         for row, (tokens, peak) in enumerate(zip(answered, joint.replies.most, strict=True)):

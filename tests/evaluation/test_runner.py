@@ -132,6 +132,34 @@ def test_generation_ends_with_the_stop_text(model: LoadedModel, protocol: Protoc
     assert cut.most == whole.most - 10 * 8
 
 
+@first_value("protocol", PROTOCOLS)
+def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel, protocol: Protocol) -> None:
+    """With its last answer, whatever the others in the batch do; not where what follows may change the score."""
+    whole = by_question(run(model, programs(model), [LONG], 4, protocol=protocol))
+    rows = []
+    for row in LONG.rows:
+        queries = []
+        for number, query in enumerate(row.queries):
+            words = whole["third", row.key, number].reply.split()
+            queries.append(dataclasses.replace(query, answers=(words[1], words[3])))
+        rows.append(dataclasses.replace(row, queries=tuple(queries)))
+    right = dataclasses.replace(LONG, rows=tuple(rows), metric="string_match_all")
+    settled = 0
+    for key, sample in by_question(run(model, programs(model), [right], 4, protocol=protocol)).items():
+        reply = whole[key].reply
+        query = next(row for row in rows if row.key == key[1]).queries[key[2]]
+        assert sample.score == right.score(reply, query)
+        assert reply.startswith(sample.reply)
+        settled += sample.score == 1
+        words = reply.split()
+        ends = max(words.index(answer) for answer in query.answers) + 1 if sample.score == 1 else len(words)
+        assert sample.reply.split() == words[:ends]
+    assert settled >= len(rows)
+    taking_back = dataclasses.replace(right, metric="niah_recall")
+    for key, sample in by_question(run(model, programs(model), [taking_back], 4, protocol=protocol)).items():
+        assert sample.reply == whole[key].reply
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("place", ["context", "question"])
 @pytest.mark.parametrize("method", ["full", "third"])

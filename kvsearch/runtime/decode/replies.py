@@ -33,13 +33,13 @@ Finished = Callable[[list[int]], bool]
 class GrowingReply:
     """One reply while it is made: up to `limit` tokens.
 
-    It ends before a token of `stop`, or with the token that makes `finished` true of it (None: nothing does).
+    It ends before a token of `stop`, or with the token that makes one of the `checks` true of it.
     """
 
-    def __init__(self, limit: int, stop: set[int], finished: Finished | None = None) -> None:
+    def __init__(self, limit: int, stop: set[int], checks: Sequence[Finished | None] = ()) -> None:
         self.limit = limit
         self.stop = stop
-        self.finished = finished
+        self.checks = [check for check in checks if check is not None]
         self.generated: list[int] = []  # with the token of `stop`
         self.ended = False
 
@@ -47,7 +47,7 @@ class GrowingReply:
         """Add a token."""
         self.generated.append(token)
         self.ended = token in self.stop or len(self.generated) >= self.limit
-        self.ended = self.ended or (self.finished is not None and self.finished(self.generated))
+        self.ended = self.ended or any(check(self.generated) for check in self.checks)
 
     @property
     def tokens(self) -> list[int]:
@@ -87,17 +87,23 @@ class Replies:
         self.lengths = self.mask.sum(-1, keepdim=True)
         self.most = [0] * len(self.mask)  # entries held at a time while the last replies were made: `PeakEntries`
 
-    def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
+    def ask(
+        self,
+        questions: Sequence[Tensor],
+        max_new_tokens: Sequence[int],
+        settled: Sequence[Finished | None] | None = None,
+    ) -> list[list[int]]:
         """Ask one question per sequence, any number of times: no question sees another.
 
-        Questions without a token are none: the prompts go on by themselves, see `reply`.
+        Questions without a token are none: the prompts go on by themselves, see `reply`. A reply also ends with the
+        token that makes the sequence's own check in `settled` true of it.
 
         Raises:
             UsageError: questions of different lengths, where padding between context and question would take the place
                 of tokens in the model's sliding windows.
         """
         if not any(map(len, questions)):
-            return self.reply(max_new_tokens)
+            return self.reply(max_new_tokens, settled)
         mark = self._mark()
         ids, seen, positions = self._following(questions, max(max_new_tokens) - 1)
         held = self._peak()
@@ -105,7 +111,7 @@ class Replies:
         held.step(np.array([len(question) for question in questions]))
         # Processors penalise what was said so far, prompt and question included.
         whole = [torch.cat(both) for both in zip(self._prompt_rows, questions, strict=True)]
-        replies = self._generate(whole, logits, seen, positions[:, -1:], max_new_tokens, held)
+        replies = self._generate(whole, logits, seen, positions[:, -1:], max_new_tokens, held, settled)
         self.cache.rewind(mark)
         return replies
 
@@ -156,12 +162,12 @@ class Replies:
                 raise NonFiniteError(NO_LOGITS, place)
         return losses
 
-    def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
-        """Continue the prompts themselves, once; their last logits give the first token."""
+    def reply(self, max_new_tokens: Sequence[int], settled: Sequence[Finished | None] | None = None) -> list[list[int]]:
+        """Continue the prompts themselves, once; their last logits give the first token. `settled` as for `ask`."""
         logits = self._prompt_logits()
         require_same_rotary(self.model, self.lengths[:, 0], max(max_new_tokens) - 1)
         prompts = self._prompt_rows
-        return self._generate(prompts, logits, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+        return self._generate(prompts, logits, self.mask, self.lengths - 1, max_new_tokens, self._peak(), settled)
 
     def _prompt_logits(self) -> Tensor:
         """Return the logits [B, 1, V] of the end of each row's prompt."""
@@ -203,6 +209,7 @@ class Replies:
         positions: Tensor,
         max_new_tokens: Sequence[int],
         held: PeakEntries,
+        settled: Sequence[Finished | None] | None,
     ) -> list[list[int]]:
         """Generate replies to whole `prompts`, from the `logits` [B, n, V] and `positions` [B, 1] of their ends.
 
@@ -210,7 +217,11 @@ class Replies:
         """
         choose = NextTokens(self.model, prompts, max_new_tokens, self.draws)
         ids = choose(select_last_logits(logits))
-        replies = [GrowingReply(limit, self.stop, self.finished) for limit in max_new_tokens]
+        checks = settled or [None] * len(max_new_tokens)
+        replies = [
+            GrowingReply(limit, self.stop, (self.finished, check))
+            for limit, check in zip(max_new_tokens, checks, strict=True)
+        ]
         rows = list(range(len(replies)))  # of the batch that is left
         cache = self.cache
         with use_steps(self.model, cache, max(max_new_tokens), kept=self._steps) as model, _name_rows_on_error(rows):

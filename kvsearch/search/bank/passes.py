@@ -382,7 +382,7 @@ class BankPass:
         else:
             logits = first.expand(self.count, *first.shape)
         pairs = [(sample, stop) for _ in range(self.count) for sample, stop in zip(samples, stops, strict=True)]
-        rows = [BankReply(sample.limit, stop, sample.finished) for sample, stop in pairs]
+        rows = [BankReply(sample.limit, stop, (sample.finished,)) for sample, stop in pairs]
         prompts = [torch.cat([sample.prompt, sample.question_ids]) for sample in samples] * self.count
         choose = NextTokens(self.model, prompts, [row.limit for row in rows])
         valid = torch.ones(len(samples), 1, dtype=torch.bool, device=self.model.device)

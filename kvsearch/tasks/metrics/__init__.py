@@ -49,6 +49,8 @@ def _make_metric(metric: Callable[[str, Any], float]) -> Metric:
 
 SCORERS: dict[str, Metric] = {metric.__name__: _make_metric(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
 OF_ALL_ANSWERS = ("string_match_all",)  # to the others any one answer is right
+# a full score stays, whatever follows in the reply
+STAYS_RIGHT = ("contains", "string_match_all", "string_match_part")
 # blanks around answers are part of them, of code and of what is predicted
 OF_BLANKS = ("edit_similarity", "likelihood")
 NEEDS: dict[str, tuple[str, ...]] = {

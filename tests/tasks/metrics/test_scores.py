@@ -20,7 +20,7 @@ from rouge import Rouge
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.metrics import NEEDS, SCORERS, find_metric, packages
+from kvsearch.tasks.metrics import NEEDS, SCORERS, STAYS_RIGHT, find_metric, packages
 from kvsearch.tasks.metrics.longbench import take_first_line
 
 CASES: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
@@ -66,6 +66,18 @@ def test_all_is_the_mean_and_part_the_best_of_single_answers(reply: str, answers
     single = [score("string_match_part", reply, answer) for answer in answers]
     assert score("string_match_all", reply, answers) == pytest.approx(sum(single) / len(single))
     assert score("string_match_part", reply, answers) == max(single)
+
+
+@given(
+    reply=st.text("ab \n\tAB"),
+    more=st.text("ab \n\tAB"),
+    answers=st.lists(st.text("ab", min_size=1), min_size=1, max_size=4).map(tuple),
+)
+def test_a_full_score_stays_whatever_follows(reply: str, more: str, answers: tuple[str, ...]) -> None:
+    """So a reply may end there."""
+    for metric in STAYS_RIGHT:
+        if SCORERS[metric](reply, Query("q", answers)) == 1:
+            assert SCORERS[metric](reply + more, Query("q", answers)) == 1
 
 
 @pytest.mark.parametrize("metric", ["qa_f1", "qa_f1_zh"])
