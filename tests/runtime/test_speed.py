@@ -73,3 +73,15 @@ def test_a_busy_machine_is_told(clock: Passes) -> None:
 def test_work_adds_up() -> None:
     work = Work.over([10, 20], behind=100) + Work.replying(24) * 2 + Work(seconds=3) + Work.over([5], times=3)
     assert work == Work(2 + 3, 30 + 48 + 15, 250 + 37.5, 3000, 6, 3, 20)
+
+
+def test_contexts_take_as_much_longer_as_the_first_one_does(clock: Passes) -> None:
+    works = [Work.over([50]), Work.over([100]), Work.over([50])]
+    plain = Speed.at_length(clock.model, 100)
+
+    def measure_first() -> None:
+        clock.now[0] += 3 * plain.seconds(works[0])
+
+    total = speed.scale_to_first(clock.model, works, measure_first)
+    assert (total.passes, total.tokens) == (3, 200)  # counts stay
+    assert plain.seconds(total) == pytest.approx(3 * sum(plain.seconds(work) for work in works))
