@@ -163,14 +163,25 @@ def made_up_report(
         for name, table in tables.items()
     }
     found = {
-        "ended": "all stages are finished", "decision": "chosen: #1", "starts": {"uniform": uniform.tolist()},
+        "ended": "all stages are finished", "decision": "chosen: #1", "flat": False,
+        "starts": {"uniform": uniform.tolist()},
         "finalists": {**finalists, "#1": {**finalists["#1"], "lead": lead, "chance": 0.02}},
         "start": "uniform", "chosen": "#1", "verdict": "likely", "best": "#1", "budgets": best.tolist(),
         "report": {"evolved": estimate(0.62), "uniform": estimate(0.52), "full": estimate(0.7)},
         "gains": {"uniform": lead}, "recovered": {"uniform": estimate(0.55)}, "ahead": {},
     }  # fmt: skip
+    splits = {"search": "train", "choice": "select", "report": "report"}
+    asked = {
+        name: [
+            {
+                "task": "needles", "category": "needles", "split": split, "contexts": 24, "questions": 24, "found": 24,
+                "wanted": 24, "shortest": 512, "longest": 512, "truncated": 0, "used": 0, "excluded": {},
+            }
+        ]
+        for name, split in splits.items()
+    }  # fmt: skip
     return {
-        "schema": "kvsearch.evolution/3", "model": model.name, "questions": {"search": 24, "choice": 24, "report": 24},
+        "schema": "kvsearch.evolution/3", "model": model.name, "questions": dict.fromkeys(splits, 24), "asked": asked,
         "evaluations": candidates, "tokens": 500 * candidates, "settings": {
             "phases": "prefill", "protocol": "question-agnostic", "objective": "nll",
         },
