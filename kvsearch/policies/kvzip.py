@@ -17,13 +17,13 @@ class KVzip(Policy):
     that no instruction in words is needed; the softmax is over the whole prompt and the chunk. With `plus` (KVzip+,
     arXiv 2601.07891) attention is multiplied by |v_i W_O[g]| / |h_k|, h_k the residual stream that enters the layer.
 
-    Takes two more passes over the prompt. There is nothing to read again of new tokens: it is for prefill alone.
+    Takes two more passes over the prompt, one in evaluations. There is nothing to read again of new tokens: it is for prefill alone.
     """
 
     name: ClassVar[str] = "kvzip"
     source: ClassVar[str] = "KVzip, arXiv 2505.23416; without its instruction to repeat"
     summary: ClassVar[str] = "max over g and k of a[k, i] when the prompt is read again after itself"
-    weakness: ClassVar[str] = "decoding and `evolve` refuse it; two more passes over the prompt"
+    weakness: ClassVar[str] = "decoding and `evolve` refuse it; two more passes over the prompt, one in evaluations"
 
     chunk: int = 256
     plus: bool = False
