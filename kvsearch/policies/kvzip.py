@@ -17,7 +17,8 @@ class KVzip(Policy):
     that no instruction in words is needed; the softmax is over the whole prompt and the chunk. With `plus` (KVzip+,
     arXiv 2601.07891) attention is multiplied by |v_i W_O[g]| / |h_k|, h_k the residual stream that enters the layer.
 
-    Takes two more passes over the prompt, one in evaluations. There is nothing to read again of new tokens: it is for prefill alone.
+    Takes two more passes over the prompt, one in evaluations. There is nothing to read again of new tokens: it is for
+    prefill alone.
     """
 
     name: ClassVar[str] = "kvzip"
