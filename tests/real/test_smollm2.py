@@ -127,7 +127,7 @@ def test_a_reply_under_the_plan(smollm2: LoadedModel, fifth: tuple[Path, Plan], 
 def test_replies_and_scores_of_an_evaluation(
     smollm2: LoadedModel, calibrated: tuple[Path, Profile], tmp_path: Path
 ) -> None:
-    """The full cache replies as transformers does; budgets for each head keep what even ones lose."""
+    """The full cache replies as transformers does until it is right; budgets for each head keep what even ones lose."""
     methods = ("h2o", POLICY, f"lukv={calibrated[0]}")
     result = kvsearch.evaluate(
         smollm2, **NEEDLES, samples=ASKED, methods=methods, ratios=("0.5", "0.8"), output=tmp_path / "run"
@@ -139,7 +139,9 @@ def test_replies_and_scores_of_an_evaluation(
         ids = chat(smollm2, f"{example.context}\n\n{query.question}", query.prefix)
         assert hashlib.sha256(ids.numpy().tobytes()).hexdigest() == row["prompt_sha256"]
         stock = smollm2.model.generate(ids, max_new_tokens=query.max_new_tokens, do_sample=False)
-        assert smollm2.tokenizer.decode(stock[0, ids.shape[1] :], skip_special_tokens=True) == row["reply"]
+        whole = smollm2.tokenizer.decode(stock[0, ids.shape[1] :], skip_special_tokens=True)
+        end = whole.find(query.answers[0]) + len(query.answers[0]) if query.answers[0] in whole else len(whole)
+        assert row["reply"] == whole[:end]
     task, shares = RulerTask("niah_single_2"), {"full": 1.0, "0.5": 0.5, "0.8": 0.2}
     for method, rows in replies.items():
         share = shares[method.partition("@")[2] or method]
