@@ -9,9 +9,10 @@ entries together. `protected` [L, Hkv, T] bool are the entries that stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,11 +53,6 @@ class RankedContext:
     def norms(self) -> Tensor:
         """L2 norms of the projected values, [1, Hkv, G, T] fp32; computed on demand."""
         return self.measure_norms()
-
-
-def measure_norms(context: RankedContext) -> Tensor:
-    """Return the norms of the projected values of a context."""
-    return context.norms
 
 
 class ImportancePass(DensePass[RankedContext]):
@@ -104,18 +100,26 @@ class ImportancePass(DensePass[RankedContext]):
 
         Returns the importance of entries, [L, Hkv, T] fp32, not normalised, and the logits [K, vocabulary].
         """
-        with self.weighing(tokens, self.group, measure_norms) as output:
-            return self.importance()[0], output.logits[0]
+        with self.weigh(tokens) as output:
+            return self.stack_weighed(), output.logits[0]
 
-    def importance(self, weights: Tensor | None = None) -> Tensor:
+    def weigh(self, tokens: Tensor, **kwargs: Any) -> AbstractContextManager[Any]:
+        """Teacher-force `tokens` [1, K] in layers that measure the importance of entries as they attend."""
+        return self.weighing(tokens, self.group, attrgetter("norms"), **kwargs)
+
+    def stack_weighed(self) -> Tensor:
+        """Stack the importance of entries for the tokens of `weigh`, [L, Hkv, T] fp32 on the CPU, not normalised."""
+        return torch.stack([importance[0].cpu() for importance in self.weighed().values()])
+
+    def importance(self, weights: Tensor) -> Tensor:
         """Return the importance of entries for the current suffix tokens, [M, L, Hkv, T] fp32, not normalised.
 
-        `weights` [M, K] are how much each token counts (None: 1).
+        `weights` [M, K] are how much each token counts.
         """
-        by_layer = [importance.cpu() for importance in self.weighed().values()]
-        for layer in () if by_layer else self.continuations():
-            layer_weights = None if weights is None else weights.to(layer.query.device)
-            by_layer.append(layer.importance(layer.noted.norms, self.group, layer_weights).cpu())
+        by_layer = [
+            layer.importance(layer.noted.norms, self.group, weights.to(layer.query.device)).cpu()
+            for layer in self.continuations()
+        ]
         return torch.stack(by_layer, 1)
 
     @torch.no_grad()

@@ -312,8 +312,19 @@ class DensePass(Generic[Noted]):
                 layer.weigh = layer.importance = None
 
     def weighed(self) -> dict[int, Tensor]:
-        """Return the importance of entries [1, Hkv, T] by model layer; nothing where kernels attend."""
-        return {layer.index: layer.importance for layer in self.observed if layer.importance is not None}
+        """Return the importance of entries, [1, Hkv, T] fp32 by model layer, for the tokens that layers are `weighing`.
+
+        Where kernels attend, which hold no attention, it is computed here.
+        """
+        weighed = {}
+        for layer in self.observed:
+            if layer.importance is None:
+                norms, group = assert_present(layer.weigh, "importance is asked for while tokens are weighed")
+                followed = replace(assert_present(layer.continuation, "no tokens follow the prompt"))
+                weighed[layer.index] = followed.importance(norms(layer.noted), group)
+            else:
+                weighed[layer.index] = layer.importance
+        return weighed
 
     def logits_seeing(self, tokens: Tensor, keep: Mapping[int, Tensor]) -> Tensor:
         """Return the logits [K, vocabulary] of tokens [1, K] that see only what `keep` leaves; see `following`."""
@@ -372,21 +383,34 @@ def read_again(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor
         # Norms behind the output projection are read by KVzip+ alone.
         needed = [Needs(projection=any(how.plus for how in wanted))]
         passed = DensePass(model, dict.fromkeys(full, needed), norms, real)
-        again: dict[int, dict[SecondPass, Tensor]] = {layer: {} for layer in full}
-        for how in wanted:
-            for layer, scores in score_second_pass(passed, real, how, itemgetter(0)).items():
-                again[layer][how] = nn.functional.pad(scores, (length - count, 0))
-        rows.append(again)
+        again = score_second_passes(passed, real, wanted, itemgetter(0))
+        rows.append(
+            {
+                layer: {how: nn.functional.pad(scores, (length - count, 0)) for how, scores in of_layer.items()}
+                for layer, of_layer in again.items()
+            }
+        )
     return {layer: {how: torch.cat([row[layer][how] for row in rows]) for how in wanted} for layer in full}
 
 
-def score_second_pass(
-    passed: DensePass[Noted], ids: Tensor, how: SecondPass, norms: Callable[[Noted], Tensor | None]
-) -> dict[int, Tensor]:
-    """Return the scores of the entries of a prompt [1, T] in its second pass, by layer [1, Hkv, T].
+def score_second_passes(
+    passed: DensePass[Noted], ids: Tensor, hows: Iterable[SecondPass], norms: Callable[[Noted], Tensor | None]
+) -> dict[int, dict[SecondPass, Tensor]]:
+    """Return the scores of the entries of a prompt [1, T] in second passes, [1, Hkv, T] by layer and pass.
 
     `norms` returns those behind the output projection, of what was noted in a layer; they are read by KVzip+ alone.
+
+    Raises:
+        IncompatibleError: the prompt leaves next to no room to read it again.
     """
+    by_pass = {how: _score_second_pass(passed, ids, how, norms) for how in hows}
+    return {layer.index: {how: scores[layer.index] for how, scores in by_pass.items()} for layer in passed.observed}
+
+
+def _score_second_pass(
+    passed: DensePass[Noted], ids: Tensor, how: SecondPass, norms: Callable[[Noted], Tensor | None]
+) -> dict[int, Tensor]:
+    """Return the scores of the entries of a prompt [1, T] in one second pass, by layer [1, Hkv, T]."""
     length = ids.shape[1]
     limit = find_rotary_limit(passed.model, length)
     chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk
@@ -399,18 +423,16 @@ def score_second_pass(
     for first in range(0, length, chunk):
         # Some tokens before the chunk lead in to it: it does not follow the end of the prompt.
         tokens = ids[:, max(0, first - LED_BY) : first + chunk]
+        weighed = {}
         if how.plus:
-            reading = passed.following(tokens, output_hidden_states=True)
-        else:
-            reading = passed.weighing(tokens, "max", lambda _: None)
-        with reading as output:
-            weighed = passed.weighed()
-            for layer in () if weighed else passed.continuations():
-                weights = None
-                if how.plus:
+            with passed.following(tokens, output_hidden_states=True) as output:
+                for layer in passed.continuations():
                     # a model on several devices leaves a layer's input on the one before
                     weights = residual_weights(output.hidden_states[layer.index].to(layer.query.device))
-                weighed[layer.index] = layer.importance(norms(layer.noted) if how.plus else None, "max", weights)
-            # The most that any later token gives: an entry counts if it is needed once.
-            best = {index: torch.maximum(best[index], scores) if best else scores for index, scores in weighed.items()}
+                    weighed[layer.index] = layer.importance(norms(layer.noted), "max", weights)
+        else:
+            with passed.weighing(tokens, "max", lambda _: None):
+                weighed = passed.weighed()
+        # The most that any later token gives: an entry counts if it is needed once.
+        best = {index: torch.maximum(best[index], scores) if best else scores for index, scores in weighed.items()}
     return best

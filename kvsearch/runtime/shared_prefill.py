@@ -30,7 +30,7 @@ from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, check_logits, pad_left
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.observe import DensePass, ObservedLayer, PromptLayer, Rereads, read_again, score_second_pass
+from kvsearch.runtime.observe import DensePass, ObservedLayer, PromptLayer, Rereads, read_again, score_second_passes
 from kvsearch.runtime.program import Program, estimate_prompt_bytes, make_full_program, require_room
 from kvsearch.runtime.stock import (
     CACHE,
@@ -196,8 +196,7 @@ def read_prompts(
     lengths = [len(prompt) for prompt in prompts]
     require_same_rotary(model, lengths)
     ids, mask = pad_left(prompts, model.device)
-    needs = (need for cache in caches for layer in cache.planned.values() for need in layer.needs())
-    is_read_twice = chunk is None and any(need.reread is not None for need in needs)
+    is_read_twice = chunk is None and bool(find_second_passes(caches))
     if model.device.type == "cpu" and not is_read_twice:
         return prefill_all(model, caches, ids, mask, chunk), mask
     logits = []
@@ -242,13 +241,10 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
         index: [need for layer in planned if isinstance(layer, EvictingLayer) for need in layer.needs()]
         for index, planned in targets.items()
     }
-    if (
-        len(ids) == 1
-        and chunk is None
-        and bool(mask.all())
-        and any(need.reread is not None for need in chain(*needs.values()))
-    ):
-        return _prefill_twice(model, caches, targets, needs, ids)
+    second_passes = find_second_passes(caches)
+    # the mask comes last: a device is waited for
+    if second_passes and len(ids) == 1 and chunk is None and bool(mask.all()):
+        return _prefill_twice(model, caches, targets, needs, second_passes, ids)
     again = read_again(model, chain(*needs.values()), ids, mask)
     layers = make_stock_layers(model)
     for index, planned in targets.items():
@@ -276,27 +272,29 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
     return logits
 
 
+def find_second_passes(caches: Sequence[PlanCache]) -> set[SecondPass]:
+    """Find the second passes over a prompt that the policies of some caches need."""
+    needs = (need for cache in caches for layer in cache.planned.values() for need in layer.needs())
+    return {need.reread for need in needs if need.reread is not None}
+
+
 @torch.no_grad()
 def _prefill_twice(
     model: Any,
     caches: Sequence[PlanCache],
     targets: Mapping[int, Sequence[Any]],
     needs: Mapping[int, Sequence[Needs]],
+    second_passes: set[SecondPass],
     ids: Tensor,
 ) -> Tensor:
     """Read a prompt [1, T] once, and once more after itself for policies that need it; then every cache evicts.
 
     The full cache of the prompt is held until then, as the second reading attends to it. Returns the logits [1, 1, V].
     """
-    hows = {need.reread for need in chain(*needs.values()) if need.reread is not None}
-    projected = Needs(projection=any(how.plus for how in hows))
+    projected = Needs(projection=any(how.plus for how in second_passes))
     first = {index: [*(replace(need, reread=None) for need in wanted), projected] for index, wanted in needs.items()}
     passed: DensePass[Observation] = DensePass(model, first, lambda prompt: prompt, ids)
-    again: dict[int, dict[SecondPass, Tensor]] = {index: {} for index in targets}
-    for how in hows:
-        scores = score_second_pass(passed, ids, how, lambda prompt: prompt.projected_norms("l2"))
-        for index, of_layer in scores.items():
-            again[index][how] = of_layer
+    again = score_second_passes(passed, ids, second_passes, lambda prompt: prompt.projected_norms("l2"))
     for planned, prompt in zip(targets.values(), passed.noted, strict=True):
         _hand_on(planned, again, prompt)
     _copy_stock_layers(passed.cache, caches)

@@ -68,6 +68,16 @@ def test_importance_is_that_of_the_whole_attention_matrix(family: str, group: st
         assert_close(importance[row], expected)
 
 
+def test_importance_where_kernels_attend_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold no attention, so that it is computed once more."""
+    model = build("llama")
+    context, question = tokens()
+    with running(model, NAME):
+        here = pass_over(model, context).ask(question)[0]
+        monkeypatch.setattr("kvsearch.runtime.observe.serves", lambda *_: True)
+        torch.testing.assert_close(pass_over(model, context).ask(question)[0], here)
+
+
 @some_families
 def test_ranks_are_those_of_the_runtime(family: str) -> None:
     """An entry is kept by a uniform program if and only if its rank is below the budget."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.importance import ImportancePass, RankedContext, measure_norms
+from kvsearch.calibration.importance import ImportancePass, RankedContext
 from kvsearch.calibration.options import Compare, RankingOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.arrays import Floats
@@ -254,14 +254,10 @@ class ContextPass:
             judged_questions = pick_evenly(questions)
             for question in questions:
                 count = question.tokens.shape[1]
-                importance_pass = self.importance_pass
-                question_pass = importance_pass.following(question.tokens, logits_to_keep=1)
-                if self.noting.importance:
-                    weigh = importance_pass.group, measure_norms
-                    question_pass = importance_pass.weighing(question.tokens, *weigh, logits_to_keep=1)
-                with question_pass:
+                read = self.importance_pass.weigh if self.noting.importance else self.importance_pass.following
+                with read(question.tokens, logits_to_keep=1):
                     if self.noting.importance:
-                        importances.append(self.importance_pass.importance()[0, ..., self.free])
+                        importances.append(self.importance_pass.stack_weighed()[..., self.free])
                     if wanted is not None:
                         queries.append(self._queries_at(wanted[(wanted >= first) & (wanted < first + count)] - first))
                     if any(question is judged for judged in judged_questions):
