@@ -7,7 +7,7 @@ prefill. So one pass over a prompt tells what is decided for it at all 99 global
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,11 @@ class DynamicCalibration(Calibration[DynamicOptions]):
     the tokens of every prompt; "question_ratio" and "question_context" have a row per prompt.
     """
 
+    @cached_property
+    def allocation(self) -> Allocation:
+        """The allocation whose budgets are averaged."""
+        return self.options.make_allocation(self.loaded.name)
+
     def prepare(self) -> list[CalibrationPrompt]:
         (policy,) = self.policies
         prompts = encode_prompts(self.loaded, self.data, self.options.protocol, max_length=self.options.max_length)
@@ -61,12 +66,11 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         """
         (policy,) = self.policies
         options = self.options
-        allocation = options.make_allocation(self.loaded.name)
         tables = RatioTables(policy, options.minimum)
         decided = with_progress(self.loaded.map(self._make_work(tables), prompts), len(prompts), progress)
         for prompt, table in zip(prompts, decided, strict=True):
             tables.add(table, prompt.length, prompt.text)
-        settings = {**options.texts(self.data), **options.settings(), **allocation.parameters()}
+        settings = {**options.texts(self.data), **options.settings(), **self.allocation.parameters()}
         floor = tables.floor(tables.length)
         metadata = self.describe(policy.spec, settings, tables.lengths, floor)
         spread = {
@@ -80,8 +84,7 @@ class DynamicCalibration(Calibration[DynamicOptions]):
     def _make_work(self, tables: RatioTables) -> Callable[[LoadedModel, CalibrationPrompt], NDArray[np.float32]]:
         """Make the function that decides the ratios of a prompt."""
         (policy,) = self.policies
-        allocation = self.options.make_allocation(self.loaded.name)
-        return partial(decide_ratios, policy=policy, allocation=allocation, floor=tables.floor)
+        return partial(decide_ratios, policy=policy, allocation=self.allocation, floor=tables.floor)
 
 
 def decide_ratios(

@@ -49,7 +49,7 @@ from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT, Arrays
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import run_attention
-from kvsearch.runtime.replay.forced_answers import TOGETHER
+from kvsearch.runtime.replay.forced_answers import TOGETHER, count_side_by_side
 from kvsearch.runtime.speed import scale_to_first
 
 CURVE_POINTS = 101
@@ -141,10 +141,11 @@ def estimate_replies(prompts: Sequence[CalibrationPrompt], options: AnsweredOpti
     for first in range(0, len(answered), TOGETHER):
         part = answered[first : first + TOGETHER]
         limits = [[after.limit_reply(options.answer_tokens) for after in prompt.continuations] for prompt in part]
-        # A batch decodes until its longest reply is complete; where it has few prompts, to several questions at once.
-        turns = -(-max(map(len, limits)) // max(1, TOGETHER // len(part)))
-        work += Work(steps=turns * max(chain.from_iterable(limits)))
-        work += Work(tokens=sum(chain.from_iterable(limits)))
+        questions = max(map(len, limits))
+        turns = -(-questions // count_side_by_side(len(part), questions))
+        # a batch decodes until its longest reply is complete
+        steps = turns * max(chain.from_iterable(limits))
+        work += Work(tokens=sum(chain.from_iterable(limits)), steps=steps)
     return work
 
 

@@ -221,7 +221,7 @@ class KeptReplies:
                 "prompt": hash_tokens(prompt.with_question(question)), "context": len(prompt.context),
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
                 **({"end_of_turn": turn} if turn else {}),
-                **({"settled": question.query.answers} if find_metric_name(task.task) in STAYS_RIGHT else {}),
+                **({"settled": question.query.answers} if ends_once_right(task, reading) else {}),
             }  # fmt: skip
             if task.sampling is not None:
                 seed = task.sampling.derive_seed(task.task.name, prompt.key, question.number)
@@ -285,9 +285,14 @@ def reply_to_batch(
                 yield samples
 
 
+def ends_once_right(task: TaskPrompts, reading: Reading) -> bool:
+    """Tell whether replies end once their score is full: nothing takes it back, and no later turn reads the rest."""
+    return find_metric_name(task.task) in STAYS_RIGHT and not reading.prompt.turns
+
+
 def make_settled_check(task: TaskPrompts, reading: Reading, question: Question) -> Finished | None:
     """Make the check whether a reply, token ids, is right whatever follows; None for metrics that may take it back."""
-    if find_metric_name(task.task) not in STAYS_RIGHT or reading.prompt.turns:
+    if not ends_once_right(task, reading):
         return None
 
     def is_settled(reply: list[int]) -> bool:

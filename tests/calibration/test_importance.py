@@ -75,7 +75,8 @@ def test_importance_where_kernels_attend_is_the_same(monkeypatch: pytest.MonkeyP
     with running(model, NAME):
         here = pass_over(model, context).ask(question)[0]
         monkeypatch.setattr("kvsearch.runtime.observe.serves", lambda *_: True)
-        torch.testing.assert_close(pass_over(model, context).ask(question)[0], here)
+        kernels = pass_over(model, context).ask(question)[0]
+    torch.testing.assert_close(kernels, here, rtol=1e-4, atol=1e-5)  # by other products, which round otherwise
 
 
 @some_families

@@ -215,7 +215,12 @@ def replies_of_passes(
 
 def _copies(part: Sequence[ForcedQuestions], apart: bool) -> int:
     """Return how many questions of each prompt are asked side by side."""
-    return 1 if apart else min(max(len(reading.questions) for reading in part), max(1, TOGETHER // len(part)))
+    return 1 if apart else count_side_by_side(len(part), max(len(reading.questions) for reading in part))
+
+
+def count_side_by_side(prompts: int, questions: int) -> int:
+    """Count the questions of each prompt that a batch of so many prompts replies to side by side."""
+    return min(questions, max(1, TOGETHER // prompts))
 
 
 def _ask_all(
