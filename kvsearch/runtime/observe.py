@@ -425,13 +425,13 @@ def _score_second_pass(
         tokens = ids[:, max(0, first - LED_BY) : first + chunk]
         weighed = {}
         if how.plus:
-            with passed.following(tokens, output_hidden_states=True) as output:
+            with passed.following(tokens, output_hidden_states=True, logits_to_keep=1) as output:
                 for layer in passed.continuations():
                     # a model on several devices leaves a layer's input on the one before
                     weights = residual_weights(output.hidden_states[layer.index].to(layer.query.device))
                     weighed[layer.index] = layer.importance(norms(layer.noted), "max", weights)
         else:
-            with passed.weighing(tokens, "max", lambda _: None):
+            with passed.weighing(tokens, "max", lambda _: None, logits_to_keep=1):
                 weighed = passed.weighed()
         # The most that any later token gives: an entry counts if it is needed once.
         best = {index: torch.maximum(best[index], scores) if best else scores for index, scores in weighed.items()}

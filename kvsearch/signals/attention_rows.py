@@ -23,6 +23,7 @@ MIN_NORM = 1e-6
 LOG_OFFSET = 1e-10  # added inside CAKE's logarithm, as in the official code
 # exponents are below it: masses far below the largest are no 0, and a sum of all is still no infinity
 EXPONENT_SHIFT = 60.0
+MIN_BLOCK_ROWS = 64  # rows of a block at least: a product of fewer is slow
 
 
 def score_rows(
@@ -93,13 +94,13 @@ def importance_rows(
     if serves(query, keys):
         rows = Rows.of_last(query, keys, scaling, softcap, sinks)
         return rows.peaks(context, norms, weights, "max" if group == "max" else "sum")
-    parts = []
-    for part, scores in score_rows(query, keys, scaling, softcap, tables=2):
+    importance = query.new_zeros(*keys.shape[:2], context, dtype=torch.float32)
+    for block, part, scores in score_row_blocks(query, keys, scaling, softcap, tables=2):
         taken = attention_rows(scores, part, sinks)[..., :context]
         if weights is not None:
-            taken = taken * weights[:, None, None, :, None]
-        parts.append(_take_largest(taken, norms, part, group))
-    return torch.cat(parts, 1)
+            taken = taken * weights[:, None, None, block, None]
+        _keep_largest(importance, taken, norms, part, group)
+    return importance
 
 
 def attend_and_weigh(
@@ -118,21 +119,42 @@ def attend_and_weigh(
     The same attention gives both: what `importance_rows` returns takes no second one. Arguments are its own, and the
     `values` [B, Hkv, T + K, Dv] of all tokens.
     """
-    outputs = []
-    importances = []
-    for part, scores in score_rows(query, keys, scaling, softcap, tables=3):
+    batch, heads = keys.shape[:2]
+    outputs = values.new_empty(batch, heads, query.shape[1] // heads, query.shape[2], values.shape[-1])
+    importance = query.new_zeros(batch, heads, context, dtype=torch.float32)
+    for block, part, scores in score_row_blocks(query, keys, scaling, softcap, tables=3):
         attention = attention_rows(scores, part, sinks)
-        outputs.append(attention.flatten(2, 3).to(values.dtype) @ values[:, part])
-        importances.append(_take_largest(attention[..., :context], norms, part, group))
-    return torch.cat(outputs, 1).view(*query.shape[:3], -1), torch.cat(importances, 1)
+        attended = attention.flatten(2, 3).to(values.dtype) @ values[:, part, : attention.shape[-1]]
+        outputs[:, part, :, block] = attended.view(*attention.shape[:-1], -1)
+        _keep_largest(importance, attention[..., :context], norms, part, group)
+    return outputs.view(*query.shape[:3], -1), importance
 
 
-def _take_largest(attention: Tensor, norms: Tensor | None, part: slice, group: str) -> Tensor:
-    """Take the largest importance over rows from attention [B, heads, G, K, T], which is overwritten, [B, heads, T]."""
+def score_row_blocks(
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield causal logits of some of the K rows and a few kv heads at a time, [B, heads, G, R, n] fp32, with both.
+
+    Of N entries the n are there that the last of the rows sees. `query` [B, Hq, K, D] are the last K tokens of `keys`
+    [B, Hkv, N, D]; `tables` is how many fp32 tables of a block's shape the caller makes.
+    """
+    batch, heads, length, _ = keys.shape
+    rows = query.shape[2]
+    row_bytes = 4 * tables * batch * (query.shape[1] // heads) * length  # of one kv head
+    step = min(rows, max(MIN_BLOCK_ROWS, choose_chunk_bytes(keys.device) // row_bytes))
+    keys = keys.float()  # once, not for every block
+    for first in range(0, rows, step):
+        block = slice(first, min(first + step, rows))
+        seen = keys[:, :, : length - rows + block.stop]
+        for part, scores in score_rows(query[:, :, block], seen, scaling, softcap, tables):
+            yield block, part, scores
+
+
+def _keep_largest(largest: Tensor, attention: Tensor, norms: Tensor | None, part: slice, group: str) -> None:
+    """Raise importance `largest` [B, Hkv, T] to that of some rows; `attention` [B, heads, G, R, T] is overwritten."""
     taken = attention if norms is None else attention.mul_(norms[:, part, :, None])
     over_group = taken.amax(2) if group == "max" else taken.sum(2)
-    largest: Tensor = over_group.amax(2)
-    return largest
+    torch.maximum(largest[:, part], over_group.amax(2), out=largest[:, part])
 
 
 def residual_weights(states: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvsearch.policies import scoring
 from kvsearch.policies.scoring import projected_norms
-from kvsearch.signals.attention_rows import importance_rows
+from kvsearch.signals import attention_rows
+from kvsearch.signals.attention_rows import attend_and_weigh, importance_rows
 
 BATCH, HEADS, GROUP, ROWS, CONTEXT, DIM, WIDTH = 2, 3, 4, 5, 17, 8, 24
 
@@ -64,9 +65,31 @@ def test_importance_is_the_largest_row_of_the_aggregated_group(group: str, softc
 
 
 @pytest.mark.parametrize("scratch", [1, 4000, 9000])
-def test_the_size_of_the_scratch_memory_changes_nothing(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_size_of_a_block_changes_nothing(
+    softcap: float | None, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query, keys, values, weight = random_states()
     norms = projected_norms(values, weight, "l2")
-    whole = importance_rows(query, keys, norms, CONTEXT, 0.4)
+    values = torch.randn(BATCH, HEADS, CONTEXT + ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    weights = torch.arange(1.0, BATCH * ROWS + 1).view(BATCH, ROWS)
+    given = (CONTEXT, 0.4, softcap, "sum", None)
+    whole = importance_rows(query, keys, norms, *given, weights)
+    outputs, importance = attend_and_weigh(query, keys, values, norms, *given)
     monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
-    torch.testing.assert_close(importance_rows(query, keys, norms, CONTEXT, 0.4), whole, rtol=1e-6, atol=1e-7)
+    monkeypatch.setattr(attention_rows, "MIN_BLOCK_ROWS", 2)
+    torch.testing.assert_close(importance_rows(query, keys, norms, *given, weights), whole, rtol=1e-6, atol=1e-7)
+    blocks = attend_and_weigh(query, keys, values, norms, *given)
+    torch.testing.assert_close(blocks, (outputs, importance), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_that_weighs_entries_is_that_of_the_definition(softcap: float | None) -> None:
+    query, keys, _, _ = random_states()
+    # values of the context are one-hot, so outputs are the attention itself
+    values = torch.eye(CONTEXT + ROWS).expand(BATCH, HEADS, -1, -1)
+    ones = torch.ones(BATCH, HEADS, GROUP, CONTEXT)
+    outputs, importance = attend_and_weigh(query, keys, values, ones, CONTEXT, 0.4, softcap, "sum", None)
+    taken = by_definition(query, keys, ones, 0.4, softcap)
+    torch.testing.assert_close(outputs[..., :CONTEXT], taken.flatten(1, 2))
+    torch.testing.assert_close(importance, taken.sum(2).amax(2))
