@@ -70,6 +70,7 @@ from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, lock_for_writing, read_run, write_contexts
 from kvsearch.selection.joint import PolicyCurves, read_policy_curves
+from kvsearch.selection.probe_heads import rank_heads_by_scores
 from kvsearch.selection.records import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
 from kvsearch.tasks.catalog import describe_tasks
 
@@ -130,6 +131,7 @@ LEFT_TO_QUICK = {
     "refine",
     "evaluations",
 }
+USUAL_SIZE = Size(ratio=0.9)  # at which heads of a probe are judged, where the size is searched for
 BUDGETS_TRIED = 8  # by --lose-at-most, about
 CONTEXTS_PER_NEEDED = 2  # that a report has for each that a wish needs: without more no loss at all is allowed
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
@@ -733,7 +735,10 @@ class RunStages:
     # --- what they do -------------------------------------------------------------------------------------------------
 
     def calibrate(self, display: StagedProgress) -> PolicyCurves:
-        """Fit the rankings, then measure the importance that every policy and ranking keeps."""
+        """Fit the rankings, then measure the importance that every policy and ranking keeps.
+
+        Heads of a probe that one built-in score serves better rank by that, see `rank_heads_by_scores`.
+        """
         rankings = {}
         if self.fits:
             with display.stage(FIT_STAGE) as stage, ExitStack() as locks:
@@ -747,9 +752,12 @@ class RunStages:
                         rankings[name] = profile
         with display.stage(MEASURE_STAGE) as stage:
             fitted = [f"{name}={self.output / FIT_FOLDER / name}" for name in rankings]
-            curves = self.curves.with_policies((self.curves.policy, *self.curves.rivals, *fitted))
-            profile = calibrate(curves, reporter=stage, loaded=self.loaded)
-            return replace(read_policy_curves(profile), rankings=rankings)
+            options = self.curves.with_policies((self.curves.policy, *self.curves.rivals, *fitted))
+            profile = calibrate(options, reporter=stage, loaded=self.loaded)
+            curves = replace(read_policy_curves(profile), rankings=rankings)
+            length = profile.metadata.length
+            sizes = sorted(self.sizes or [USUAL_SIZE], key=lambda size: size.mean(length))
+            return rank_heads_by_scores(curves, replace(sizes[len(sizes) // 2], length=length))
 
     def refine(self, calibrated: PolicyCurves, display: StagedProgress) -> RefinedPlans | None:
         """Refine the solved plans of every size by search; None if that is not wanted or not possible."""

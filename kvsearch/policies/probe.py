@@ -109,6 +109,14 @@ def needs_of(names: tuple[str, ...]) -> Needs:
     return Needs(WINDOW if "snapkv" in names else 0, start, unrotated="key" in names)
 
 
+# the policies whose scores are features, by their names
+SCORE_POLICIES: dict[str, Policy] = {
+    "expected_attention": ExpectedAttention(sinks=SINKS),
+    "snapkv": SnapKV(window=WINDOW, sinks=SINKS),
+    "keydiff": keydiff.KeyDiff(sinks=SINKS),
+}
+
+
 def _log_score(policy: Policy) -> Any:
     def score(observation: Observation) -> Tensor:
         # Shares of attention fall with the length; times the length they do not, so one fit serves all lengths.
@@ -122,9 +130,8 @@ _FEATURES: dict[str, Any] = {
     "key": unrotate_keys,
     "value": lambda observation: observation.values.float(),
     "value_norm": lambda observation: (observation.value_norms(2) + MIN_IMPORTANCE).log(),
-    "expected_attention": _log_score(ExpectedAttention(sinks=SINKS)),
-    "snapkv": _log_score(SnapKV(window=WINDOW, sinks=SINKS)),
-    "keydiff": partial(score_entries, keydiff.KeyDiff(sinks=SINKS)),
+    **{name: _log_score(SCORE_POLICIES[name]) for name in OF_ATTENTION},
+    "keydiff": partial(score_entries, SCORE_POLICIES["keydiff"]),
     SPREAD: lambda observation: spread_places(observation.index)[:, None].expand(observation.keys.shape[:3]),
 }
 
