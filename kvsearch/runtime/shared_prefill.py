@@ -186,19 +186,16 @@ def read_prompts(
 ) -> tuple[Tensor, Tensor]:
     """Read prompts of token ids [T] into every (empty) cache as `prefill_all` does, in batches without padding.
 
-    With padding attention needs a mask and leaves the kernels that never hold a matrix of logits. On a CPU, where it
-    holds one either way, all prompts are one batch. Prompts that are read twice are read one by one: then the second
-    reading goes on from the first.
+    With padding attention needs a mask, which takes longer, and leaves the kernels that never hold a matrix of logits.
+    Prompts that are read twice are read one by one: then the second reading goes on from the first.
 
     Returns:
         Logits of the last position, [B, 1, V], and the mask of the prompts [B, T], 0 where shorter ones are padded.
     """
     lengths = [len(prompt) for prompt in prompts]
     require_same_rotary(model, lengths)
-    ids, mask = pad_left(prompts, model.device)
+    mask = pad_left(prompts, model.device)[1]
     is_read_twice = chunk is None and bool(find_second_passes(caches))
-    if model.device.type == "cpu" and not is_read_twice:
-        return prefill_all(model, caches, ids, mask, chunk), mask
     logits = []
     parts: list[Sequence[PlanCache]] = []
     # Neighbours alone, so that joined parts are in the order of the prompts.
@@ -206,7 +203,7 @@ def read_prompts(
     for alike in batches:
         alone = torch.stack(alike).to(model.device)
         # The first part fills the caches that were given, so that joining leaves all of it in these.
-        own = [PlanCache(model, cache.program) for cache in caches] if parts else caches
+        own = [PlanCache(model, cache.program, monitor=cache.monitor) for cache in caches] if parts else caches
         try:
             logits.append(prefill_all(model, own, alone, torch.ones_like(alone), chunk))
         except NonFiniteError as error:
@@ -344,6 +341,10 @@ def join_caches(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int
             held = [other.holder for other in others]
             layer.holder = Decoding.joined(held) if isinstance(held[0], Decoding) else RaggedStore.joined(held, even)
             layer.seen = mask.shape[1]
+            received = [other.received for other in others if other.received is not None]
+            if received:
+                width = mask.shape[1]
+                layer.received = torch.cat([nn.functional.pad(part, (0, width - part.shape[2])) for part in received])
         elif index in stateful:
             vars(layer).update(join_states([vars(other) for other in others]))
         elif isinstance(layer, DynamicLayer) and layer.keys is not None:
