@@ -131,6 +131,7 @@ LEFT_TO_QUICK = {
     "refine",
     "evaluations",
 }
+MAX_STARTS = 8  # plans of a size that a search begins with: those that keep most of what was measured
 USUAL_SIZE = Size(ratio=0.9)  # at which heads of a probe are judged, where the size is searched for
 BUDGETS_TRIED = 8  # by --lose-at-most, about
 CONTEXTS_PER_NEEDED = 2  # that a report has for each that a wish needs: without more no loss at all is allowed
@@ -241,7 +242,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         recorded=False,
     )
     refine: bool = option(True, "Leave out the search from the best solved plan.", flag="--no-refine", negated=True)
-    evaluations: int = option(100, "Plans that the search tries at each size, cheaply.", ge=1)
+    evaluations: int = option(80, "Plans that the search tries at each size, cheaply.", ge=1)
 
     @classmethod
     def translate_former(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -770,8 +771,9 @@ class RunStages:
             starts = {}
             for size in self.sizes:
                 planned = resolve_plan_length(size, calibrated.profile.metadata.length, self.longest)
-                plans = find_policy_candidates(self.loaded, calibrated, planned).plans
-                starts[planned] = calibrated.select_plans(plans)
+                plans = calibrated.select_plans(find_policy_candidates(self.loaded, calibrated, planned).plans)
+                ranked = sorted(plans, key=lambda name: -calibrated.measure_kept(plans[name]))
+                starts[planned] = {name: plans[name] for name in ranked[:MAX_STARTS]}
             return refinement.run(calibrated, starts, stage)
 
     def select(

@@ -69,7 +69,7 @@ ROUNDING_SETTINGS = ("batch", "max_memory")  # settings that replies depend on b
 RANKING_PASSES = 0.1  # to rank its entries for a program
 SHARING_PASSES = 0.5  # to share out a program's budgets
 COLUMN_SUM_PASSES = 0.7  # for attention column sums
-SECOND_READING_PASSES = 2.5  # to read it again
+SECOND_READING_PASSES = 2.0  # to read it again
 STEP_PASSES = 7.0  # passes that a step takes for a program that evicts while it replies
 UNKNOWN_CONTEXTS = "which contexts it was fitted and chosen on is not known"
 
@@ -184,7 +184,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
                 steps = 0 if is_forced(task.task) else max(question.query.max_new_tokens for question in replied)
-                work += Work(together * (1 + steps))
+                work += Work(passes=together, steps=together * steps)
             after = sum(len(reading.following(question)) for reading, question in pairs)
             replies = sum(
                 len(question.right) if is_forced(task.task) else question.query.max_new_tokens for _, question in pairs

@@ -11,7 +11,7 @@ from kvsearch.budgets.joint import JointSolver
 from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.tables import floor_entries, sample_curves
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import UsageError, assert_present
 from kvsearch.core.naming import suggest
 from kvsearch.plan import Plan, PolicySpec, Profile, Size
 from kvsearch.plan.build import PhaseChoice, check_pool, make_profile_plan
@@ -65,6 +65,18 @@ class PolicyCurves:
         """Select the static plans that use only these policies, and carry nothing."""
         static = {name: plan for name, plan in plans.items() if plan.allocation.name == STATIC and not plan.carries}
         return {name: plan for name, plan in static.items() if all(policy in self.policies for policy in plan.policies)}
+
+    def measure_kept(self, plan: Plan) -> float:
+        """Measure the importance that a plan of these policies keeps, for prompts as long as its budgets are for."""
+        length = plan.length or self.profile.metadata.length
+        shares = np.linspace(0, 1, self.kept.shape[-1])
+        phase = assert_present(plan.prefill, "plans of curves evict in prefill")
+        policies = [self.policies.index(spec) for spec in phase.policies if spec is not None]
+        kept = 0.0
+        for layer, (policy, budgets) in enumerate(zip(policies, phase.table / length, strict=True)):
+            heads = zip(budgets, self.kept[policy, layer], strict=True)
+            kept += sum(float(np.interp(share, shares, curve)) for share, curve in heads)
+        return kept
 
     @property
     def contexts(self) -> ContextRecord | None:
