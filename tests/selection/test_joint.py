@@ -77,6 +77,15 @@ def test_the_sum_of_the_measured_curves_is_what_a_plan_keeps() -> None:
     assert found.kept == pytest.approx(read / 6, rel=1e-6)
 
 
+def test_what_a_plan_keeps_is_read_from_the_curves() -> None:
+    curves = read_policy_curves(profile(TWO, SNAPKV, KEYDIFF))
+    found = make_joint_plan(curves, Size(ratio=0.9))
+    mass = curves.kept[0, ..., -1].sum()
+    assert curves.measure_kept(found.plan) / mass == pytest.approx(found.kept, rel=1e-6)
+    alone = make_joint_plan(curves.select(["keydiff"]), Size(ratio=0.9)).plan
+    assert curves.measure_kept(alone) / mass == pytest.approx(found.alone["keydiff"], rel=1e-6)
+
+
 def test_a_mixture_with_even_budgets() -> None:
     measured = read_policy_curves(profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV))
     whole, half, even = (make_joint_plan(measured, Size(ratio=0.95), even=share) for share in (0.0, 0.5, 1.0))
