@@ -47,7 +47,7 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
     rankings = {name: load_profile(args.run / FIT_FOLDER / name / PROFILE) for name in options.rankings}
     calibrated = replace(read_policy_curves(load_profile(args.run / CURVES_FOLDER / PROFILE)), rankings=rankings)
     screened: dict[str, list[float]] = {}
-    for reply in read_replies(args.run / CHOICE_FOLDER / str(args.size) / "screen" / LEDGER).values():
+    for reply in read_replies(args.run / CHOICE_FOLDER / str(args.size) / "screen-1" / LEDGER).values():
         screened.setdefault(reply.method, []).append(read_loss(reply.reply))
     scores: list[Floats] = []
     losses: list[Floats] = []

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import chain
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import assert_present
@@ -29,13 +30,11 @@ from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.race import (
     ELIMINATION_LEVEL,
     FINALISTS,
-    MIN_HOPEFUL_CONTEXTS,
-    MIN_SCREENED_CONTEXTS,
     Race,
     bound_lead,
     find_hopeless,
     plan_rounds,
-    plan_screening,
+    plan_screenings,
 )
 from kvsearch.selection.records import (
     REPORTED_PER_KIND,
@@ -201,22 +200,22 @@ class PlanRace:
     def _screen(
         self, questions: Sequence[list[TaskPrompts]], store: StageStore | None
     ) -> tuple[list[Evaluation], Screening]:
-        """Drop all but the finalists by the losses of right replies: first of all methods, then of the hopeful ones."""
+        """Drop all but the finalists by the losses of right replies, on more and more contexts."""
         plans = self.candidate_set
-        names = list(plans.plans)
-        first, *later = questions
-        forced = [self.ask(first, names, "screen", store)]
-        losses = score_losses(forced)
-        hopeless = find_hopeless(losses, list(plans.candidates), list(plans.baselines))
-        dropped = self._record_dropped(losses, hopeless)
-        # More contexts are forced only for those that may still be among the best.
-        hopeful = [name for name in names if name not in hopeless]
-        for number, part in enumerate(later, 2):
-            forced.append(self.ask(part, hopeful, f"screen-{number}", store))
-        losses = score_losses(forced)
-        kinds = ([name for name in hopeful if name in kind] for kind in (plans.candidates, plans.baselines))
-        dropped += self._record_dropped(losses, [name for kind in kinds for name in losses.rank(kind)[FINALISTS:]])
-        return forced, Screening(losses.rank(hopeful)[0], QuestionCount.of(forced), tuple(dropped))
+        kinds = [list(plans.candidates), list(plans.baselines)]
+        forced: list[Evaluation] = []
+        dropped: list[DroppedMethod] = []
+        for number, part in enumerate(questions, 1):
+            # Contexts are forced only for those that may still be among the best.
+            forced.append(self.ask(part, [*chain(*kinds)], f"screen-{number}", store))
+            losses = score_losses(forced)
+            if number < len(questions):
+                leaving = find_hopeless(losses, *kinds)
+            else:
+                leaving = [name for kind in kinds for name in losses.rank(kind)[FINALISTS:]]
+            dropped += self._record_dropped(losses, leaving)
+            kinds = [[name for name in kind if name not in leaving] for kind in kinds]
+        return forced, Screening(losses.rank([*chain(*kinds)])[0], QuestionCount.of(forced), tuple(dropped))
 
     def _record_dropped(self, losses: Scores, names: Sequence[str]) -> list[DroppedMethod]:
         """Record dropped methods, with their excess loss over the best method, in nats per token."""
@@ -300,15 +299,14 @@ def score_losses(forced: Sequence[Evaluation]) -> Scores:
 def choose_screening_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[list[TaskPrompts]] | None:
     """Choose the questions of each screening, with right replies to force, for a ranking of methods by loss.
 
-    The first is about contexts that the first round of a race asks about, too; a second one is about others, if there
-    are any. None where some question has no right reply, or all are answered by force anyway.
+    Each is about others, which the first rounds of a race ask about, too. None where some question has no right reply,
+    or all are answered by force anyway.
     """
     if all(is_forced(task.task) for task in encoded):
         return None
     counts = [len(list_texts(task)) for task in encoded]
-    ends = [plan_screening(counts, least) for least in (MIN_SCREENED_CONTEXTS, MIN_HOPEFUL_CONTEXTS)]
-    parts = divide_contexts(encoded, ends if ends[0] != ends[1] else ends[:1], seed)
-    forced = [force_replies(part, SCREENED_TOKENS) for part in parts]
+    parts = divide_contexts(encoded, plan_screenings(counts), seed)
+    forced = [force_replies([task for task in part if task.prompts], SCREENED_TOKENS) for part in parts]
     return None if any(part is None for part in forced) else [part for part in forced if part is not None]
 
 
@@ -324,9 +322,9 @@ def estimate_choice(
         return estimate_replies(name, encoded, split, programs)
     # At most: finalists of both kinds, and the full cache.
     cost = estimate_replies(name, encoded, split, programs[: 2 * FINALISTS + 1])
-    remaining = (programs, programs[:EXPECTED_HOPEFUL])
     screenings = [
-        estimate_replies(name, part, split, subset) for part, subset in zip(screened, remaining, strict=False)
+        estimate_replies(name, part, split, programs[: None if number == 0 else EXPECTED_HOPEFUL])
+        for number, part in enumerate(screened)
     ]
     return replace(cost, work=sum((screening.work for screening in screenings), cost.work))
 

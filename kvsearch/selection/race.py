@@ -19,8 +19,9 @@ and few contexts do not show what happens rarely. Else the best *baseline* is wr
 
 A score of 0 or 1 says little of a context, and many methods that score alike differ: the one that scores highest on a
 few contexts is picked by luck. The loss of the right replies, which are teacher-forced, says more, and takes one pass
-for a question. So losses rank the methods (`screen` in `PlanRace`): first those leave that are hopeless
-(`find_hopeless`), then the `FINALISTS` of either kind that lose least on more contexts reply. Among these, losses say
+for a question. So losses rank the methods (`screen` in `PlanRace`) on more and more contexts: after each screening
+those leave that are hopeless (`find_hopeless`), and after the last one the `FINALISTS` of either kind that lose least
+reply. Among these, losses say
 who is foremost, and scores who leaves and what is proven. A candidate is also *likely* better if the one-sided bound of
 its lead in losses is above zero. Where such a bound tells the foremost candidate and baseline apart, either way, the
 race ends once a proof is out of reach: if the evidence, growing on as it has, would not do after all contexts.
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 from scipy.special import logsumexp, stdtrit
@@ -47,8 +49,8 @@ from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
 ELIMINATION_LEVEL = 0.95  # of the one-sided bound by which one that is behind leaves
-MIN_SCREENED_CONTEXTS = 6  # contexts at least that losses of all methods are of, as far as there are so many
-MIN_HOPEFUL_CONTEXTS = 24  # and of those that are not hopeless
+# contexts at least after every screening, as far as there are so many; those that are hopeless by then leave
+SCREENED_CONTEXTS = (3, 6, 12, 24)
 FINALISTS = 3  # candidates, and as many baselines, that reply
 MIN_CONTEXTS_TO_GIVE_UP = 24  # contexts, before which no proof is given up
 ROUND_GROWTH = 1.5  # of the contexts from one round to the next
@@ -136,12 +138,20 @@ def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence
     return [name for name in methods if name not in kept and bound_lead(losses, best, name, HOPELESS_LEVEL) > MOST_LOST]
 
 
-def plan_screening(counts: Sequence[int], minimum: int = MIN_SCREENED_CONTEXTS) -> list[int]:
-    """Return the number of contexts of each task in the screening, of `counts` in all: some of every task."""
+def plan_screenings(counts: Sequence[int]) -> list[list[int]]:
+    """Return the number of contexts of each task after every screening, of `counts` in all: some of every task.
+
+    Examples:
+        >>> plan_screenings([2, 30])
+        [[1, 2], [1, 5], [1, 11], [2, 22]]
+        >>> plan_screenings([5] * 9)
+        [[1, 1, 1, 1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3, 3, 3, 3]]
+    """
     largest = max(counts)
+    shares = [[-(-size * count // largest) for count in counts] for size in range(1, largest + 1)]
     # The smallest share of all tasks that has contexts enough; every task has some.
-    shares = ([-(-size * count // largest) for count in counts] for size in range(1, largest + 1))
-    return next((share for share in shares if sum(share) >= minimum), list(counts))
+    ends = (next((share for share in shares if sum(share) >= least), list(counts)) for least in SCREENED_CONTEXTS)
+    return [end for end, _ in groupby(ends)]
 
 
 def plan_rounds(counts: Sequence[int]) -> list[list[int]]:

@@ -25,7 +25,7 @@ from kvsearch.selection.race import (
     make_bets,
     mix_bettors,
     plan_rounds,
-    plan_screening,
+    plan_screenings,
 )
 from kvsearch.selection.records import MIN_CONTEXTS_FOR_PROOF, Rule, compute_shared_level
 from kvsearch.selection.scores import Scores
@@ -117,12 +117,18 @@ def test_the_best_is_hardly_ever_hopeless() -> None:
         assert dropped / 200 <= most
 
 
-def test_screening_takes_some_contexts_of_every_task() -> None:
-    assert plan_screening([4] * 6) == [1] * 6
-    assert plan_screening([42]) == [6]
-    assert plan_screening([3]) == [3]
-    assert plan_screening([2, 30]) == [1, 5]
-    assert all(asked <= first for asked, first in zip(plan_screening([2, 30]), plan_rounds([2, 30])[0], strict=True))
+@pytest.mark.parametrize(
+    ("counts", "ends"),
+    [
+        ([4] * 6, [[1] * 6, [2] * 6, [4] * 6]),
+        ([42], [[3], [6], [12], [24]]),
+        ([3], [[3]]),
+        ([2, 30], [[1, 2], [1, 5], [1, 11], [2, 22]]),
+    ],
+)
+def test_screenings_take_some_contexts_of_every_task(counts: list[int], ends: list[list[int]]) -> None:
+    assert plan_screenings(counts) == ends
+    assert all(screened <= first for screened, first in zip(ends[0], plan_rounds(counts)[0], strict=True))
 
 
 def test_rounds_grow_by_half() -> None:

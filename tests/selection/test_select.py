@@ -7,6 +7,7 @@ import math
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -264,26 +265,31 @@ def test_the_hopeless_do_not_reply(
     assert f"the best of {len(plans.baselines)} baselines ({dropped} dropped by loss)" in describe_decision(chosen)
     kept = {path.parent.name: read_replies(path) for path in tmp_path.rglob(LEDGER)}
     methods = {stage: {reply.method for reply in replies.values()} for stage, replies in kept.items()}
-    assert methods["screen"] == {"full", *plans.plans}
-    assert methods["round-1"] == {"full", *plans.plans} - left_out < methods["screen-2"] < methods["screen"]
-    # two of either kind reply, those that lose least on the contexts of both screenings
+    screenings = sorted(stage for stage in methods if stage.startswith("screen"))
+    assert len(screenings) > 1
+    assert methods["screen-1"] == {"full", *plans.plans}
+    for before, after in pairwise(screenings):
+        assert methods[after] <= methods[before]
+    last = screenings[-1]
+    assert methods["round-1"] == {"full", *plans.plans} - left_out < methods[last] < methods["screen-1"]
+    # two of either kind reply, those that lose least on the contexts of all screenings
     assert [len([name for name in kind if name not in left_out]) for kind in (plans.candidates, plans.baselines)] == [
         2,
         2,
     ]
     losses: dict[str, list[float]] = {}
-    for stage in ("screen", "screen-2"):
+    for stage in screenings:
         for reply in kept[stage].values():
             losses.setdefault(reply.method, []).append(read_loss(reply.reply))
-    weighed = {name: fmean(losses[name]) for name in methods["screen-2"] & plans.baselines.keys()}
+    weighed = {name: fmean(losses[name]) for name in methods[last] & plans.baselines.keys()}
     assert set(sorted(weighed, key=weighed.__getitem__)[:2]) == plans.baselines.keys() - left_out
-    assert len(losses["full"]) > len(kept["screen"]) / len(methods["screen"])
+    assert len(losses["full"]) > len(kept["screen-1"]) / len(methods["screen-1"])
     # who is killed while methods are screened goes on to the same
-    ledger = tmp_path / "prefill" / "screen" / LEDGER
+    ledger = tmp_path / "prefill" / "screen-1" / LEDGER
     ledger.write_bytes(ledger.read_bytes()[:-200])
-    assert len(read_replies(ledger)) < len(kept["screen"])
+    assert len(read_replies(ledger)) < len(kept["screen-1"])
     assert job.race.decide(store) == chosen
-    assert read_replies(ledger) == kept["screen"]
+    assert read_replies(ledger) == kept["screen-1"]
 
 
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
