@@ -106,7 +106,8 @@ FILES = (
 )
 FIT_TOKENS = 36_000  # that rankings are fitted on by default, of all tasks together
 MEASURE_TOKENS = 24_000  # that budgets are measured on, and refined on others
-BUDGET_PER_PROTECTED = 6  # of a budget that may be protected: one in so many
+BUDGET_PER_PROTECTED = 12  # of a budget that are protected: one in so many
+FEW_PROTECTED = 3  # of small budgets, up to a sixth of them: the last entries are needed
 MIN_FITTED_CONTEXTS = 24  # contexts, however long they are
 MIN_MEASURED_CONTEXTS = 16
 RANKING_OPTIONS = {name: kind for name, kind in OPTIONS.items() if create_method(name).fits_policy}
@@ -228,7 +229,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         shown="a quarter of what there is, up to 24,000 tokens",
     )
     protect: int | None = option(
-        None, "Recent entries that always stay.", shown="a sixth of the smallest size, at most 8", ge=0
+        None, "Recent entries that always stay.", shown="a twelfth of the smallest size, 3 to 8", ge=0
     )
     effort: Literal["full", "quick"] = option(
         "full",
@@ -320,7 +321,8 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
             smallest = min(
                 (size.mean(round(length)) for size in self.sizes), default=float(DEFAULT_RECENT * BUDGET_PER_PROTECTED)
             )
-            protect = max(min(DEFAULT_RECENT, int(smallest / BUDGET_PER_PROTECTED)), 1)
+            few = min(FEW_PROTECTED, int(2 * smallest / BUDGET_PER_PROTECTED))
+            protect = max(min(DEFAULT_RECENT, int(smallest / BUDGET_PER_PROTECTED)), few, 1)
         fit = self.fit or round(max(FIT_TOKENS / length, MIN_FITTED_CONTEXTS) / len(tasks)) or 1
         measure = self.measure or round(max(MEASURE_TOKENS / length, MIN_MEASURED_CONTEXTS) / len(tasks)) or 1
         for task in tasks:
