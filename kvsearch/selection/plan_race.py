@@ -281,7 +281,7 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: 
     signs = {name: 1.0, race.best: -1.0}
     lead = contrast_scores(samples, signs, contexts)
     chance = min(1.0, math.exp(-race.evidence(name)))
-    spared = contrast_scores(_negate_losses(forced), signs, forced[-1].contexts) if forced and nats is None else None
+    spared = contrast_scores(_negate_losses(forced), signs, contexts) if forced and nats is None else None
     return MethodResult(name, "candidate", score, count, lead, chance, nats, spared)
 
 
@@ -306,7 +306,7 @@ def choose_screening_questions(encoded: Sequence[TaskPrompts], seed: int) -> lis
         return None
     counts = [len(list_texts(task)) for task in encoded]
     parts = divide_contexts(encoded, plan_screenings(counts), seed)
-    forced = [force_replies([task for task in part if task.prompts], SCREENED_TOKENS) for part in parts]
+    forced = [force_replies(part, SCREENED_TOKENS) for part in parts]
     return None if any(part is None for part in forced) else [part for part in forced if part is not None]
 
 

@@ -55,7 +55,8 @@ def divide_contexts(
 ) -> list[list[TaskPrompts]]:
     """Divide the contexts of every task at random into parts that end after `ends` [parts, tasks] texts.
 
-    Prompts about one text, such as one document with several sets of questions, stay together.
+    Prompts about one text, such as one document with several sets of questions, stay together. A task whose texts are
+    all in other parts is left out of a part.
     """
     parts: list[list[TaskPrompts]] = [[] for _ in ends]
     for number, task in enumerate(encoded):
@@ -65,7 +66,8 @@ def divide_contexts(
         for part, end in zip(parts, ends, strict=True):
             chosen = set(texts[begin : end[number]])
             prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in chosen)
-            coverage = replace(task.coverage, **count_coverage(prompts))
-            part.append(replace(task, prompts=prompts, coverage=coverage))
+            if prompts:
+                coverage = replace(task.coverage, **count_coverage(prompts))
+                part.append(replace(task, prompts=prompts, coverage=coverage))
             begin = end[number]
     return parts

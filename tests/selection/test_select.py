@@ -292,6 +292,23 @@ def test_the_hopeless_do_not_reply(
     assert read_replies(ledger) == kept["screen-1"]
 
 
+@pytest.mark.nightly
+def test_a_task_of_few_contexts_is_screened_once(
+    model: LoadedModel, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last screenings ask nothing of it, and its losses still count."""
+    monkeypatch.setattr(plan_race, "REPORTED_PER_KIND", 3)
+    choose = Split([questions_of(0, 1, name="few"), questions_of(*range(2, 62), name="many")], **{**HOW, "samples": 60})
+    report = Split([questions_of(*range(62, 66), name="few"), questions_of(*range(66, 70), name="many")], **HOW)
+    job = prepare(model, profile, SIZE, choose, report, routes=EXPLORED[0], allocators=EXPLORED[1])
+    screened = job.race.screened
+    assert screened is not None
+    assert [[len(task.prompts) for task in part] for part in screened] == [[1, 2], [3], [6], [12]]
+    chosen = job.race.decide()
+    assert chosen.screening is not None
+    assert chosen.screening.asked.contexts == 24
+
+
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
     asked = encode_tasks(model, [questions_of(0, each=2)], 8)
     ((forced,),) = choose_screening_questions(asked, 0) or ()
