@@ -33,7 +33,7 @@ def rank_heads_by_scores(curves: PolicyCurves, size: Size) -> PolicyCurves:
 
     A score is that of a measured policy which the probe reads, too. Heads go by the fit or by the score that is best
     for all of them, unless another one wins back `MIN_HEAD_GAIN` of what this loses. The curves of the probe are then
-    those of its heads; the weights are known to this process, and are written beside every plan that uses them. Curves
+    taken by head; the weights are known to this process, and are written beside every plan that uses them. Curves
     without a probe, or for which its fit is best, stay as they are.
     """
     probe = next((number for number, name in enumerate(curves.names) if name == PROBE_METHOD), None)
@@ -84,7 +84,7 @@ def choose_head_policies(curves: PolicyCurves, numbers: Sequence[int], size: Siz
 
 
 def replace_head_fits(profile: Profile, heads: Mapping[str, Bools]) -> Profile:
-    """Return the profile of a probe some heads of which rank by one of its features alone; `heads` [L, Hkv] by name."""
+    """Return the profile of a probe with heads that rank by one feature alone, [L, Hkv] bool by the feature's name."""
     metadata = profile.metadata
     settings: dict[str, Any] = metadata.provenance.settings
     columns = columns_of(settings["features"], metadata.model.head_dim)
