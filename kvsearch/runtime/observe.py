@@ -317,13 +317,10 @@ class DensePass(Generic[Noted]):
         Where kernels attend, which hold no attention, it is computed here.
         """
         weighed = {}
-        for layer in self.observed:
-            if layer.importance is None:
-                norms, group = assert_present(layer.weigh, "importance is asked for while tokens are weighed")
-                followed = replace(assert_present(layer.continuation, "no tokens follow the prompt"))
-                weighed[layer.index] = followed.importance(norms(layer.noted), group)
-            else:
-                weighed[layer.index] = layer.importance
+        for layer, followed in zip(self.observed, self.continuations(), strict=True):
+            norms, group = assert_present(layer.weigh, "importance is asked for while tokens are weighed")
+            computed = layer.importance
+            weighed[layer.index] = followed.importance(norms(layer.noted), group) if computed is None else computed
         return weighed
 
     def logits_seeing(self, tokens: Tensor, keep: Mapping[int, Tensor]) -> Tensor:
@@ -423,8 +420,8 @@ def _score_second_pass(
     for first in range(0, length, chunk):
         # Some tokens before the chunk lead in to it: it does not follow the end of the prompt.
         tokens = ids[:, max(0, first - LED_BY) : first + chunk]
-        weighed = {}
         if how.plus:
+            weighed = {}
             with passed.following(tokens, output_hidden_states=True, logits_to_keep=1) as output:
                 for layer in passed.continuations():
                     # a model on several devices leaves a layer's input on the one before

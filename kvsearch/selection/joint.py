@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvsearch.budgets.joint import JointSolver
+from kvsearch.budgets.joint import JointBudgets, JointSolver
 from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.tables import floor_entries, sample_curves
 from kvsearch.core.arrays import Floats, Ints
@@ -19,6 +19,7 @@ from kvsearch.plan.origin import ContextRecord, join_records
 from kvsearch.plan.profile_arrays import KEPT
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
+from kvsearch.plan.size import Pool
 from kvsearch.policies.fitted import Fitted, load_fitted_profile
 from kvsearch.policies.registry import build_policy
 
@@ -138,6 +139,29 @@ def read_policy_curves(profile: Profile) -> PolicyCurves:
     return PolicyCurves(profile.metadata.measured_policies, kept * scale[..., None, None], profile)
 
 
+def solve_joint_budgets(
+    kept: Floats, pool: Pool, floor: int, min_gain: float, even: float = 0.0
+) -> tuple[JointSolver, JointBudgets]:
+    """Solve a policy for every layer and budgets of its heads, in steps of a prompt, `MAX_STEPS` at most.
+
+    `kept` [P, L, Hkv, K + 1] is what heads keep under each policy at budgets of 0, 1/K, ... 1; no head gets fewer than
+    `floor` entries. `min_gain` and `even` as for `make_joint_plan`.
+    """
+    _, total, length = pool
+    steps = min(length, MAX_STEPS)
+    gains = np.maximum(np.diff(sample_curves(kept, steps + 1), axis=-1), 0.0)
+    low = -(-floor * steps // length)
+    solver = JointSolver(gains, low)
+    solution = solver.solve(max(round(total * steps / length), solver.least))
+    solution = solver.simplified(solution, min_gain)
+    if even:
+        shared = (1 - even) * solution.budgets + even * solution.budgets.mean()
+        table = water_fill(shared, int(solution.budgets.sum()), low, steps)
+        kept_by_table = MarginalSolver.of_layers(solver.singles, solution.policies).kept(table)
+        solution = solution._replace(budgets=table, kept=kept_by_table)
+    return solver, solution
+
+
 def make_joint_plan(curves: PolicyCurves, size: Size, min_gain: float = MIN_GAIN, even: float = 0.0) -> JointPlan:
     """Solve the plan that keeps most importance: a policy for every layer, and budgets that sum to `size`.
 
@@ -155,17 +179,7 @@ def make_joint_plan(curves: PolicyCurves, size: Size, min_gain: float = MIN_GAIN
         raise UsageError(f"this profile has a minimum of {minimum!r}, which is a share of 0 to 1: calibrate again")
     floor = floor_entries(length, build_policy(curves.policies[0]), minimum)
     check_pool(pool, floor)
-    steps = min(length, MAX_STEPS)
-    gains = np.maximum(np.diff(sample_curves(curves.kept, steps + 1), axis=-1), 0.0)
-    low = -(-floor * steps // length)
-    solver = JointSolver(gains, low)
-    solution = solver.solve(max(total if steps == length else round(total * steps / length), solver.least))
-    solution = solver.simplified(solution, min_gain)
-    if even:
-        shared = (1 - even) * solution.budgets + even * solution.budgets.mean()
-        table = water_fill(shared, int(solution.budgets.sum()), low, steps)
-        kept = MarginalSolver.of_layers(solver.singles, solution.policies).kept(table)
-        solution = solution._replace(budgets=table, kept=kept)
+    solver, solution = solve_joint_budgets(curves.kept, pool, floor, min_gain, even)
     budgets = water_fill(solution.budgets, total, floor, length)
     chosen = PhaseChoice(tuple(curves.policies[at] for at in solution.policies), budgets)
     settings = {"policies": tuple(curves.names)}

@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from kvsearch.budgets.joint import JointSolver
-from kvsearch.calibration.options import WINDOW_PARAMETERS
-from kvsearch.calibration.tables import floor_entries, sample_curves
+from kvsearch.calibration.tables import floor_entries
 from kvsearch.core.arrays import Bools, Ints
 from kvsearch.plan import PolicySpec, Profile, Size
 from kvsearch.plan.origin import record_change
 from kvsearch.plan.saved import WEIGHTS, register_weights
 from kvsearch.policies.probe import PROBE_METHOD, SCORE_POLICIES, columns_of
-from kvsearch.policies.registry import build_policy, create_policy, has_parameters
-from kvsearch.selection.joint import MAX_STEPS, PolicyCurves
+from kvsearch.policies.registry import build_policy, protect_like
+from kvsearch.selection.joint import PolicyCurves, solve_joint_budgets
 
 MIN_HEAD_GAIN = 0.003  # of the importance that is lost: for less no head has a ranking of its own
 
@@ -58,12 +56,10 @@ def rank_heads_by_scores(curves: PolicyCurves, size: Size) -> PolicyCurves:
 def is_read_score(policy: PolicySpec, probe: PolicySpec) -> bool:
     """Tell whether a policy ranks by a score that a probe reads, and protects the same entries."""
     read = SCORE_POLICIES.get(policy.name)
-    if read is None:
-        return False
     ranked = build_policy(probe)
-    recent = "protect" if has_parameters(policy.name, *WINDOW_PARAMETERS) else "window"
-    alike = create_policy(policy.name, {**read.parameters(), recent: ranked.recent_count})
-    return build_policy(policy) == alike and ranked.sink_count == alike.sink_count
+    if read is None or read.sink_count != ranked.sink_count:  # a score depends on the sinks
+        return False
+    return build_policy(policy) == protect_like(read, ranked)
 
 
 def choose_head_policies(curves: PolicyCurves, numbers: Sequence[int], size: Size) -> Ints:
@@ -73,14 +69,11 @@ def choose_head_policies(curves: PolicyCurves, numbers: Sequence[int], size: Siz
     """
     kept = curves.kept[list(numbers)]
     count, layers, heads, points = kept.shape
-    _, total, length = size.pool(curves.profile.metadata)
-    steps = min(length, MAX_STEPS)
-    floor = floor_entries(length, build_policy(curves.policies[numbers[0]]), 0.0)
+    pool = size.pool(curves.profile.metadata)
+    floor = floor_entries(pool.length, build_policy(curves.policies[numbers[0]]), 0.0)
     # A joint plan has a policy for each layer: here every head is one.
-    single_heads = sample_curves(kept.reshape(count, layers * heads, 1, points), steps + 1)
-    solver = JointSolver(np.maximum(np.diff(single_heads, axis=-1), 0.0), -(-floor * steps // length))
-    solution = solver.solve(max(round(total * steps / length), solver.least))
-    return solver.simplified(solution, MIN_HEAD_GAIN).policies.reshape(layers, heads)
+    single_heads = kept.reshape(count, layers * heads, 1, points)
+    return solve_joint_budgets(single_heads, pool, floor, MIN_HEAD_GAIN)[1].policies.reshape(layers, heads)
 
 
 def replace_head_fits(profile: Profile, heads: Mapping[str, Bools]) -> Profile:
