@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 RESUME_HINT = "give the same command again to go on"
 FINISHED_NOTE = "this run was finished: nothing was left to do"
 PROGRESS_PARTS = 1000  # of the whole, as the display counts them
-SKIPPED_SECONDS = 1.0  # seconds in which a stage ends that was finished before
+SKIPPED_SECONDS = 1.0  # in which a stage ends that was finished before: so many, or so much of its estimate
+SKIPPED_SHARE = 0.05
 
 
 class Reporter(Protocol):
@@ -116,7 +117,7 @@ class StagedProgress:
 
         yield StageReporter(self.reporter, at)
         self.title = name
-        if (taken := time.monotonic() - began) < SKIPPED_SECONDS:
+        if (taken := time.monotonic() - began) < max(SKIPPED_SECONDS, SKIPPED_SHARE * self.work[name]):
             self.whole -= self.work[name]
             self.done = before
         else:
