@@ -32,7 +32,8 @@ from kvsearch.runs.run import Run, require_unchanged
 
 REPLY_FILES = (REPORT, SAMPLES, TABLES, LOSSES)
 _KEY = "id"  # in place of what the author calls the question, which is looked up again
-_FIELDS = {field.name: str(field.type) for field in fields(Sample)}
+_LOSS = "loss"  # there where it was measured
+_FIELDS = {field.name: str(field.type).removesuffix(" | None") for field in fields(Sample)}
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
 Keyed = Sequence[tuple[str, Sample]]  # samples that were finished together, with the keys of their replies
@@ -55,10 +56,10 @@ class ReplyStore(Ledger[Keyed]):
         if set(content) != {"samples"} or not isinstance(items, list):
             raise LedgerFormatError("it is no list of samples")
         for item in items:
-            if not isinstance(item, dict) or item.keys() != _FIELDS.keys():
+            if not isinstance(item, dict) or item.keys() | {_LOSS} != _FIELDS.keys():
                 raise LedgerFormatError("a sample lacks a field or has one too many")
-            for name, kind in _FIELDS.items():
-                value = item[name]
+            for name in item:
+                kind, value = _FIELDS[name], item[name]
                 if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "bool"):
                     raise LedgerFormatError(f"{name} is of another type than it was written with")
                 if kind in ("int", "float") and abs(item[name]) > MOST_NUMBER:
@@ -71,8 +72,11 @@ class ReplyStore(Ledger[Keyed]):
         Raises:
             EnvironmentFault: the disk is full or fails; the replies before are kept.
         """
-        content = {"samples": [{**asdict(sample), _KEY: key} for key, sample in samples]}
-        self._append(samples, json.dumps(content, allow_nan=False))
+        lines = [{**asdict(sample), _KEY: key} for key, sample in samples]
+        for line in lines:
+            if line[_LOSS] is None:
+                del line[_LOSS]
+        self._append(samples, json.dumps({"samples": lines}, allow_nan=False))
 
     def _note(self, line: Keyed) -> None:
         self.samples.update(((sample.place, key), sample) for key, sample in line)

@@ -222,6 +222,7 @@ class KeptReplies:
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
                 **({"end_of_turn": turn} if turn else {}),
                 **({"settled": question.query.answers} if ends_once_right(task, reading) else {}),
+                **({"forced_tokens": task.forced_tokens} if task.forced_tokens else {}),
             }  # fmt: skip
             if task.sampling is not None:
                 seed = task.sampling.derive_seed(task.task.name, prompt.key, question.number)
@@ -265,12 +266,12 @@ def reply_to_batch(
     ended = prompts.format.ended(prompts.task.stops)
     stop = find_stop_tokens(loaded, prompts.format)
     unfinished = programs.keys() - set(finished)
-    logits = 0
+    longest = prompts.forced_tokens
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
         programs = {FULL: make_full_program(loaded.model), **programs}
         longest = max(len(question.right) for reading in batch for question in reading.questions)
-        # Forced rows have logits of the whole vocabulary, all at once.
-        logits = len(batch) * longest * find_text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
+    # Forced rows have logits of the whole vocabulary, all at once.
+    logits = len(batch) * longest * find_text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
     full_losses: dict[tuple[int, int], float] = {}
     joints = compress_prompts(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
@@ -336,6 +337,7 @@ def _collect_replies(
         with _name_samples(where, sequences, everyone):
             following = [reading.following(question) for reading, question in zip(sequences, everyone, strict=True)]
             texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
+            right_losses: Sequence[float | None] = [None] * len(everyone)
             if is_forced(task):
                 answered = [question.right.tolist() for question in everyone]
                 losses = joint.replies.predict(texts, answered)
@@ -344,6 +346,9 @@ def _collect_replies(
                     full_losses |= {(row, turn): losses[first + row] for row in range(len(batch))}
                 replies = [format_losses(loss, full_losses[row % len(batch), turn]) for row, loss in enumerate(losses)]
             else:
+                if prompts.forced_tokens:
+                    right = [question.right[: prompts.forced_tokens].tolist() for question in everyone]
+                    right_losses = joint.replies.predict(texts, right)
                 settled = [
                     make_settled_check(prompts, reading, question)
                     for reading, question in zip(sequences, everyone, strict=True)
@@ -364,6 +369,7 @@ def _collect_replies(
                     question.number, replies[row], UNSCORED, hash_tokens(whole),
                     prompt.truncated, len(prompt.context), len(whole), len(tokens), joint.entries[method][sequence],
                     joint.nbytes[method] / len(batch), peak, joint.seconds / len(batch), seconds / len(answered),
+                    loss=right_losses[row],
                 )  # fmt: skip
 
 

@@ -20,10 +20,12 @@ class Sample:
     """One reply of one method, its score, and how many cache entries it was made from.
 
     `category` and `id` belong to the question; `id` is its author's name for it, or empty.
-    `entries` and `bytes` are what the cache held once context (question-agnostic) or prompt (question-aware) were
-    compressed, `most` the largest number of entries from then until the reply was complete. `prompt_sha256` is of
-    the token ids before the reply as little-endian 64-bit integers. Seconds are the batch's by its size; reading
-    the prompts is shared by all methods that are evaluated together, replying by those that reply together.
+    `loss` is that of the right reply, in nats per token; None where it was not measured beside the reply, as for
+    teacher-forced tasks, whose reply says it. `entries` and `bytes` are what the cache held once context
+    (question-agnostic) or prompt (question-aware) were compressed, `most` the largest number of entries from then until
+    the reply was complete. `prompt_sha256` is of the token ids before the reply as little-endian 64-bit integers.
+    Seconds are the batch's by its size; reading the prompts is shared by all methods that are evaluated together,
+    replying by those that reply together.
     """
 
     task: str
@@ -33,6 +35,7 @@ class Sample:
     key: str
     question: int
     id: str = field(default="", kw_only=True)
+    loss: float | None = field(default=None, kw_only=True)
     reply: str
     score: float
     prompt_sha256: str
@@ -53,11 +56,11 @@ class Sample:
 
 
 def write_samples(samples: Sequence[Sample], path: Path) -> None:
-    r"""Write a row per reply, all fields of `Sample`, as CSV.
+    r"""Write a row per reply as CSV, all fields of `Sample` but the loss, which only choices measure.
 
     Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; see `format_csv`.
     """
-    names = [column.name for column in fields(Sample)]
+    names = [column.name for column in fields(Sample) if column.name != "loss"]
     rows = [[getattr(sample, name) for name in names] for sample in samples]
     write_atomically(path, format_csv([names, *rows]).encode())
 

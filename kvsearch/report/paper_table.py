@@ -27,6 +27,7 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
 from kvsearch.results.evaluation import SECTIONS, EvaluationResult, MethodScores, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
+from kvsearch.selection.records import REPORTED_STRATEGIES
 from kvsearch.signals.table import SignalTable
 
 PAPER_COLUMN = "paper"
@@ -336,7 +337,11 @@ def list_selections(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Meas
             yield MeasuredCell(row, "PolyKV Top-1", None, key=row, text="no candidate")
             continue
         top = outcome.leader.name
-        spread = [mean[method.name] for method in outcome.list_foremost("candidate") if method.name in mean]
+        spread = [
+            mean[method.name]
+            for method in outcome.list_foremost("candidate", REPORTED_STRATEGIES)
+            if method.name in mean
+        ]
         lead = mean[top] - mean[best]
         yield MeasuredCell(row, "PolyKV Top-1", mean[top], key=row, text=f"{mean[top]:.2f} ({top})")
         yield MeasuredCell(row, "Top-5 range", None, key=row, text=f"{min(spread):.2f} to {max(spread):.2f}")

@@ -8,7 +8,7 @@ worth following, by questions that all plans answer, see `kvsearch.selection.ver
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import chain
@@ -37,7 +37,6 @@ from kvsearch.selection.race import (
     plan_screenings,
 )
 from kvsearch.selection.records import (
-    REPORTED_PER_KIND,
     DroppedMethod,
     MethodResult,
     PhaseResult,
@@ -89,9 +88,12 @@ class PlanRace:
 
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
-        """The questions of each round."""
-        counts = [len(list_texts(task)) for task in self.encoded]
-        return divide_contexts(self.encoded, plan_rounds(counts), self.prepared.split.seed)
+        """The questions of each round; after screenings about other contexts first, whose losses are measured, too."""
+        ends = plan_rounds([len(list_texts(task)) for task in self.encoded])
+        if self.screened is None:
+            return divide_contexts(self.encoded, ends, self.prepared.split.seed)
+        parts = divide_contexts(self.encoded, ends, self.prepared.split.seed, backwards=True)
+        return [force_beside_replies(part) for part in parts]
 
     @cached_property
     def screened(self) -> list[list[TaskPrompts]] | None:
@@ -101,7 +103,7 @@ class PlanRace:
         """
         plans = self.candidate_set
         # Screening forces every question once more: it pays if at least half of the methods may go.
-        spare = sum(max(len(kind) - REPORTED_PER_KIND, 0) for kind in (plans.candidates, plans.baselines))
+        spare = sum(max(len(kind) - FINALISTS, 0) for kind in (plans.candidates, plans.baselines))
         if not self.screens or 2 * spare < len(plans.plans):
             return None
         return choose_screening_questions(self.encoded, self.prepared.split.seed)
@@ -152,7 +154,8 @@ class PlanRace:
         rule = replace(self.rule, level=level)
         race = Race(list(self.candidate_set.candidates), list(self.candidate_set.baselines), rule)
         rounds: list[Evaluation] = []
-        forced: list[Evaluation] = []
+        losses: list[list[Sample]] = []  # of right replies, as scores, by the stage that measured them
+        standings: dict[str, float] = {}  # of the last round of a method: minus its mean loss
         behind: dict[str, str] = {}
         screening = None
         if self.screened is not None:
@@ -163,16 +166,19 @@ class PlanRace:
             left_out = {method.name for method in screening.dropped}
             race.candidates = [name for name in race.candidates if name not in left_out]
             race.baselines = [name for name in race.baselines if name not in left_out]
-            race.losses = score_losses(forced)
-        is_text = all(is_forced(task.task) for task in self.encoded)
+            losses = [negate_losses(evaluation.samples) for evaluation in forced]
+        has_losses = self.screened is not None or all(is_forced(task.task) for task in self.encoded)
+        screened = {(sample.task, sample.key) for part in losses for sample in part}
         for number, questions in enumerate(self.rounds, 1):
             names = [*race.candidates, *race.baselines]
             # Only those that are still in the race reply, and the full cache, which `of` adds.
             comparison = self.ask(questions, names, f"round-{number}", store, answered=answered and number == 1)
             rounds.append(comparison)
-            if is_text:  # scores are losses within bounds, beyond which methods still differ
-                forced = rounds
-                race.losses = score_losses(forced)
+            if has_losses:  # those of texts are scores within bounds, beyond which methods still differ
+                fresh = [sample for sample in comparison.samples if (sample.task, sample.key) not in screened]
+                losses.append(negate_losses(fresh))
+                race.losses = score_losses(losses, self.prepared.contexts)
+                standings |= {name: race.losses.mean(name) for name in race.losses.sums}
             behind |= find_behind_on_kinds(rounds, race.candidates, race.baselines)
             # A candidate that loses a kind of question is no better, whatever its mean.
             race.candidates = [name for name in race.candidates if name not in behind]
@@ -180,7 +186,7 @@ class PlanRace:
             race.eliminate(round_scores, is_last=number == len(self.rounds), available=self.available)
             if race.winner is not None:
                 break
-        result = self._make_result(race, rounds, forced, tuple(behind.values()), level)
+        result = self._make_result(race, rounds, losses, standings, tuple(behind.values()), level)
         return replace(result, screening=screening)
 
     def judge_signals(self, store: StageStore | None = None, *, answered: bool = False) -> BudgetVerdicts:
@@ -208,7 +214,7 @@ class PlanRace:
         for number, part in enumerate(questions, 1):
             # Contexts are forced only for those that may still be among the best.
             forced.append(self.ask(part, [*chain(*kinds)], f"screen-{number}", store))
-            losses = score_losses(forced)
+            losses = score_losses([negate_losses(stage.samples) for stage in forced], self.prepared.contexts)
             if number < len(questions):
                 leaving = find_hopeless(losses, *kinds)
             else:
@@ -230,25 +236,22 @@ class PlanRace:
         self,
         race: Race,
         rounds: Sequence[Evaluation],
-        forced: Sequence[Evaluation],
+        losses: Sequence[Sequence[Sample]],
+        standings: Mapping[str, float],
         behind: tuple[str, ...],
         level: float,
     ) -> PhaseResult:
-        """Make the result of a race; methods that stayed longest come first, then better ones."""
+        """Make the result of a race; methods that stayed longest come first, then better ones.
+
+        `losses` and `standings` are those of `decide`.
+        """
         assert race.winner is not None
         assert race.verdict is not None
         plans = self.candidate_set
         contexts = rounds[-1].contexts  # of all rounds
         replied = [name for name in plans.plans if name in rounds[0].names]
-        methods = [_method_result(name, race, rounds, forced) for name in replied]
-
-        def standing(method: MethodResult) -> float:
-            # Less is better for all of these; teacher-forced texts have losses in place of scores.
-            if method.nats is not None:
-                return method.nats.excess.mean
-            return -(race.losses.mean(method.name) if race.losses is not None else method.score.mean)
-
-        methods.sort(key=lambda method: (-method.contexts, standing(method)))
+        methods = [_method_result(name, race, rounds, losses) for name in replied]
+        methods.sort(key=lambda method: (-method.contexts, -standings.get(method.name, method.score.mean)))
         samples = [sample for evaluation in rounds for sample in evaluation.samples]
         return PhaseResult(
             phases=plans.phases,
@@ -267,7 +270,9 @@ class PlanRace:
         )
 
 
-def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: Sequence[Evaluation]) -> MethodResult:
+def _method_result(
+    name: str, race: Race, rounds: Sequence[Evaluation], losses: Sequence[Sequence[Sample]]
+) -> MethodResult:
     """Return the score of a method in the rounds it took part in, and the lead of a candidate there."""
     contexts = rounds[-1].contexts  # of all rounds
     own_rounds = [evaluation for evaluation in rounds if name in evaluation.names]
@@ -281,19 +286,25 @@ def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], forced: 
     signs = {name: 1.0, race.best: -1.0}
     lead = contrast_scores(samples, signs, contexts)
     chance = min(1.0, math.exp(-race.evidence(name)))
-    spared = contrast_scores(_negate_losses(forced), signs, contexts) if forced and nats is None else None
+    paired = [sample for part in losses if name in {sample.method for sample in part} for sample in part]
+    spared = contrast_scores(paired, signs, contexts) if paired and nats is None else None
     return MethodResult(name, "candidate", score, count, lead, chance, nats, spared)
 
 
-def _negate_losses(forced: Sequence[Evaluation]) -> list[Sample]:
-    """Replace the scores of teacher-forced samples by minus their losses, in nats per token."""
-    return [replace(sample, score=-read_loss(sample.reply)) for evaluation in forced for sample in evaluation.samples]
+def negate_losses(samples: Sequence[Sample]) -> list[Sample]:
+    """Replace scores by minus the losses of the right replies, in nats per token."""
+    losses = (read_loss(sample.reply) if sample.loss is None else sample.loss for sample in samples)
+    return [replace(sample, score=-loss) for sample, loss in zip(samples, losses, strict=True)]
 
 
-def score_losses(forced: Sequence[Evaluation]) -> Scores:
-    """Return minus the losses of teacher-forced replies as scores, for methods in all evaluations."""
-    parts = (Scores.of(_negate_losses([evaluation]), evaluation.contexts) for evaluation in forced)
-    return reduce(Scores.concatenate, parts)
+def score_losses(losses: Sequence[Sequence[Sample]], contexts: Contexts) -> Scores:
+    """Return the scores of what `negate_losses` returned for several stages, for methods that took part in all."""
+    return reduce(Scores.concatenate, (Scores.of(samples, contexts) for samples in losses if samples))
+
+
+def force_beside_replies(encoded: Sequence[TaskPrompts]) -> list[TaskPrompts]:
+    """Return tasks whose right replies are teacher-forced beside each reply, as far as screenings force them."""
+    return [task if is_forced(task.task) else replace(task, forced_tokens=SCREENED_TOKENS) for task in encoded]
 
 
 def choose_screening_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[list[TaskPrompts]] | None:
@@ -321,7 +332,7 @@ def estimate_choice(
     if screened is None:
         return estimate_replies(name, encoded, split, programs)
     # At most: finalists of both kinds, and the full cache.
-    cost = estimate_replies(name, encoded, split, programs[: 2 * FINALISTS + 1])
+    cost = estimate_replies(name, force_beside_replies(encoded), split, programs[: 2 * FINALISTS + 1])
     screenings = [
         estimate_replies(name, part, split, programs[: None if number == 0 else EXPECTED_HOPEFUL])
         for number, part in enumerate(screened)

@@ -21,7 +21,8 @@ A score of 0 or 1 says little of a context, and many methods that score alike di
 few contexts is picked by luck. The loss of the right replies, which are teacher-forced, says more, and takes one pass
 for a question. So losses rank the methods (`screen` in `PlanRace`) on more and more contexts: after each screening
 those leave that are hopeless (`find_hopeless`), and after the last one the `FINALISTS` of either kind that lose least
-reply. Among these, losses say who is foremost, and scores who leaves and what is proven. A candidate is also *likely*
+reply, to questions about other contexts first. Their losses are measured there, too, so that what says who is foremost
+grows from round to round; scores say who leaves and what is proven. A candidate is also *likely*
 better if the one-sided bound of its lead in losses is above zero. Where such a bound tells the foremost candidate and
 baseline apart, either way, the race ends once a proof is out of reach: if the evidence, growing on as it has, would not
 do after all contexts.
@@ -43,14 +44,14 @@ from scipy.special import logsumexp, stdtrit
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import assert_present
-from kvsearch.selection.records import HOPELESS_LEVEL, MIN_CONTEXTS_FOR_PROOF, REPORTED_PER_KIND, RaceVerdict, Rule
+from kvsearch.selection.records import HOPELESS_LEVEL, MIN_CONTEXTS_FOR_PROOF, RaceVerdict, Rule
 from kvsearch.selection.scores import Scores
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
 ELIMINATION_LEVEL = 0.95  # of the one-sided bound by which one that is behind leaves
 # contexts at least after every screening, as far as there are so many; those that are hopeless by then leave
-SCREENED_CONTEXTS = (3, 6, 12, 24)
+SCREENED_CONTEXTS = (3, 6, 12)
 FINALISTS = 3  # candidates, and as many baselines, that reply
 MIN_CONTEXTS_TO_GIVE_UP = 24  # contexts, before which no proof is given up
 ROUND_GROWTH = 1.5  # of the contexts from one round to the next
@@ -128,13 +129,13 @@ def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence
     """Find methods that are dropped before they reply, by their losses on right replies; scores are minus losses.
 
     Such a method loses more than the best one by over `MOST_LOST` nats per token, beyond a one-sided bound at
-    `HOPELESS_LEVEL` by Student's t on differences in the same contexts, and it is none of the `REPORTED_PER_KIND` of
+    `HOPELESS_LEVEL` by Student's t on differences in the same contexts, and it is none of the best `FINALISTS` of
     its kind. So at that level a pair of methods that differ by no more is taken for one that does. That may drop the
-    best one of many that are alike, but not before as many of its kind as a report asks look better.
+    best one of many that are alike, but not before as many of its kind as reply look better.
     """
     methods = [*candidates, *baselines]
     best = losses.rank(methods)[0]
-    kept = {*losses.rank(candidates)[:REPORTED_PER_KIND], *losses.rank(baselines)[:REPORTED_PER_KIND]}
+    kept = {*losses.rank(candidates)[:FINALISTS], *losses.rank(baselines)[:FINALISTS]}
     return [name for name in methods if name not in kept and bound_lead(losses, best, name, HOPELESS_LEVEL) > MOST_LOST]
 
 
@@ -143,7 +144,7 @@ def plan_screenings(counts: Sequence[int]) -> list[list[int]]:
 
     Examples:
         >>> plan_screenings([2, 30])
-        [[1, 2], [1, 5], [1, 11], [2, 22]]
+        [[1, 2], [1, 5], [1, 11]]
         >>> plan_screenings([5] * 9)
         [[1, 1, 1, 1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3, 3, 3, 3]]
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvsearch.selection.selection_job import SelectionJob
 
 MethodKind = Literal["candidate", "baseline"]
-REPORTED_PER_KIND: Final = 5  # candidates, and as many baselines, that a report asks
+REPORTED_STRATEGIES: Final = 5  # of a profile's signals, that a report asks
 MIN_CONTEXTS_FOR_PROOF: Final = 8  # with fewer nothing beats
 HOPELESS_LEVEL: Final = 0.95  # of the one-sided bound by which a loss of right replies is so much above the least
 
@@ -172,9 +172,9 @@ class PhaseResult:
         replied = sum(method.kind == kind for method in self.methods)
         return replied if self.screening is None else replied + self.screening.count(kind)
 
-    def list_foremost(self, kind: MethodKind) -> list[MethodResult]:
-        """List the candidates or baselines for the report: those that stayed longest and score highest."""
-        return [method for method in self.methods if method.kind == kind][:REPORTED_PER_KIND]
+    def list_foremost(self, kind: MethodKind, most: int = 1) -> list[MethodResult]:
+        """List at most so many candidates or baselines: those that stayed longest and score highest."""
+        return [method for method in self.methods if method.kind == kind][:most]
 
     @property
     def leader(self) -> MethodResult | None:

@@ -37,7 +37,8 @@ from kvsearch.runs.estimates import Estimate
 from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.plan_race import PlanRace, prepare_race
 from kvsearch.selection.records import (
-    REPORTED_PER_KIND,
+    REPORTED_STRATEGIES,
+    MethodKind,
     PhaseResult,
     PlanPart,
     QuestionCount,
@@ -50,6 +51,7 @@ from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.splits import refuse_shared
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 
+REPORTED_PER_KIND: Final = 2  # candidates and baselines, where there is no profile: some take several readings
 RUN_METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
 BUDGET_STEP: Final = 1.1  # from one budget that is tried to the next
 MORE_BUDGETS: Final = 2  # above the smallest that looks good, which are tested, too
@@ -95,7 +97,7 @@ class SelectionJob:
         choice = self.race.cost(f"choose at {self.size.words}")
         programs = cycle(method.program for method in prepared.methods)
         # of either kind, best baseline and even budgets, the full cache
-        count = REPORTED_PER_KIND + 3 if self.profile is not None else 2 * REPORTED_PER_KIND + 3
+        count = 3 + (REPORTED_STRATEGIES if self.profile is not None else 2 * REPORTED_PER_KIND)
         reported = list(islice(programs, count))
         report = estimate_replies(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
         return [choice, report]
@@ -119,9 +121,11 @@ class SelectionJob:
         candidate_set = self.race.candidate_set
         plans = candidate_set.plans
         leader = chosen.leader
-        foremost = chosen.list_foremost("candidate")
-        if self.profile is None:
-            foremost += chosen.list_foremost("baseline")
+        if self.profile is not None:
+            foremost = chosen.list_foremost("candidate", REPORTED_STRATEGIES)
+        else:
+            kinds: tuple[MethodKind, ...] = ("candidate", "baseline")
+            foremost = [method for kind in kinds for method in chosen.list_foremost(kind, REPORTED_PER_KIND)]
         names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
         partial_plans = {} if self.profile is not None else self._find_partial_plans(chosen.written)
         report_plans = {name: plans[name] for name in dict.fromkeys(names)} | dict(partial_plans.values())

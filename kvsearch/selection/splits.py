@@ -51,17 +51,19 @@ def list_texts(task: TaskPrompts) -> list[tuple[str, ...]]:
 
 
 def divide_contexts(
-    encoded: Sequence[TaskPrompts], ends: Sequence[Sequence[int]], seed: int
+    encoded: Sequence[TaskPrompts], ends: Sequence[Sequence[int]], seed: int, *, backwards: bool = False
 ) -> list[list[TaskPrompts]]:
     """Divide the contexts of every task at random into parts that end after `ends` [parts, tasks] texts.
 
     Prompts about one text, such as one document with several sets of questions, stay together. A task whose texts are
-    all in other parts is left out of a part.
+    all in other parts is left out of a part. `backwards` begins with those that come last otherwise.
     """
     parts: list[list[TaskPrompts]] = [[] for _ in ends]
     for number, task in enumerate(encoded):
         texts = list_texts(task)
         random.Random(f"{seed}/{task.task.name}").shuffle(texts)
+        if backwards:
+            texts.reverse()
         begin = 0
         for part, end in zip(parts, ends, strict=True):
             chosen = set(texts[begin : end[number]])

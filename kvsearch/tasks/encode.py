@@ -68,7 +68,8 @@ class TaskPrompts:
     """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `name_contexts`.
 
     `recorded` says what each key is known by in records of used contexts, see `kvsearch.plan.origin`. Replies are
-    greedy, or drawn as `sampling` says: a question that is replied to several times is there as often.
+    greedy, or drawn as `sampling` says: a question that is replied to several times is there as often. Beside each
+    reply the loss of the right one is measured, up to `forced_tokens` of it (0: it is not).
     """
 
     task: Task
@@ -78,6 +79,7 @@ class TaskPrompts:
     contexts: Mapping[str, str]
     recorded: Mapping[str, tuple[str, ...]]
     sampling: Sampling | None = None
+    forced_tokens: int = 0
 
     @property
     def distinct(self) -> int:

@@ -30,7 +30,7 @@ from kvsearch.report.selections import DECODE_ONLY, describe_decision, make_sele
 from kvsearch.runs.identity import LEDGER
 from kvsearch.selection import plan_race, race
 from kvsearch.selection.plan_race import SCREENED_TOKENS, choose_screening_questions
-from kvsearch.selection.records import Rule, Selection
+from kvsearch.selection.records import REPORTED_STRATEGIES, Rule, Selection
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
@@ -185,7 +185,7 @@ def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
 
 
 def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
-    finalists = {method.name for method in won.chosen.list_foremost("candidate")}
+    finalists = {method.name for method in won.chosen.list_foremost("candidate", REPORTED_STRATEGIES)}
     assert "error + entropy" in finalists
     assert set(won.report.scores) == {"full", "snapkv", won.chosen.best, *finalists}
     assert set(won.report.held) == set(won.report.scores)
@@ -246,9 +246,8 @@ def test_the_hopeless_do_not_reply(
     model: LoadedModel, profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a random model methods hardly differ, so any lead is made to count."""
-    for name, value in (("HOPELESS_LEVEL", 0.5), ("MOST_LOST", 0.0), ("REPORTED_PER_KIND", 3)):
+    for name, value in (("HOPELESS_LEVEL", 0.5), ("MOST_LOST", 0.0), ("FINALISTS", 2)):
         monkeypatch.setattr(race, name, value)
-    monkeypatch.setattr(plan_race, "REPORTED_PER_KIND", 3)
     monkeypatch.setattr(plan_race, "FINALISTS", 2)
     job = prepared_of(model, profile, "error + entropy")
     store = make_stage_store(tmp_path, job.race.config, NullReporter())
@@ -271,7 +270,7 @@ def test_the_hopeless_do_not_reply(
     for before, after in pairwise(screenings):
         assert methods[after] <= methods[before]
     last = screenings[-1]
-    assert methods["round-1"] == {"full", *plans.plans} - left_out < methods[last] < methods["screen-1"]
+    assert methods["round-1"] == {"full", *plans.plans} - left_out <= methods[last] < methods["screen-1"]
     # two of either kind reply, those that lose least on the contexts of all screenings
     assert [len([name for name in kind if name not in left_out]) for kind in (plans.candidates, plans.baselines)] == [
         2,
@@ -284,6 +283,16 @@ def test_the_hopeless_do_not_reply(
     weighed = {name: fmean(losses[name]) for name in methods[last] & plans.baselines.keys()}
     assert set(sorted(weighed, key=weighed.__getitem__)[:2]) == plans.baselines.keys() - left_out
     assert len(losses["full"]) > len(kept["screen-1"]) / len(methods["screen-1"])
+    # rounds ask about other contexts first, and measure the same losses there
+    asked = {stage: {(reply.task, reply.key) for reply in replies.values()} for stage, replies in kept.items()}
+    screened = set().union(*(asked[stage] for stage in screenings))
+    assert len(asked["round-1"] & screened) == len(asked["round-1"]) + len(screened) - job.race.available
+    assert all(reply.loss is not None for reply in kept["round-1"].values())
+    counts = [
+        method.spared.wins + method.spared.ties + method.spared.losses for method in chosen.methods if method.spared
+    ]
+    distinct = {(reply.task, reply.key, reply.question) for replies in kept.values() for reply in replies.values()}
+    assert max(counts) == len(distinct)
     # who is killed while methods are screened goes on to the same
     ledger = tmp_path / "prefill" / "screen-1" / LEDGER
     ledger.write_bytes(ledger.read_bytes()[:-200])
@@ -293,20 +302,17 @@ def test_the_hopeless_do_not_reply(
 
 
 @pytest.mark.nightly
-def test_a_task_of_few_contexts_is_screened_once(
-    model: LoadedModel, profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_few_contexts_is_screened_once(model: LoadedModel, profile: Profile) -> None:
     """The last screenings ask nothing of it, and its losses still count."""
-    monkeypatch.setattr(plan_race, "REPORTED_PER_KIND", 3)
     choose = Split([questions_of(0, 1, name="few"), questions_of(*range(2, 62), name="many")], **{**HOW, "samples": 60})
     report = Split([questions_of(*range(62, 66), name="few"), questions_of(*range(66, 70), name="many")], **HOW)
     job = prepare(model, profile, SIZE, choose, report, routes=EXPLORED[0], allocators=EXPLORED[1])
     screened = job.race.screened
     assert screened is not None
-    assert [[len(task.prompts) for task in part] for part in screened] == [[1, 2], [3], [6], [12]]
+    assert [[len(task.prompts) for task in part] for part in screened] == [[1, 2], [3], [6]]
     chosen = job.race.decide()
     assert chosen.screening is not None
-    assert chosen.screening.asked.contexts == 24
+    assert chosen.screening.asked.contexts == 12
 
 
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
