@@ -685,7 +685,7 @@ class RunStages:
         from kvsearch.evaluation.compare import estimate_replies
         from kvsearch.runtime.program import make_full_program
         from kvsearch.selection.plan_race import choose_screening_questions, estimate_choice
-        from kvsearch.selection.race import FINALISTS
+        from kvsearch.selection.selection_job import count_reported
 
         calibrations = {FIT_STAGE: list(self.fits.values())} if self.fits else {}
         calibrations[MEASURE_STAGE] = [self.curves]  # the rankings add a look at what is read anyway
@@ -704,7 +704,7 @@ class RunStages:
         for size, programs in programs_by_size.items():
             name = f"report at {size.words}"
             costs.append(
-                estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: 2 * FINALISTS + 2])
+                estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: count_reported()])
             )
         if guaranteed:
             programs = [make_full_program(self.loaded.model)] * BUDGETS_TRIED

@@ -96,9 +96,7 @@ class SelectionJob:
         prepared = self.race.prepared
         choice = self.race.cost(f"choose at {self.size.words}")
         programs = cycle(method.program for method in prepared.methods)
-        # of either kind, best baseline and even budgets, the full cache
-        count = 3 + (REPORTED_STRATEGIES if self.profile is not None else 2 * REPORTED_PER_KIND)
-        reported = list(islice(programs, count))
+        reported = list(islice(programs, count_reported(strategies=self.profile is not None)))
         report = estimate_replies(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
         return [choice, report]
 
@@ -239,6 +237,12 @@ def prepare_selection(
     selection = SelectionJob(prepare_race(loaded, plans, choice, rule, size, name), reported)
     selection.check()
     return selection
+
+
+def count_reported(*, strategies: bool = False) -> int:
+    """Count the methods of a report, about: with `strategies` of a profile's signals, else the best of either kind."""
+    # best baseline and even budgets, the full cache
+    return 3 + (REPORTED_STRATEGIES if strategies else 2 * REPORTED_PER_KIND)
 
 
 def list_budgets(least: int, largest: int) -> list[int]:
