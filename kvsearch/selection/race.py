@@ -24,8 +24,8 @@ those leave that are hopeless (`find_hopeless`), and after the last one the `FIN
 reply, to questions about other contexts first. Their losses are measured there, too, so that what says who is foremost
 grows from round to round; scores say who leaves and what is proven. A candidate is also *likely*
 better if the one-sided bound of its lead in losses is above zero. Where such a bound tells the foremost candidate and
-baseline apart, either way, the race ends once a proof is out of reach: if the evidence, growing on as it has, would not
-do after all contexts.
+baseline apart, or bounds on both sides say that they are the same (`SAME_LOSS`), the race ends once a proof is out of
+reach: if the evidence, growing on as it has, would not do after all contexts.
 
 After every round those leave that cannot win any more: who scores less than another one beyond a 95% bound. That may be
 wrong for the best one, but then another that is about as good is ahead of it.
@@ -54,6 +54,7 @@ ELIMINATION_LEVEL = 0.95  # of the one-sided bound by which one that is behind l
 SCREENED_CONTEXTS = (3, 6, 12)
 FINALISTS = 3  # candidates, and as many baselines, that reply
 MIN_CONTEXTS_TO_GIVE_UP = 24  # contexts, before which no proof is given up
+SAME_LOSS = 0.02  # nats per token: methods whose losses differ by less do the same for a user
 ROUND_GROWTH = 1.5  # of the contexts from one round to the next
 
 
@@ -252,10 +253,11 @@ class Race:
         return float(adjust_for_several(np.array(list(self.wealths.values())))[names.index(name)])
 
     def _is_decided_by_losses(self, leader: str) -> bool:
-        """Tell whether losses separate the leader from the best baseline."""
+        """Tell whether losses separate the leader from the best baseline, or show that they are the same."""
         if self.losses is None:
             return False
-        return max(self.loss_bound, bound_lead(self.losses, self.best, leader, self.rule.sure)) > 0
+        bounds = self.loss_bound, bound_lead(self.losses, self.best, leader, self.rule.sure)
+        return max(bounds) > 0 or min(bounds) > -SAME_LOSS
 
     def _is_out_of_reach(self, leader: str, available: int) -> bool:
         """Tell whether the evidence for the leader grows too slowly for a proof."""
