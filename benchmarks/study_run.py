@@ -3,7 +3,7 @@
     python benchmarks/study_run.py --models bundled,bundled-redundant --seeds 20 --output runs/study-run
 
 What is run is said in a recipe of `kvsearch run`: by default `study_run.yaml` beside this file, with full fits. The
-best baseline is the one that scores highest on the report split, of the five best of the choice and even budgets: it is
+best baseline is the one that scores highest on the report split, of the two best of the choice and even budgets: it is
 picked by the same questions, which favours it. A plan counts as below it where the interval of the paired difference is
 below zero. The regret is how many points the best method of the report split, candidates among them, is above the plan;
 it is picked by the same questions, too. Runs are kept in `--output`: the same command goes on where it stopped, and
@@ -96,7 +96,7 @@ def main() -> None:
             plans.append(plan)
             mark = "  BELOW" if plan.is_below else ""
             print(f"{name} budget {size}: {plan.name} ({plan.verdict}) {plan.words}{mark}", flush=True)
-    for verdict in ("beats", "likely", "baseline"):
+    for verdict in ("beats", "likely", "cheaper", "baseline"):
         print(summarize([plan for plan in plans if plan.verdict == verdict], verdict))
     print(summarize(plans, "all"))
 

@@ -200,12 +200,11 @@ def _estimate_compression(programs: Sequence[Program]) -> float:
     needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
     divided = sum(phase.allocation is not None for phase in phases)
     summed = any(need.column_sums for need in needs)
-    reread = any(need.reread is not None for need in needs)
     return (
         RANKING_PASSES * len(phases)
         + SHARING_PASSES * divided
         + COLUMN_SUM_PASSES * summed
-        + SECOND_READING_PASSES * reread
+        + SECOND_READING_PASSES * any(program.reads_twice for program in programs)
     )
 
 

@@ -16,6 +16,7 @@ from kvsearch.report.numbers import (
     pluralize,
 )
 from kvsearch.report.selections import (
+    IS_BETTER,
     describe_higher_plans,
     describe_lower_tasks,
     find_lead_on_text,
@@ -176,7 +177,7 @@ def _describe_choice(evolved: Evolved) -> str:
         return text
     if choice.race.winner is not None:
         lead, chance = _make_lead_cells(choice, choice.name)
-        verb = "beats" if choice.race.verdict == "beats" else "is likely better than"
+        verb = IS_BETTER[choice.race.verdict]
         return (
             f"{choice.name} ({where}) {verb} the best start plan, {choice.race.best}: {lead}, chance "
             f"{chance}; {score} on the second split{describe_lower_tasks(choice.race)}"

@@ -29,6 +29,7 @@ from kvsearch.selection.records import (
     MethodResult,
     PhaseResult,
     PlanPart,
+    RaceVerdict,
     ReportScores,
     Rule,
     Screening,
@@ -40,6 +41,11 @@ PARTS: dict[PlanPart, tuple[str, str]] = {  # what brings something, and what th
     "rankings": ("its rankings bring", "its rankings with even budgets"),
     "budgets": ("its budgets bring", "its rankings with its budgets"),
     "carry": ("what its entries carry brings", ""),
+}
+IS_BETTER: dict[RaceVerdict, str] = {
+    "beats": "beats",
+    "likely": "is likely better than",
+    "cheaper": "is as good as, and spares the second reading of,",
 }
 MAX_RACE_ROWS = 16  # rows of the table of a race
 DECODE_ONLY = (
@@ -89,9 +95,8 @@ def describe_decision(result: PhaseResult) -> str:
         else ""
     )
     if result.verdict != "baseline":
-        is_better = "is likely better than"
+        is_better = IS_BETTER[result.verdict]
         if result.verdict == "beats":
-            is_better = "beats"
             left = result.available - result.asked.contexts
             note = f"; {left} more were not needed" if left else ""
         said = f"{leader.name} {is_better} {result.best}, the best of {baselines}: {lead}, on {asked_about}{note}"

@@ -93,6 +93,12 @@ class Program:
             for layer, policy in sorted(phase.policies.items()):
                 self.allocation.check(policy, f"layer {layer}", layer in phase.carries)  # type: ignore[union-attr]
 
+    @property
+    def reads_twice(self) -> bool:
+        """Whether a policy scores entries by a second reading of the prompt."""
+        policies = {} if self.prefill is None else self.prefill.policies
+        return any(policy.needs().reread is not None for policy in set(policies.values()))
+
     @classmethod
     def from_plan(cls, model: nn.Module, plan: Plan) -> Program:
         """Check `plan` against `model` and build its policies.

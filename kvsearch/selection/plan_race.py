@@ -152,7 +152,10 @@ class PlanRace:
         """
         level = self.rule.level if level is None else level
         rule = replace(self.rule, level=level)
-        race = Race(list(self.candidate_set.candidates), list(self.candidate_set.baselines), rule)
+        reading_twice = {method.name for method in self.prepared.methods if method.program.reads_twice}
+        race = Race(
+            list(self.candidate_set.candidates), list(self.candidate_set.baselines), rule, reading_twice=reading_twice
+        )
         rounds: list[Evaluation] = []
         losses: list[list[Sample]] = []  # of right replies, as scores, by the stage that measured them
         standings: dict[str, float] = {}  # of the last round of a method: minus its mean loss

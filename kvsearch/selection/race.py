@@ -15,17 +15,18 @@ baselines holds for all candidates together and at whatever round the race ends:
 
 A candidate that is not proven may still be the best guess: it is *likely* better if the one-sided bound of its lead
 over the best baseline is above zero after all contexts. That is no proof: the best of several looks better than it is,
-and few contexts do not show what happens rarely. Else the best *baseline* is written.
+and few contexts do not show what happens rarely. Else the best *baseline* is written. But if it reads every prompt
+twice, and losses show that the foremost candidate is the same (`SAME_LOSS`), then that is written, as it is *cheaper*.
 
 A score of 0 or 1 says little of a context, and many methods that score alike differ: the one that scores highest on a
 few contexts is picked by luck. The loss of the right replies, which are teacher-forced, says more, and takes one pass
 for a question. So losses rank the methods (`screen` in `PlanRace`) on more and more contexts: after each screening
 those leave that are hopeless (`find_hopeless`), and after the last one the `FINALISTS` of either kind that lose least
-reply, to questions about other contexts first. Their losses are measured there, too, so that what says who is foremost
-grows from round to round; scores say who leaves and what is proven. A candidate is also *likely*
-better if the one-sided bound of its lead in losses is above zero. Where such a bound tells the foremost candidate and
-baseline apart, or bounds on both sides say that they are the same (`SAME_LOSS`), the race ends once a proof is out of
-reach: if the evidence, growing on as it has, would not do after all contexts.
+reply, to questions about other contexts first. Their losses are measured there, too, and count with the first ones.
+Losses say who is foremost; scores say who leaves and what is proven. A candidate is also *likely* better if the
+one-sided bound of its lead in losses is above zero. Where such a bound tells the foremost candidate and baseline apart,
+or bounds on both sides say that they are the same (`SAME_LOSS`), the race ends once a proof is out of reach: if the
+evidence, growing on as it has, would not do after all contexts.
 
 After every round those leave that cannot win any more: who scores less than another one beyond a 95% bound. That may be
 wrong for the best one, but then another that is about as good is ahead of it.
@@ -36,7 +37,7 @@ wrong for the best one, but then another that is about as good is ahead of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -187,18 +188,25 @@ class Race:
 
     `candidates` and `baselines` are still in the race, `scores` are all rounds of the methods of the last round, and
     `wealths` the log wealth of bets on every candidate as of its last round.
-    `losses` have minus the losses of the right replies; None: methods are ranked by their scores.
+    `losses` have minus the losses of the right replies; None: methods are ranked by their scores. Methods in
+    `reading_twice` read every prompt a second time.
     `winner` and `verdict` are None until the race ends. `best` is the foremost baseline, `bound` the one-sided bound at
     `Rule.sure` of what the foremost candidate scores above it, and `loss_bound` that of what it loses less.
     """
 
     def __init__(
-        self, candidates: Sequence[str], baselines: Sequence[str], rule: Rule, losses: Scores | None = None
+        self,
+        candidates: Sequence[str],
+        baselines: Sequence[str],
+        rule: Rule,
+        losses: Scores | None = None,
+        reading_twice: Collection[str] = (),
     ) -> None:
         self.candidates = list(candidates)
         self.baselines = list(baselines)
         self.rule = rule
         self.losses = losses
+        self.reading_twice = reading_twice
         self.scores: Scores | None = None
         self.wealths: dict[str, float] = {}
         self.best = ""
@@ -239,8 +247,12 @@ class Race:
         if self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= MIN_CONTEXTS_FOR_PROOF:
             self._end(leader, "beats")
         elif is_last or (self._is_decided_by_losses(leader) and self._is_out_of_reach(leader, available)):
-            is_likely = self.rule.writes_likely and max(self.bound, self.loss_bound) > 0
-            self._end(leader if is_likely else self.best, "likely" if is_likely else "baseline")
+            if self.rule.writes_likely and max(self.bound, self.loss_bound) > 0:
+                self._end(leader, "likely")
+            elif self.rule.writes_likely and self._is_cheaper(leader):
+                self._end(leader, "cheaper")
+            else:
+                self._end(self.best, "baseline")
 
     def rank(self, names: Sequence[str]) -> list[str]:
         """Rank candidates or baselines, the foremost first."""
@@ -254,10 +266,19 @@ class Race:
 
     def _is_decided_by_losses(self, leader: str) -> bool:
         """Tell whether losses separate the leader from the best baseline, or show that they are the same."""
-        if self.losses is None:
-            return False
-        bounds = self.loss_bound, bound_lead(self.losses, self.best, leader, self.rule.sure)
+        bounds = self._bound_losses(leader)
         return max(bounds) > 0 or min(bounds) > -SAME_LOSS
+
+    def _is_cheaper(self, leader: str) -> bool:
+        """Tell whether the leader loses the same as the best baseline, and spares its second reading of prompts."""
+        spares_reading = self.best in self.reading_twice and leader not in self.reading_twice
+        return spares_reading and min(self._bound_losses(leader)) > -SAME_LOSS
+
+    def _bound_losses(self, leader: str) -> tuple[float, float]:
+        """Bound from below what the leader loses less than the best baseline, and the reverse."""
+        if self.losses is None:
+            return -math.inf, -math.inf
+        return self.loss_bound, bound_lead(self.losses, self.best, leader, self.rule.sure)
 
     def _is_out_of_reach(self, leader: str, available: int) -> bool:
         """Tell whether the evidence for the leader grows too slowly for a proof."""

@@ -23,7 +23,7 @@ REPORTED_STRATEGIES: Final = 5  # of a profile's signals, that a report asks
 MIN_CONTEXTS_FOR_PROOF: Final = 8  # with fewer nothing beats
 HOPELESS_LEVEL: Final = 0.95  # of the one-sided bound by which a loss of right replies is so much above the least
 
-RaceVerdict = Literal["beats", "likely", "baseline"]
+RaceVerdict = Literal["beats", "likely", "cheaper", "baseline"]
 PlanPart = Literal[
     "rankings", "budgets", "carry"
 ]  # of a plan, in the order in which a report adds them to even budgets

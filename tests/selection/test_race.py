@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -149,10 +149,14 @@ def test_every_round_asks_every_task(counts: list[int]) -> None:
 
 
 def run_race(
-    rows: dict[str, np.ndarray], candidates: list[str], rule: Rule | None = None, losses: Scores | None = None
+    rows: dict[str, np.ndarray],
+    candidates: list[str],
+    rule: Rule | None = None,
+    losses: Scores | None = None,
+    reading_twice: Collection[str] = (),
 ) -> tuple[Race, int]:
     """Return a finished race of scores by context, and how many contexts it asked."""
-    race = Race(candidates, [name for name in rows if name not in candidates], rule or Rule(), losses)
+    race = Race(candidates, [name for name in rows if name not in candidates], rule or Rule(), losses, reading_twice)
     contexts = len(next(iter(rows.values())))
     begin = 0
     for (end,) in plan_rounds([contexts]):
@@ -214,6 +218,11 @@ def test_losses_say_who_is_foremost_and_scores_who_leaves() -> None:
         same = replace(losses, sums={**losses.sums, "a": best - 1, "b": best + np.tile([apart, -apart], 12)})
         race, asked = run_race(rows, ["a", "b", "c"], losses=same)
         assert (race.winner, race.verdict, asked) == ("e", "baseline", count)
+        race, _ = run_race(rows, ["a", "b", "c"], losses=same, reading_twice="e")
+        assert (race.winner, race.verdict) == (("b", "cheaper") if apart == 0.05 else ("e", "baseline"))
+        for rule, dear in ((Rule(0.95), "e"), (Rule(), "be")):  # only what beats; no cheaper itself
+            race, _ = run_race(rows, ["a", "b", "c"], rule, same, dear)
+            assert (race.winner, race.verdict) == ("e", "baseline")
     worse = replace(losses, sums={**losses.sums, "b": losses.sums["e"] - 0.01, "a": losses.sums["e"] - 0.02})
     race, _ = run_race(rows, ["a", "b", "c"], losses=worse)
     assert (race.winner, race.verdict) == ("e", "baseline")
