@@ -246,7 +246,7 @@ class PlanRace:
     ) -> PhaseResult:
         """Make the result of a race; methods that stayed longest come first, then better ones.
 
-        `losses` and `standings` are those of `decide`.
+        `decide` says what `losses` and `standings` are.
         """
         assert race.winner is not None
         assert race.verdict is not None

@@ -172,9 +172,9 @@ class PhaseResult:
         replied = sum(method.kind == kind for method in self.methods)
         return replied if self.screening is None else replied + self.screening.count(kind)
 
-    def list_foremost(self, kind: MethodKind, most: int = 1) -> list[MethodResult]:
-        """List at most so many candidates or baselines: those that stayed longest and score highest."""
-        return [method for method in self.methods if method.kind == kind][:most]
+    def list_foremost(self, kind: MethodKind, count: int = 1) -> list[MethodResult]:
+        """List up to `count` candidates or baselines: they stayed longest and score highest."""
+        return [method for method in self.methods if method.kind == kind][:count]
 
     @property
     def leader(self) -> MethodResult | None:

@@ -88,7 +88,7 @@ def test_a_selection_is_beside_the_papers() -> None:
     scores = {"full": 0.9, "cake": 0.5, "cosine": 0.6, "ppl": 0.4}
     chosen = {"best": "cake", "winner": None, "written": "cake", "verdict": "baseline", "leader": finalists[0]}
     selection = SimpleNamespace(
-        chosen=SimpleNamespace(**chosen, list_foremost=lambda kind, most: finalists[:most]),
+        chosen=SimpleNamespace(**chosen, list_foremost=lambda kind, count: finalists[:count]),
         report=SimpleNamespace(scores={name: Estimate(mean, mean, mean) for name, mean in scores.items()}),
     )
     finished = replace(table.stages(table.bundled)[1], result=selection, remarks=("d2o is left out: why",))
