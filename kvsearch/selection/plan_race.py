@@ -313,7 +313,7 @@ def force_beside_replies(encoded: Sequence[TaskPrompts]) -> list[TaskPrompts]:
 def choose_screening_questions(encoded: Sequence[TaskPrompts], seed: int) -> list[list[TaskPrompts]] | None:
     """Choose the questions of each screening, with right replies to force, for a ranking of methods by loss.
 
-    Each is about others, which the first rounds of a race ask about, too. None where some question has no right reply,
+    Each is about others, which the last rounds of a race ask about, too. None where some question has no right reply,
     or all are answered by force anyway.
     """
     if all(is_forced(task.task) for task in encoded):
