@@ -19,7 +19,14 @@ from kvsearch.core.items import group_by_key
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, estimate_replies, prepare_plans
 from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import contrast_scores, count_contexts, estimate, share_level, summarize
+from kvsearch.evaluation.statistics import (
+    MIN_CONTEXTS_FOR_INTERVAL,
+    contrast_scores,
+    count_contexts,
+    estimate,
+    share_level,
+    summarize,
+)
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.work import StageCost
@@ -38,6 +45,7 @@ from kvsearch.selection.race import (
 )
 from kvsearch.selection.records import (
     DroppedMethod,
+    MethodKind,
     MethodResult,
     PhaseResult,
     QuestionCount,
@@ -252,8 +260,10 @@ class PlanRace:
         assert race.verdict is not None
         plans = self.candidate_set
         contexts = rounds[-1].contexts  # of all rounds
-        replied = [name for name in plans.plans if name in rounds[0].names]
-        methods = [_method_result(name, race, rounds, losses) for name in replied]
+        kinds: dict[str, MethodKind] = dict.fromkeys(plans.candidates, "candidate")
+        kinds |= dict.fromkeys(plans.baselines, "baseline")
+        replied = {name: kind for name, kind in kinds.items() if name in rounds[0].names}
+        methods = [_method_result(name, kind, race, rounds, losses) for name, kind in replied.items()]
         methods.sort(key=lambda method: (-method.contexts, -standings.get(method.name, method.score.mean)))
         samples = [sample for evaluation in rounds for sample in evaluation.samples]
         return PhaseResult(
@@ -274,7 +284,7 @@ class PlanRace:
 
 
 def _method_result(
-    name: str, race: Race, rounds: Sequence[Evaluation], losses: Sequence[Sequence[Sample]]
+    name: str, kind: MethodKind, race: Race, rounds: Sequence[Evaluation], losses: Sequence[Sequence[Sample]]
 ) -> MethodResult:
     """Return the score of a method in the rounds it took part in, and the lead of a candidate there."""
     contexts = rounds[-1].contexts  # of all rounds
@@ -284,14 +294,15 @@ def _method_result(
     score = row.scores[name]
     nats = row.nats.get(name)
     count = sum(sum(evaluation.distinct.values()) for evaluation in own_rounds)
-    if name not in race.wealths:
-        return MethodResult(name, "baseline", score, count, nats=nats)
+    if kind == "baseline":
+        return MethodResult(name, kind, score, count, nats=nats)
     signs = {name: 1.0, race.best: -1.0}
     lead = contrast_scores(samples, signs, contexts)
-    chance = min(1.0, math.exp(-race.evidence(name)))
+    # Nothing was bet on a candidate that was out after the first round.
+    chance = min(1.0, math.exp(-race.evidence(name))) if name in race.wealths else 1.0
     paired = [sample for part in losses if name in {sample.method for sample in part} for sample in part]
     spared = contrast_scores(paired, signs, contexts) if paired and nats is None else None
-    return MethodResult(name, "candidate", score, count, lead, chance, nats, spared)
+    return MethodResult(name, kind, score, count, lead, chance, nats, spared)
 
 
 def negate_losses(samples: Sequence[Sample]) -> list[Sample]:
@@ -356,7 +367,8 @@ def find_behind_on_kinds(
     """Find candidates that the best baseline leads on a kind of question beyond chance, with a reason for each.
 
     Kinds are tasks, or the categories of a task that has several. A mean over all may hide that one is lost. With one
-    kind there is none to hide.
+    kind there is none to hide. Two leads that happen to be equal leave no doubt to Student's t: kinds are judged from
+    as many contexts on as an interval takes.
     """
     samples = [sample for comparison in rounds for sample in comparison.samples]
     contexts = rounds[-1].contexts  # of all rounds
@@ -366,6 +378,8 @@ def find_behind_on_kinds(
     behind = {}
     for kind, of_kind in kinds.items() if len(kinds) > 1 else ():
         scores = Scores.of(of_kind, contexts)
+        if len(scores.tasks) < MIN_CONTEXTS_FOR_INTERVAL:
+            continue
         # Bonferroni over kinds: with many of them one would be lost by chance.
         level = share_level(ELIMINATION_LEVEL, len(kinds))
         for name in candidates:

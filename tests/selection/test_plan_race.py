@@ -41,6 +41,11 @@ def of_two_kinds(candidate: float) -> Any:
 def test_a_candidate_that_loses_a_kind_is_out() -> None:
     assert list(find_behind_on_kinds([of_two_kinds(0.2)], ["a"], ["b"])) == ["a"]
     assert find_behind_on_kinds([of_two_kinds(1.0)], ["a"], ["b"]) == {}
+    twice = comparison_of(
+        *samples([[1.0]] * 8, "a", "t"), *samples([[0.5]] * 2, "a", "u"), *samples([[1.0]] * 8, "b", "t"),
+        *samples([[1.0]] * 2, "b", "u"),
+    )  # fmt: skip
+    assert find_behind_on_kinds([twice], ["a"], ["b"]) == {}  # two equal leads say little
     one_kind = comparison_of(*samples([[0.0]] * 8, "a", "t"), *samples([[1.0]] * 8, "b", "t"))
     assert find_behind_on_kinds([one_kind], ["a"], ["b"]) == {}  # there the mean says it
 

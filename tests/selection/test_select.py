@@ -315,6 +315,18 @@ def test_a_task_of_few_contexts_is_screened_once(model: LoadedModel, profile: Pr
     assert chosen.screening.asked.contexts == 12
 
 
+def test_a_candidate_that_is_out_after_the_first_round_stays_a_candidate(
+    model: LoadedModel, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was bet on it."""
+    monkeypatch.setattr(plan_race, "FINALISTS", 99)  # nothing is screened
+    race = prepared_of(model, profile, "error + entropy").race
+    name = next(iter(race.candidate_set.candidates))
+    monkeypatch.setattr(plan_race, "find_behind_on_kinds", lambda *_: {name: "it is out"})
+    method = race.decide().method(name)
+    assert (method.kind, method.chance) == ("candidate", 1.0)
+
+
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
     asked = encode_tasks(model, [questions_of(0, each=2)], 8)
     ((forced,),) = choose_screening_questions(asked, 0) or ()
