@@ -30,9 +30,8 @@ from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import LEDGER, read_config
 from kvsearch.selection.candidates import find_policy_candidates
 from kvsearch.selection.joint import read_policy_curves
-from kvsearch.selection.plan_race import SCREENED_TOKENS, score_losses
+from kvsearch.selection.plan_race import force_beside_replies, negate_losses, score_losses
 from kvsearch.selection.scores import Scores
-from kvsearch.tasks.encode import force_replies
 from kvsearch.tasks.metrics.likelihood import read_loss
 
 CONTEXTS = (6, 8, 12, 16, 24)
@@ -59,9 +58,11 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
         plans = find_policy_candidates(loaded, calibrated, size).plans
         known = sorted(plans.keys() & screened.keys(), key=lambda method: fmean(screened[method]))[: args.methods]
         prepared = prepare_plans(loaded, {method: plans[method] for method in known}, split)
-        forced = assert_present(force_replies(encoded, SCREENED_TOKENS), "questions without right replies")
-        answered = prepared.of(known, encoded).run()
-        by_kind = (Scores.of(answered.samples, answered.contexts), score_losses([prepared.of(known, forced).run()]))
+        answered = prepared.of(known, force_beside_replies(encoded)).run()
+        by_kind = (
+            Scores.of(answered.samples, answered.contexts),
+            score_losses([negate_losses(answered.samples)], answered.contexts),
+        )
         for values, of_kind in zip((scores, losses), by_kind, strict=True):
             labels = [prepared.names[method] for method in known]
             values.append(np.stack([of_kind.sums[label] / of_kind.questions for label in labels], 1))
