@@ -148,7 +148,7 @@ def plan_screenings(counts: Sequence[int]) -> list[list[int]]:
         >>> plan_screenings([2, 30])
         [[1, 2], [1, 5], [1, 11]]
         >>> plan_screenings([5] * 9)
-        [[1, 1, 1, 1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3, 3, 3, 3]]
+        [[1, 1, 1, 1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2, 2]]
     """
     largest = max(counts)
     shares = [[-(-size * count // largest) for count in counts] for size in range(1, largest + 1)]
