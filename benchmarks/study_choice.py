@@ -21,7 +21,7 @@ import numpy as np
 
 from kvsearch.commands.run import CHOICE_FOLDER, CURVES_FOLDER, FIT_FOLDER, RunOptions, resolve_plan_length
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import assert_present
+from kvsearch.core.errors import UsageError, assert_present
 from kvsearch.evaluation.compare import prepare_plans
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.models.loading import load
@@ -32,6 +32,7 @@ from kvsearch.selection.candidates import find_policy_candidates
 from kvsearch.selection.joint import read_policy_curves
 from kvsearch.selection.plan_race import force_beside_replies, negate_losses, score_losses
 from kvsearch.selection.scores import Scores
+from kvsearch.tasks.encode import have_right_replies
 from kvsearch.tasks.metrics.likelihood import read_loss
 
 CONTEXTS = (6, 8, 12, 16, 24)
@@ -58,6 +59,8 @@ def ask_methods(args: argparse.Namespace) -> tuple[list[str], Floats, Floats]:
         plans = find_policy_candidates(loaded, calibrated, size).plans
         known = sorted(plans.keys() & screened.keys(), key=lambda method: fmean(screened[method]))[: args.methods]
         prepared = prepare_plans(loaded, {method: plans[method] for method in known}, split)
+        if not have_right_replies(encoded):
+            raise UsageError("questions without right replies")
         answered = prepared.of(known, force_beside_replies(encoded)).run()
         by_kind = (
             Scores.of(answered.samples, answered.contexts),

@@ -211,12 +211,10 @@ def _iterate_rounds(kinds: Sequence[CacheKind], rounds: int) -> Iterator[CacheKi
 @torch.no_grad()
 def time_prefill(model: Any, cache: Any, ids: Tensor) -> float:
     """Time the prefill of prompts [B, T] into an empty cache, in seconds."""
-    planned = cache.planned.values() if isinstance(cache, PlanCache) else ()
-    rereads = any(need.reread is not None for layer in planned for need in layer.needs())
     synchronise(model.device)
     clock = choose_clock(model.device)
     start = clock()
-    if rereads:
+    if isinstance(cache, PlanCache) and cache.program.reads_twice:
         prefill_all(model, [cache], ids, torch.ones_like(ids))
     else:
         model(input_ids=ids, logits_to_keep=1, **{CACHE: cache})

@@ -177,6 +177,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
     together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
+        times = 2 if task.forced_tokens else 1  # that a question is read: for the loss of the right reply, too
         for batch in make_batches(make_readings(task.prompts, split.protocol), split.batch, lambda _: ()):
             pairs = list_questions(batch)
             questions += len(pairs)
@@ -184,13 +185,13 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
                 steps = 0 if is_forced(task.task) else max(question.query.max_new_tokens for question in replied)
-                work += Work(passes=together * (1 + bool(task.forced_tokens)), steps=together * steps)
+                work += Work(passes=together * times, steps=together * steps)
             after = sum(len(reading.following(question)) for reading, question in pairs)
             forced = sum(len(question.right[: task.forced_tokens]) for _, question in pairs)
             replies = sum(
                 len(question.right) if is_forced(task.task) else question.query.max_new_tokens for _, question in pairs
             )
-            work += Work(tokens=len(programs) * (after * (1 + bool(forced)) + forced + replies))
+            work += Work(tokens=len(programs) * (times * after + forced + replies))
     return StageCost(name, contexts, questions, work)
 
 

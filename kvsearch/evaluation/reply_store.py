@@ -72,11 +72,9 @@ class ReplyStore(Ledger[Keyed]):
         Raises:
             EnvironmentFault: the disk is full or fails; the replies before are kept.
         """
-        lines = [{**asdict(sample), _KEY: key} for key, sample in samples]
-        for line in lines:
-            if line[_LOSS] is None:
-                del line[_LOSS]
-        self._append(samples, json.dumps({"samples": lines}, allow_nan=False))
+        items = ({**asdict(sample), _KEY: key} for key, sample in samples)
+        measured = [{name: value for name, value in item.items() if value is not None} for item in items]
+        self._append(samples, json.dumps({"samples": measured}, allow_nan=False))
 
     def _note(self, line: Keyed) -> None:
         self.samples.update(((sample.place, key), sample) for key, sample in line)

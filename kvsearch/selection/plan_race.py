@@ -8,7 +8,7 @@ worth following, by questions that all plans answer, see `kvsearch.selection.ver
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import chain
@@ -166,18 +166,16 @@ class PlanRace:
         )
         rounds: list[Evaluation] = []
         losses: list[list[Sample]] = []  # of right replies, as scores, by the stage that measured them
-        standings: dict[str, float] = {}  # of the last round of a method: minus its mean loss
         behind: dict[str, str] = {}
         screening = None
         if self.screened is not None:
             if answered:  # before anything else
                 self.ask(self.rounds[0], (), "round-1", store, answered=True)
-            forced, screening = self._screen(self.screened, store)
+            losses, screening = self._screen(self.screened, store)
             # Methods that were screened out do not reply at all.
             left_out = {method.name for method in screening.dropped}
             race.candidates = [name for name in race.candidates if name not in left_out]
             race.baselines = [name for name in race.baselines if name not in left_out]
-            losses = [negate_losses(evaluation.samples) for evaluation in forced]
         has_losses = self.screened is not None or all(is_forced(task.task) for task in self.encoded)
         screened = {(sample.task, sample.key) for part in losses for sample in part}
         for number, questions in enumerate(self.rounds, 1):
@@ -189,7 +187,6 @@ class PlanRace:
                 fresh = [sample for sample in comparison.samples if (sample.task, sample.key) not in screened]
                 losses.append(negate_losses(fresh))
                 race.losses = score_losses(losses, self.prepared.contexts)
-                standings |= {name: race.losses.mean(name) for name in race.losses.sums}
             behind |= find_behind_on_kinds(rounds, race.candidates, race.baselines)
             # A candidate that loses a kind of question is no better, whatever its mean.
             race.candidates = [name for name in race.candidates if name not in behind]
@@ -197,7 +194,7 @@ class PlanRace:
             race.eliminate(round_scores, is_last=number == len(self.rounds), available=self.available)
             if race.winner is not None:
                 break
-        result = self._make_result(race, rounds, losses, standings, tuple(behind.values()), level)
+        result = self._make_result(race, rounds, losses, tuple(behind.values()), level)
         return replace(result, screening=screening)
 
     def judge_signals(self, store: StageStore | None = None, *, answered: bool = False) -> BudgetVerdicts:
@@ -216,23 +213,25 @@ class PlanRace:
 
     def _screen(
         self, questions: Sequence[list[TaskPrompts]], store: StageStore | None
-    ) -> tuple[list[Evaluation], Screening]:
-        """Drop all but the finalists by the losses of right replies, on more and more contexts."""
+    ) -> tuple[list[list[Sample]], Screening]:
+        """Drop all but the finalists by the losses of right replies, on more and more contexts; return these, too."""
         plans = self.candidate_set
         kinds = [list(plans.candidates), list(plans.baselines)]
         forced: list[Evaluation] = []
+        losses: list[list[Sample]] = []
         dropped: list[DroppedMethod] = []
         for number, part in enumerate(questions, 1):
             # Contexts are forced only for those that may still be among the best.
             forced.append(self.ask(part, [*chain(*kinds)], f"screen-{number}", store))
-            losses = score_losses([negate_losses(stage.samples) for stage in forced], self.prepared.contexts)
+            losses.append(negate_losses(forced[-1].samples))
+            scores = score_losses(losses, self.prepared.contexts)
             if number < len(questions):
-                leaving = find_hopeless(losses, *kinds)
+                leaving = find_hopeless(scores, *kinds)
             else:
-                leaving = [name for kind in kinds for name in losses.rank(kind)[FINALISTS:]]
-            dropped += self._record_dropped(losses, leaving)
+                leaving = [name for kind in kinds for name in scores.rank(kind)[FINALISTS:]]
+            dropped += self._record_dropped(scores, leaving)
             kinds = [[name for name in kind if name not in leaving] for kind in kinds]
-        return forced, Screening(losses.rank([*chain(*kinds)])[0], QuestionCount.of(forced), tuple(dropped))
+        return losses, Screening(scores.rank([*chain(*kinds)])[0], QuestionCount.of(forced), tuple(dropped))
 
     def _record_dropped(self, losses: Scores, names: Sequence[str]) -> list[DroppedMethod]:
         """Record dropped methods, with their excess loss over the best method, in nats per token."""
@@ -248,13 +247,12 @@ class PlanRace:
         race: Race,
         rounds: Sequence[Evaluation],
         losses: Sequence[Sequence[Sample]],
-        standings: Mapping[str, float],
         behind: tuple[str, ...],
         level: float,
     ) -> PhaseResult:
         """Make the result of a race; methods that stayed longest come first, then better ones.
 
-        `decide` says what `losses` and `standings` are.
+        `decide` says what `losses` are.
         """
         assert race.winner is not None
         assert race.verdict is not None
@@ -264,7 +262,12 @@ class PlanRace:
         kinds |= dict.fromkeys(plans.baselines, "baseline")
         replied = {name: kind for name, kind in kinds.items() if name in rounds[0].names}
         methods = [_method_result(name, kind, race, rounds, losses) for name, kind in replied.items()]
-        methods.sort(key=lambda method: (-method.contexts, -standings.get(method.name, method.score.mean)))
+
+        def standing(method: MethodResult) -> float:
+            own = _select_parts(losses, method.name)
+            return score_losses(own, self.prepared.contexts).mean(method.name) if own else method.score.mean
+
+        methods.sort(key=lambda method: (-method.contexts, -standing(method)))
         samples = [sample for evaluation in rounds for sample in evaluation.samples]
         return PhaseResult(
             phases=plans.phases,
@@ -300,9 +303,14 @@ def _method_result(
     lead = contrast_scores(samples, signs, contexts)
     # Nothing was bet on a candidate that was out after the first round.
     chance = min(1.0, math.exp(-race.evidence(name))) if name in race.wealths else 1.0
-    paired = [sample for part in losses if name in {sample.method for sample in part} for sample in part]
+    paired = [*chain(*_select_parts(losses, name))]
     spared = contrast_scores(paired, signs, contexts) if paired and nats is None else None
     return MethodResult(name, kind, score, count, lead, chance, nats, spared)
+
+
+def _select_parts(losses: Sequence[Sequence[Sample]], name: str) -> list[Sequence[Sample]]:
+    """Select the stages whose losses were measured for a method, too."""
+    return [part for part in losses if name in {sample.method for sample in part}]
 
 
 def negate_losses(samples: Sequence[Sample]) -> list[Sample]:

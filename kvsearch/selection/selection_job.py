@@ -51,7 +51,9 @@ from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.splits import refuse_shared
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, list_context_hashes
 
-REPORTED_PER_KIND: Final = 2  # candidates and baselines, where there is no profile: some take several readings
+# methods that a report asks beside what is always there: the best of a run, some of which take several readings
+REPORTED_OF_RUN: Final[Mapping[MethodKind, int]] = {"candidate": 2, "baseline": 2}
+REPORTED_OF_PROFILE: Final[Mapping[MethodKind, int]] = {"candidate": REPORTED_STRATEGIES}
 RUN_METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
 BUDGET_STEP: Final = 1.1  # from one budget that is tried to the next
 MORE_BUDGETS: Final = 2  # above the smallest that looks good, which are tested, too
@@ -96,9 +98,14 @@ class SelectionJob:
         prepared = self.race.prepared
         choice = self.race.cost(f"choose at {self.size.words}")
         programs = cycle(method.program for method in prepared.methods)
-        reported = list(islice(programs, count_reported(strategies=self.profile is not None)))
+        reported = list(islice(programs, count_reported(self.reported_counts)))
         report = estimate_replies(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
         return [choice, report]
+
+    @property
+    def reported_counts(self) -> Mapping[MethodKind, int]:
+        """How many of the best candidates and baselines the report asks."""
+        return REPORTED_OF_RUN if self.profile is None else REPORTED_OF_PROFILE
 
     @property
     def content(self) -> dict[str, Any]:
@@ -119,11 +126,8 @@ class SelectionJob:
         candidate_set = self.race.candidate_set
         plans = candidate_set.plans
         leader = chosen.leader
-        if self.profile is not None:
-            foremost = chosen.list_foremost("candidate", REPORTED_STRATEGIES)
-        else:
-            kinds: tuple[MethodKind, ...] = ("candidate", "baseline")
-            foremost = [method for kind in kinds for method in chosen.list_foremost(kind, REPORTED_PER_KIND)]
+        counts = self.reported_counts.items()
+        foremost = [method for kind, count in counts for method in chosen.list_foremost(kind, count)]
         names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
         partial_plans = {} if self.profile is not None else self._find_partial_plans(chosen.written)
         report_plans = {name: plans[name] for name in dict.fromkeys(names)} | dict(partial_plans.values())
@@ -239,10 +243,9 @@ def prepare_selection(
     return selection
 
 
-def count_reported(*, strategies: bool = False) -> int:
-    """Count the methods of a report, about: with `strategies` of a profile's signals, else the best of either kind."""
-    # best baseline and even budgets, the full cache
-    return 3 + (REPORTED_STRATEGIES if strategies else 2 * REPORTED_PER_KIND)
+def count_reported(counts: Mapping[MethodKind, int] = REPORTED_OF_RUN) -> int:
+    """Count the methods of a report, about: the best of either kind, best baseline and even budgets, the full cache."""
+    return sum(counts.values()) + 3
 
 
 def list_budgets(least: int, largest: int) -> list[int]:

@@ -110,14 +110,18 @@ class ForcedTask(Task):
         return self.task.examples(samples, seed, count)
 
 
+def have_right_replies(encoded: Sequence[TaskPrompts]) -> bool:
+    """Tell whether all questions have a right reply."""
+    questions = (question for task in encoded for prompt in task.prompts for question in prompt.questions)
+    return all(question.query.answers and len(question.right) for question in questions)
+
+
 def force_replies(encoded: Sequence[TaskPrompts], max_tokens: int) -> list[TaskPrompts] | None:
     """Return tasks with right replies teacher-forced up to `max_tokens` tokens; None if a question has no right reply.
 
     Drawn replies have the same right one, so each of their questions is there once.
     """
-    prompts = [prompt for task in encoded for prompt in task.prompts]
-    questions = [question for prompt in prompts for question in prompt.questions]
-    if not all(question.query.answers and len(question.right) for question in questions):
+    if not have_right_replies(encoded):
         return None
 
     def forced(prompt: Prompt) -> Prompt:
