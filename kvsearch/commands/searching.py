@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvsearch.commands.reporter import Reporter, on_interruption
+from kvsearch.commands.reporter import Reporter, StageReporter, on_interruption
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split, estimate_replies
@@ -48,6 +48,7 @@ from kvsearch.selection.joint import PolicyCurves
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 REFINED = "refined"
+READ_SHARE = 0.1  # of the rest of a refinement that own replies take in the progress, and then the reading of prompts
 MAX_CANDIDATES = 2  # plans of a size that become candidates: there are few places among the finalists
 
 
@@ -231,7 +232,7 @@ class Refinement:
         return replace(replies, work=replies.work + read + Work(tokens=sizes * self.settings.generations * following))
 
     def run(
-        self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
+        self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], stage: StageReporter
     ) -> RefinedPlans | None:
         """Refine the plans of every size by search, and return the plans that are better than all of them.
 
@@ -244,14 +245,14 @@ class Refinement:
         try:
             searches = self._prepare(calibrated, starts)
         except (UsageError, IncompatibleError) as error:
-            reporter.warn(f"nothing is searched on: {error}")
+            stage.warn(f"nothing is searched on: {error}")
             return None
         with lock_for_writing(self.output):
             if CONFIG in read_sums(self.output):
                 config = self.config.changed(content=describe_searches(searches))
                 require_same(self.output, config, unknown=(SEARCHED,))
             else:
-                self._search(searches, reporter)
+                self._search(searches, stage)
         plans = {size: _read_plans(self.output, size) for size in starts}
         return plans, searches[0].record(searched=True)
 
@@ -267,12 +268,14 @@ class Refinement:
         }
         return prepare_searches(setup, named, self.settings, {"search": self.searched}, calibrated.contexts)
 
-    def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
+    def _search(self, searches: tuple[PreparedSearch, ...], stage: StageReporter) -> None:
         """Search at every budget, and write the best plans."""
         files = (CONTEXTS, "plan-*.json")
         maximum = self.settings.generations * len(searches)
-        opening = open_search(self.output, self.config, searches, files, reporter)
-        with opening as (searches, executor, run, log), closing(SearchProgress(reporter, log, maximum)) as watcher:
+        stage.part = READ_SHARE
+        opening = open_search(self.output, self.config, searches, files, stage)
+        with opening as (searches, executor, run, log), closing(SearchProgress(stage, log, maximum)) as watcher:
+            stage.part = 1.0
             write_contexts(self.output, {"fitted": searches[0].hashes["fitted"]})
             for number, search in enumerate(searches, 1):
                 allowed = number * self.settings.generations  # one log has all searches

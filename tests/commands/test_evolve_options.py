@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvsearch.commands import searching
 from kvsearch.commands.evolve import EvolveOptions
-from kvsearch.commands.reporter import NullReporter
+from kvsearch.commands.reporter import NullReporter, StageReporter
 from kvsearch.commands.searching import Refinement
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Split
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
+from kvsearch.runs.run import lock_for_writing
 from tests import tiny
 
 
@@ -73,6 +77,35 @@ def test_what_cannot_be_searched_is_said(family: str, policies: tuple[str, ...],
     options = EvolveOptions.of(model=family, output=tmp_path / "refine", space="joint")
     refinement = Refinement(tiny.loaded(family), options.settings(), options.output, options.config, Split([]))
     with pytest.warns(KvsearchWarning, match=words):
-        found = refinement.run(measured, {Size(40, length=100): {}}, NullReporter())
+        found = refinement.run(measured, {Size(40, length=100): {}}, StageReporter(NullReporter(), lambda *_: None))
     assert found is None
     assert not (tmp_path / "refine").exists()
+
+
+def test_the_progress_of_a_refinement_is_left_to_its_candidates(tmp_path: Path, monkeypatch: Any) -> None:
+    """Own replies and prompts come first; they once took all of the stage, which then seemed to stand still."""
+    shares: list[float] = []
+    log = SimpleNamespace(path=tmp_path / "ledger.jsonl", evaluations=0)
+
+    def search(_: Any, log: Any, allowed: int, watcher: Any, __: str) -> Any:
+        for log.evaluations in (0, allowed // 2, allowed):
+            watcher.generation("start", 0, [], SimpleNamespace(value=1.0))
+            shares.append(stage.done)
+        return SimpleNamespace(flat=True)
+
+    @contextmanager
+    def open_search(*arguments: Any) -> Iterator[Any]:
+        searches, reporter = arguments[2], arguments[4]
+        for title in ("own replies", "reading"):
+            with reporter.progress(title) as show:
+                show(3, 3)
+        yield searches, None, SimpleNamespace(finish=lambda: None), log
+
+    monkeypatch.setattr(searching, "open_search", open_search)
+    options = EvolveOptions.of(model="bundled", output=tmp_path, space="joint")
+    refinement = Refinement(tiny.loaded("llama"), options.settings(), options.output, options.config, Split([]))
+    stage = StageReporter(NullReporter(), lambda *_: None)
+    prepared: Any = SimpleNamespace(hashes={"fitted": []}, search=search, budget=40)
+    with lock_for_writing(tmp_path):
+        refinement._search((prepared,), stage)
+    assert shares == pytest.approx([0.19, 0.595, 1.0])

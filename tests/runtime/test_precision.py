@@ -142,7 +142,7 @@ def test_candidates_of_a_bank(dtype: torch.dtype, softcap: float | None) -> None
     query, keys, values = (tensor[:1] for tensor in (made.query[:, :, -1:], made.key, made.value))
     logits = Logits(made.logits.scaling, softcap)
     parts = [VisibleKV(keys[:, :, part], values[:, :, part], None) for part in (slice(14), slice(14, None))]
-    found = attend_prefix(query, parts[0], parts[1], logits)
+    found = attend_prefix(query, parts[0], parts[1], logits, slice(0, 2))
     scores = query.double().view(2, 2, -1) @ keys[0].double().transpose(-1, -2) * logits.scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

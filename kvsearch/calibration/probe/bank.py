@@ -141,12 +141,18 @@ def choose_farthest(queries: Tensor, count: int) -> Tensor:
     The first is the farthest from the mean, every other the farthest from its nearest among those before it.
     """
     x = _flatten_heads(queries)
-    apart = (x - x.mean(1, keepdim=True)).norm(dim=-1)
+    x = x - x.mean(1, keepdim=True)
+    squares = x.square().sum(-1)
+    apart = squares  # squared distance from the mean, later from the nearest chosen query
+    heads = torch.arange(len(x))
     chosen = list[Tensor]()
     for number in range(min(count, x.shape[1])):
         index = apart.argmax(-1)
         chosen.append(index)
-        away = (x - x[torch.arange(len(x)), index][:, None]).norm(dim=-1)
+        # |x - c|^2 by products: differences would be written to memory and read again for every chosen query
+        products = (x @ x[heads, index][:, None].transpose(1, 2))[..., 0]
+        away = squares - 2 * products + squares[heads, index][:, None]
+        away[heads, index] = 0.0  # whatever rounding leaves: none is chosen twice while others lie apart
         apart = away if number == 0 else torch.minimum(apart, away)
     return _gather_queries(queries, torch.stack(chosen, 1))
 
@@ -155,12 +161,18 @@ def choose_by_k_means(queries: Tensor, start: Tensor) -> Tensor:
     """Choose the queries nearest to k-means centres, from the `start` of `choose_farthest`."""
     x = _flatten_heads(queries)
     centres = _flatten_heads(start)
+    heads, count, size = centres.shape
+    first = torch.arange(heads)[:, None] * count  # row of a head's first centre
     for _ in range(KMEANS_ROUNDS):
-        nearest = torch.cdist(x, centres).argmin(-1)
-        member = torch.nn.functional.one_hot(nearest, centres.shape[1]).to(x.dtype)  # [H, M, N]
-        size = member.sum(1)[..., None]
-        centres = torch.where(size > 0, member.transpose(1, 2) @ x / size.clamp(min=1), centres)
-    return _gather_queries(queries, torch.cdist(centres, x).argmin(-1))
+        # |c|^2 - 2 x.c is smallest where |x - c|^2 is
+        away = torch.baddbmm(centres.square().sum(-1)[:, None], x, centres.transpose(1, 2), alpha=-2)
+        nearest = (away.argmin(-1) + first).flatten()
+        sums = x.new_zeros(heads * count, size).index_add_(0, nearest, x.flatten(0, 1))
+        members = nearest.bincount(minlength=heads * count).view(heads, count, 1)
+        means = sums.view_as(centres) / members.clamp(min=1)
+        centres = torch.where(members > 0, means, centres)
+    away = torch.baddbmm(x.square().sum(-1)[..., None], x, centres.transpose(1, 2), alpha=-2)
+    return _gather_queries(queries, away.argmin(1))
 
 
 def _flatten_heads(queries: Tensor) -> Tensor:

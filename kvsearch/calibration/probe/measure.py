@@ -223,11 +223,7 @@ def _fit_layers(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions,
     center, scale = standardise(x)
     z = (x - center[:, None]) / scale[:, None]
     with torch.no_grad():
-        forms = [
-            restrict_features(fit_ridge(z * subset, wanted, strength), subset)
-            for subset in subsets
-            for strength in (FEW_CONTEXT_STRENGTHS if few else RIDGE_STRENGTHS)
-        ]
+        forms = fit_ridges(z, wanted, FEW_CONTEXT_STRENGTHS if few else RIDGE_STRENGTHS, subsets)
         if options.form == "network" and not few and subsets:
             network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed, layers)
             forms.append(restrict_features(network, read))
@@ -275,21 +271,32 @@ def standardise(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.mean(1), torch.where(spread > ROUNDOFF * x.abs().amax(1), spread, 1.0)
 
 
-def fit_ridge(z: Tensor, target: Tensor, strength: float) -> Coefficients:
-    """Fit target = linear . z + bias with the penalty `strength` times N on |linear|^2, in closed form, in fp64.
+def fit_ridges(z: Tensor, target: Tensor, strengths: Sequence[float], subsets: Sequence[Tensor]) -> list[Coefficients]:
+    """Fit target = linear . z + bias with the penalty strength times N on |linear|^2, in closed form, in fp64.
+
+    There is a fit for every subset of the features and every strength, in this order.
 
     Args:
         z: standardised features [Hkv, N, F].
         target: [Hkv, N].
-        strength: of the penalty, relative to the variance of the features, which is 1.
+        strengths: of the penalty, relative to the variance of the features, which is 1.
+        subsets: the features that a fit may use, [F] bool each.
     """
     _, count, size = z.shape
     mean = target.mean(1)
     x = z.double()
     y = (target - mean[:, None]).double()
-    gram = x.transpose(1, 2) @ x / count + strength * torch.eye(size, dtype=torch.float64, device=z.device)
-    linear = torch.linalg.solve(gram, x.transpose(1, 2) @ y[..., None] / count)[..., 0]
-    return make_constant_fit(z, mean)._replace(linear=linear.float())
+    # products of all features, once: those of a subset are among them
+    gram = x.transpose(1, 2) @ x / count
+    pull = x.transpose(1, 2) @ y[..., None] / count
+    ridge = torch.eye(size, dtype=torch.float64, device=z.device)
+    fits = []
+    for subset in subsets:
+        within = gram * (subset[:, None] & subset)
+        for strength in strengths:
+            linear = torch.linalg.solve(within + strength * ridge, pull * subset[:, None])[..., 0]
+            fits.append(make_constant_fit(z, mean)._replace(linear=linear.float()))
+    return fits
 
 
 def fit_network(

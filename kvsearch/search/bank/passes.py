@@ -25,6 +25,7 @@ from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.stock import CACHE
 from kvsearch.search.bank.samples import BankSample
 
+MAX_FILLED = 0.75  # share of the columns that heads fill together, above which they are not split
 LayerStates = Sequence[Sequence[tuple[Tensor, Tensor]]]  # keys and values by layer and policy
 
 
@@ -37,6 +38,9 @@ class VisibleKV(NamedTuple):
     keys: Tensor
     values: Tensor
     seen: Tensor | None
+
+
+HeadParts = Sequence[tuple[slice, VisibleKV]]  # entries by kv heads, which follow each other
 
 
 class SuffixTokens:
@@ -108,7 +112,7 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         self.own: tuple[Tensor, Tensor] | None = None  # keys and values [P * S, Hkv, n, D] of the tokens that follow
 
     @abstractmethod
-    def visible_prompt(self) -> Sequence[VisibleKV]:
+    def visible_prompt(self) -> Sequence[HeadParts]:
         """Return the visible prompt entries of each candidate."""
 
     def visible_suffix(self) -> Tensor | None:
@@ -128,10 +132,20 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         logits = Logits.of_call(module, query, key, kwargs)
         parts = (torch.split(tensor, len(self.keys)) for tensor in (query, key, value))
         seen = self.visible_suffix()
-        outputs = [
-            attend_prefix(queries, shared, VisibleKV(keys, values, seen), logits)
-            for queries, keys, values, shared in zip(*parts, self.visible_prompt(), strict=True)
-        ]
+        group = query.shape[1] // key.shape[1]
+        outputs = []
+        for queries, keys, values, heads_seen in zip(*parts, self.visible_prompt(), strict=True):
+            of_heads = [
+                attend_prefix(
+                    queries[:, heads.start * group : heads.stop * group],
+                    shared,
+                    VisibleKV(keys[:, heads], values[:, heads], seen),
+                    logits,
+                    heads,
+                )
+                for heads, shared in heads_seen
+            ]
+            outputs.append(torch.cat(of_heads, 1))
         return torch.cat(outputs).transpose(1, 2).contiguous(), None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -181,21 +195,29 @@ class PrefixLayer(BankLayer):
         super().__init__(*states[0], suffix)
         self.prefixes = [self._slice_prefix(states, *pair) for pair in zip(entries, there, strict=True)]
 
-    def _slice_prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor, there: Tensor) -> VisibleKV:
+    def _slice_prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor, there: Tensor) -> HeadParts:
         # A candidate gives entries under one of a layer's policies only, so their sum says which.
         choice = int(entries.sum((0, 2)).argmax())
-        (keys, values) = states[choice]
-        entries = entries[:, choice]
-        minimum = int(entries.min())
-        maximum = int(entries.max())
-        seen = None
-        # Where all heads of all samples have the same budget the view says it all, and no mask is made.
-        if minimum < maximum:
-            limits = there[:, choice, :, None].to(keys.device)
-            seen = (torch.arange(maximum, device=keys.device) < limits)[:, :, None, None]
-        return VisibleKV(keys[:, :, :maximum], values[:, :, :maximum], seen)
+        keys, values = states[choice]
+        entries, limits = entries[:, choice], there[:, choice].to(keys.device)
+        largest = entries.amax(0)
+        heads = len(largest)
+        # A processor attends for one head after the other where a few large ones would make the others as wide. To a
+        # GPU more and smaller products cost more than columns that are masked.
+        is_split = keys.device.type == "cpu" and int(largest.sum()) <= MAX_FILLED * heads * int(largest.max())
+        parts = [slice(head, head + 1) for head in range(heads)] if is_split else [slice(0, heads)]
+        visible = []
+        for part in parts:
+            maximum = int(largest[part].max())
+            seen = None
+            # Where the heads of all samples have the same budget the view says it all, and no mask is made.
+            if int(entries[:, part].min()) < maximum:
+                columns = torch.arange(maximum, device=keys.device)
+                seen = (columns < limits[:, part, None])[:, :, None, None]
+            visible.append((part, VisibleKV(keys[:, part, :maximum], values[:, part, :maximum], seen)))
+        return visible
 
-    def visible_prompt(self) -> Sequence[VisibleKV]:
+    def visible_prompt(self) -> Sequence[HeadParts]:
         return self.prefixes
 
 
@@ -214,19 +236,20 @@ class WindowLayer(BankLayer):
         back = torch.arange(-keys.shape[2], 0, device=suffix.lengths.device)
         self.positions = suffix.lengths[:, None] + back  # below 0 where a prompt is shorter
 
-    def visible_prompt(self) -> Sequence[VisibleKV]:
+    def visible_prompt(self) -> Sequence[HeadParts]:
         seen = self.suffix.mask_window(self.positions, self.window) & (self.positions >= 0)[:, None, None, None]
-        return [VisibleKV(self.keys, self.values, seen)] * self.candidates
+        heads = slice(0, self.keys.shape[1])
+        return [[(heads, VisibleKV(self.keys, self.values, seen))]] * self.candidates
 
     def visible_suffix(self) -> Tensor | None:
         near = self.suffix.mask_window(self.suffix.positions, self.window)
         return near if self.suffix.seen is None else near & self.suffix.seen
 
 
-def attend_prefix(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: Logits) -> Tensor:
+def attend_prefix(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: Logits, kv_heads: slice) -> Tensor:
     """Attend with queries [S, Hq, q, D] over shared prompt entries and own suffix entries, [S, Hq, q, Dv].
 
-    One softmax over both; the query heads of a kv head are packed into one matrix.
+    One softmax over both; the query heads of a kv head are packed into one matrix. All are of `kv_heads` of the layer.
     """
     samples, query_heads, rows, _ = query.shape
     heads = own.keys.shape[1]
@@ -234,7 +257,8 @@ def attend_prefix(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: Logi
     # Keys are not concatenated: prompts are shared, and copying them for each candidate is what the bank is to avoid.
     scores = torch.cat([_scores(packed, part, rows, logits) for part in (own, shared)], -1)
     grouped = scores.view(samples * heads, query_heads // heads, rows, -1)
-    weights = logits.softmax(grouped, torch.arange(heads, device=query.device).repeat(samples)).view_as(scores)
+    numbers = torch.arange(kv_heads.start, kv_heads.stop, device=query.device)
+    weights = logits.softmax(grouped, numbers.repeat(samples)).view_as(scores)
     weights = weights.to(query.dtype)
     near = own.keys.shape[2]
     output = weights[..., :near] @ own.values + weights[..., near:] @ shared.values

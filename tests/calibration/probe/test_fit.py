@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from kvsearch.calibration.probe.measure import fit_network, fit_ridge, log_importance, select_fits, standardise
+from kvsearch.calibration.probe.measure import fit_network, fit_ridges, log_importance, select_fits, standardise
 from kvsearch.policies.probe import Coefficients, Weights
 
 
@@ -28,11 +28,13 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def test_ridge_is_that_of_scikit_learn(strength: float, seed: int) -> None:
     z, target = drawn(2, 60, 5, seed=seed), drawn(2, 60, seed=seed + 100)
     z = (z - z.mean(1, keepdim=True)) / z.std(1, keepdim=True)
-    fit = fit_ridge(z, target, strength)
-    for head in range(2):
-        known = Ridge(alpha=strength * 60).fit(z[head].double().numpy(), target[head].double().numpy())
-        np.testing.assert_allclose(fit.linear[head].numpy(), known.coef_, atol=1e-5)
-        assert float(fit.bias[head]) == pytest.approx(known.intercept_, abs=1e-5)
+    subsets = [torch.ones(5, dtype=torch.bool), torch.tensor([True, False, True, True, False])]
+    for subset, fit in zip(subsets, fit_ridges(z, target, [strength], subsets), strict=True):
+        for head in range(2):
+            features = (z[head] * subset).double().numpy()
+            known = Ridge(alpha=strength * 60).fit(features, target[head].double().numpy())
+            np.testing.assert_allclose(fit.linear[head].numpy(), known.coef_, atol=1e-5)
+            assert float(fit.bias[head]) == pytest.approx(known.intercept_, abs=1e-5)
 
 
 @pytest.mark.nightly
@@ -41,7 +43,10 @@ def test_a_network_fits_what_no_line_does() -> None:
     target = 5 + 3 * torch.stack([z[0, :, 0] * z[0, :, 1], z[1, :, 2].abs()])
     lost = [
         (predicted(fit, z) - target).var(1) / target.var(1)
-        for fit in (fit_ridge(z, target, 1e-4), fit_network(z, target, 16, 400, 256, 1e-2, 0))
+        for fit in (
+            *fit_ridges(z, target, [1e-4], [torch.ones(3, dtype=torch.bool)]),
+            fit_network(z, target, 16, 400, 256, 1e-2, 0),
+        )
     ]
     assert lost[0].min() > 0.8
     assert lost[1].max() < 0.2
@@ -58,7 +63,10 @@ def test_layers_that_are_fitted_at_once_are_those_that_are_fitted_alone() -> Non
 
 def test_every_head_gets_its_own_fit() -> None:
     z, target = drawn(3, 80, 4), drawn(3, 80)
-    fits = [fit_ridge(z, target, 1.0), fit_network(z, target, 5, 10, 32, 1e-2, 0)]
+    fits = [
+        *fit_ridges(z, target, [1.0], [torch.ones(4, dtype=torch.bool)]),
+        fit_network(z, target, 5, 10, 32, 1e-2, 0),
+    ]
     both = select_fits(fits, torch.tensor([0, 1, 0]), 5)
     for head, number in enumerate((0, 1, 0)):
         torch.testing.assert_close(predicted(both, z)[head], predicted(fits[number], z)[head])

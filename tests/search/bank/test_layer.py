@@ -25,16 +25,25 @@ def test_padding_takes_no_position_and_is_seen_by_itself_alone() -> None:
     assert suffix.seen[:, 0, 0].tolist() == [yes("x..", ".x.", ".xx"), yes("x..", "xx.", "xxx")]
 
 
-def test_a_prefix_is_a_view_with_a_mask_only_where_heads_differ() -> None:
+def test_a_prefix_is_a_view_with_a_mask_only_where_heads_or_samples_differ() -> None:
     states = torch.arange(2 * 2 * 6.0).view(2, 2, 6, 1)
-    entries = torch.tensor([[[3, 3], [3, 3]], [[2, 5], [1, 4]]])  # [P, S, Hkv]
-    same, ragged = PrefixLayer(
+    entries = torch.tensor([[[3, 3], [3, 3]], [[4, 5], [3, 5]], [[2, 5], [1, 5]]])  # [P, S, Hkv]
+    same, near, apart = PrefixLayer(
         [(states, states)], SuffixTokens(torch.tensor([6, 6])), *[entries[:, :, None]] * 2
     ).visible_prompt()
-    assert same.keys.data_ptr() == ragged.values.data_ptr() == states.data_ptr()
-    assert same.keys.shape == (2, 2, 3, 1)
-    assert same.seen is None
-    assert ragged.seen[:, :, 0, 0].tolist() == [yes("xx...", "xxxxx"), yes("x....", "xxxx.")]
+    ((heads, whole),) = same
+    assert heads == slice(0, 2)
+    assert whole.keys.data_ptr() == whole.values.data_ptr() == states.data_ptr()
+    assert whole.keys.shape == (2, 2, 3, 1)
+    assert whole.seen is None
+    ((_, masked),) = near
+    assert masked.seen[:, :, 0, 0].tolist() == [yes("xxxx.", "xxxxx"), yes("xxx..", "xxxxx")]
+    # one large head does not make the other as wide
+    (first, small), (second, large) = apart
+    assert (first, second) == (slice(0, 1), slice(1, 2))
+    assert small.seen[:, :, 0, 0].tolist() == [yes("xx"), yes("x.")]
+    assert large.keys.shape == (2, 1, 5, 1)
+    assert large.seen is None
 
 
 def test_a_window_moves_with_the_token_and_ends_with_the_prompt() -> None:
@@ -45,17 +54,29 @@ def test_a_window_moves_with_the_token_and_ends_with_the_prompt() -> None:
     suffix.extend(torch.ones(2, 2, dtype=torch.bool))
     first, second = layer.visible_prompt()
     assert first is second
-    assert first.seen[:, 0, 0].tolist() == [yes("xxx", ".xx")] * 2
+    assert first[0][1].seen[:, 0, 0].tolist() == [yes("xxx", ".xx")] * 2
     suffix.extend(torch.ones(2, 3, dtype=torch.bool))
     assert layer.visible_suffix()[:, 0, 0].tolist() == [yes("xxx..", "xxxx.", ".xxxx")] * 2  # type: ignore[index]
 
 
-def naive(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """One softmax per query; keys and values have the query heads, `seen` is [S, Hq, q, N]."""
+def naive(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One softmax per query; keys and values have the query heads, `seen` is [S, Hq, q, N], `sinks` [Hkv, G]."""
     scores = (query @ keys.transpose(-1, -2)) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        beside = sinks.flatten()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, beside], -1).softmax(-1)[..., :-1] @ values
+    return scores.softmax(-1) @ values
 
 
 @given(
@@ -77,16 +98,25 @@ def test_attention_is_one_softmax_over_prefix_and_own_tokens(
     lengths = torch.randint(0, width + 1, (samples, heads), generator=generator)
     causal = torch.ones(rows, rows, dtype=torch.bool).tril()
     prefix = torch.arange(width) < lengths[..., None]
-    logits = Logits(0.7, 2.0 if capped else None)
-    found = attend_prefix(
-        query,
-        VisibleKV(far, far_values, prefix[:, :, None, None]),
-        VisibleKV(near, near_values, causal[None, None, None]),
-        logits,
-    )
+    sinks = drawn(heads, group) if capped else None
+    logits = Logits(0.7, 2.0 if capped else None, sinks=sinks)
+
+    def attend(part: slice) -> Tensor:
+        count = int(lengths[:, part].max())
+        return attend_prefix(
+            query[:, part.start * group : part.stop * group],
+            VisibleKV(far[:, part, :count], far_values[:, part, :count], prefix[:, part, None, None, :count]),
+            VisibleKV(near[:, part], near_values[:, part], causal[None, None, None]),
+            logits,
+            part,
+        )
+
+    together = attend(slice(0, heads))
+    one_by_one = torch.cat([attend(slice(head, head + 1)) for head in range(heads)], 1)
     keys = torch.cat([far, near], 2).repeat_interleave(group, 1)
     values = torch.cat([far_values, near_values], 2).repeat_interleave(group, 1)
     seen = torch.cat([prefix[:, :, None].expand(-1, -1, rows, -1), causal.expand(samples, heads, -1, -1)], -1)
-    expected = naive(query, keys, values, seen.repeat_interleave(group, 1), 0.7, logits.softcap)
-    assert found.shape == (samples, heads * group, rows, 5)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    expected = naive(query, keys, values, seen.repeat_interleave(group, 1), 0.7, logits.softcap, sinks)
+    assert together.shape == (samples, heads * group, rows, 5)
+    torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one_by_one, expected, atol=1e-5, rtol=1e-5)
