@@ -385,7 +385,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
 
     def refinement(self, loaded: LoadedModel, tasks: Sequence[Task]) -> Refinement:
         """Make the search that refines plans, on contexts of `tasks`, which are of the split train."""
-        from kvsearch.commands.searching import Refinement
+        from kvsearch.commands.searching import Refinement, limit_search
 
         names = (*LOADING, "max_length", "batch", "max_memory", "protocol")
         search = EvolveOptions.of(
@@ -393,7 +393,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
             samples=max(self.measure or 1, 2), generations=self.evaluations,
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
-        searched = search.split("train", tasks, search.protocol)
+        searched = limit_search(search.split("train", tasks, search.protocol), loaded)
         return Refinement(loaded, search.settings(), search.output, search.config, searched)
 
 

@@ -45,9 +45,12 @@ from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import RESERVED_NAMES, SearchSetup
 from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog
 from kvsearch.selection.joint import PolicyCurves
+from kvsearch.tasks.encode import TaskPrompts
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 REFINED = "refined"
+SEARCHED_TOKENS = 1_600  # questions and right replies that a candidate reads at most, about
+MIN_SEARCHED_CONTEXTS = 16  # contexts, whatever they take
 READ_SHARE = 0.1  # of the rest of a refinement that own replies take in the progress, and then the reading of prompts
 MAX_CANDIDATES = 2  # plans of a size that become candidates: there are few places among the finalists
 
@@ -200,6 +203,27 @@ def search_progress(reporter: Reporter, log: TrialLog, max_candidates: int) -> I
 # --- the refinement of a run -----------------------------------------------------------------------------------------
 
 
+def limit_search(split: Split, loaded: LoadedModel) -> Split:
+    """Limit a split so that a candidate reads about `SEARCHED_TOKENS` after its prompts.
+
+    Questions about one context are alike, so first there are fewer of each, and fewer contexts only then.
+    """
+    encoded = split.encode(loaded)
+    contexts = sum(len(task.prompts) for task in encoded)
+    asked_tokens = [tokens for task in encoded for tokens in count_following(task)]
+    affordable = SEARCHED_TOKENS * len(asked_tokens) / sum(asked_tokens)  # questions
+    if affordable >= len(asked_tokens):
+        return split
+    left = min(contexts, max(MIN_SEARCHED_CONTEXTS, round(affordable)))
+    samples = -(-split.samples * left // contexts)
+    return replace(split, samples=samples, questions=max(1, round(affordable / left)))
+
+
+def count_following(task: TaskPrompts) -> list[int]:
+    """Count the tokens of every question with its right reply."""
+    return [len(question.ids) + len(question.right) for prompt in task.prompts for question in prompt.questions]
+
+
 # what was found, by size and name, and what it was searched on
 RefinedPlans = tuple[Mapping[Size, Mapping[str, Plan]], ContextRecord]
 
@@ -227,7 +251,7 @@ class Refinement:
         encoded = self.searched.encode(self.loaded)
         replies = estimate_replies(name, encoded, self.searched, [make_full_program(self.loaded.model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
-        following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
+        following = sum(sum(count_following(task)) for task in encoded)
         read = Work.over(len(prompt.context) for prompt in prompts)
         return replace(replies, work=replies.work + read + Work(tokens=sizes * self.settings.generations * following))
 

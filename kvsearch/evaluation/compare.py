@@ -51,6 +51,7 @@ from kvsearch.tasks.encode import (
     compute_token_limit,
     encode_tasks,
     format_reasons,
+    limit_questions,
     list_questions,
     make_readings,
     name_contexts,
@@ -124,7 +125,8 @@ class Split:
     """Tasks with the settings to evaluate them: up to `samples` contexts of each, `batch` prompts at a time.
 
     `max_memory` is the most bytes for compressed caches at a time, see `compressed`. Contexts that are in `used`
-    are left out, see `encode_tasks`. Replies are greedy without `sampling`.
+    are left out, see `encode_tasks`. Replies are greedy without `sampling`. Of a context at most so many `questions`
+    are asked; None: all.
     """
 
     tasks: Sequence[Task]
@@ -136,20 +138,22 @@ class Split:
     max_length: int | None = None
     used: ContextSet | None = None
     sampling: Sampling | None = None
+    questions: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the split's settings as JSON. Used contexts are left out: the results record their own contexts."""
+        """Return the split's settings as JSON, but for what the results record: used contexts and limited questions."""
         stated = {
             setting.name: getattr(self, setting.name)
             for setting in fields(self)[1:]
-            if setting.name not in ("used", "sampling")
+            if setting.name not in ("used", "sampling", "questions")
         }
         return stated if self.sampling is None else {**stated, "sampling": asdict(self.sampling)}
 
     def encode(self, loaded: LoadedModel) -> list[TaskPrompts]:
         """Draw and encode the examples of all tasks; errors as for `encode_tasks`."""
         settings = (self.samples, self.seed, self.max_length, self.used, self.sampling)
-        return encode_tasks(loaded, self.tasks, *settings)
+        encoded = encode_tasks(loaded, self.tasks, *settings)
+        return encoded if self.questions is None else [limit_questions(task, self.questions) for task in encoded]
 
     def without(self, used: ContextSet | None) -> Split:
         """Return the split without contexts that were used for something else."""

@@ -116,6 +116,20 @@ def have_right_replies(encoded: Sequence[TaskPrompts]) -> bool:
     return all(question.query.answers and len(question.right) for question in questions)
 
 
+def limit_questions(task: TaskPrompts, count: int) -> TaskPrompts:
+    """Leave at most `count` questions of each context: of the next one those that follow, so that every kind is asked.
+
+    Of questions in turns the first are left.
+    """
+
+    def limit(number: int, prompt: Prompt) -> Prompt:
+        first = 0 if prompt.turns else number * count % len(prompt.questions)
+        return replace(prompt, questions=(prompt.questions[first:] + prompt.questions[:first])[:count])
+
+    prompts = tuple(limit(number, prompt) for number, prompt in enumerate(task.prompts))
+    return replace(task, prompts=prompts, coverage=replace(task.coverage, **count_coverage(prompts)))
+
+
 def force_replies(encoded: Sequence[TaskPrompts], max_tokens: int) -> list[TaskPrompts] | None:
     """Return tasks with right replies teacher-forced up to `max_tokens` tokens; None if a question has no right reply.
 
