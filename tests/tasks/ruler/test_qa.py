@@ -12,7 +12,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.qa import QaQuestion, read_hotpot, read_squad
+from kvsearch.tasks.ruler.qa import QaQuestion, read_hotpot
 from tests.tasks.ruler.helpers import hotpot, paragraph, squad, words, written
 
 
@@ -30,13 +30,6 @@ def number_of(text: str) -> int:
     found = re.search(r"Place(\d+)", text)
     assert found
     return int(found[1])
-
-
-def test_a_squad_file(tmp_path: Path) -> None:
-    file = read_squad(squad(tmp_path, articles=2, paragraphs=3))
-    assert file.documents == tuple(paragraph(number) for number in range(6))
-    assert len(file.questions) == 6  # those that nobody can answer are left out
-    assert file.questions[4] == QaQuestion("When did Place4 build?", ("1004",), (4,), (3, 5))
 
 
 def test_a_hotpot_file(tmp_path: Path) -> None:
