@@ -64,7 +64,6 @@ def test_settings_of_all_that_have_them_and_of_one() -> None:
     ("settings", "problem"),
     [
         ({"windo": 8}, r"setting 'windo': none of the patterns has such a parameter; did you mean 'window'\?"),
-        ({"snapk.window": 8}, r"setting 'snapk\.window': 'snapk' is none of the patterns; did you mean 'snapkv'\?"),
         ({"keydiff.window": 8}, r"'keydiff' is none of the patterns .*known: h2o, tova, cam"),
         ({"snapkv.windo": 8}, r"policy snapkv has no parameter 'windo'; did you mean 'window'\?"),
         ({"window": 0}, "policy pyramidkv: window must be 1 or more, got 0"),
