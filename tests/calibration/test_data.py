@@ -81,17 +81,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
     [
         ("{", "is not valid JSON at line 1"),
         ("[]", "the whole: "),
-        ({"contexts": [text()]}, "name: is missing"),
         ({"name": "", "contexts": [text()]}, "name: must not be blank"),
         ({"name": "x", "contexts": []}, "contexts: must not be empty"),
         ({"name": "x", "contexts": [text(1, 0)]}, "contexts.0.questions: must not be empty"),
-        ({"name": "x", "contexts": [{"text": "a"}]}, "contexts.0.questions: must not be empty"),
         ({"name": "x", "contexts": [text(text="")]}, "contexts.0.text: must not be blank"),
         ({"name": "x", "contexts": [text(text=None)]}, "contexts.0: give either text or text_file"),
-        ({"name": "x", "contexts": [text(txt="a")]}, "contexts.0.txt: unknown key"),
         ({"name": "x", "contexts": [text(questions=[{**PAIR, "answer": ""}])]}, "answer: must not be blank"),
-        ({"name": "x", "contexts": [text()], "prompt": "Q: "}, "prompt: needs {question}"),
-        ({"name": "x", "contexts": [text(text_file="gone.txt", text=None)]}, "contexts.0.text_file: there is no file"),
         ({"name": "x", "contexts": [text(text_file="blank.txt", text=None)]}, "blank.txt is empty"),
         ({"name": "x", "contexts": [text(text_file="latin.txt", text=None)]}, "latin.txt is not UTF-8 text: byte 1"),
         ({"name": "x", "contexts": [text(text_file="here.txt")]}, "give either text or text_file"),
@@ -114,8 +109,11 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     message = refusal(tmp_path, {"contexts": contexts, "prompt": "?"})
     head, *problems = message.splitlines()
     assert head.endswith("is not valid, 6 problems:")
-    for place in ("name", "prompt", "contexts.0.questions.0.answer", "contexts.0.note", "contexts.1.text_file"):
-        assert any(line.strip().startswith(f"{place}: ") for line in problems), place
+    for words in (
+        "name: is missing", "prompt: needs {question}", "contexts.0.questions.0.answer: is missing",
+        "contexts.0.note: unknown key", "contexts.1.text_file: there is no file",
+    ):  # fmt: skip
+        assert any(line.strip().startswith(words) for line in problems), words
     assert "gone too.txt" in message
 
 

@@ -45,7 +45,6 @@ def test_options_reach_the_strategy(polykv: Path, tmp_path: Path) -> None:
             Strategy(None, "ppl-mean", policy="h2o"),
             ("--route", "none", "--budget-signal", "ppl-mean", "--policy", "h2o"),
         ),
-        (Strategy(phases="both"), ("--phases", "both")),
     ]  # fmt: skip
     for strategy, options in given:
         done("export", polykv, "-o", path, "--budget", 64, "--length", 300, *options, "--force")

@@ -124,7 +124,6 @@ def test_contexts_that_cannot_be_filled(make: Any, tmp_path: Path) -> None:
         ("p : float, optional\n    Step (default: 1.0).", 1.0, ("1.0", "1")),
         ("p : int\n    Points (default is\n    N=512).", 512, ("512",)),
         ("p : int\n    Degree. Defaults to ``16``", 16, ("16",)),
-        ("p : {'auto', 'full'}, default='auto'", "auto", ("auto",)),
         ('p : str, default="auto"', "auto", ("auto",)),
         ("p : tuple, default=(0, 1)", (0, 1), ("(0, 1)",)),
         ("p : int, default: -1", -1, ("-1",)),
@@ -133,8 +132,6 @@ def test_contexts_that_cannot_be_filled(make: Any, tmp_path: Path) -> None:
         ("p : int, default=12", 13, None),
         ("p : int\n    About 12 of them.", 12, None),
         ("p : int, default=5", 5, None),  # of one character, and easily guessed
-        ("p : bool, default=True", True, None),
-        ("p : int or None, default=None", None, None),
         ("axis : int, default=-1", -1, None),
         ("q : int, default=12", 12, None),  # not in the signature
         ("p, q : int, default=12", 12, None),  # whose?

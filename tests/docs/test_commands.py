@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kvsearch
 from kvsearch.cli import app
 from kvsearch.cli.console import Console
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, InternalError, UsageError
+from kvsearch.core.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 OF_AGENTS = ROOT / "AGENTS.md"
@@ -73,8 +73,6 @@ def test_targets_and_scripts_that_agents_are_told_of_are_there() -> None:
     named = re.findall(r"`((?:kvsearch|scripts|tests|docs)/[\w./]*)`", text)
     assert len(named) > 3
     assert [place for place in named if not (ROOT / place).exists()] == []
-    codes = {error.exit_code for error in (EnvironmentFault, IncompatibleError, InternalError, UsageError)}
-    assert all(re.search(rf"[:;] {code} ", text) for code in (0, *codes))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")

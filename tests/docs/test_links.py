@@ -64,23 +64,6 @@ def test_the_index_has_every_page() -> None:
     assert "(docs/README.md)" in prose(ROOT / "README.md")
 
 
-def test_llms_txt_has_the_form_of_llmstxt_org() -> None:
-    title, summary, rest = INDEX.read_text(encoding="utf-8").split("\n\n", 2)
-    assert title == "# kvsearch"
-    assert all(line.startswith("> ") for line in summary.splitlines())
-    about, *sections = re.split(r"^## (.+)\n\n", rest, flags=re.MULTILINE)
-    assert "#" not in about
-    lists = dict(zip(sections[::2], sections[1::2], strict=True))
-    assert "Optional" in lists
-    for text in lists.values():
-        assert all(re.fullmatch(r"- \[[^]]+\]\([^)]+\): \S.*", line) for line in text.strip().splitlines()), text
-
-
-@pytest.mark.parametrize("name", ["llms.txt", "AGENTS.md"])
-def test_what_agents_read_is_a_page(name: str) -> None:
-    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 66
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_it_is_built(tmp_path: Path) -> None:

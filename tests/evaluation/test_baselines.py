@@ -69,17 +69,15 @@ def test_names_and_policies(model: LoadedModel) -> None:
     assert all(program.layers == (0, 1, 2, 3) for program in found.values())
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "streaming"])
-def test_a_baseline_that_equals_another_is_left_out(policy: str, model: LoadedModel) -> None:
-    assert list(make_baselines(model.model, plan_of(model, policy))) == [name for name in BASELINES if name != policy]
-
-
-def test_a_plan_of_several_policies_has_no_uniform_counterpart(model: LoadedModel) -> None:
-    assert list(make_baselines(model.model, plan_of(model, "keydiff", "snapkv"))) == [
-        "snapkv",
-        "streaming",
-        "random",
-    ]
+@pytest.mark.parametrize(
+    ("policies", "left_out"),
+    [(["snapkv"], "snapkv"), (["streaming"], "streaming"), (["keydiff", "snapkv"], "uniform")],
+)
+def test_what_equals_another_baseline_or_has_no_counterpart_is_left_out(
+    policies: list[str], left_out: str, model: LoadedModel
+) -> None:
+    found = list(make_baselines(model.model, plan_of(model, *policies)))
+    assert found == [name for name in BASELINES if name != left_out]
 
 
 def test_what_does_not_divide_goes_to_the_first_heads(model: LoadedModel) -> None:

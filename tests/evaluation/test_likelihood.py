@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.evaluation.likelihood import Likelihood, count_compressible, score
+from kvsearch.evaluation.likelihood import Likelihood, score
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -58,11 +58,6 @@ def told(logits: Tensor, text: Sequence[int]) -> Likelihood:
 
 def assert_same(found: Likelihood, expected: Likelihood) -> None:
     assert found == (pytest.approx(expected[0], abs=CLOSE), expected[1])
-
-
-@pytest.mark.parametrize(("length", "count"), [(1, 0), (2, 1), (9, 8)])
-def test_all_but_the_last_token_is_compressed(length: int, count: int) -> None:
-    assert count_compressible(range(length)) == max(count, 1)
 
 
 def test_a_model_that_knows_nothing() -> None:

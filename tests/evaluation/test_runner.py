@@ -250,22 +250,6 @@ def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Pro
     assert len(expected) == len(programs) * len(alone["full"])
 
 
-@pytest.mark.nightly
-def test_prompts_are_read_once_unless_memory_is_short(model: LoadedModel) -> None:
-    read: list[int] = []
-    handle = model.model.register_forward_pre_hook(
-        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
-    encoded = encode_tasks(model, [TASK], 4)
-    longest = max(len(prompt.context) for prompt in encoded[0].prompts)
-    programs = {name: program for name, program in many(model).items() if name in ("full", "h2o, both", "lava")}
-    for memory, times in ((None, 1), (1, len(programs))):
-        read.clear()
-        run_encoded(model, programs, encoded, QUESTION_AGNOSTIC, 4, memory=memory)
-        assert read.count(longest) == times
-    handle.remove()
-
-
 def test_logits_of_right_answers_count_as_memory(model: LoadedModel) -> None:
     """They are of every method, text and token over the whole vocabulary: of many methods more than their caches."""
     read: list[int] = []
@@ -279,7 +263,7 @@ def test_logits_of_right_answers_count_as_memory(model: LoadedModel) -> None:
     programs = {name: program for name, program in many(model).items() if "snapkv" in name or name == "full"}
     caches = sum(2 * estimate_prompt_bytes(model.model, program, lengths) for program in programs.values())
     whole = caches + len(programs) * logits
-    for memory, times in ((whole, 1), (whole - 1, 2)):
+    for memory, times in ((None, 1), (whole, 1), (whole - 1, 2), (1, len(programs))):
         read.clear()
         run_encoded(model, programs, encoded, QUESTION_AGNOSTIC, 4, memory=memory)
         assert read.count(max(lengths)) == times

@@ -71,8 +71,6 @@ def test_rows_have_categories_and_ids_of_their_own(tmp_path: Path) -> None:
     ("lines", "problem"),
     [
         ([], "no rows"),
-        (["", "   "], "no rows"),
-        ([row(answers=[])], "line 1: answers: must not be empty"),
         ([{"question": "Q", "answers": ["a"]}], "line 1: context: is missing"),
         ([row(context=" ")], "line 1: context: must not be blank"),
         ([row(max_new_tokens=0)], "line 1: max_new_tokens: "),
@@ -81,13 +79,10 @@ def test_rows_have_categories_and_ids_of_their_own(tmp_path: Path) -> None:
         ([row(prompt=" {question}"), row(prompt="{question}")], "different prompts"),
         ([row(prompt="nothing")], "lacks {question}"),
         ([row(id=1), row(id="1")], "the id '1' is of 2 rows"),
-        ([row(id=" ")], "line 1: id"),
         ([row(id=True)], "line 1: id"),
         ([row(category=" ")], "line 1: category: must not be blank"),
         ([row(options=["a", ""])], "line 1: options.1: must not be blank"),
-        ([row(options="a")], "line 1: options: must be a list, not 'a'"),
         ([row(answers="x")], "line 1: answers: must be a list, not 'x'"),
-        ([row(answers={"text": "x"})], "line 1: answers: must be a list, not an object"),
         ([row(answers=["a", "\u200b\ufeff"])], "line 1: answers.1: must not be blank"),
         (
             [{"text": "Once upon a time."}],

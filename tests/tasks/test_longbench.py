@@ -97,6 +97,8 @@ def test_code_is_continued_where_it_ends(tmp_path: Path) -> None:
         ("triviaqa", "\n\nAnn\nBob Carl Dan", ["Ann"], 1.0),
         ("trec", "\nDate\nLocation", ["Date"], 1.0),
         ("trec", "Date, Location", ["Date"], 0.5),
+        ("trec", " \nDate", ["Date"], 0.0),  # newlines alone are stripped, and end a line
+        ("trec", "That\u2028is Date", ["Date"], 1.0),
         ("samsum", "Ann sings.\nDialogue: no", ["Ann sings."], 1.0),
         ("gov_report", "Ann sings.", ["Ann sings."], 1.0),
         ("passage_count", "7 or 8", ["7"], 0.5),

@@ -106,13 +106,8 @@ def test_a_template_s_date_does_not_move() -> None:
     ("template", "form", "prefix", "question", "answer", "expected"),
     [
         (None, "{question}\nAnswer:", "", "", "A", " A"),
-        (None, "{question}\nAnswer: ", "", "", "A", "A"),
-        (None, "{question}\n", "", "", "A", "A"),
-        (None, "{question}\nAnswer:", " It is", "", "A", " A"),
         (None, "{question}\nAnswer:", " It is\n", "", "A", "A"),
         (None, "{question}\nAnswer:", "", "", " A", " A"),  # it brings its blank along
-        (None, "{question}", "", "Who?", "A", " A"),
-        (None, "{question}", "", "Who?\n", "A", "A"),
         (None, "{question}", "", "Who (", "A", "A"),
         (None, "{question}", "", "\u8c01\uff1f", "\u5e02", "\u5e02"),  # no blanks in Chinese,
         (None, "{question}", "", "\u0e43\u0e04\u0e23", "\u0e04", "\u0e04"),  # nor in Thai,
@@ -132,14 +127,8 @@ def test_one_gap_before_an_answer(
 @pytest.mark.parametrize(
     ("text", "stops", "expected"),
     [
-        ("one two three", (), "one two three"),
-        ("one two three", ("four",), "one two three"),
-        ("one two three", ("two",), "one "),
         ("one two three", ("three", "two"), "one "),
         ("one two two", ("two",), "one "),
-        ("one\ntwo", ("\n",), "one"),
-        ("one two", ("one",), ""),
-        ("", ("one",), ""),
         ("\none\ntwo", ("\n",), "one"),  # a newline ends nothing before something was said
         (" \n\n one\n", ("\n",), "one"),
         (" one two", (" ",), "one"),

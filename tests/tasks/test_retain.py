@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +178,3 @@ def test_a_model_without_a_chat_template(tmp_path: Path) -> None:
         IncompatibleError, match="task json begins with a system prompt, and the model's tokenizer has no"
     ):
         kvsearch.evaluate(model, tasks="retain:json", **ASKED)
-
-
-def test_json_of_a_question_can_be_parsed() -> None:
-    for example in examples("json"):
-        (query,) = example.queries
-        assert list(json.loads(query.written)) == list(query.options)

@@ -21,7 +21,7 @@ from kvsearch.commands.run import RunOptions
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchError
 from kvsearch.core.resources import find_resource
-from kvsearch.plan import load_plan, save_plan
+from kvsearch.plan import Plan, load_plan, save_plan
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.integrity import Verification
@@ -119,16 +119,10 @@ def read_templates(path: Path) -> None:
     assert isinstance(template.context("{x}") + template.question("{y}"), str)
 
 
-def make_plans() -> list[bytes]:
+@cache
+def make_streaming_plan() -> Plan:
     budgets = [[10, 6], [8, 8], [4, 12]]
-    phase = phase_dict(budgets, {"name": "streaming", "params": {"sinks": 2}})
-    return [canonical_json(make_plan(budgets, prefill=phase))]
-
-
-def make_strategies() -> list[bytes]:
-    budgets = [[10, 6], [8, 8], [4, 12]]
-    phase = phase_dict(budgets, {"name": "streaming", "params": {"sinks": 2}})
-    return [plan_to_yaml(make_plan(budgets, prefill=phase)).encode()]
+    return make_plan(budgets, prefill=phase_dict(budgets, {"name": "streaming", "params": {"sinks": 2}}))
 
 
 def list_recipes(job: str) -> list[bytes]:
@@ -140,8 +134,8 @@ def read_seeds(*names: str) -> list[bytes]:
 
 
 HAND_WRITTEN = {
-    "plan": Reader("plan.json", make_plans, read_plan),
-    "strategy": Reader("strategy.yaml", make_strategies, read_strategy),
+    "plan": Reader("plan.json", lambda: [canonical_json(make_streaming_plan())], read_plan),
+    "strategy": Reader("strategy.yaml", lambda: [plan_to_yaml(make_streaming_plan()).encode()], read_strategy),
     **{
         f"recipe-{job}": Reader("recipe.yaml", partial(list_recipes, job), partial(read_recipe, job)) for job in OPTIONS
     },

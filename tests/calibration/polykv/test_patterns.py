@@ -61,34 +61,23 @@ def test_settings_of_all_that_have_them_and_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("names", "settings", "problem"),
     [
-        ({"windo": 8}, r"setting 'windo': none of the patterns has such a parameter; did you mean 'window'\?"),
-        ({"snapk.window": 8}, r"setting 'snapk\.window': 'snapk' is none of the patterns; did you mean 'snapkv'\?"),
-        ({"keydiff.window": 8}, r"'keydiff' is none of the patterns .*known: h2o, tova, cam"),
-        ({"snapkv.windo": 8}, r"policy snapkv has no parameter 'windo'; did you mean 'window'\?"),
-        ({"window": 0}, "policy pyramidkv: window must be 1 or more, got 0"),
-        ({"snapkv.window": 8.0}, r"policy snapkv: window must be a whole number, got 8\.0"),
+        ("paper", {"windo": 8}, r"setting 'windo': none of the patterns has such a parameter; did you mean 'window'\?"),
+        ("paper", {"keydiff.window": 8}, r"'keydiff' is none of the patterns .*known: h2o, tova, cam"),
+        ("paper", {"snapkv.windo": 8}, r"policy snapkv has no parameter 'windo'; did you mean 'window'\?"),
+        ("paper", {"window": 0}, "policy pyramidkv: window must be 1 or more, got 0"),
+        ("paper", {"snapkv.window": 8.0}, r"policy snapkv: window must be a whole number, got 8\.0"),
+        (["snapvk"], {}, r"unknown pattern 'snapvk'; did you mean 'snapkv'\?"),
+        (["tova", "snapkv", "tova"], {}, "the pattern tova is given twice"),
+        (["full"], {}, "policy full: it agrees with itself, so no signal can judge it: leave it out"),
+        (["duo_attention"], {}, "policy duo_attention: some of its heads are never evicted"),
+        ([], {}, "there are no patterns: name some"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_tried(names: str | list[str], settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        make_candidates("paper", settings, BOTH, (512,))
-
-
-@pytest.mark.parametrize(
-    ("names", "problem"),
-    [
-        (["snapvk"], r"unknown pattern 'snapvk'; did you mean 'snapkv'\?"),
-        (["tova", "snapkv", "tova"], "the pattern tova is given twice"),
-        (["full"], "policy full: it agrees with itself, so no signal can judge it: leave it out"),
-        (["duo_attention"], "policy duo_attention: some of its heads are never evicted"),
-        ([], "there are no patterns: name some"),
-    ],
-)
-def test_names_that_cannot_be(names: list[str], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        tried(names)
+        make_candidates(names, settings, BOTH, (512,))
 
 
 def test_budgets_below_what_a_pattern_always_keeps() -> None:

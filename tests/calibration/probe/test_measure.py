@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import TARGETS, LukvOptions, ProbeOptions
+from kvsearch.calibration.options import TARGETS, ProbeOptions
 from kvsearch.calibration.probe.context_pass import (
     CHUNK,
     JUDGED_SHARES,
@@ -28,17 +28,15 @@ from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.methods import parse_methods
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
-from kvsearch.plan.build import plan_from_profile
+from kvsearch.plan import Profile, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import GOLDEN_RATIO, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.policies.registry import list_rivals
 from kvsearch.report.ranking import TextLosses, list_ranking_remarks
-from kvsearch.runtime import Program
 from kvsearch.runtime.attention import run_attention
 from tests import tiny
-from tests.calibrations import calibrate_lukv, calibrate_probe
+from tests.calibrations import calibrate_probe
 
 RIVALS = list_rivals()
 
@@ -285,17 +283,3 @@ def test_what_a_fit_protected_and_is_for_is_carried(profile: Profile, tmp_path: 
     written(2, 3)
     with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
         parse_policy(f"probe={tmp_path}")
-
-
-def test_budgets_on_top_of_a_ranking(
-    model: LoadedModel, data: CalibrationData, profile: Profile, tmp_path: Path
-) -> None:
-    """From a directory to a plan in a folder of its own, which has the weights beside it."""
-    save_profile(profile, tmp_path / "profile.safetensors")
-    name, params = parse_policy(f"probe={tmp_path}")
-    found = calibrate_lukv(model, data, create_policy(name, params), LukvOptions(normalization="layer"))
-    plan = plan_from_profile(found, Size(ratio=0.5))
-    (tmp_path / "there").mkdir()
-    save_plan(plan, tmp_path / "there" / "plan.json")
-    assert len(list((tmp_path / "there").glob("probe-*.safetensors"))) == 1
-    Program.from_plan(model.model, load_plan(tmp_path / "there" / "plan.json"))

@@ -1,4 +1,4 @@
-"""Attention over shared prefixes: against a softmax over the concatenation, and what tokens see of each other."""
+"""Attention over shared prefixes, against a softmax over the concatenation."""
 
 from __future__ import annotations
 
@@ -8,21 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime.logits import Logits
-from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens, VisibleKV, WindowLayer, attend_prefix
+from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens, VisibleKV, attend_prefix
 from tests.examples import at_most
 
 
 def yes(*rows: str) -> list[list[bool]]:
     """Rows of a mask, x where something is seen."""
     return [[letter == "x" for letter in row] for row in rows]
-
-
-def test_padding_takes_no_position_and_is_seen_by_itself_alone() -> None:
-    suffix = SuffixTokens(torch.tensor([5, 9]))
-    positions = suffix.extend(torch.tensor([[False, True, True], [True, True, True]]))
-    assert positions[:, 1:].tolist() == [[5, 6], [10, 11]]
-    assert positions[1, 0] == 9
-    assert suffix.seen[:, 0, 0].tolist() == [yes("x..", ".x.", ".xx"), yes("x..", "xx.", "xxx")]
 
 
 def test_a_prefix_is_a_view_with_a_mask_only_where_heads_or_samples_differ() -> None:
@@ -44,19 +36,6 @@ def test_a_prefix_is_a_view_with_a_mask_only_where_heads_or_samples_differ() -> 
     assert small.seen[:, :, 0, 0].tolist() == [yes("xx"), yes("x.")]
     assert large.keys.shape == (2, 1, 5, 1)
     assert large.seen is None
-
-
-def test_a_window_moves_with_the_token_and_ends_with_the_prompt() -> None:
-    """Prompts of 3 and 9 tokens, a window of 4: the stored entries are the last 3 of each."""
-    states = torch.zeros(2, 1, 3, 1)
-    suffix = SuffixTokens(torch.tensor([3, 9]))
-    layer = WindowLayer(states, states, suffix, window=4, candidates=2)
-    suffix.extend(torch.ones(2, 2, dtype=torch.bool))
-    first, second = layer.visible_prompt()
-    assert first is second
-    assert first[0][1].seen[:, 0, 0].tolist() == [yes("xxx", ".xx")] * 2
-    suffix.extend(torch.ones(2, 3, dtype=torch.bool))
-    assert layer.visible_suffix()[:, 0, 0].tolist() == [yes("xxx..", "xxxx.", ".xxxx")] * 2  # type: ignore[index]
 
 
 def naive(

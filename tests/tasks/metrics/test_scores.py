@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from decimal import Decimal
 from fractions import Fraction
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from rouge import Rouge
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.metrics import NEEDS, SCORERS, STAYS_RIGHT, find_metric, packages
-from kvsearch.tasks.metrics.longbench import take_first_line
 
 CASES: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 CLOSE = 1e-7  # the package of ROUGE-L adds 1e-8 to a denominator
@@ -47,18 +45,6 @@ def test_cases(metrics: str, case: list[Any]) -> None:
 
 def test_every_metric_has_cases() -> None:
     assert {name for metrics in CASES for name in metrics.split()} == set(SCORERS)
-
-
-@pytest.mark.parametrize(
-    ("reply", "line"),
-    [
-        ("", ""), ("a\nb", "a"), ("\n\na\nb", "a"), ("\n", ""), (" \na", " "), ("\t\na", "\t"), ("\r\na", "\r"),
-        ("a\r\nb", "a\r"), ("a\u2028b", "a\u2028b"),
-    ],
-)  # fmt: skip
-def test_first_line(reply: str, line: str) -> None:
-    """Only newlines are stripped."""
-    assert take_first_line(reply) == line
 
 
 @given(reply=st.text("ab \n\tAB"), answers=st.lists(st.text("ab", min_size=1), min_size=1, max_size=4).map(tuple))
@@ -237,9 +223,3 @@ def test_missing_packages(name: str, module: str, monkeypatch: pytest.MonkeyPatc
     assert message.startswith(f"this metric needs {wanted}, which cannot be imported (")
     assert message.endswith(f"): run `pip install {wanted}`")
     assert "\n" not in message
-
-
-def test_every_optional_module_is_needed_and_there() -> None:
-    assert {module for modules in NEEDS.values() for module in modules} == set(packages.METRIC_PACKAGES)
-    for module in packages.METRIC_PACKAGES:
-        assert packages.import_optional(module) is import_module(module)

@@ -59,14 +59,6 @@ def test_common_words_are_the_top_ten_of_the_whole_text(length: int) -> None:
             assert whole(example).count(word) == asked.count(word)
 
 
-@pytest.mark.nightly
-def test_long_lists_have_enough_words() -> None:
-    (example,) = RulerTask("cwe", 131072).examples(1, 0, words)
-    asked = lists(example)[2]
-    assert words(whole(example)) > 0.95 * 131072 - 120
-    assert len(set(asked)) > 20_000
-
-
 @pytest.mark.parametrize(
     ("n", "counts"),
     [

@@ -16,7 +16,8 @@ from tests.combinations import every_value
 from tests.tasks.ruler.helpers import whole, words
 
 NEEDLE = re.compile(r"One secret (number|uuid) of (\S+) is (\S+)\.(?=\s|$)")
-NUMBER, UUID, WORD = r"[0-9]{7}", r"[0-9a-f-]{36}", r"[a-z]+-[a-z]+"
+NUMBER, WORD = r"[1-9][0-9]{6}", r"[a-z]+-[a-z]+"
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 EXPECTED = {  # needles without those of the haystack, keys asked, form of keys and values
     "niah_single_1": (1, 1, WORD, NUMBER),
     "niah_single_2": (1, 1, WORD, NUMBER),

@@ -21,8 +21,6 @@ from tests.runtime.helpers import feed, held_tokens, running
 from tests.search.bank.cases import SNAPKV, random_candidates, samples_of
 from tests.torture.device.accelerator import backend, device, spread
 
-PROMPTS = [prompts(1, length, seed=length)[0][0] for length in (23, 40, 40, 31)]
-
 
 @pytest.mark.parametrize("what", ["attention", "scores", "step", "row"])
 def test_kernels_are_launched_on_the_device_of_their_tensors(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
