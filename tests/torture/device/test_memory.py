@@ -77,8 +77,8 @@ def test_what_prompts_and_replies_take_by_arithmetic(
 @pytest.mark.parametrize("chunk", [7, 19])
 @pytest.mark.parametrize("name", SMALL)
 def test_chunks_keep_what_the_whole_prompt_keeps(name: str, chunk: int) -> None:
-    model, policy = build("llama"), for_model(SMALL[name])
-    ids, mask = prompts(2, 24, pads=5)
+    model, policy = build("llama").to(device(HERE)), for_model(SMALL[name])
+    ids, mask = (part.to(model.device) for part in prompts(2, 24, pads=5))
     program = Program.uniform(model, policy, lambda length: length // 2)
     with use_attention(model, NAME):
         whole, parts = PlanCache(model, program), PlanCache(model, program)
