@@ -115,17 +115,13 @@ def test_a_family_that_forgets_its_state() -> None:
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :2])])
         with pytest.raises(IncompatibleError, match=refusal):
             model(ids[:, :2], past_key_values=cache)
+        begun = PlanCache(model, keep_everything(model), prompt_length=12)
+        model(ids[:, :2], past_key_values=begun)
         with pytest.raises(IncompatibleError, match=refusal):
-            model(ids[:, 2:], past_key_values=_begun(model, ids[:, :2]))
+            model(ids[:, 2:], past_key_values=begun)
         observed = DensePass(model, {1: [], 3: []}, lambda prompt: prompt, ids)
         with pytest.raises(IncompatibleError, match=refusal), observed.following(ids[:, :3]):
             pass
-
-
-def _begun(model: Any, ids: Any) -> PlanCache:
-    cache = PlanCache(model, keep_everything(model), prompt_length=12)
-    model(ids, past_key_values=cache)
-    return cache
 
 
 def test_what_a_running_state_rules_out() -> None:
@@ -140,7 +136,7 @@ def test_what_a_running_state_rules_out() -> None:
     assert cache.get_seq_length() == 14
 
 
-@pytest.mark.parametrize("family", SPECIAL)
+@pytest.mark.parametrize("family", [*WINDOWS, *SPECIAL])
 def test_plans_keep_the_indices_of_the_model(family: str) -> None:
     model = build(family)
     layers = describe(model).full_layers
