@@ -309,24 +309,21 @@ def finished_sequences_are_fed_pads(side: Side) -> Iterator[Tensor]:
         yield side.forward(cache, more(1, seed=step), mask)[:1]
 
 
-def _after(side: Side, change: Callable[[Any], Any], rows: list[int]) -> Iterator[Tensor]:
-    """A prompt and a hidden token, a change of the cache, and a question to the sequences that are there then."""
-    ids, mask = batch()
-    cache = side.cache()
-    yield side.forward(cache, ids, mask)
-    mask = torch.cat([mask, ones(2)], 1)
-    mask[:, 9] = 0
-    yield side.forward(cache, more(2), mask)
-    cache = change(cache)
-    mask = mask[rows]
-    for step, count in enumerate((1, 3)):
-        mask = torch.cat([mask, ones(count, len(rows))], 1)
-        yield side.forward(cache, more(count, seed=step, rows=len(rows)), mask)
-
-
 def _changing(name: str, rows: list[int], change: Callable[[Any], Any]) -> None:
+    """A prompt and a hidden token, a change of the cache, and a question to the sequences that are there then."""
+
     def run(side: Side) -> Iterator[Tensor]:
-        yield from _after(side, change, rows)
+        ids, mask = batch()
+        cache = side.cache()
+        yield side.forward(cache, ids, mask)
+        mask = torch.cat([mask, ones(2)], 1)
+        mask[:, 9] = 0
+        yield side.forward(cache, more(2), mask)
+        cache = change(cache)
+        mask = mask[rows]
+        for step, count in enumerate((1, 3)):
+            mask = torch.cat([mask, ones(count, len(rows))], 1)
+            yield side.forward(cache, more(count, seed=step, rows=len(rows)), mask)
 
     run.__name__ = name
     mode(run)
