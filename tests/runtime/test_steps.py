@@ -248,12 +248,9 @@ class TestNotCaptured:
         def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             kwargs[CACHE].get_seq_length()
 
-        handle = model().register_forward_pre_hook(look, with_kwargs=True)
-        try:
-            with pytest.warns(KvsearchWarning, match="asks how long"):
-                assert "captured" not in usual().log
-        finally:
-            handle.remove()
+        hook = model().register_forward_pre_hook(look, with_kwargs=True)
+        with hook, pytest.warns(KvsearchWarning, match="asks how long"):
+            assert "captured" not in usual().log
 
 
 class TestStandIn:
