@@ -22,9 +22,9 @@ fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
 nightly = pytest.mark.nightly
 
 
-def check(case: Case, want_row: bool) -> None:
-    """Rows are those of blocks; segments of a block are of one length."""
-    want_row &= case.lengths is None
+def check(case: Case) -> None:
+    """Mean rows are of blocks, whose segments are of one length, and of one token."""
+    want_row = case.lengths is None and case.rows == 1
     held = case.flat() if case.lengths is not None else case.block()
     given_to = case.query, held, case.scaling, case.softcap, case.sink, case.rows
     output, row = attend(*given_to, want_row=want_row)
@@ -48,24 +48,15 @@ def check(case: Case, want_row: bool) -> None:
         Case(1, 3, 256, 256, 300, holes=True, softcap=5.0),
         pytest.param(Case(2, 4, 32, 32, 5000, dtype=bf16, ragged=True), marks=nightly),
         Case(1, 20, 40, 33, 513, dtype=fp16, holes=True),
-    ],
-    ids=str,
-)
-def test_heads_of_any_size_and_segments_of_any_length(case: Case) -> None:
-    check(case, want_row=True)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
+        # several tokens, which see each other causally
         Case(2, 2, 64, 64, 300, rows=5, holes=True),
         pytest.param(Case(1, 8, 128, 80, 600, rows=17, dtype=bf16, ragged=True, sinks=True), marks=nightly),
         Case(1, 3, 256, 256, 40, rows=40, softcap=5.0),
     ],
     ids=str,
 )
-def test_several_tokens_see_each_other_causally(case: Case) -> None:
-    check(case, want_row=False)
+def test_heads_of_any_size_and_segments_of_any_length(case: Case) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(fp16, 300.0), (bf16, 3000.0), (fp32, 100.0)], ids=str)
@@ -87,7 +78,7 @@ def test_large_keys_neither_overflow_nor_lose_their_order(dtype: torch.dtype, sc
     ),
 )  # fmt: skip
 def test_any_segments(case: Case) -> None:
-    check(case, want_row=case.rows == 1)
+    check(case)
 
 
 def test_nothing_to_see_gives_nothing() -> None:

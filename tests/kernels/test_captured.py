@@ -124,7 +124,8 @@ class TestFlat:
         captured = recorder.log.count("captured")
         assert captured == (3 if room == 6 else 1)
         assert recorder.log.count("replayed") >= TOKENS - 1 - 2 * captured
-        assert set(widths) == {longest + ahead for longest in (11, 17) for ahead in rooms(room)}
+        most = min(room, TOKENS)  # there is room for, made in turn
+        assert set(widths) == {longest + ahead for longest in (11, 17) for ahead in range(most, TOKENS + 1, most)}
         for layer in run.cache.planned.values():
             (block,) = layer.holder.blocks  # type: ignore[union-attr]
             assert isinstance(block, FlatBlock)
@@ -154,9 +155,3 @@ class TestFlat:
             assert found == alone
             captured.append(recorder.log.count("captured"))
         assert captured == [1, 1, 2, 2, 3]
-
-
-def rooms(room: int) -> range:
-    """How many tokens there is room for, in turn."""
-    most = min(room, TOKENS)
-    return range(most, TOKENS + 1, most)
