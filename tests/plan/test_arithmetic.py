@@ -239,7 +239,8 @@ def random_plan(rng: np.random.Generator) -> Plan:
         budgets = (low + spread * (high - low)).astype(int).tolist()
         return phase_dict([None if left else budget for left, budget in zip(alone, budgets, strict=True)])
 
-    made = {name: phase() if chosen else None for name, chosen in zip(PHASES, _some(rng), strict=True)}
+    some = ((True, False), (False, True), (True, True))[int(rng.integers(0, 3))]
+    made = {name: phase() if chosen else None for name, chosen in zip(PHASES, some, strict=True)}
     main = made["prefill"] or made["decode"]
     return make_plan(
         [[low] * heads] * layers,
@@ -249,10 +250,6 @@ def random_plan(rng: np.random.Generator) -> Plan:
         scaling="proportional" if proportional else "fixed",
         floor=floor,
     )
-
-
-def _some(rng: np.random.Generator) -> tuple[bool, bool]:
-    return ((True, False), (False, True), (True, True))[int(rng.integers(0, 3))]
 
 
 def test_totals_are_exact_for_hundreds_of_random_plans_and_sizes() -> None:
