@@ -97,9 +97,7 @@ def observe_padded(
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, batch, heads, length, 8, generator=generator)
     queries = torch.randn(batch, heads * group, 4, 8, generator=generator)
-    valid = torch.ones(batch, length, dtype=torch.bool)
-    valid[1:, :pads] = False
-    return Observation(keys, values, valid, 8**-0.5, queries=queries)
+    return Observation(keys, values, padded(batch, length, pads), 8**-0.5, queries=queries)
 
 
 def moments_by_hand(seen: Observation, sequence: int, window: int) -> tuple[float, float]:
