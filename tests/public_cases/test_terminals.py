@@ -20,7 +20,7 @@ from kvsearch.cli import app, streams
 from kvsearch.cli.console import LOGGER, Console, set_up_log
 from kvsearch.cli.streams import StandardError, StandardOutput, prepare_streams, run_guarded
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import check_target, read_bytes, write_atomically
+from kvsearch.core.files import write_atomically
 from kvsearch.plan.saved import save_plan
 from tests import tiny
 
@@ -150,17 +150,6 @@ def test_a_log_on_a_full_disk_ends_and_the_work_goes_on(
 
 
 # --- names of files -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["too long", "a link to itself", "with a zero byte"])
-def test_names_that_can_be_none(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / {"too long": "a" * 300, "a link to itself": "loop", "with a zero byte": "a\0b"}[kind]
-    if kind == "a link to itself":
-        path.symlink_to(path)
-    for use in (check_target, read_bytes, lambda name: write_atomically(name, b"")):
-        with pytest.raises(UsageError) as caught:
-            use(path)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
