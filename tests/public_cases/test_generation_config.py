@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import kvsearch
 from kvsearch.core.errors import KvsearchWarning, UsageError
@@ -20,6 +19,7 @@ from kvsearch.models.loading import from_loaded
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import make_full_program
 from kvsearch.tasks.prompts import PromptFormat
+from tests.public_cases.tokenizers_in_use import byte_level
 
 TEXT = (
     "The meeting began at nine. Ms Okafor took the minutes and Mr Lindqvist spoke first about the harbour. "
@@ -36,19 +36,6 @@ CHAT = (
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said once in a process is said in each test."""
     monkeypatch.setattr("kvsearch.core.errors._said", set())
-
-
-def byte_level() -> Any:
-    """A small byte-level BPE tokenizer, as Llama 3 and Qwen have."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<unk>", "<s>", "</s>"]
-    raw.train_from_iterator(
-        [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def llama(tokenizer: Any, **changes: Any) -> Any:
