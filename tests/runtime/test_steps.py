@@ -21,7 +21,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
 from kvsearch.runtime.attach import PlannedModel
 from kvsearch.runtime.decode import steps
-from kvsearch.runtime.decode.steps import CudaGraphs, find_graphs
+from kvsearch.runtime.decode.steps import CudaGraphs
 from kvsearch.runtime.stock import CACHE
 from tests.families import DEVICES, build, prompts
 from tests.runtime.policies import FIRST, SMALL, for_model, policies_of
@@ -340,7 +340,3 @@ def test_a_gpu_replays_every_policy(name: str, monkeypatch: pytest.MonkeyPatch) 
                 made.append(run.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False))
         assert torch.equal(*made)
     assert replayed
-
-
-def test_there_are_graphs_on_cuda_alone() -> None:
-    assert find_graphs(torch.device("cpu")) is None
