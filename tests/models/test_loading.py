@@ -236,10 +236,8 @@ def test_the_gpu_with_most_room_holds_the_whole_model(
 def test_running_out_of_memory_is_not_the_models_fault(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Mock(side_effect=full))
     with pytest.raises(torch.OutOfMemoryError):
         load(str(saved))
 

@@ -54,10 +54,10 @@ class Eviction:
     kept: Kept
 
 
-def random_eviction(model: Any, mask: Tensor, seed: int = 0, layers: Sequence[int] | None = None) -> Eviction:
+def random_eviction(model: Any, mask: Tensor, seed: int = 0) -> Eviction:
     """Evict at random, other entries in every layer, sequence and head, 1 to 90% of them, for the prompt of `mask`."""
     shape = describe(model)
-    planned = tuple(layers) if layers is not None else shape.full_layers
+    planned = shape.full_layers
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     scores = torch.rand(len(planned), len(mask), shape.kv_heads, mask.shape[1], generator=generator)
     ratios = rng.uniform(0.01, 0.9, (len(planned), shape.kv_heads))

@@ -71,9 +71,9 @@ def said(output: Any) -> Iterator[Tensor]:
     yield from output.logits
 
 
-def _generating(name: str, pads: int = PADS, **options: Any) -> None:
+def _generating(name: str, **options: Any) -> None:
     def run(side: Side) -> Iterator[Tensor]:
-        ids, mask = batch(pads)
+        ids, mask = batch()
         yield from said(side.generate(ids, attention_mask=mask, **options))
 
     run.__name__ = name

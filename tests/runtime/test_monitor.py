@@ -12,7 +12,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.attention import run_attention, use_attention
 from kvsearch.runtime.layer import MONITOR_ROWS
 from kvsearch.runtime.shared_prefill import read_prompts
 from tests import tiny
@@ -27,13 +27,8 @@ def prompts() -> list[torch.Tensor]:
 
 def attentions(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The attention weights [Hq, T, T] of every layer."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            return tuple(layer[0] for layer in model(ids[None], output_attentions=True).attentions)
-    finally:
-        model.set_attn_implementation(before)
+    with use_attention(model, "eager"), torch.no_grad():
+        return tuple(layer[0] for layer in model(ids[None], output_attentions=True).attentions)
 
 
 def expected(model: Any, cache: PlanCache, row: int, ids: torch.Tensor) -> float:

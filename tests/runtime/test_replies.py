@@ -36,8 +36,8 @@ def build(family: str, **changes: Any) -> Any:
     return all_families.build(family, tie_word_embeddings=False, **changes)
 
 
-def third(model: Any, window: int = 4) -> Program:
-    policy = create_policy("snapkv", {"window": window, "kernel": 3, "sinks": 2})
+def third(model: Any) -> Program:
+    policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
     return Program.uniform(model, policy, lambda length: max(7, length // 3))
 
 
