@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 
 from kvsearch.core import errors
 from kvsearch.core.errors import IncompatibleError, KvsearchError, KvsearchWarning, UsageError
@@ -54,20 +54,6 @@ def test_generating_outside_the_context(model: Any) -> None:
     ids, _ = prompts(1, 10)
     planned = attach(model, keep_everything(model))
     refusal(UsageError, "`with attach(model, plan) as planned:`", lambda: planned.generate(ids))
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("cache_implementation", "offloaded_static"), ("cache_implementation", "quantized"), ("use_cache", False)],
-)
-def test_other_caches_and_none(model: Any, option: str, value: object) -> None:
-    ids, _ = prompts(1, 10)
-    expected = f"{option}={value!r} and a plan exclude each other"
-    config = GenerationConfig(**{option: value})
-    with attach(model, keep_everything(model)) as planned:
-        refusal(UsageError, expected, lambda: planned.generate(ids, **{option: value}))
-        refusal(UsageError, expected, lambda: planned.generate(ids, generation_config=config))
-        assert planned.generate(ids, use_cache=True, max_new_tokens=2).shape == (1, 12)
 
 
 def test_right_padding(model: Any) -> None:
