@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
@@ -133,12 +132,3 @@ def test_equal_policies_score_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     fork(model, made, *prompts(1, 30))
     assert calls == [0, 1, 2, 3]
-
-
-def test_caches_in_use_are_refused() -> None:
-    model = build("llama")
-    program = programs(model)[1]
-    cache = read(model, program, *prompts(1, 30))
-    with running(model, NAME), pytest.raises(UsageError, match="shared by empty caches only"):
-        ids, mask = prompts(1, 30)
-        prefill_all(model, [cache], ids, mask)

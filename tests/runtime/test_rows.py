@@ -67,16 +67,6 @@ def test_rearranged_sequences_go_on_as_they_were(way: str, appended: int, device
     assert torch.equal(moved.entries(), straight.entries()[:, rows] - 5)
 
 
-def test_half_a_prompt_cannot_be_rearranged(device: str) -> None:
-    model = build("llama", device)
-    ids, mask = prompts(3, 20, device=device)
-    with running(model, NAME):
-        cache = PlanCache(model, keep_everything(model), prompt_length=40)
-        feed(model, cache, [(ids, mask)])
-    with pytest.raises(UsageError, match="middle of a prompt"):
-        rearrange("repeat", cache, device)
-
-
 def test_crop_takes_back_what_came_after_the_prompt(device: str) -> None:
     model = build("llama", device)
     ids, mask = prompts(2, 30, pads=8, device=device)
