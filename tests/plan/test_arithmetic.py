@@ -187,9 +187,8 @@ def test_entries_carry_where_something_leaves() -> None:
     ],
 )
 def test_impossible_sizes_are_usage_errors(size: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem) as caught:
+    with pytest.raises(UsageError, match=problem):
         scale(make_plan(), **size)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_decode_phase_can_make_a_size_impossible() -> None:

@@ -74,7 +74,6 @@ def test_each_mistake_is_named_by_its_place(data: dict[str, Any], expected: str)
 def test_a_difference_between_models_is_named(field: str, value: object, words: str) -> None:
     difference = model().mismatch(model(**{field: value}))
     assert difference.startswith(words)
-    assert "\n" not in difference
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,8 @@ def test_the_prompt_cannot_be_taken_back(tokens: int, device: str) -> None:
     with running(model, NAME):
         cache = PlanCache(model, random_eviction(model, mask).program)
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
-    with pytest.raises(UsageError, match="cannot take back 4 tokens: only 3 came after the prompt") as caught:
+    with pytest.raises(UsageError, match="cannot take back 4 tokens: only 3 came after the prompt"):
         cache.crop(tokens)
-    assert "\n" not in str(caught.value)
     assert {layer.get_seq_length() for layer in cache.layers} == {15}  # refused as a whole
 
 
