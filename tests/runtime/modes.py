@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 from kvsearch.runtime import PlannedModel
 from tests.families import prompts
@@ -37,12 +37,12 @@ class Side:
         logits: Tensor = self.model(ids, attention_mask=mask, past_key_values=cache, **options).logits
         return logits
 
-    def generate(self, ids: Tensor | None, *args: Any, **options: Any) -> Any:
+    def generate(self, ids: Tensor | None, **options: Any) -> Any:
         """Sequences, and the logits of every step, as `generate` gives them; its cache as `past_key_values`."""
         torch.manual_seed(3)
-        made = {"max_new_tokens": REPLY, "do_sample": False, **options} if not args else options
+        made = {"max_new_tokens": REPLY, "do_sample": False, **options}
         target = self.model if self.planned is None else self.planned
-        return target.generate(ids, *args, return_dict_in_generate=True, output_logits=True, **made)
+        return target.generate(ids, return_dict_in_generate=True, output_logits=True, **made)
 
 
 Mode = Callable[[Side], Iterator[Tensor]]
@@ -97,20 +97,8 @@ _generating("dynamic_by_name", cache_implementation="dynamic")
 # what only `generate` reads: the model is called as in other modes
 OPTIONS = (
     "sampling", "beam_sampling", "several_sequences", "several_beams", "repetition_penalty", "dynamic_by_name",
-    "min_length_and_processors", "in_chunks_with_a_last_token", "configuration_by_position", "prompt_named_inputs",
+    "min_length_and_processors", "in_chunks_with_a_last_token", "prompt_named_inputs",
 )  # fmt: skip
-
-
-@mode
-def configuration_by_position(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    yield from said(side.generate(ids, GenerationConfig(max_new_tokens=REPLY), attention_mask=mask))
-
-
-@mode
-def without_a_mask(side: Side) -> Iterator[Tensor]:
-    ids, _ = batch(pads=0)
-    yield from said(side.generate(ids))
 
 
 @mode
@@ -211,16 +199,6 @@ def drafts_after_a_mask_that_hides(side: Side) -> Iterator[Tensor]:
     ids, mask = torch.cat([ids, ids[:, :5]], 1), torch.cat([mask, ones(5, 1)], 1)
     mask[:, 8:12] = 0
     yield from said(side.generate(ids, attention_mask=mask, past_key_values=cache, prompt_lookup_num_tokens=3))
-
-
-@mode
-def token_by_token(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    cache = side.cache()
-    yield side.forward(cache, ids, mask)
-    for step in range(REPLY):
-        mask = torch.cat([mask, ones(1)], 1)
-        yield side.forward(cache, more(1, seed=step), mask)
 
 
 @mode
