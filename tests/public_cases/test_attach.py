@@ -31,6 +31,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import compress_prompts, prefill_all, read
 
 SWITCH = 64  # tokens, beyond which rotary factors are others
@@ -86,10 +87,6 @@ def holding(model: Any, entries: int = 20, policy: str = "snapkv") -> Program:
     return Program.uniform(model, create_policy(policy), lambda _: entries)
 
 
-def everything(model: Any) -> Program:
-    return Program.uniform(model, create_policy("full"), int)
-
-
 def generated(model: Any, ids: Tensor, new: int, **options: Any) -> list[int]:
     mask = torch.ones_like(ids)
     return model.generate(ids, attention_mask=mask, max_new_tokens=new, **ASK, **options)[0, ids.shape[1] :].tolist()
@@ -106,7 +103,7 @@ def test_on_one_side_of_the_switch_the_plan_runs_to_the_end(make: Callable[[], A
     model = make()
     ids = prompts(length)
     own = generated(model, ids, new)
-    with attach(model, everything(model)) as planned:
+    with attach(model, make_full_program(model)) as planned:
         assert generated(planned, ids, new) == own
         assert planned.cache.get_seq_length() == length + len(own) - 1
     with attach(model, holding(model)) as planned:
@@ -225,7 +222,7 @@ def test_loops_of_ones_own(make: Callable[[], Any], tmp_path: Path) -> None:
 def test_loops_of_kvsearch() -> None:
     """What is asked, forced or scored after a prompt is refused before the prompt is gone on with, or read."""
     model = longrope_llama()
-    full = {"full": everything(model)}
+    full = {"full": make_full_program(model)}
     kvzip = holding(model, policy="kvzip")
     short, long = prompts(60)[0], prompts(70)[0]
     with run_attention(model), torch.no_grad():
@@ -279,7 +276,7 @@ def test_the_model_itself_refuses_other_caches_while_it_is_attached(model: Any) 
             with pytest.raises(UsageError, match=r"planned.generate\(...\)"):
                 refused()
         said = generated(planned, ids, 4)
-        with attach(model, everything(model)) as inner:
+        with attach(model, make_full_program(model)) as inner:
             assert generated(inner, ids, 4) == own
         with pytest.raises(UsageError, match="attached to a plan"):
             model.generate(ids, max_new_tokens=4)

@@ -96,13 +96,6 @@ def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Pla
     return Plan.model_validate({**content, **changes})
 
 
-def keep_everything(model: Any) -> Program:
-    """A program that evicts nothing."""
-    from kvsearch.policies.full import FullKV
-
-    return Program.uniform(model, FullKV(), lambda length: 10**6)
-
-
 @contextmanager
 def reference(model: Any, kept: Kept) -> Iterator[DynamicCache]:
     """A full cache in which all but the `kept` entries of the prompt are masked once the prompt has passed."""

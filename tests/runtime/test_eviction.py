@@ -13,14 +13,13 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.program import PhaseProgram, make_full_program
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import (
     Eviction,
     equal_to_masking,
     feed,
     held_tokens,
-    keep_everything,
     kept_tokens,
     one_by_one,
     random_eviction,
@@ -146,7 +145,7 @@ def test_full_budgets_are_bit_identical(family: str, dtype: torch.dtype, device:
     ids, mask = prompts(1, 40, device=device)
     stock = generate(model, ids, mask, DynamicCache(config=model.config))
     with running(model, NAME):
-        planned = generate(model, ids, mask, PlanCache(model, keep_everything(model), exact=True))
+        planned = generate(model, ids, mask, PlanCache(model, make_full_program(model), exact=True))
     assert torch.equal(planned.sequences, stock.sequences)
     assert all(torch.equal(a, b) for a, b in zip(planned.logits, stock.logits, strict=True))
 
@@ -184,8 +183,8 @@ def test_without_a_plan_the_name_is_stock_attention(family: str, device: str) ->
 def test_attach_gives_the_model_back(device: str) -> None:
     model = build("llama", device)
     implementation = model.config._attn_implementation
-    planned = attach(model, keep_everything(model))
-    with pytest.raises(ZeroDivisionError), planned, attach(model, keep_everything(model)), planned:
+    planned = attach(model, make_full_program(model))
+    with pytest.raises(ZeroDivisionError), planned, attach(model, make_full_program(model)), planned:
         assert model.config._attn_implementation == NAME
         raise ZeroDivisionError
     assert model.config._attn_implementation == implementation

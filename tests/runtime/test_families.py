@@ -13,13 +13,13 @@ from kvsearch.models.architecture import describe
 from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import join_caches, prefill_all
 from tests.families import FAMILIES, REFUSED, SPECIAL, TINY, build, prompts
 from tests.runtime.family_check import FamilyReport, check_family
 from tests.runtime.helpers import (
     assert_close,
     feed,
-    keep_everything,
     one_by_one,
     plan_for,
     random_eviction,
@@ -111,11 +111,11 @@ def test_a_family_that_forgets_its_state() -> None:
     ids, mask = prompts(1, 12)
     refusal = "transformers' code for jamba forgets its running state"
     with running(model, NAME), torch.no_grad():
-        cache = PlanCache(model, keep_everything(model))
+        cache = PlanCache(model, make_full_program(model))
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :2])])
         with pytest.raises(IncompatibleError, match=refusal):
             model(ids[:, :2], past_key_values=cache)
-        begun = PlanCache(model, keep_everything(model), prompt_length=12)
+        begun = PlanCache(model, make_full_program(model), prompt_length=12)
         model(ids[:, :2], past_key_values=begun)
         with pytest.raises(IncompatibleError, match=refusal):
             model(ids[:, 2:], past_key_values=begun)
@@ -128,7 +128,7 @@ def test_what_a_running_state_rules_out() -> None:
     model = build("qwen3_next")
     ids, _ = prompts(1, 12)
     with running(model, NAME), torch.no_grad():
-        cache = PlanCache(model, keep_everything(model))
+        cache = PlanCache(model, make_full_program(model))
         model(ids, past_key_values=cache)
         model(ids[:, :2], past_key_values=cache)
         with pytest.raises(UsageError, match="cannot take tokens back: layers 0, 2 carry a running state"):
@@ -163,7 +163,7 @@ def test_long_prompts_are_attended_to_in_pieces(monkeypatch: pytest.MonkeyPatch)
                 expected = model(ids, **given).logits
                 with running(model, NAME), monkeypatch.context() as patch:
                     patch.setattr("kvsearch.runtime.attention.EAGER_LOGITS", 2 * 8 * 30 * 7)
-                    actual = model(ids, **given, past_key_values=PlanCache(model, keep_everything(model))).logits
+                    actual = model(ids, **given, past_key_values=PlanCache(model, make_full_program(model))).logits
             assert_close(actual[mask.bool()], expected[mask.bool()])
 
 

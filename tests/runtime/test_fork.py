@@ -15,10 +15,10 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.program import PhaseProgram, make_full_program
 from kvsearch.runtime.shared_prefill import can_join, join_caches, prefill_all
 from tests.families import DEVICES, EACH_FAMILY, build, prompts, take_families
-from tests.runtime.helpers import assert_close, held_tokens, keep_everything, running
+from tests.runtime.helpers import assert_close, held_tokens, running
 from tests.runtime.policies import SMALL
 from tests.runtime.test_sharing import go_on, read
 
@@ -35,7 +35,7 @@ def programs(model: Any) -> list[Program]:
     snapkv, lava, h2o = SMALL["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"], create_policy("lava"), SMALL["h2o"]
     small = create_policy("lava", {"window": 3, "kernel": 3})
     return [
-        keep_everything(model),
+        make_full_program(model),
         Program(phase(snapkv, 9)),
         Program(phase(snapkv, 14)),
         Program(phase(h2o, 9), phase(h2o, 9)),

@@ -19,9 +19,9 @@ from kvsearch.policies.full import FullKV
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram, has_key_norm, warn_unfit
+from kvsearch.runtime.program import PhaseProgram, has_key_norm, make_full_program, warn_unfit
 from tests.families import FAMILIES, build, prompts
-from tests.runtime.helpers import keep_everything, plan_for, running
+from tests.runtime.helpers import plan_for, running
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def refusal(kind: type[KvsearchError], expected: str, act: Any) -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_the_wrong_attention_implementation(model: Any, implementation: str) -> None:
     ids, _ = prompts(1, 10)
-    cache = PlanCache(model, keep_everything(model))
+    cache = PlanCache(model, make_full_program(model))
     with running(model, implementation):
         for act in (model, partial(model.generate, max_new_tokens=2)):
             expected = f"needs the attention implementation 'kvsearch', the model runs {implementation!r}"
@@ -52,7 +52,7 @@ def test_the_wrong_attention_implementation(model: Any, implementation: str) -> 
 
 def test_generating_outside_the_context(model: Any) -> None:
     ids, _ = prompts(1, 10)
-    planned = attach(model, keep_everything(model))
+    planned = attach(model, make_full_program(model))
     refusal(UsageError, "`with attach(model, plan) as planned:`", lambda: planned.generate(ids))
 
 
@@ -120,7 +120,7 @@ def test_a_layer_with_its_own_window() -> None:
 def test_encoder_decoders() -> None:
     config = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(config)
-    refusal(IncompatibleError, "it is an encoder-decoder", lambda: keep_everything(model))
+    refusal(IncompatibleError, "it is an encoder-decoder", lambda: make_full_program(model))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_configurations(changes: dict[str, Any], problem: str) -> None:
     model = build("llama")
     for name, value in changes.items():
         object.__setattr__(model.config, name, value)
-    refusal(IncompatibleError, problem, lambda: keep_everything(model))
+    refusal(IncompatibleError, problem, lambda: make_full_program(model))
     program = Program(PhaseProgram({0: FullKV()}, lambda n: np.full((1, 2), n)))
     refusal(IncompatibleError, "docs/models.md lists what is", lambda: PlanCache(model, program))
 

@@ -11,9 +11,10 @@ from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import make_full_program
 from tests.combinations import every_value
 from tests.families import DEVICES, build, prompts
-from tests.runtime.helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
+from tests.runtime.helpers import assert_close, feed, one_by_one, random_eviction, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -122,7 +123,7 @@ def test_sliding_layers_must_record_what_is_to_be_forgotten(device: str) -> None
     model = build("gemma2", device)  # a window of 16
     ids, mask = prompts(1, 20, device=device)
     with running(model, NAME):
-        cache = PlanCache(model, keep_everything(model))
+        cache = PlanCache(model, make_full_program(model))
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
     with pytest.raises(UsageError, match=r"layer 0 holds its last 15 tokens only: call activate_past_recording\(\)"):
         cache.crop(-2)
