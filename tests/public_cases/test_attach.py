@@ -12,16 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-)
+from transformers import DynamicCache, GenerationConfig
 
 from kvsearch import attach
 from kvsearch.core.errors import IncompatibleError, UsageError
@@ -33,12 +24,11 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import compress_prompts, prefill_all, read
+from tests.families import build
 
 SWITCH = 64  # tokens, beyond which rotary factors are others
 SHAPE = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
-    "initializer_range": 0.3,
+    "vocab_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "eos_token_id": 2, "pad_token_id": 3,
 }  # fmt: skip
 LONGROPE = {
     "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0,
@@ -49,24 +39,16 @@ BEYOND = "has other rotary factors beyond 64 tokens"
 
 
 def llama(**changes: Any) -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, "head_dim": 16, **changes})).eval()
+    return build("llama", **{**SHAPE, **changes})
 
 
 def phi3() -> Any:
-    torch.manual_seed(0)
-    config = Phi3Config(**SHAPE, original_max_position_embeddings=SWITCH, rope_parameters=dict(LONGROPE))
-    return Phi3ForCausalLM(config).eval()
+    return build("phi3", **SHAPE, original_max_position_embeddings=SWITCH, rope_parameters=dict(LONGROPE))
 
 
 def phimoe() -> Any:
-    torch.manual_seed(0)
     rope = {**LONGROPE, "short_mscale": 1.0, "long_mscale": 1.3}
-    config = PhimoeConfig(
-        **SHAPE, original_max_position_embeddings=SWITCH, rope_parameters=rope, num_local_experts=4,
-        num_experts_per_tok=2,
-    )  # fmt: skip
-    return PhimoeForCausalLM(config).eval()
+    return build("phimoe", **SHAPE, original_max_position_embeddings=SWITCH, rope_parameters=rope)
 
 
 def longrope_llama() -> Any:
@@ -183,8 +165,7 @@ def test_ways_of_generating_beyond_the_switch() -> None:
 
 
 def test_a_model_whose_factors_stay_is_read_anew_by_its_code_all_the_same() -> None:
-    torch.manual_seed(0)
-    model: Any = Phi3ForCausalLM(Phi3Config(**SHAPE, original_max_position_embeddings=SWITCH)).eval()
+    model = build("phi3", **SHAPE, original_max_position_embeddings=SWITCH)
     with attach(model, holding(model)) as planned:
         with pytest.raises(IncompatibleError, match="drops the cache when a sequence passes 64 tokens"):
             planned.generate(prompts(60), max_new_tokens=6)
