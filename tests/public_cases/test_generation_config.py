@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsearch
 from kvsearch.core.errors import KvsearchWarning, UsageError
@@ -19,6 +19,7 @@ from kvsearch.models.loading import from_loaded
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import make_full_program
 from kvsearch.tasks.prompts import PromptFormat
+from tests.families import build
 from tests.public_cases.tokenizers_in_use import byte_level
 
 TEXT = (
@@ -39,13 +40,8 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def llama(tokenizer: Any, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
-        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "initializer_range": 0.3,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return build("llama", vocab_size=len(tokenizer), max_position_embeddings=4096, **ends, **changes)
 
 
 def saying(tokenizer: Any, chain: Sequence[int]) -> Any:
