@@ -16,13 +16,9 @@ from kvsearch.runtime.attention import run_attention, use_attention
 from kvsearch.runtime.layer import MONITOR_ROWS
 from kvsearch.runtime.shared_prefill import read_prompts
 from tests import tiny
+from tests.families import prompts
 
-LENGTHS = (60, 41, 7)  # the last is shorter than the window of queries
-
-
-def prompts() -> list[torch.Tensor]:
-    rng = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 60, (length,), generator=rng) for length in LENGTHS]
+PROMPTS = [prompts(1, length)[0][0] for length in (60, 41, 7)]  # the last is shorter than the window of queries
 
 
 def attentions(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -44,7 +40,7 @@ def expected(model: Any, cache: PlanCache, row: int, ids: torch.Tensor) -> float
 def read(loaded: LoadedModel, plan: Plan, chunk: int | None = None, **options: Any) -> PlanCache:
     with run_attention(loaded.model):
         cache = PlanCache(loaded.model, plan, **options)
-        read_prompts(loaded.model, [cache], prompts(), chunk)
+        read_prompts(loaded.model, [cache], PROMPTS, chunk)
     return cache
 
 
@@ -60,7 +56,7 @@ def test_it_is_what_transformers_attends_to(model: LoadedModel, allocation: str,
     """Whatever decides the budgets, of padded prompts, read whole or in parts."""
     plan = make_plan(model, allocation=PolicySpec(name=allocation))
     cache = read(model, plan, chunk, monitor=True)
-    wanted = [expected(model.model, cache, row, ids) for row, ids in enumerate(prompts())]
+    wanted = [expected(model.model, cache, row, ids) for row, ids in enumerate(PROMPTS)]
     assert cache.evicted_mass == pytest.approx(wanted, abs=1e-5)
     assert cache.evicted_mass[2] == pytest.approx(0.0, abs=1e-6)  # nothing left a prompt of seven tokens
     assert cache.evicted_mass[0] > cache.evicted_mass[2]
