@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,15 +127,9 @@ def test_without_candidates_there_is_nothing() -> None:
 def test_the_moments_are_computed_once_with_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsearch.policies import cake
 
-    calls: list[int] = []
-    inner = cake.iterate_window_rows
-
-    def counted(seen: Observation, window: int) -> Iterator[tuple[slice, Tensor]]:
-        calls.append(window)
-        return inner(seen, window)
-
-    monkeypatch.setattr(cake, "iterate_window_rows", counted)
+    rows = Mock(wraps=cake.iterate_window_rows)
+    monkeypatch.setattr(cake, "iterate_window_rows", rows)
     seen = observe_padded()
     Pattern(window=3).score(seen)
     measure_dispersion(seen, 3)
-    assert calls == [3]
+    rows.assert_called_once_with(seen, 3)
