@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from kvsearch.budgets.convex import sort_blocks
-from kvsearch.core.arrays import Floats
+from kvsearch.core.arrays import Floats, Ints
+
+
+def bounds(layers: int, heads: int = 1, floor: int = 0, cap: int = 1000) -> tuple[Ints, Ints]:
+    """Floors and caps [L, Hkv], the same for all heads."""
+    return np.full((layers, heads), floor), np.full((layers, heads), cap)
 
 
 @st.composite

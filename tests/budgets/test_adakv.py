@@ -27,10 +27,10 @@ class TestKvpress(TestExact):
         return adakv(variant="kvpress")
 
 
-def with_counts(counts: list[int], length: int = 40) -> Floats:
+def with_counts(counts: list[int]) -> Floats:
     """A layer whose head h has counts[h] of the highest scores; all scores differ."""
-    scores = np.random.default_rng(sum(counts)).permuted(np.linspace(0, 0.9, len(counts) * length))
-    table = scores.reshape(len(counts), length)
+    scores = np.random.default_rng(sum(counts)).permuted(np.linspace(0, 0.9, len(counts) * 40))
+    table = scores.reshape(len(counts), 40)
     for row, count in zip(table, counts, strict=True):
         row[np.argsort(-row)[:count]] += 1
     return table

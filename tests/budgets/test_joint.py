@@ -124,11 +124,6 @@ def test_layers_of_several_solvers_make_one() -> None:
     assert solvers[0].solve(100).tolist() == MarginalSolver(importance[0]).solve(100).tolist()  # as it was
 
 
-def test_bad_importance_is_refused() -> None:
-    with pytest.raises(UsageError, match="finite"):
-        JointSolver(np.full((1, 1, 1, 3), np.nan))
-
-
 @pytest.mark.parametrize("total", [1, 9])
 def test_a_total_out_of_reach_is_refused(total: int) -> None:
     with pytest.raises(UsageError, match="at least 2, at most 8"):

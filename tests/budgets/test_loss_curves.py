@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.loss_curves import LossCurves, make_convex
-from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.testing.allocator_contract import LAYERS, LENGTH, AllocatorContract
+from tests.budgets.samples import bounds
 
 BUDGETS = (2, 5, 9)
 
@@ -35,10 +36,6 @@ def gains(losses: Floats) -> Floats:
     """Loss that an entry saves, [L, pieces]."""
     whole = np.append(losses, np.zeros((len(losses), 1)), axis=1)
     return -np.diff(make_convex(np.array(BUDGETS, dtype=float), whole), axis=1) / np.diff(BUDGETS)
-
-
-def bounds(layers: int, heads: int = 1, floor: int = 0, cap: int = 100) -> tuple[Ints, Ints]:
-    return np.full((layers, heads), floor), np.full((layers, heads), cap)
 
 
 def test_a_worked_example() -> None:

@@ -8,6 +8,7 @@ from kvsearch.budgets.polykv import Proportional
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.testing.allocator_contract import HEADS, LAYERS, AllocatorContract
+from tests.budgets.samples import bounds
 
 
 class TestByLayer(AllocatorContract):
@@ -23,12 +24,9 @@ class TestByHead(TestByLayer):
         return rng.pareto(1.1, (LAYERS, HEADS))
 
 
-class TestInverse(AllocatorContract):
+class TestInverse(TestByHead):
     def allocator(self) -> Allocator:
         return Proportional(direction="inverse")
-
-    def signals(self, rng: np.random.Generator) -> Signals:
-        return rng.pareto(1.1, (LAYERS, HEADS))
 
     def bounds(self, rng: np.random.Generator) -> tuple[Ints, Ints]:
         # The same bounds everywhere, so that any order of the forward budgets is within them.
@@ -39,10 +37,6 @@ class TestInverse(AllocatorContract):
         lowered = signals.copy()
         lowered[layer, head] /= 2
         return lowered
-
-
-def bounds(layers: int, heads: int = 1, floor: int = 0, cap: int = 1000) -> tuple[Ints, Ints]:
-    return np.full((layers, heads), floor), np.full((layers, heads), cap)
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -7,9 +7,9 @@ import pytest
 
 from kvsearch.budgets.allocator import Allocator, Signals, Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.testing.allocator_contract import HEADS, LAYERS, AllocatorContract
+from tests.budgets.samples import bounds
 
 UNREAD = np.zeros(1)
 
@@ -20,10 +20,6 @@ class TestPyramid(AllocatorContract):
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return rng.random((LAYERS, HEADS))
-
-
-def bounds(layers: int, heads: int, floor: int, cap: int) -> tuple[Ints, Ints]:
-    return np.full((layers, heads), floor), np.full((layers, heads), cap)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8])
@@ -73,9 +69,6 @@ def test_options_are_checked(options: dict[str, float]) -> None:
         Pyramid(**options)  # type: ignore[arg-type]
 
 
-class TestUniform(AllocatorContract):
+class TestUniform(TestPyramid):
     def allocator(self) -> Allocator:
         return Uniform()
-
-    def signals(self, rng: np.random.Generator) -> Signals:
-        return rng.random((LAYERS, HEADS))

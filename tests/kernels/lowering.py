@@ -123,7 +123,7 @@ def main() -> None:
     for architecture in (80, 89, 90):
         with compiling(architecture) as found:
             for case in ATTENTION:
-                lower_flat(case)
+                attend(case.query, case.flat(), case.scaling, case.softcap, case.sink, case.rows)
             for case in BLOCKS:
                 attend(case.query, case.block(), case.scaling, case.softcap, case.sink, case.rows, want_row=True)
             for prompt in SCORING:
@@ -137,11 +137,6 @@ def main() -> None:
                 lower_step(rule)
         for each in found:
             print(json.dumps(each))  # noqa: T201
-
-
-def lower_flat(case: Case) -> None:
-    """Compile attention over the segments of a case behind one another."""
-    attend(case.query, case.flat(), case.scaling, case.softcap, case.sink, case.rows)
 
 
 def lower_step(rule: Rule, dtype: torch.dtype = torch.bfloat16, dim: int = 128) -> None:

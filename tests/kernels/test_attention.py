@@ -22,9 +22,9 @@ fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
 nightly = pytest.mark.nightly
 
 
-def check(case: Case, want_row: bool) -> None:
-    """Rows are those of blocks; segments of a block are of one length."""
-    want_row &= case.lengths is None
+def check(case: Case) -> None:
+    """Mean rows are of blocks, whose segments are of one length, and of one token."""
+    want_row = case.lengths is None and case.rows == 1
     held = case.flat() if case.lengths is not None else case.block()
     given_to = case.query, held, case.scaling, case.softcap, case.sink, case.rows
     output, row = attend(*given_to, want_row=want_row)
@@ -48,24 +48,15 @@ def check(case: Case, want_row: bool) -> None:
         Case(1, 3, 256, 256, 300, holes=True, softcap=5.0),
         pytest.param(Case(2, 4, 32, 32, 5000, dtype=bf16, ragged=True), marks=nightly),
         Case(1, 20, 40, 33, 513, dtype=fp16, holes=True),
-    ],
-    ids=str,
-)
-def test_heads_of_any_size_and_segments_of_any_length(case: Case) -> None:
-    check(case, want_row=True)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
+        # several tokens, which see each other causally
         Case(2, 2, 64, 64, 300, rows=5, holes=True),
         pytest.param(Case(1, 8, 128, 80, 600, rows=17, dtype=bf16, ragged=True, sinks=True), marks=nightly),
         Case(1, 3, 256, 256, 40, rows=40, softcap=5.0),
     ],
     ids=str,
 )
-def test_several_tokens_see_each_other_causally(case: Case) -> None:
-    check(case, want_row=False)
+def test_heads_of_any_size_and_segments_of_any_length(case: Case) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(fp16, 300.0), (bf16, 3000.0), (fp32, 100.0)], ids=str)
@@ -87,7 +78,7 @@ def test_large_keys_neither_overflow_nor_lose_their_order(dtype: torch.dtype, sc
     ),
 )  # fmt: skip
 def test_any_segments(case: Case) -> None:
-    check(case, want_row=case.rows == 1)
+    check(case)
 
 
 def test_nothing_to_see_gives_nothing() -> None:
@@ -112,13 +103,8 @@ def test_segments_of_a_flat_store_have_as_many_chunks_as_they_need(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs are as many as chunks are, up to one a segment: not as the longest segment has, for each of them."""
-    programs = []
-    launch = attention.launch
-    monkeypatch.setattr(
-        attention,
-        "launch",
-        lambda kernel, grid, *args, **how: (programs.append(grid), launch(kernel, grid, *args, **how)),
-    )
+    launch = MagicMock(wraps=attention.launch)
+    monkeypatch.setattr(attention, "launch", launch)
     monkeypatch.setattr(blocks, "processors", lambda _: 8)
     longest = max(lengths)
     case = Case(4, 2, 32, 32, longest, ragged=True)
@@ -131,7 +117,7 @@ def test_segments_of_a_flat_store_have_as_many_chunks_as_they_need(
     packed = Entries(flat.keys[rows], flat.values[rows], longest, None, case.lengths, starts)
     output, _ = attend(case.query, packed, case.scaling)
     assert relative_error(output, case.expected()[0]) < BOUNDS[fp32]
-    (count, beside, tiles), *_ = programs
+    count, beside, tiles = launch.call_args_list[0].args[1]
     chunk = attention.Chunked(case.query, packed, 1.0, None, None, False).chunk
     needed = sum(max(1, -(-length // chunk)) for length in lengths)
     assert (beside, tiles) == (1, 1)
@@ -148,14 +134,8 @@ def test_views_of_larger_blocks_are_read_as_they_are() -> None:
 
 
 class TestServed:
-    def test_nothing_on_the_cpu_by_itself(self) -> None:
-        state = torch.zeros(1, 1, 8)
-        assert serves(state)
-        with interpreted(False):
-            assert not serves(state)
-
     def test_a_compiled_function_may_ask(self) -> None:
-        """Without a break: decode steps are compiled as a whole."""
+        """Without a break, as decode steps are compiled as a whole; nothing is served on the CPU by itself."""
 
         def doubled(state: torch.Tensor) -> torch.Tensor:
             return state * 2 if serves(state, state) else state

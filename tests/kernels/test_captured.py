@@ -44,24 +44,32 @@ def say(run: PlannedModel) -> tuple[Tensor, Tensor]:
     return made.sequences, torch.stack(made.logits)
 
 
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The columns of every launch of attention that was not a replay."""
+    found: list[int] = []
+    launch = attention.Chunked.attend
+
+    def noted(made: attention.Chunked, *args: Any, **kwargs: Any) -> None:
+        found.append(made.columns)
+        launch(made, *args, **kwargs)
+
+    monkeypatch.setattr(attention.Chunked, "attend", noted)
+    return found
+
+
 @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
 @pytest.mark.parametrize(("name", "fused"), [*((name, True) for name in POLICIES), ("h2o", False)])
 def test_what_is_replayed_says_what_the_plain_loop_does(
-    name: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, fused: bool, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched, done = [], {"steps": 0}
-    launch, step = attention.Chunked.attend, decoding.make_fused_step
-
-    def counted(*args: object, **kwargs: object) -> None:
-        launched.append(name)
-        launch(*args, **kwargs)  # type: ignore[arg-type]
+    done, step = {"steps": 0}, decoding.make_fused_step
 
     def stepped(*args: object, **kwargs: object) -> Tensor | None:
         found = step(*args, **kwargs) if fused else None  # type: ignore[arg-type]
         done["steps"] += found is not None
         return found
 
-    monkeypatch.setattr(attention.Chunked, "attend", counted)
     monkeypatch.setattr(decoding, "make_fused_step", stepped)
     model = build("llama", num_hidden_layers=1)
     # rows of a layer are added up in one block; elsewhere one head is over its budget before the other
@@ -72,11 +80,11 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
     plain, captured = (attach(model, program, graphs=graphs) for graphs in (False, True))
     with interpreted(False):
         expected = say(plain)
-    assert not launched
+    assert not widths
     recorder = Recorder()
     with capturing(recorder):
         found = say(captured)
-    assert launched
+    assert widths
     assert bool(done["steps"]) == fused
     assert recorder.log.count("replayed") > TOKENS // 3, recorder.log
     assert torch.equal(found[0], expected[0])
@@ -86,19 +94,6 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
 
 class TestFlat:
     """Without a decode phase all entries of a layer lie behind one another."""
-
-    @pytest.fixture
-    def widths(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """The columns of every launch of attention that was not a replay."""
-        found: list[int] = []
-        launch = attention.Chunked.attend
-
-        def noted(made: attention.Chunked, *args: Any, **kwargs: Any) -> None:
-            found.append(made.columns)
-            launch(made, *args, **kwargs)
-
-        monkeypatch.setattr(attention.Chunked, "attend", noted)
-        return found
 
     def planned(self) -> PlannedModel:
         """Budgets that differ between heads; streaming keeps the same entries whatever rounds how."""
@@ -124,7 +119,8 @@ class TestFlat:
         captured = recorder.log.count("captured")
         assert captured == (3 if room == 6 else 1)
         assert recorder.log.count("replayed") >= TOKENS - 1 - 2 * captured
-        assert set(widths) == {longest + ahead for longest in (11, 17) for ahead in rooms(room)}
+        most = min(room, TOKENS)  # there is room for, made in turn
+        assert set(widths) == {longest + ahead for longest in (11, 17) for ahead in range(most, TOKENS + 1, most)}
         for layer in run.cache.planned.values():
             (block,) = layer.holder.blocks  # type: ignore[union-attr]
             assert isinstance(block, FlatBlock)
@@ -154,9 +150,3 @@ class TestFlat:
             assert found == alone
             captured.append(recorder.log.count("captured"))
         assert captured == [1, 1, 2, 2, 3]
-
-
-def rooms(room: int) -> range:
-    """How many tokens there is room for, in turn."""
-    most = min(room, TOKENS)
-    return range(most, TOKENS + 1, most)

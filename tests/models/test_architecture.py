@@ -164,10 +164,3 @@ def test_messages_name_the_model_within_a_wrapper_and_the_place() -> None:
         require_same_rotary(model, [510], 3)
     with pytest.raises(IncompatibleError, match=r"^task one: LlamaForCausalLM .* by 1 \(--max-length cuts contexts\)$"):
         require_same_rotary(model, [510], 3, "task one")
-    longrope = {
-        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0,
-        "original_max_position_embeddings": 64, "factor": 8.0,
-    }  # fmt: skip
-    model = build("llama", rope_parameters=longrope)
-    with pytest.raises(IncompatibleError, match=r"^task one: .* \(a batch of 1\) \(--max-length cuts contexts\)$"):
-        require_same_rotary(model, [10, 65], 0, "task one")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,18 +35,11 @@ def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) == expected
 
 
-@pytest.fixture
-def small_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_device_map_leaves_out_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The machine has room for less than the bundled model; what does not fit goes to the disk."""
     whole = transformers.AutoModelForCausalLM.from_pretrained
-
-    def from_pretrained(*given: Any, **more: Any) -> Any:
-        return whole(*given, **{**more, "max_memory": {"cpu": "1MB"}, "offload_folder": str(tmp_path)})
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-
-
-def test_what_a_device_map_leaves_out_is_told(small_device: None) -> None:
+    small = partial(whole, max_memory={"cpu": "1MB"}, offload_folder=str(tmp_path))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", small)
     with pytest.raises(EnvironmentFault) as caught:
         load("bundled", LoadOptions(device_map="auto"))
     words = str(caught.value)

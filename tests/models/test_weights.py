@@ -23,7 +23,7 @@ from kvsearch.models.weights import (
 )
 from kvsearch.runtime.logits import OutputProjection
 from tests.families import build
-from tests.models.layouts import LAYOUTS, Adapted, BlockFloat8, Gptq, RowScaled, in_float, projections, quantised
+from tests.models.layouts import LAYOUTS, Adapted, Gptq, RowScaled, in_float, projections, quantised
 from tests.tiny import loaded, wrap
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -179,10 +179,3 @@ def test_norms_follow_an_adapter_that_changes() -> None:
     with torch.no_grad():
         attention.o_proj.lora_B.weight.mul_(5)
     assert not torch.allclose(norms(values, "l2"), before)
-
-
-def test_float8_is_not_cast_without_its_scales() -> None:
-    held = BlockFloat8(nn.Linear(64, 40, bias=False))
-    made = read_effective_weight(held, "it", 64, torch.float32)
-    torch.testing.assert_close(made, held.dequantised(), atol=1e-6, rtol=1e-6)
-    assert not torch.allclose(made, held.weight.float())

@@ -187,9 +187,8 @@ def test_entries_carry_where_something_leaves() -> None:
     ],
 )
 def test_impossible_sizes_are_usage_errors(size: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem) as caught:
+    with pytest.raises(UsageError, match=problem):
         scale(make_plan(), **size)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_decode_phase_can_make_a_size_impossible() -> None:
@@ -239,7 +238,8 @@ def random_plan(rng: np.random.Generator) -> Plan:
         budgets = (low + spread * (high - low)).astype(int).tolist()
         return phase_dict([None if left else budget for left, budget in zip(alone, budgets, strict=True)])
 
-    made = {name: phase() if chosen else None for name, chosen in zip(PHASES, _some(rng), strict=True)}
+    some = ((True, False), (False, True), (True, True))[int(rng.integers(0, 3))]
+    made = {name: phase() if chosen else None for name, chosen in zip(PHASES, some, strict=True)}
     main = made["prefill"] or made["decode"]
     return make_plan(
         [[low] * heads] * layers,
@@ -249,10 +249,6 @@ def random_plan(rng: np.random.Generator) -> Plan:
         scaling="proportional" if proportional else "fixed",
         floor=floor,
     )
-
-
-def _some(rng: np.random.Generator) -> tuple[bool, bool]:
-    return ((True, False), (False, True), (True, True))[int(rng.integers(0, 3))]
 
 
 def test_totals_are_exact_for_hundreds_of_random_plans_and_sizes() -> None:

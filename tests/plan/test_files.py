@@ -8,9 +8,9 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -100,13 +100,6 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         write_atomically("/dev/null", b"")
 
 
-def fail_with(error: BaseException) -> Callable[..., Any]:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize("call", ["replace", "fsync"])
 @pytest.mark.parametrize("existing", [True, False])
 @pytest.mark.parametrize(
@@ -128,7 +121,7 @@ def test_a_failed_write_leaves_everything_as_it_was(
 ) -> None:
     if existing:
         path.write_text("old")
-    monkeypatch.setattr(os, call, fail_with(error))
+    monkeypatch.setattr(os, call, Mock(side_effect=error))
     with pytest.raises(raised) as caught:
         write_atomically(path, b"new")
     assert [child.name for child in path.parent.iterdir()] == (["plan.json"] if existing else [])

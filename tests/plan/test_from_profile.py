@@ -91,9 +91,3 @@ def test_a_budget_is_a_ratio_of_the_length() -> None:
 def test_sizes_out_of_reach(size: Size, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         plan_from_profile(profile(), size)
-
-
-def test_a_profile_without_floor_still_keeps_an_entry() -> None:
-    plan = plan_from_profile(profile(seed=1, floor=0), Size(ratio=0.99))
-    assert plan.floor == 1
-    assert budgets_of(plan).min() >= 1

@@ -55,10 +55,10 @@ def test_probabilities_at_the_ends(mass: tuple[float, float], share: float) -> N
             assert float(values_after(CaM(seed=seed), cached, [[0]])[0, 1, 0]) == 1.0 + 8.0 * share
 
 
-def many(seed: int, share: float, dim: int = 3) -> tuple[Cached, list[list[int]]]:
+def many(seed: int, share: float) -> tuple[Cached, list[list[int]]]:
     """Heads with entries in any slots, some without mass, and slots that leave, ascending by position."""
     generator = torch.Generator().manual_seed(seed)
-    step = scattered(seed, segments=3, slots=13, dim=dim)
+    step = scattered(seed, segments=3, slots=13)
     mass = step.row * (torch.rand(step.row.shape, generator=generator) < 0.8)
     cached = dataclasses.replace(step.cached, state=State({MASS_STATE: mass}), layer=seed % 5)
     return cached, some_slots(step, share, generator)

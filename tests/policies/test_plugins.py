@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -140,10 +141,7 @@ def test_what_a_search_shares(model: Any, wrong: str) -> None:
 def test_what_is_interrupted_said_on_purpose_or_too_large_is_not_its_fault(
     model: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: Tensor) -> None:
-        raise error
-
-    monkeypatch.setitem(WRONG, "other", fail)
+    monkeypatch.setitem(WRONG, "other", Mock(side_effect=error))
     with pytest.raises(type(error)) as caught:
         generate(model, program(model, Foreign("other"), "prefill"))
     assert caught.value is error

@@ -14,10 +14,10 @@ BATCH, HEADS, GROUP, LENGTH, DIM, WIDTH = 2, 3, 4, 17, 8, 24
 both = pytest.mark.parametrize("order", ["l1", "l2"])
 
 
-def states(seed: int = 0, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+def states() -> tuple[Tensor, Tensor]:
     """Values and W_O."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(BATCH, HEADS, length, DIM, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(BATCH, HEADS, LENGTH, DIM, generator=generator)
     return values, torch.randn(HEADS * GROUP, DIM, WIDTH, generator=generator)
 
 

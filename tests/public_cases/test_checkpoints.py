@@ -167,18 +167,12 @@ def wrong_shape(folder: Path) -> None:
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"][:5].clone()}, path, {"format": "pt"})
 
 
-def only_bin(content: bytes) -> Callable[[Path], Any]:
+def weights_in(file: str, content: str) -> Callable[[Path], Any]:
+    """Put a file with this content into the place of the weights."""
+
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        (folder / "pytorch_model.bin").write_bytes(content)
-
-    return change
-
-
-def only_index(content: str) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(content)
+        (folder / file).write_text(content)
 
     return change
 
@@ -193,6 +187,7 @@ def edited(file: str, **changes: Any) -> Callable[[Path], None]:
 
 
 GENERATION, TOKENIZER, CONFIG = "generation_config.json", "tokenizer_config.json", "config.json"
+INDEX = "model.safetensors.index.json"
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "generation config of no JSON": (written(GENERATION, "{oops"), "its generation_config.json: Expecting"),
     "generation config of no text": (written(GENERATION, b'{"a": "\xe9"}'), "its generation_config.json: 'utf-8'"),
@@ -210,14 +205,14 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shape of another model": (wrong_shape, r"model.norm.weight is \[5\] in its files, and \[64\] by its config"),
     "a pointer to a large file": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
                                   "its weights or code: .*header"),
-    "weights of no pickle": (only_bin(b"garbage"), "its weights or code: Weights only load failed"),
-    "an index of no JSON": (only_index("{oops"), "its weights or code: Expecting"),
+    "weights of no pickle": (weights_in("pytorch_model.bin", "-"), "its weights or code: Weights only load failed"),
+    "an index of no JSON": (weights_in(INDEX, "{oops"), "its weights or code: Expecting"),
     "an index of shards that are away": (
-        only_index('{"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+        weights_in(INDEX, '{"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
         "its weights or code: .*model-00001-of-00002",
     ),
 }  # fmt: skip
-EVERY_TIME = ("generation config of no JSON", "an end that is a word")
+EVERY_TIME = ("generation config of no JSON", "an end that is a word", "a shape of another model")
 
 
 @pytest.mark.parametrize(

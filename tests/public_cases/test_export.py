@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvsearch.plan import load_plan
-from tests.cli.conftest import invoke
+from tests.cli.conftest import done, done_json
 from tests.exporters.simulations import SIMULATIONS, options_of
 from tests.tiny import loaded
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(folder: Path, model: Path, policy: str, rows: list[list[int]] | None) -> Path:
     """A plan file with these budgets per head, or with 24 everywhere."""
     path = folder / "plan.json"
-    assert invoke("plan", "uniform", model, "--policy", policy, "--budget", 24, "-o", path)[0] == 0
+    done("plan", "uniform", model, "--policy", policy, "--budget", 24, "-o", path)
     content = json.loads(path.read_text())
     for layer, row in zip(content["prefill"]["layers"], rows or [], strict=False):
         layer["budget"] = row
@@ -38,11 +38,8 @@ def planned(folder: Path, model: Path, policy: str, rows: list[list[int]] | None
     return path
 
 
-def exported(plan: Path, target: str, *more: Any) -> dict[str, Any]:
-    code, out, error = invoke("export", plan, "--to", target, *more, "--json")
-    assert code == 0, error
-    found: dict[str, Any] = json.loads(out)
-    return found
+def exported(plan: Path, target: str, *more: Any) -> Any:
+    return done_json("export", plan, "--to", target, *more, "--json")
 
 
 class Written:

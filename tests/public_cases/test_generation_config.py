@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsearch
 from kvsearch.core.errors import KvsearchWarning, UsageError
@@ -20,6 +19,8 @@ from kvsearch.models.loading import from_loaded
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import make_full_program
 from kvsearch.tasks.prompts import PromptFormat
+from tests.families import build
+from tests.public_cases.tokenizers_in_use import byte_level
 
 TEXT = (
     "The meeting began at nine. Ms Okafor took the minutes and Mr Lindqvist spoke first about the harbour. "
@@ -38,27 +39,9 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvsearch.core.errors._said", set())
 
 
-def byte_level() -> Any:
-    """A small byte-level BPE tokenizer, as Llama 3 and Qwen have."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<unk>", "<s>", "</s>"]
-    raw.train_from_iterator(
-        [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-
-
 def llama(tokenizer: Any, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
-        "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "initializer_range": 0.3,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return build("llama", vocab_size=len(tokenizer), max_position_embeddings=4096, **ends, **changes)
 
 
 def saying(tokenizer: Any, chain: Sequence[int]) -> Any:

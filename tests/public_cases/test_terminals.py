@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from kvsearch.cli import app, streams
-from kvsearch.cli.console import LOGGER, Console, set_up_log
-from kvsearch.cli.streams import StandardError, StandardOutput, prepare_streams, run_guarded
+from kvsearch.cli.console import LOGGER, set_up_log
+from kvsearch.cli.streams import StandardOutput, run_guarded
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import check_target, read_bytes, write_atomically
 from kvsearch.plan.saved import save_plan
 from tests import tiny
+from tests.combinations import first_value
 
 USAGE, ENVIRONMENT = UsageError.exit_code, EnvironmentFault.exit_code
 NAME = "mod\u00e8le-\u6771\u4eac"
@@ -39,98 +36,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def own_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is put into the place of the process' streams goes at the end."""
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    yield
-
-
-def stream(encoding: str = "utf-8", refusal: int = 0) -> io.TextIOWrapper:
-    """A stream into memory, or one whose writes the system refuses."""
-
-    class Refused(io.RawIOBase):
-        def writable(self) -> bool:
-            return True
-
-        def write(self, _: Any) -> int:
-            raise OSError(refusal, os.strerror(refusal))
-
-    raw = io.BufferedWriter(Refused()) if refusal else io.BytesIO()
-    return io.TextIOWrapper(raw, encoding=encoding, errors="strict", write_through=bool(refusal))
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1", "utf-8"])
-@pytest.mark.usefixtures("own_streams")
-def test_letters_that_an_encoding_does_not_have_are_escapes(encoding: str) -> None:
-    for name in ("stdout", "stderr"):
-        setattr(sys, name, stream(encoding))
-    prepare_streams()
-    console = Console()
-    console.print_reply(NAME)
-    console.out.print(NAME)
-    console.say(NAME)
-    expected = NAME.encode(encoding, "backslashreplace").decode(encoding)
-    for written in (sys.stdout, sys.stderr):
-        written.flush()
-        assert written.buffer.getvalue().decode(encoding).split("\n")[0] == expected  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("own_streams")
-def test_streams_that_are_closed_take_everything() -> None:
-    sys.stdout = sys.stderr = None  # type: ignore[assignment]
-    prepare_streams()
-    console = Console()
-    console.print_json({"a": 1})
-    console.out.print("a")
-    console.say("b")
-    assert not sys.stdout.isatty()
-
-
-@pytest.mark.usefixtures("own_streams")
-def test_an_error_of_standard_output_says_so_and_one_of_standard_error_nothing() -> None:
-    full = StandardOutput(stream(refusal=errno.ENOSPC))
+@needs_full
+def test_an_error_of_standard_output_is_told_once() -> None:
+    """What follows is not refused again, when the process ends."""
+    full = StandardOutput(FULL.open("w"))
     full.write("a")
-    with pytest.raises(OSError, match="standard output") as caught:
+    with pytest.raises(OSError, match="standard output"):
         full.flush()
-    assert caught.value.errno == errno.ENOSPC
-    full.write("what follows is not refused again, when the process ends")
+    full.write("b")
     full.flush()
-    broken = StandardOutput(stream(refusal=errno.EPIPE))
-    broken.write("a")
-    with pytest.raises(BrokenPipeError):
-        broken.flush()
-    messages = StandardError(stream(refusal=errno.EPIPE))
-    messages.write("a")
-    messages.flush()
-
-
-@pytest.mark.usefixtures("own_streams")
-def test_a_job_goes_on_though_nobody_reads_what_is_said(tmp_path: Path) -> None:
-    sys.stderr = stream(refusal=errno.EPIPE)
-    prepare_streams()
-    console = Console()
-
-    def job() -> None:
-        console.say("begun")
-        console.warn("doubtful")
-        with console.progress("work") as tell:
-            tell(1, 2)
-        write_atomically(tmp_path / "result", b"done")
-
-    assert console.run(job) == 0
-    assert (tmp_path / "result").read_bytes() == b"done"
-
-
-@pytest.mark.usefixtures("own_streams")
-def test_help_that_cannot_be_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    sys.stdout = stream(refusal=errno.ENOSPC)
-    monkeypatch.setattr(streams, "prepare_streams", lambda: setattr(sys, "stdout", StandardOutput(sys.stdout)))
-    with pytest.raises(SystemExit) as caught:
-        run_guarded(lambda: Console().print_json("help"))
-    assert caught.value.code == ENVIRONMENT
-    assert capsys.readouterr().err == f"kvsearch: error: {os.strerror(errno.ENOSPC)}: standard output\n"
 
 
 @needs_full
@@ -150,17 +64,6 @@ def test_a_log_on_a_full_disk_ends_and_the_work_goes_on(
 
 
 # --- names of files -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["too long", "a link to itself", "with a zero byte"])
-def test_names_that_can_be_none(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / {"too long": "a" * 300, "a link to itself": "loop", "with a zero byte": "a\0b"}[kind]
-    if kind == "a link to itself":
-        path.symlink_to(path)
-    for use in (check_target, read_bytes, lambda name: write_atomically(name, b"")):
-        with pytest.raises(UsageError) as caught:
-            use(path)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -198,29 +101,31 @@ def kvsearch(words: str, plan: Path, **environment: str) -> tuple[int, bytes]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ("K show PLAN | head -1; exit ${PIPESTATUS[0]}", 0, b"model"),
-        ("K show PLAN --json | true; exit ${PIPESTATUS[0]}", 0, b""),
-        ("K -h | true; exit ${PIPESTATUS[0]}", 0, b""),
-        ("K show PLAN >&-", 0, b""),
-        ("K show PLAN >&- 2>&-", 0, b""),
-        ("K show nowhere 2>&-", USAGE, b""),
-        ("K show nowhere 2>&1 | true; exit ${PIPESTATUS[0]}", USAGE, b""),
-        pytest.param("K show nowhere 2>/dev/full", USAGE, b"", marks=needs_full),
-        pytest.param("K show PLAN >/dev/full", ENVIRONMENT, b"standard output", marks=needs_full),
-        pytest.param("K show PLAN --json >/dev/full", ENVIRONMENT, b"standard output", marks=needs_full),
-        pytest.param("K show -h >/dev/full", ENVIRONMENT, b"standard output", marks=needs_full),
-        pytest.param("K --version >/dev/full", ENVIRONMENT, b"standard output", marks=needs_full),
-        ("PYTHONIOENCODING=ascii K show PLAN", 0, rb"mod\xe8le-\u6771\u4eac"),
-        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 K show PLAN", 0, rb"mod\xe8le-\u6771\u4eac"),
-        ("PYTHONIOENCODING=ascii K show n\u00f6where", USAGE, rb"n\xf6where"),
-        ("env -u HOME TMPDIR=/nowhere K show PLAN", 0, b"model"),
-        ("COLUMNS=1 TERM=dumb K show PLAN", 0, b"model"),
-    ],
-)
+USUAL = [
+    ("K show PLAN --json | true; exit ${PIPESTATUS[0]}", 0, b""),
+    ("K show PLAN >&- 2>&-", 0, b""),
+    ("K show nowhere 2>/dev/full", USAGE, b""),
+    ("K show PLAN >/dev/full", ENVIRONMENT, b"standard output"),
+    ("K show -h >/dev/full", ENVIRONMENT, b"standard output"),
+    ("PYTHONIOENCODING=ascii K show PLAN", 0, rb"mod\xe8le-\u6771\u4eac"),
+]
+OTHERS = [
+    ("K show PLAN | head -1; exit ${PIPESTATUS[0]}", 0, b"model"),
+    ("K -h | true; exit ${PIPESTATUS[0]}", 0, b""),
+    ("K show PLAN >&-", 0, b""),
+    ("K show nowhere 2>&-", USAGE, b""),
+    ("K show nowhere 2>&1 | true; exit ${PIPESTATUS[0]}", USAGE, b""),
+    ("K show PLAN --json >/dev/full", ENVIRONMENT, b"standard output"),
+    ("K --version >/dev/full", ENVIRONMENT, b"standard output"),
+    ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 K show PLAN", 0, rb"mod\xe8le-\u6771\u4eac"),
+    ("PYTHONIOENCODING=ascii K show n\u00f6where", USAGE, rb"n\xf6where"),
+    ("env -u HOME TMPDIR=/nowhere K show PLAN", 0, b"model"),
+    ("COLUMNS=1 TERM=dumb K show PLAN", 0, b"model"),
+]
+
+
+@needs_full
+@first_value(("words", "code", "said"), [*USUAL, *OTHERS], usual=len(USUAL))
 def test_streams_of_a_process(words: str, code: int, said: bytes, plan: Path) -> None:
     found, output = kvsearch(words, plan)
     assert found == code, output

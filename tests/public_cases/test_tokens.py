@@ -56,11 +56,11 @@ def tokenizer(kind: str) -> Any:
     return KINDS[kind]()
 
 
-def tokens(kind: str, text: str, special: bool = True) -> list[int]:
+def tokens(kind: str, text: str) -> list[int]:
     """The tokens of a text as the tokenizer has them, but for the one that says it has ended."""
     made = tokenizer(kind)
-    ids = made(text, add_special_tokens=special)["input_ids"]
-    return ids[:-1] if special and ids[-1] == made.eos_token_id else ids
+    ids = made(text)["input_ids"]
+    return ids[:-1] if ids[-1] == made.eos_token_id else ids
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,14 +20,14 @@ from transformers.masking_utils import eager_mask
 
 from kvsearch.models.architecture import describe
 from kvsearch.models.fingerprint import compute_fingerprint
-from kvsearch.plan import PhasePlan, Plan, PolicySpec
-from kvsearch.plan.origin import ContextRecord, Provenance
-from kvsearch.plan.schema import LayerPlan
+from kvsearch.plan import Plan
+from kvsearch.plan.origin import ContextRecord
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME, Output, use_attention
 from kvsearch.runtime.attention import use_attention as running
 from kvsearch.runtime.program import PhaseProgram
+from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
 TOLERANCE = 2e-5
 Kept = dict[int, Tensor]  # model layer -> [B, Hkv, T] bool
@@ -54,10 +54,10 @@ class Eviction:
     kept: Kept
 
 
-def random_eviction(model: Any, mask: Tensor, seed: int = 0, layers: Sequence[int] | None = None) -> Eviction:
+def random_eviction(model: Any, mask: Tensor, seed: int = 0) -> Eviction:
     """Evict at random, other entries in every layer, sequence and head, 1 to 90% of them, for the prompt of `mask`."""
     shape = describe(model)
-    planned = tuple(layers) if layers is not None else shape.full_layers
+    planned = shape.full_layers
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     scores = torch.rand(len(planned), len(mask), shape.kv_heads, mask.shape[1], generator=generator)
     ratios = rng.uniform(0.01, 0.9, (len(planned), shape.kv_heads))
@@ -80,27 +80,10 @@ def random_eviction(model: Any, mask: Tensor, seed: int = 0, layers: Sequence[in
 
 def plan_for(model: Any, budgets: list[list[int] | None], **changes: Any) -> Plan:
     """A plan of fixed SnapKV budgets for `model`; `changes` replace fields of the plan, or `policy` and `params`."""
-    policy = PolicySpec(name=changes.pop("policy", "snapkv"), params=changes.pop("params", {"window": 4}))
-    layers = [None if budget is None else LayerPlan(policy=policy, budget=tuple(budget)) for budget in budgets]
-    total = sum(sum(budget) for budget in budgets if budget)
-    content = {
-        "model": compute_fingerprint(model),
-        "scaling": "fixed",
-        "floor": 1,
-        "prefill": PhasePlan(layers=tuple(layers)),
-        "total": total,
-        "provenance": Provenance(
-            method="test", seed=0, kvsearch="0", torch="0", transformers="0", contexts=ContextRecord()
-        ),
-    }
-    return Plan.model_validate({**content, **changes})
-
-
-def keep_everything(model: Any) -> Program:
-    """A program that evicts nothing."""
-    from kvsearch.policies.full import FullKV
-
-    return Program.uniform(model, FullKV(), lambda length: 10**6)
+    policy = {"name": changes.pop("policy", "snapkv"), "params": changes.pop("params", {"window": 4})}
+    origin = {**PROVENANCE, "contexts": ContextRecord()}
+    content = {"model": compute_fingerprint(model).model_dump(), "prefill": phase_dict(budgets, policy), **changes}
+    return make_plan(budgets, **{"scaling": "fixed", "length": None, "floor": 1, "provenance": origin, **content})
 
 
 @contextmanager

@@ -38,8 +38,8 @@ class Scene:
 
 
 @st.composite
-def scenes(draw: st.DrawFn, max_length: int = 12, max_tokens: int = 8) -> Scene:
-    length = draw(st.integers(1, max_length))
+def scenes(draw: st.DrawFn, max_tokens: int = 8) -> Scene:
+    length = draw(st.integers(1, 12))
     pads = draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=2))
     heads = draw(st.integers(1, 2))
     budgets = draw(st.lists(st.integers(1, length + 3), min_size=heads, max_size=heads))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 from kvsearch.runtime import PlannedModel
 from tests.families import prompts
@@ -37,12 +37,12 @@ class Side:
         logits: Tensor = self.model(ids, attention_mask=mask, past_key_values=cache, **options).logits
         return logits
 
-    def generate(self, ids: Tensor | None, *args: Any, **options: Any) -> Any:
+    def generate(self, ids: Tensor | None, **options: Any) -> Any:
         """Sequences, and the logits of every step, as `generate` gives them; its cache as `past_key_values`."""
         torch.manual_seed(3)
-        made = {"max_new_tokens": REPLY, "do_sample": False, **options} if not args else options
+        made = {"max_new_tokens": REPLY, "do_sample": False, **options}
         target = self.model if self.planned is None else self.planned
-        return target.generate(ids, *args, return_dict_in_generate=True, output_logits=True, **made)
+        return target.generate(ids, return_dict_in_generate=True, output_logits=True, **made)
 
 
 Mode = Callable[[Side], Iterator[Tensor]]
@@ -71,9 +71,9 @@ def said(output: Any) -> Iterator[Tensor]:
     yield from output.logits
 
 
-def _generating(name: str, pads: int = PADS, **options: Any) -> None:
+def _generating(name: str, **options: Any) -> None:
     def run(side: Side) -> Iterator[Tensor]:
-        ids, mask = batch(pads)
+        ids, mask = batch()
         yield from said(side.generate(ids, attention_mask=mask, **options))
 
     run.__name__ = name
@@ -97,20 +97,8 @@ _generating("dynamic_by_name", cache_implementation="dynamic")
 # what only `generate` reads: the model is called as in other modes
 OPTIONS = (
     "sampling", "beam_sampling", "several_sequences", "several_beams", "repetition_penalty", "dynamic_by_name",
-    "min_length_and_processors", "in_chunks_with_a_last_token", "configuration_by_position", "prompt_named_inputs",
+    "min_length_and_processors", "in_chunks_with_a_last_token", "prompt_named_inputs",
 )  # fmt: skip
-
-
-@mode
-def configuration_by_position(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    yield from said(side.generate(ids, GenerationConfig(max_new_tokens=REPLY), attention_mask=mask))
-
-
-@mode
-def without_a_mask(side: Side) -> Iterator[Tensor]:
-    ids, _ = batch(pads=0)
-    yield from said(side.generate(ids))
 
 
 @mode
@@ -214,16 +202,6 @@ def drafts_after_a_mask_that_hides(side: Side) -> Iterator[Tensor]:
 
 
 @mode
-def token_by_token(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    cache = side.cache()
-    yield side.forward(cache, ids, mask)
-    for step in range(REPLY):
-        mask = torch.cat([mask, ones(1)], 1)
-        yield side.forward(cache, more(1, seed=step), mask)
-
-
-@mode
 def token_by_token_without_masks(side: Side) -> Iterator[Tensor]:
     ids, cache = batch(pads=0)[0], side.cache()
     yield side.forward(cache, ids)
@@ -309,24 +287,21 @@ def finished_sequences_are_fed_pads(side: Side) -> Iterator[Tensor]:
         yield side.forward(cache, more(1, seed=step), mask)[:1]
 
 
-def _after(side: Side, change: Callable[[Any], Any], rows: list[int]) -> Iterator[Tensor]:
-    """A prompt and a hidden token, a change of the cache, and a question to the sequences that are there then."""
-    ids, mask = batch()
-    cache = side.cache()
-    yield side.forward(cache, ids, mask)
-    mask = torch.cat([mask, ones(2)], 1)
-    mask[:, 9] = 0
-    yield side.forward(cache, more(2), mask)
-    cache = change(cache)
-    mask = mask[rows]
-    for step, count in enumerate((1, 3)):
-        mask = torch.cat([mask, ones(count, len(rows))], 1)
-        yield side.forward(cache, more(count, seed=step, rows=len(rows)), mask)
-
-
 def _changing(name: str, rows: list[int], change: Callable[[Any], Any]) -> None:
+    """A prompt and a hidden token, a change of the cache, and a question to the sequences that are there then."""
+
     def run(side: Side) -> Iterator[Tensor]:
-        yield from _after(side, change, rows)
+        ids, mask = batch()
+        cache = side.cache()
+        yield side.forward(cache, ids, mask)
+        mask = torch.cat([mask, ones(2)], 1)
+        mask[:, 9] = 0
+        yield side.forward(cache, more(2), mask)
+        cache = change(cache)
+        mask = mask[rows]
+        for step, count in enumerate((1, 3)):
+            mask = torch.cat([mask, ones(count, len(rows))], 1)
+            yield side.forward(cache, more(count, seed=step, rows=len(rows)), mask)
 
     run.__name__ = name
     mode(run)

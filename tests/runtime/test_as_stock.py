@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -14,35 +14,27 @@ from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME, use_attention
-from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.program import make_full_program
 from tests.families import build, prompts
-from tests.runtime.helpers import keep_everything
 
 LENGTH = 20
 
 
 @pytest.fixture
-def model() -> Iterator[Any]:
-    made = build("llama")
-    limit = made.config.max_position_embeddings
-    yield made
-    made.config.max_position_embeddings = limit
+def model() -> Any:
+    return build("llama")
 
 
 def eight(model: Any) -> Program:
     return Program.uniform(model, create_policy("snapkv", {"window": 2}), lambda _: 8)
 
 
-def decoding(model: Any, budget: int) -> Program:
-    policies = dict.fromkeys(range(model.config.num_hidden_layers), create_policy("tova"))
-    table = torch.full((len(policies), model.config.num_key_value_heads), budget).numpy()
-    return Program(decode=PhaseProgram(policies, lambda _: table))
-
-
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_keys_and_values_are_those_of_a_stock_cache_where_nothing_is_evicted(model: Any, kind: str) -> None:
     ids, _ = prompts(2, LENGTH)
-    program = keep_everything(model) if kind == "prefill" else decoding(model, 100)
+    program = make_full_program(model)
+    if kind == "decode":
+        program = Program.of_policy(model, create_policy("tova"), {"decode": lambda _: np.full((4, 2), 100)})
     stock, cache = DynamicCache(config=model.config), PlanCache(model, program)
     assert cache.layers[0].keys is None
     assert cache.layers[0].values is None
@@ -61,7 +53,7 @@ def test_keys_of_which_some_are_gone_are_no_tensor(model: Any) -> None:
     with use_attention(model, NAME):
         for program, words in (
             (eight(model), "8 to 8"),
-            (keep_everything(model), "17 to 20"),
+            (make_full_program(model), "17 to 20"),
         ):
             cache = PlanCache(model, program)
             model(ids, attention_mask=mask, past_key_values=cache)

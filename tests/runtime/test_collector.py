@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.models.architecture import find_attention_modules, find_decoder
+from kvsearch.models.architecture import describe, find_attention_modules, find_decoder
 from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
 from kvsearch.runtime.attention import NAME, attend_flash
 from kvsearch.runtime.collector import DensePrompt
 from kvsearch.runtime.logits import Logits
+from kvsearch.testing.policy_contract import no_rope
 from tests.families import DEVICES, build, prompts
 from tests.runtime.helpers import feed, running
 
@@ -87,9 +88,7 @@ def test_statistics_are_those_of_the_models_queries(family: str, device: str) ->
     queries = plain_queries(model, ids, mask)
     observations = observed(model, [(ids, mask)])
     index = mask.cumsum(-1) - 1
-    full = [layer for layer, kind in enumerate(kinds(model)) if kind == "full_attention"]
-    assert len(observations) == len(full)
-    for observation, layer in zip(observations, full, strict=True):
+    for observation, layer in zip(observations, describe(model).full_layers, strict=True):
         statistics = observation.statistics[FROM]
         for row in range(3):
             chosen = queries[layer][row][:, (index[row] >= FROM) & mask[row].bool()].double()
@@ -105,10 +104,6 @@ def test_statistics_are_those_of_the_models_queries(family: str, device: str) ->
         module: Any = find_attention_modules(model)[layer]
         assert observation.scaling == pytest.approx(module.scaling)
         assert observation.next_position.tolist() == [31, 3, 40]
-
-
-def kinds(model: Any) -> list[str]:
-    return getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
 
 
 def test_chunks_come_into_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,15 +134,11 @@ def test_chunks_come_into_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found[1].keys, expected[1].keys, atol=2e-5, rtol=2e-5)
 
 
-def turned_by_nothing(positions: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ones(len(positions), 4), torch.zeros(len(positions), 4)
-
-
 def test_a_large_mean_does_not_drown_the_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2's query biases reach hundreds; second moments minus squared means would lose the difference in fp32."""
     monkeypatch.setattr(collector, "ROWS_PER_CHUNK", 64)
     query = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0)) + 300.0
-    gathered = DensePrompt([Needs(query_statistics_from=0)], turned_by_nothing, layer=0)
+    gathered = DensePrompt([Needs(query_statistics_from=0)], no_rope, layer=0)
     for part in query.split(300, 2):
         real = torch.ones(1, part.shape[2], dtype=torch.bool)
         gathered.add(part, (part, part), torch.arange(part.shape[2])[None], real, Logits(1.0))

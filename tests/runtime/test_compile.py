@@ -17,20 +17,18 @@ from kvsearch.runtime.store.flat import FlatBlock
 from tests.families import build, prompts
 from tests.policies.probes import zap
 from tests.runtime.layers import Layer, Scene, held
-from tests.runtime.policies import FIRST, SMALL, policies_of
+from tests.runtime.policies import FIRST, KINDS, SMALL, policies_of
 from tests.torture.device import counting
 
 EVEN, RAGGED = (7, 7), (7, 10)  # budgets of two heads
-# by positions alone, scores of one step, scores that add up or stay, merges, keys, scored anew
-RULES = {"streaming": EVEN, "tova": RAGGED, "h2o": RAGGED, "scissorhands": RAGGED, "cake": RAGGED, "d2o": RAGGED,
-         "probe": RAGGED, "keydiff": RAGGED, "snapkv": RAGGED}  # fmt: skip
 
 
 def shapes() -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each kind of rule with its budgets; all settings of policies with equal budgets and others in turn."""
+    """Each kind of rule with ragged budgets, by position with equal ones; all other settings with both in turn."""
     for number, (name, policy) in enumerate(SMALL.items()):
-        own = RULES.get(policy.name) if name == FIRST[policy.name] else None
-        yield name, own or (EVEN, RAGGED)[number % 2]
+        is_kind = policy.name in KINDS and name == FIRST[policy.name]
+        budgets = EVEN if policy.name == "streaming" else RAGGED
+        yield name, budgets if is_kind else (EVEN, RAGGED)[number % 2]
 
 
 def plain(step: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -25,8 +25,6 @@ from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
 from tests.runtime.policies import SMALL, policies_of
 
-every_policy = pytest.mark.parametrize("name", policies_of())
-
 
 def begin(layer: Layer, prefill: Policy | None, decode: Policy) -> Decoding:
     used = [policy for policy in (prefill, decode) if policy is not None]
@@ -40,7 +38,7 @@ def feed(layer: Layer, holder: Decoding, first: int, count: int, valid: Tensor |
     return holder.attend(query, key, value, positions, layer.logits, arrived=valid)
 
 
-@every_policy
+@pytest.mark.parametrize("name", policies_of())
 def test_decoding(name: str) -> None:
     policy = SMALL[name]
 

@@ -13,13 +13,13 @@ from kvsearch.models.architecture import describe
 from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.observe import DensePass
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import join_caches, prefill_all
 from tests.families import FAMILIES, REFUSED, SPECIAL, TINY, build, prompts
 from tests.runtime.family_check import FamilyReport, check_family
 from tests.runtime.helpers import (
     assert_close,
     feed,
-    keep_everything,
     one_by_one,
     plan_for,
     random_eviction,
@@ -111,28 +111,24 @@ def test_a_family_that_forgets_its_state() -> None:
     ids, mask = prompts(1, 12)
     refusal = "transformers' code for jamba forgets its running state"
     with running(model, NAME), torch.no_grad():
-        cache = PlanCache(model, keep_everything(model))
+        cache = PlanCache(model, make_full_program(model))
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :2])])
         with pytest.raises(IncompatibleError, match=refusal):
             model(ids[:, :2], past_key_values=cache)
+        begun = PlanCache(model, make_full_program(model), prompt_length=12)
+        model(ids[:, :2], past_key_values=begun)
         with pytest.raises(IncompatibleError, match=refusal):
-            model(ids[:, 2:], past_key_values=_begun(model, ids[:, :2]))
+            model(ids[:, 2:], past_key_values=begun)
         observed = DensePass(model, {1: [], 3: []}, lambda prompt: prompt, ids)
         with pytest.raises(IncompatibleError, match=refusal), observed.following(ids[:, :3]):
             pass
-
-
-def _begun(model: Any, ids: Any) -> PlanCache:
-    cache = PlanCache(model, keep_everything(model), prompt_length=12)
-    model(ids, past_key_values=cache)
-    return cache
 
 
 def test_what_a_running_state_rules_out() -> None:
     model = build("qwen3_next")
     ids, _ = prompts(1, 12)
     with running(model, NAME), torch.no_grad():
-        cache = PlanCache(model, keep_everything(model))
+        cache = PlanCache(model, make_full_program(model))
         model(ids, past_key_values=cache)
         model(ids[:, :2], past_key_values=cache)
         with pytest.raises(UsageError, match="cannot take tokens back: layers 0, 2 carry a running state"):
@@ -140,7 +136,7 @@ def test_what_a_running_state_rules_out() -> None:
     assert cache.get_seq_length() == 14
 
 
-@pytest.mark.parametrize("family", SPECIAL)
+@pytest.mark.parametrize("family", [*WINDOWS, *SPECIAL])
 def test_plans_keep_the_indices_of_the_model(family: str) -> None:
     model = build(family)
     layers = describe(model).full_layers
@@ -167,7 +163,7 @@ def test_long_prompts_are_attended_to_in_pieces(monkeypatch: pytest.MonkeyPatch)
                 expected = model(ids, **given).logits
                 with running(model, NAME), monkeypatch.context() as patch:
                     patch.setattr("kvsearch.runtime.attention.EAGER_LOGITS", 2 * 8 * 30 * 7)
-                    actual = model(ids, **given, past_key_values=PlanCache(model, keep_everything(model))).logits
+                    actual = model(ids, **given, past_key_values=PlanCache(model, make_full_program(model))).logits
             assert_close(actual[mask.bool()], expected[mask.bool()])
 
 

@@ -103,10 +103,8 @@ def test_an_own_reply_is_little_longer_than_the_right_one(model: LoadedModel) ->
         lambda _, __, given: lengths.append(given["attention_mask"].shape[1]), with_kwargs=True
     )
     task = with_answers(tiny.listed((40, 1)), {("listed", "0", 0): ("lantern green lantern",)}, max_new_tokens=100)
-    try:
+    with handle:
         decided(model, task)
-    finally:
-        handle.remove()
     assert max(lengths) == lengths[1] + 34  # the last token of a reply is not read
 
 
@@ -115,10 +113,8 @@ def test_few_contexts_reply_to_several_questions_at_a_time(model: LoadedModel) -
     handle = model.model.register_forward_pre_hook(
         lambda _, __, given: rows.append(len(given["input_ids"])), with_kwargs=True
     )
-    try:
+    with handle:
         decided(model, tiny.listed((60, 3)))
-    finally:
-        handle.remove()
     assert rows[:2] == [1, 3]
 
 

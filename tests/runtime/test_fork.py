@@ -11,15 +11,14 @@ from torch import Tensor
 
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.program import PhaseProgram, make_full_program
 from kvsearch.runtime.shared_prefill import can_join, join_caches, prefill_all
 from tests.families import DEVICES, EACH_FAMILY, build, prompts, take_families
-from tests.runtime.helpers import assert_close, keep_everything, running
+from tests.runtime.helpers import assert_close, held_tokens, running
 from tests.runtime.policies import SMALL
 from tests.runtime.test_sharing import go_on, read
 
@@ -36,7 +35,7 @@ def programs(model: Any) -> list[Program]:
     snapkv, lava, h2o = SMALL["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"], create_policy("lava"), SMALL["h2o"]
     small = create_policy("lava", {"window": 3, "kernel": 3})
     return [
-        keep_everything(model),
+        make_full_program(model),
         Program(phase(snapkv, 9)),
         Program(phase(snapkv, 14)),
         Program(phase(h2o, 9), phase(h2o, 9)),
@@ -71,9 +70,7 @@ def test_it_is_as_if_every_plan_had_run_alone(family: str, device: str) -> None:
         assert cache.get_seq_length() == alone.get_seq_length() == 40
         assert cache.entries().tolist() == alone.entries().tolist(), number
         for layer in alone.planned:
-            for row in range(2):
-                for head in range(2):
-                    assert cache.kept_positions(layer, row, head) == alone.kept_positions(layer, row, head), number
+            assert held_tokens(cache, layer, 2, 2) == held_tokens(alone, layer, 2, 2), number
         ours, theirs = (go_on(model, one, ids[:, :5], mask) for one in (cache, alone))
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(mine, other), number
@@ -135,12 +132,3 @@ def test_equal_policies_score_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     fork(model, made, *prompts(1, 30))
     assert calls == [0, 1, 2, 3]
-
-
-def test_caches_in_use_are_refused() -> None:
-    model = build("llama")
-    program = programs(model)[1]
-    cache = read(model, program, *prompts(1, 30))
-    with running(model, NAME), pytest.raises(UsageError, match="shared by empty caches only"):
-        ids, mask = prompts(1, 30)
-        prefill_all(model, [cache], ids, mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,10 @@ def model() -> Any:
 def test_bytes_after_prefill_are_those_of_the_kept_entries(model: Any, batch: int, dtype: torch.dtype) -> None:
     ids, mask = prompts(batch, LENGTH, pads=100)
     eviction = random_eviction(model, mask)
-    model = model.to(dtype)
-    try:
-        with running(model, NAME):
-            cache = PlanCache(model, eviction.program)
-            feed(model, cache, [(ids, mask)])
-    finally:
-        model.to(torch.float32)
+    cast = copy.deepcopy(model).to(dtype)
+    with running(cast, NAME):
+        cache = PlanCache(cast, eviction.program)
+        feed(cast, cache, [(ids, mask)])
     entries = sum(int(kept.sum()) for kept in eviction.kept.values())
     assert int(cache.entries().sum()) == entries
     exact = entries * 2 * DIM * dtype.itemsize

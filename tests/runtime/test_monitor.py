@@ -12,28 +12,19 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.runtime import PlanCache
-from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.attention import run_attention, use_attention
 from kvsearch.runtime.layer import MONITOR_ROWS
 from kvsearch.runtime.shared_prefill import read_prompts
 from tests import tiny
+from tests.families import prompts
 
-LENGTHS = (60, 41, 7)  # the last is shorter than the window of queries
-
-
-def prompts() -> list[torch.Tensor]:
-    rng = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 60, (length,), generator=rng) for length in LENGTHS]
+PROMPTS = [prompts(1, length)[0][0] for length in (60, 41, 7)]  # the last is shorter than the window of queries
 
 
 def attentions(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The attention weights [Hq, T, T] of every layer."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            return tuple(layer[0] for layer in model(ids[None], output_attentions=True).attentions)
-    finally:
-        model.set_attn_implementation(before)
+    with use_attention(model, "eager"), torch.no_grad():
+        return tuple(layer[0] for layer in model(ids[None], output_attentions=True).attentions)
 
 
 def expected(model: Any, cache: PlanCache, row: int, ids: torch.Tensor) -> float:
@@ -46,15 +37,10 @@ def expected(model: Any, cache: PlanCache, row: int, ids: torch.Tensor) -> float
     return float(torch.stack(masses).mean())
 
 
-@pytest.fixture(scope="module")
-def small() -> LoadedModel:
-    return tiny.loaded()
-
-
 def read(loaded: LoadedModel, plan: Plan, chunk: int | None = None, **options: Any) -> PlanCache:
     with run_attention(loaded.model):
         cache = PlanCache(loaded.model, plan, **options)
-        read_prompts(loaded.model, [cache], prompts(), chunk)
+        read_prompts(loaded.model, [cache], PROMPTS, chunk)
     return cache
 
 
@@ -66,11 +52,11 @@ def make_plan(loaded: LoadedModel, **changes: Any) -> Plan:
 
 @pytest.mark.parametrize("chunk", [None, 9])
 @pytest.mark.parametrize("allocation", ["static", "adakv", "lava"])
-def test_it_is_what_transformers_attends_to(small: LoadedModel, allocation: str, chunk: int | None) -> None:
+def test_it_is_what_transformers_attends_to(model: LoadedModel, allocation: str, chunk: int | None) -> None:
     """Whatever decides the budgets, of padded prompts, read whole or in parts."""
-    plan = make_plan(small, allocation=PolicySpec(name=allocation))
-    cache = read(small, plan, chunk, monitor=True)
-    wanted = [expected(small.model, cache, row, ids) for row, ids in enumerate(prompts())]
+    plan = make_plan(model, allocation=PolicySpec(name=allocation))
+    cache = read(model, plan, chunk, monitor=True)
+    wanted = [expected(model.model, cache, row, ids) for row, ids in enumerate(PROMPTS)]
     assert cache.evicted_mass == pytest.approx(wanted, abs=1e-5)
     assert cache.evicted_mass[2] == pytest.approx(0.0, abs=1e-6)  # nothing left a prompt of seven tokens
     assert cache.evicted_mass[0] > cache.evicted_mass[2]
@@ -79,16 +65,16 @@ def test_it_is_what_transformers_attends_to(small: LoadedModel, allocation: str,
     assert cache.evicted_mass == pytest.approx([wanted[1]] * 2, abs=1e-5)
 
 
-def test_it_is_measured_where_it_is_wanted(small: LoadedModel) -> None:
-    cache = read(small, make_plan(small))
+def test_it_is_measured_where_it_is_wanted(model: LoadedModel) -> None:
+    cache = read(model, make_plan(model))
     with pytest.raises(UsageError, match=r"measured where it is wanted: PlanCache\(model, plan, monitor=True\)"):
         _ = cache.evicted_mass
     with pytest.raises(UsageError, match="run the model on the whole prompt first"):
-        _ = PlanCache(small.model, make_plan(small), monitor=True).evicted_mass
+        _ = PlanCache(model.model, make_plan(model), monitor=True).evicted_mass
 
 
-def test_it_changes_nothing_that_is_kept(small: LoadedModel) -> None:
-    plan = make_plan(small)
-    with_it, without = read(small, plan, monitor=True), read(small, plan)
+def test_it_changes_nothing_that_is_kept(model: LoadedModel) -> None:
+    plan = make_plan(model)
+    with_it, without = read(model, plan, monitor=True), read(model, plan)
     assert torch.equal(with_it.entries(), without.entries())
     assert with_it.kept_positions(0, 0, 0) == without.kept_positions(0, 0, 0)

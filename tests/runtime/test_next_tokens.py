@@ -94,15 +94,12 @@ def test_replies_are_those_of_generate(name: str) -> None:
         assert read(model, PlanCache(model, make_full_program(model)), WHOLE, stops_of(model)).reply(NEW) == expected
 
 
-def test_what_a_model_wants_of_sampling_does_not_make_its_replies_drawn() -> None:
-    model = model_with(eos_token_id=None, do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
-    assert replies(model, CONTEXTS, QUESTIONS, NEW) == PLAIN
-    assert describe_generation_settings(model) is None
-
-
 def test_without_processors_nothing_is_asked_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model wants of sampling does not make its replies drawn."""
     neutral = {name: value for name, value in PROCESSORS.items() if value is not None}
-    model = model_with(eos_token_id=None, max_length=20, do_sample=True, temperature=0.6, top_p=0.9, **neutral)
+    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    model = model_with(eos_token_id=None, max_length=20, **sampling, **neutral)
+    assert describe_generation_settings(model) is None
     monkeypatch.setattr(next_tokens, "make_logits_processors", None)
     logits = torch.randn(4, 9)
     choose = NextTokens(model, WHOLE, NEW)

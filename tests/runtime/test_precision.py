@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsearch.policies import Policy
-from kvsearch.policies.base import Observation
 from kvsearch.runtime.attention import make_causal_mask
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
@@ -34,12 +32,6 @@ def layer(dtype: torch.dtype, scene: Scene = SCENE, large: float = LARGE) -> Lay
     made.query[..., 0] = made.key[..., 0] = large
     made.query, made.key, made.value = (tensor.to(dtype) for tensor in (made.query, made.key, made.value))
     return made
-
-
-def attended(query: Tensor, keys: Tensor, values: Tensor, shown: Tensor, scaling: float) -> Tensor:
-    """Attention in fp64 of queries [S, G, D] over what is `shown` [S, C]."""
-    scores = (query.double() @ keys.double().transpose(-1, -2) * scaling).masked_fill(~shown[:, None], -torch.inf)
-    return scores.softmax(-1) @ values.double()
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -95,7 +87,8 @@ def _next_outputs(holder: Decoding, query: Tensor, key: Tensor, value: Tensor, l
             torch.cat([held, new[names]], 1) for held, new in zip((cached.keys, cached.values), own[1:], strict=True)
         )
         shown = F.pad(cached.held, (0, 1), value=True)
-        outputs[names] = attended(own[0].view(-1, 2, DIM)[names], keys, values, shown, logits.scaling)
+        scores = own[0].view(-1, 2, DIM)[names].double() @ keys.double().transpose(-1, -2) * logits.scaling
+        outputs[names] = scores.masked_fill(~shown[:, None], -torch.inf).softmax(-1) @ values.double()
     return outputs.view(len(query), -1, value.shape[-1])
 
 
@@ -123,16 +116,11 @@ def test_nothing_evicted_is_sdpa(name: str, dtype: torch.dtype) -> None:
     exact = F.scaled_dot_product_attention(
         *(tensor.double() for tensor in (query, *states[1:])), attn_mask=mask, scale=made.logits.scaling
     )
-    found = made.decode(policy, policy)[0], *_replayed(made, observation, policy)
-    for outputs in found:
+    rule, followed = made.rule(policy), made.followed(observation)
+    replayed = [followed.replay(rule, decode).outputs for decode in (rule, None)]
+    for outputs in (made.decode(policy, policy)[0], *replayed):
         assert error(outputs, exact) < EXACT[dtype]
         assert error(outputs, expected) < 2 * EXACT[dtype]
-
-
-def _replayed(made: Layer, observation: Observation, policy: Policy) -> list[Tensor]:
-    rule = made.rule(policy)
-    followed = made.followed(observation)
-    return [followed.replay(rule, decode).outputs for decode in (rule, None)]
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -15,17 +15,9 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.observe import LED_BY, read_again
 from kvsearch.runtime.shared_prefill import prefill_all
 from tests.families import build, prompts
-from tests.runtime.helpers import feed, running
+from tests.runtime.helpers import feed, held_tokens, running
 
 LENGTH, CHUNK = 30, 12
-
-
-def entries(model: object, ids: Tensor) -> tuple[Tensor, ...]:
-    """Attention of every layer, [Hq, T, T], and its input, [T, d], by the model's own eager code."""
-    model.set_attn_implementation("eager")  # type: ignore[attr-defined]
-    with torch.no_grad():
-        output = model(ids, output_attentions=True, output_hidden_states=True)  # type: ignore[operator]
-    return output.attentions, output.hidden_states
 
 
 @pytest.mark.parametrize("plus", [False, True])
@@ -37,10 +29,12 @@ def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> No
     for index, module in find_attention_modules(model).items():
         module.v_proj.register_forward_hook(lambda _, __, out, index=index: values.__setitem__(index, out[0].detach()))
     wanted = [torch.zeros(2, LENGTH) for _ in found]
+    model.set_attn_implementation("eager")  # the model's own code
     for first in range(0, LENGTH, CHUNK):
         whole = torch.cat([ids, ids[:, max(0, first - LED_BY) : first + CHUNK]], 1)
-        attentions, hidden = entries(model, whole)
-        for layer, weights in enumerate(attentions):
+        with torch.no_grad():
+            output = model(whole, output_attentions=True, output_hidden_states=True)
+        for layer, weights in enumerate(output.attentions):
             taken = weights[0, :, LENGTH:, :LENGTH]
             if plus:
                 weight = read_output_weight(find_attention_modules(model)[layer], len(taken))
@@ -48,7 +42,7 @@ def test_scores_are_the_most_attention_from_what_is_read_again(plus: bool) -> No
                     values[layer][:LENGTH].unflatten(-1, (2, -1)).transpose(0, 1).repeat_interleave(len(taken) // 2, 0)
                 )
                 taken = taken * (value @ weight).norm(dim=-1)[:, None]
-                taken = taken / hidden[layer][0, LENGTH:].norm(dim=-1)[:, None]
+                taken = taken / output.hidden_states[layer][0, LENGTH:].norm(dim=-1)[:, None]
             best = taken.amax(1).view(2, -1, LENGTH).amax(1)
             wanted[layer] = torch.maximum(wanted[layer], best)
     for layer, scores in found.items():
@@ -66,8 +60,7 @@ def test_no_sequence_depends_on_its_neighbours_and_all_ways_agree() -> None:
             alone = PlanCache(model, program)
             prefill_all(model, [alone], ids[row : row + 1, pads:], mask[row : row + 1, pads:])
             for layer in alone.planned:
-                for head in range(2):
-                    assert alone.kept_positions(layer, 0, head) == together.kept_positions(layer, row, head)
+                assert held_tokens(alone, layer, 1, 2)[0] == held_tokens(together, layer, 2, 2)[row]
     with attach(model, program) as planned:
         planned.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
         for layer in planned.cache.planned:

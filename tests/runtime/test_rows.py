@@ -11,9 +11,10 @@ from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import make_full_program
 from tests.combinations import every_value
 from tests.families import DEVICES, build, prompts
-from tests.runtime.helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
+from tests.runtime.helpers import assert_close, feed, one_by_one, random_eviction, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -67,16 +68,6 @@ def test_rearranged_sequences_go_on_as_they_were(way: str, appended: int, device
     assert torch.equal(moved.entries(), straight.entries()[:, rows] - 5)
 
 
-def test_half_a_prompt_cannot_be_rearranged(device: str) -> None:
-    model = build("llama", device)
-    ids, mask = prompts(3, 20, device=device)
-    with running(model, NAME):
-        cache = PlanCache(model, keep_everything(model), prompt_length=40)
-        feed(model, cache, [(ids, mask)])
-    with pytest.raises(UsageError, match="middle of a prompt"):
-        rearrange("repeat", cache, device)
-
-
 def test_crop_takes_back_what_came_after_the_prompt(device: str) -> None:
     model = build("llama", device)
     ids, mask = prompts(2, 30, pads=8, device=device)
@@ -123,9 +114,8 @@ def test_the_prompt_cannot_be_taken_back(tokens: int, device: str) -> None:
     with running(model, NAME):
         cache = PlanCache(model, random_eviction(model, mask).program)
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
-    with pytest.raises(UsageError, match="cannot take back 4 tokens: only 3 came after the prompt") as caught:
+    with pytest.raises(UsageError, match="cannot take back 4 tokens: only 3 came after the prompt"):
         cache.crop(tokens)
-    assert "\n" not in str(caught.value)
     assert {layer.get_seq_length() for layer in cache.layers} == {15}  # refused as a whole
 
 
@@ -133,7 +123,7 @@ def test_sliding_layers_must_record_what_is_to_be_forgotten(device: str) -> None
     model = build("gemma2", device)  # a window of 16
     ids, mask = prompts(1, 20, device=device)
     with running(model, NAME):
-        cache = PlanCache(model, keep_everything(model))
+        cache = PlanCache(model, make_full_program(model))
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
     with pytest.raises(UsageError, match=r"layer 0 holds its last 15 tokens only: call activate_past_recording\(\)"):
         cache.crop(-2)

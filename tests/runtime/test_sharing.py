@@ -15,7 +15,7 @@ from torch import Tensor
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.allocator import share_above
 from kvsearch.budgets.cake import CAKEAllocation
-from kvsearch.budgets.dynamic import Allocation, create_allocation
+from kvsearch.budgets.dynamic import Allocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
@@ -242,14 +242,6 @@ def test_decode_budgets_add_up_to_the_total(how: str) -> None:
         before = cache.entries().sum((0, 2))
         go_on(model, cache, ids[:, :1], mask)
         assert (cache.entries().sum((0, 2)) >= before).all(), "nothing leaves before the total is reached"
-
-
-def test_what_cannot_be_shared_is_refused() -> None:
-    model = build("llama")
-    refusal = "layer 0: d2o merges what it evicts, so its budgets must be final when a layer ends"
-    for allocation in ("lava", "cake"):
-        with pytest.raises(UsageError, match=refusal):
-            Program.uniform(model, create_policy("d2o"), lambda _: 9, create_allocation(allocation))
 
 
 def test_negative_scores_have_no_entropy() -> None:

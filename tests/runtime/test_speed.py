@@ -41,9 +41,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
     monkeypatch.setattr(speed, "perf_counter", lambda: now[0])
     monkeypatch.setattr(speed, "MIN_LONG_PASS", 64)
     monkeypatch.setattr(speed, "PATIENCE", 1e9)
-    handle = model.register_forward_pre_hook(passes, with_kwargs=True)
-    yield passes
-    handle.remove()
+    with model.register_forward_pre_hook(passes, with_kwargs=True):
+        yield passes
 
 
 def test_a_slow_start_is_not_taken_for_all(clock: Passes) -> None:

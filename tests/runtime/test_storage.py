@@ -24,20 +24,17 @@ from tests.examples import fixed
 from tests.kernels.serving import interpreted
 from tests.runtime.places import INTERPRETER, PLACES, SLOW_PLACES, at
 
-CPU = torch.device("cpu")
 
-
-class TestBucket:
-    @fixed()
-    @given(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
-    def test_segments_of_similar_length_share_a_block(self, lengths: list[int]) -> None:
-        groups = group_segments(lengths, CPU)
-        assert sorted(index for members in groups for index in members) == list(range(len(lengths)))
-        assert all(members == sorted(members) for members in groups)
-        widths = [max(lengths[index] for index in members) for members in groups]
-        assert all(a < b for a, b in pairwise(widths))
-        waste = sum(width * len(members) for width, members in zip(widths, groups, strict=True)) - sum(lengths)
-        assert 0 <= waste <= blocks.WASTE * sum(lengths)
+@fixed()
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
+def test_segments_of_similar_length_share_a_block(lengths: list[int]) -> None:
+    groups = group_segments(lengths, torch.device("cpu"))
+    assert sorted(index for members in groups for index in members) == list(range(len(lengths)))
+    assert all(members == sorted(members) for members in groups)
+    widths = [max(lengths[index] for index in members) for members in groups]
+    assert all(a < b for a, b in pairwise(widths))
+    waste = sum(width * len(members) for width, members in zip(widths, groups, strict=True)) - sum(lengths)
+    assert 0 <= waste <= blocks.WASTE * sum(lengths)
 
 
 def dense_attention(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,25 +17,15 @@ from kvsearch.signals.attention_rows import mean_entropy, measure_dispersion
 SURE = 200.0  # a logit that leaves nothing for the others
 
 
-def average_attention(
-    query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
-) -> Tensor:
+def average_attention(query: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
     everywhere = padded(len(keys), keys.shape[2], 0)
-    return attention_rows.average_attention(query, keys, scaling, softcap, everywhere if valid is None else valid)
+    return attention_rows.average_attention(query, keys, scaling, None, everywhere if valid is None else valid)
 
 
-def one_hot_heads(*targets: int, keys: int = 4) -> tuple[Tensor, Tensor]:
+def one_hot_heads(*targets: int) -> tuple[Tensor, Tensor]:
     """One row of one-hot attention per head, head by head to a key of `targets`; keys are unit vectors."""
-    table = torch.eye(keys)[None, None]
+    table = torch.eye(4)[None, None]
     return SURE * torch.stack([table[0, 0, target] for target in targets])[None, :, None], table
-
-
-def observe(
-    batch: int = 2, heads: int = 2, group: int = 3, rows: int = 4, length: int = 9, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(batch, heads, length, 8, generator=generator)
-    return torch.randn(batch, heads * group, rows, 8, generator=generator), keys
 
 
 def padded(batch: int, length: int, pads: int) -> Tensor:
@@ -84,22 +74,19 @@ def test_a_worked_example() -> None:
 @pytest.mark.parametrize("pads", [0, 3, 6, 8])
 def test_it_is_the_mean_of_every_row(pads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "CACHE_BYTES", 1)  # one kv head at a time
-    query, keys = observe()
+    generator = torch.Generator().manual_seed(0)
+    keys, query = torch.randn(2, 2, 9, 8, generator=generator), torch.randn(2, 6, 4, 8, generator=generator)
     valid = padded(2, 9, pads)
     mean = average_attention(query, keys, 0.3, valid=valid)
     for sequence in range(2):
         torch.testing.assert_close(mean[sequence], by_hand(query[sequence], keys[sequence], 0.3, valid[sequence]))
 
 
-def observe_padded(
-    batch: int = 2, heads: int = 2, group: int = 3, length: int = 9, pads: int = 0, seed: int = 0
-) -> Observation:
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, batch, heads, length, 8, generator=generator)
-    queries = torch.randn(batch, heads * group, 4, 8, generator=generator)
-    valid = torch.ones(batch, length, dtype=torch.bool)
-    valid[1:, :pads] = False
-    return Observation(keys, values, valid, 8**-0.5, queries=queries)
+def observe_padded(length: int = 9, pads: int = 0) -> Observation:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 2, length, 8, generator=generator)
+    queries = torch.randn(2, 6, 4, 8, generator=generator)
+    return Observation(keys, values, padded(2, length, pads), 8**-0.5, queries=queries)
 
 
 def moments_by_hand(seen: Observation, sequence: int, window: int) -> tuple[float, float]:
@@ -140,15 +127,9 @@ def test_without_candidates_there_is_nothing() -> None:
 def test_the_moments_are_computed_once_with_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsearch.policies import cake
 
-    calls: list[int] = []
-    inner = cake.iterate_window_rows
-
-    def counted(seen: Observation, window: int) -> Iterator[tuple[slice, Tensor]]:
-        calls.append(window)
-        return inner(seen, window)
-
-    monkeypatch.setattr(cake, "iterate_window_rows", counted)
+    rows = Mock(wraps=cake.iterate_window_rows)
+    monkeypatch.setattr(cake, "iterate_window_rows", rows)
     seen = observe_padded()
     Pattern(window=3).score(seen)
     measure_dispersion(seen, 3)
-    assert calls == [3]
+    rows.assert_called_once_with(seen, 3)

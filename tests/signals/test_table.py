@@ -174,14 +174,9 @@ def test_profiles_of_other_methods_have_no_signals() -> None:
         (lambda t: t.read_sensitivity("uniform", "prefill", 32, []), "unknown budget signal 'uniform'"),
         (lambda t: t.measured("cosine", "decode", 32), r"the decode phase were not measured \(only prefill\)"),
         (
-            lambda t: t.read_sensitivity("entropy", "decode", 32, []),
-            r"the decode phase were not measured \(only prefill\)",
-        ),
-        (
             lambda t: t.measured("ppl", "prefill", 32),
             r"no 'ppl' signal \(it has entropy, cosine, .*: calibrate with",
         ),
-        (lambda t: t.read_sensitivity("nll", "prefill", 32, []), "this profile has no 'nll' signal"),
         (lambda t: t.perplexity, "this profile has no 'ppl' signal"),
     ],
 )
