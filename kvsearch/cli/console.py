@@ -113,6 +113,30 @@ class Console:
         self.reporter.print(truncate_lines(f"kvsearch: warning: {text}"), soft_wrap=True)
         LOGGER.warning("%s", text, extra=SHOWN)
 
+    def print_result(
+        self,
+        as_json: Callable[[], Any],
+        parts: Callable[[], Iterable[ReportPart]] = tuple,
+        remarks: Iterable[str] = (),
+        problem: KvsearchError | None = None,
+    ) -> None:
+        """Print the result of a command, as JSON if requested, then remarks on it.
+
+        Args:
+            as_json: returns the result for --json.
+            parts: returns what people see in its place, where remarks do not say all.
+            remarks: said after either, the commands that naturally follow last.
+            problem: raised when all is said, as the exit code tells of it, too.
+        """
+        if self.as_json:
+            self.print_json(as_json())
+        else:
+            self.out.print_parts(parts())
+        for remark in remarks:
+            self.say(remark)
+        if problem is not None:
+            raise problem
+
     def print_json(self, data: Any) -> None:
         """Print a result as JSON on standard output."""
         text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)  # ASCII, all but one of it visible

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvsearch.cli.registry import PLAN_VERBS, verb, view_output
+from kvsearch.cli.command import PLAN_VERBS, verb
 from kvsearch.report.numbers import pluralize
 
 if TYPE_CHECKING:
@@ -162,4 +162,5 @@ def diff(options: DiffOptions, console: Console) -> None:
     """
     from kvsearch.commands import plan as command
 
-    view_output(command.diff(options, reporter=console)).print(console)
+    difference = command.diff(options, reporter=console)
+    console.print_result(difference.as_json, difference.parts)
