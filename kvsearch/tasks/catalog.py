@@ -27,9 +27,8 @@ from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
 from kvsearch.tasks.retain import GROUPS, RETAIN, RETAIN_FORMS, RetainTask
 from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
-from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
+from kvsearch.tasks.ruler import QA_FORMATS, RULER_SPECS, RULER_TASKS, DrawnRow, DrawnRulerTask, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
-from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_SPECS, DrawnRow, DrawnRulerTask
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SYNTHETIC_SPLITS, SyntheticTask
 from kvsearch.tasks.text import TextTask

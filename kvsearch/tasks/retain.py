@@ -21,9 +21,8 @@ from kvsearch.core.naming import delegate, require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.dataset_task import read_shipped
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.ruler.draft import Stream, find_largest_fit
+from kvsearch.tasks.ruler.draft import Stream, draw_word, find_largest_fit
 from kvsearch.tasks.ruler.needles import Essay
-from kvsearch.tasks.ruler.words import draw_word
 from kvsearch.tasks.splits import check_split
 
 RETAIN: Final = "retain"  # the kind of task, and the category by which tables know it
