@@ -19,9 +19,17 @@ from kvsearch.core.plugins import PluginRegistry
 from kvsearch.tasks import jsonl
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.dataset_task import DatasetTask
-from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
 from kvsearch.tasks.jsonl import JsonlTask
-from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask, LongBenchV2Task
+from kvsearch.tasks.longbench import (
+    INFINITEBENCH_LAVA,
+    INFINITEBENCH_TASKS,
+    LONGBENCH_E,
+    LONGBENCH_ENGLISH,
+    LONGBENCH_TASKS,
+    InfiniteBenchTask,
+    LongBenchTask,
+    LongBenchV2Task,
+)
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
