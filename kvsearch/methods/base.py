@@ -93,11 +93,6 @@ class CalibrationMethod:
     fits_policy: ClassVar[bool] = False
     has_signals: ClassVar[bool] = False
 
-    def find_calibration_class(self) -> type[Calibration[Any]]:
-        """Import and return the class that measures."""
-        place: Any = self.calibration
-        return resolve_name(place) if isinstance(place, str) else place  # type: ignore[no-any-return]
-
     def create_calibration(
         self, loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: CalibrationOptions
     ) -> Calibration[Any]:
@@ -107,7 +102,9 @@ class CalibrationMethod:
         """
         # its own options only: nothing that is measured may depend on where the profile is written
         own = self.options(**{name: getattr(options, name) for name in self.options.model_fields})
-        return self.find_calibration_class()(loaded, data, policies, own)
+        place: Any = self.calibration
+        kind: type[Calibration[Any]] = resolve_name(place) if isinstance(place, str) else place
+        return kind(loaded, data, policies, own)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,6 @@ from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import VALIDATION_FILE as VALIDATION
 from kvsearch.results.validation import ValidationResult
-from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import (
     CONFIG,
     CONTEXTS,
@@ -324,7 +323,9 @@ def _plan_scores(choice: SelectionResult, config: RunConfig | None) -> PlanScore
     return PlanScores(
         text="\n".join(text),
         metrics={
-            f"{name}, {unit} {format_bounds(value, digits, factor)}": _scale_estimate(factor, value)
+            f"{name}, {unit} {format_bounds(value, digits, factor)}": replace(
+                value, mean=factor * value.mean, low=factor * value.low, high=factor * value.high
+            )
             for name, value in named.items()
         },
         metric=next(iter(scorers.values())) if len(set(scorers.values())) == 1 else "score",
@@ -332,11 +333,6 @@ def _plan_scores(choice: SelectionResult, config: RunConfig | None) -> PlanScore
         datasets=list_public_datasets(spec) if spec is not None and options.get("data") is None else (),
         questions=report.asked.questions,
     )
-
-
-def _scale_estimate(factor: float, value: Estimate) -> Estimate:
-    """Return a mean with its interval in another unit."""
-    return replace(value, mean=factor * value.mean, low=factor * value.low, high=factor * value.high)
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

@@ -86,15 +86,12 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
         return self.find_missing(row.context, row.input, row.answers)
 
     def example(self, position: int, row: LongBenchRow) -> Example:
-        answers = tuple(answer for answer in row.answers if not is_blank(answer))
-        question = self.template.question(row.input)
-        query = Query(question, answers, self.spec.max_new_tokens, options=row.all_classes or ())
         key = str(position)
         length = row.length
         if self.name in LONGBENCH_E and length is not None:
             bucket = next(bucket for bucket, end in BUCKETS.items() if end is None or length < end)
             key = f"{bucket}/{position}"
-        return Example(self.name, key, self.template.context(row.context), (query,))
+        return self.make_example(key, row.context, row.input, row.answers, options=row.all_classes or ())
 
     def score(self, reply: str, query: Query) -> float:
         """Return the dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
@@ -139,15 +136,11 @@ class LongBenchV2Task(DatasetTask[LongBenchV2Row]):
 
     def example(self, position: int, row: LongBenchV2Row) -> Example:
         choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, row.choices, strict=True))
-        query = Query(
-            self.template.question(f"{row.question}\nChoices:\n{choices}"),
-            (row.answer,),
-            self.spec.max_new_tokens,
-            id=row.id,
-            category=row.domain,
-            written=f"The correct answer is ({row.answer})",
+        question = f"{row.question}\nChoices:\n{choices}"
+        written = f"The correct answer is ({row.answer})"
+        return self.make_example(
+            position, row.context, question, (row.answer,), id=row.id, category=row.domain, written=written
         )
-        return Example(self.name, str(position), self.template.context(row.context), (query,))
 
 
 # --- InfiniteBench ---------------------------------------------------------------------------------------------------
@@ -190,5 +183,4 @@ class InfiniteBenchTask(DatasetTask[InfiniteBenchRow]):
             options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, row.options, strict=False))
             question = f"{question}\n{options}" if question.strip() else options
             answers = answers[:1]  # rows may name the letter of the answer after its text
-        query = Query(self.template.question(question), answers, self.spec.max_new_tokens, options=row.options)
-        return Example(self.name, str(position), self.template.context(row.context), (query,))
+        return self.make_example(position, row.context, question, answers, options=row.options)
