@@ -215,9 +215,9 @@ def _list_entries() -> Iterator[Entry]:
         yield _make_dataset_entry(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
     yield from map(find_task_entry, TASKS.built_in)
     reads = {**_GENERATED, "haystack": "haystack"}
-    for name, form in RETAIN_FORMS.items():
+    for name, (_, metric) in RETAIN_FORMS.items():
         make = partial(RetainTask, name)
-        yield Entry(f"{RETAIN}:{name}", RETAIN, form.metric, STORY_HAYSTACK, make, reads, split=RetainTask.split)
+        yield Entry(f"{RETAIN}:{name}", RETAIN, metric, STORY_HAYSTACK, make, reads, split=RetainTask.split)
 
 
 def _join_specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
