@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvsearch.cli.command import PLAN_VERBS, verb
-from kvsearch.report.numbers import pluralize
+from kvsearch.core.printed import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Callable

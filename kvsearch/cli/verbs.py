@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvsearch.cli.command import MAIN_VERBS, list_kind_parts, print_forecast, verb
 from kvsearch.cli.plan import run_export
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.report.numbers import pluralize
+from kvsearch.core.printed import pluralize
 
 if TYPE_CHECKING:
     from kvsearch.cli.console import Console

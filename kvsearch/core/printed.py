@@ -58,6 +58,11 @@ def truncate(text: str, max_length: int) -> str:
     return text if len(text) <= max_length else f"{text[:max_length]}..."
 
 
+def pluralize(number: int, noun: str) -> str:
+    """Write a number with its noun, which gets an s unless the number is one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def escape_reply(text: str) -> str:
     """Return `escape_invisible` of what a model has written: lines, tabs and scripts that need joiners stay."""
     return escape_invisible(text.replace("\r\n", "\n"), PROSE)

@@ -20,7 +20,7 @@ from kvsearch.calibration.steps import find_profile_file
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import open_file, read_text
 from kvsearch.core.parsing import read_json
-from kvsearch.core.printed import format_command_line
+from kvsearch.core.printed import format_command_line, pluralize
 from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.exporters.base import PlanScores
@@ -36,12 +36,11 @@ from kvsearch.report.break_even import BreakEvenView, make_break_even_figures
 from kvsearch.report.charts import make_profile_figures
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, ReportPart
-from kvsearch.report.numbers import format_bounds, pluralize
 from kvsearch.report.paper_table import ReproducedTable
 from kvsearch.report.plans import list_cache_parts, list_plan_parts, plan_headline
 from kvsearch.report.profile import describe_profile, list_profile_parts
-from kvsearch.report.table import Table, to_markdown
-from kvsearch.results.base import Result, damaged_file_error, read_content, report_damage
+from kvsearch.report.table import Table, format_bounds, to_markdown
+from kvsearch.results import Result, damaged_file_error, read_content, report_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult

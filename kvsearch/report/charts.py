@@ -16,9 +16,9 @@ from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Role, Series, make_cells, make_layer_map
-from kvsearch.report.numbers import describe_coverage, describe_questions
 from kvsearch.report.paper_table import MeasuredCell, ReproducedTable
 from kvsearch.report.profile import SHOWN_RATIO, TITLES, compute_eviction_losses, describe_profile, select_measures
+from kvsearch.report.table import describe_coverage, describe_questions
 from kvsearch.results.evaluation import EvaluationResult, FullScores
 from kvsearch.results.search import SearchResult, Trace
 from kvsearch.results.selection import SelectionResult, SelectionsResult

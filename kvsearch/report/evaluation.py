@@ -21,7 +21,11 @@ from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL, RETAINED
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
-from kvsearch.report.numbers import (
+from kvsearch.report.plans import describe_shown
+from kvsearch.report.table import (
+    Cell,
+    RowGroup,
+    Table,
     describe_coverage,
     format_bounds,
     format_interval,
@@ -29,8 +33,6 @@ from kvsearch.report.numbers import (
     format_outcomes,
     format_percent,
 )
-from kvsearch.report.plans import describe_shown
-from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
 

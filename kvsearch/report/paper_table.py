@@ -18,13 +18,12 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import compute_lost_mass, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.core.items import group_by_key
-from kvsearch.core.printed import format_csv
+from kvsearch.core.printed import format_csv, pluralize
 from kvsearch.evaluation.names import FULL
 from kvsearch.papers.tables import PAPER_TABLES, PaperTable, Stage, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
-from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.base import Result
+from kvsearch.results import Result
 from kvsearch.results.evaluation import SECTIONS, EvaluationResult, MethodScores, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.selection.records import REPORTED_STRATEGIES

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvsearch.calibration.analysis import compute_lost_mass, compute_ranking_gap, measure_stability
 from kvsearch.core.arrays import Floats
+from kvsearch.core.printed import pluralize
 from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import estimate_by_student
 from kvsearch.plan import Phase, Profile, ProfileMetadata
@@ -18,8 +19,7 @@ from kvsearch.plan.methods import find_writer
 from kvsearch.plan.profile_arrays import QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.fitted import is_last
 from kvsearch.report.figures import Figure, ReportPart, make_layer_map
-from kvsearch.report.numbers import format_interval, pluralize
-from kvsearch.report.table import Cell, Table
+from kvsearch.report.table import Cell, Table, format_interval
 from kvsearch.signals.table import ENTROPY, Explosion, SignalTable, is_constant
 
 SHOWN_RATIO: Final = 0.8  # the global eviction ratio at which a profile is shown

@@ -21,7 +21,7 @@ from kvsearch.evaluation.statistics import MACRO, RETAINED, Kind, Row, TraceLeng
 from kvsearch.plan import Size
 from kvsearch.plan.origin import Guarantee
 from kvsearch.plan.schema import Protocol
-from kvsearch.results.base import Result, Stored
+from kvsearch.results import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss, find_doubt
 from kvsearch.tasks.base import Coverage, Sampling
 from kvsearch.tasks.longbench import AVERAGES
