@@ -16,10 +16,8 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.core.parsing import format_error
 from kvsearch.core.plugins import PluginRegistry
-from kvsearch.tasks import jsonl
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.dataset_task import DatasetTask
-from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import (
     INFINITEBENCH_LAVA,
     INFINITEBENCH_TASKS,
@@ -39,7 +37,7 @@ from kvsearch.tasks.ruler import QA_FORMATS, RULER_SPECS, RULER_TASKS, DrawnRow,
 from kvsearch.tasks.ruler.needles import NIAH
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SYNTHETIC_SPLITS, SyntheticTask
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import JsonlTask, TextTask
 
 SYNTHETIC = "synthetic"
 RULER = "ruler"
@@ -124,7 +122,7 @@ def find_user_task(path: str, kind: str = JSONL) -> Entry:
         return Entry(f"{TEXT}:{path}", TextTask.category, TextTask.metric, YOURS, load, _GENERATED, needs)
     needs = f"{FILE_PLACEHOLDER}, rows with context, question, answers; they may name id, category and metric"
     make = partial(JsonlTask.load, path)
-    return Entry(f"{JSONL}:{path}", jsonl.CATEGORY, jsonl.METRIC, YOURS, make, {"split": "split"}, needs)
+    return Entry(f"{JSONL}:{path}", JsonlTask.category, JsonlTask.metric, YOURS, make, {"split": "split"}, needs)
 
 
 def find_drawn_ruler_tasks(path: str) -> list[Entry]:
