@@ -52,8 +52,10 @@ from kvsearch.runs.identity import (
     LEDGER,
     METRICS,
     REPORT,
+    SAMPLES,
     SELECTION,
     SUMS,
+    TABLES,
     RunConfig,
     read_config,
 )
@@ -65,7 +67,7 @@ WHOLE_RUN = "run.json"
 CACHE_SUFFIX = ".kv"  # the usual suffix of a compressed cache
 CACHE_MARK = b"kvsearch.cache"  # in its header
 PACKED = ".tar.xz"  # of the directory of a finished run
-RUN_FILES = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
+RUN_FILES = (LEDGER, SAMPLES, TABLES)  # what a run keeps beside its report
 KNOWN_FILES = (
     "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
     "selection, search, run or reproduction, such a directory packed as .tar.xz, a folder of these, the files in them, "
@@ -398,7 +400,12 @@ def _load_reproduction(path: Path, tables: tuple[Path, ...]) -> LoadedArtifact:
 def _load_run(path: Path, config: RunConfig) -> LoadedArtifact:
     """Open the directory of a run other than a calibration."""
     if config.job == "evolve":
-        return _load_search(path)
+        trace = read_trace(path / LEDGER) if (path / LEDGER).exists() else None
+        if not (path / REPORT).exists():
+            return LoadedArtifact(path, "search", trace, note=UNFINISHED)
+        opened = _load_json(path / REPORT)
+        plans = _keep_existing(sorted(path.glob("plan*.json")))
+        return replace(opened, content=opened.content.model_copy(update={"trace": trace}), places=plans)
     results = {"headroom": REPORT, "evaluate": REPORT, "select": SELECTION, "validate": Path(VALIDATION).name}
     if config.job in results and (path / results[config.job]).exists():
         return _load_json(path / results[config.job])
@@ -413,15 +420,6 @@ def _load_run(path: Path, config: RunConfig) -> LoadedArtifact:
     if (path / WHOLE_RUN).exists():
         return replace(_load_json(path / WHOLE_RUN), places=places)
     return LoadedArtifact(path, "run", None, note=UNFINISHED, places=places)
-
-
-def _load_search(path: Path) -> LoadedArtifact:
-    trace = read_trace(path / LEDGER) if (path / LEDGER).exists() else None
-    if not (path / REPORT).exists():
-        return LoadedArtifact(path, "search", trace, note=UNFINISHED)
-    opened = _load_json(path / REPORT)
-    plans = _keep_existing(sorted(path.glob("plan*.json")))
-    return replace(opened, content=opened.content.model_copy(update={"trace": trace}), places=plans)
 
 
 def _keep_existing(places: list[Path]) -> tuple[Path, ...]:

@@ -213,6 +213,10 @@ class EvaluationResult(Result):
         """Whether all tasks are teacher-forced, so that losses say everything."""
         return self.overall.is_in(self.full.nats)
 
+    def measured(self, scores: FullScores) -> Estimate:
+        """Return what is compared, the mean over all tasks: the score, or on text the loss above the full cache."""
+        return self.overall.of(scores.nats).excess if self.on_text else self.overall.of(scores.scores)
+
     @property
     def doubt(self) -> str | None:
         """Why the evaluation may say little, if it does."""
