@@ -189,18 +189,34 @@ class Verb:
         flags = read_catalog(self.options) if is_told else describe_flags(resolve_name(self.options))
         if self.dry_run or self.forecast:
             flags.append(DRY_RUN)
-        module = self.options.partition(":")[0]
+        return make_command(self.name, self.help, [*flags, *GENERAL_FLAGS], self.run)
 
-        def act(options: Any, console: Console) -> None:
+    def run(self, typed: dict[str, Any]) -> None:
+        """Validate the typed values and run the action or its forecast; errors become messages and exit codes."""
+        from kvsearch.cli.console import Console
+
+        options: type[JobOptions] = resolve_name(self.options)
+        general = (DRY_RUN, *GENERAL_FLAGS)
+        console = Console(**{flag.name: typed.pop(flag.name) for flag in general if flag.name in typed})
+        for name, (field, option) in options.list_options().items():
+            kind = strip_annotation(field.annotation)
+            if name in typed and kind in (int, float):
+                with suppress(ValueError):  # a text that is no number is for the model to refuse
+                    typed[name] = kind(typed[name])
+            if name in typed and option.negated:
+                typed[name] = False
+
+        def act() -> None:
+            checked = options.of(**typed)
             if self.forecast and console.dry_run:
-                print_forecast(resolve_name(f"{module}:{self.forecast}"), options, console)
+                module = self.options.partition(":")[0]
+                print_forecast(resolve_name(f"{module}:{self.forecast}"), checked, console)
             else:
-                self.action(options, console)
+                self.action(checked, console)
 
-        def run(typed: dict[str, Any]) -> None:
-            run_typed(resolve_name(self.options), act, typed)
-
-        return make_command(self.name, self.help, [*flags, *GENERAL_FLAGS], run)
+        code = console.run(act)
+        if code:
+            raise typer.Exit(code)
 
 
 MAIN_VERBS: dict[str, Verb] = {}
@@ -250,23 +266,6 @@ def make_command(name: str, words: str, flags: Iterable[Flag], run: Callable[[di
     command = cast("VerbCommand", typer.main.get_command(app))
     command.flags = list(flags)
     return command
-
-
-def run_typed(options: type[JobOptions], action: Action, typed: dict[str, Any]) -> None:
-    """Validate the typed values and run the action; errors become messages and exit codes."""
-    from kvsearch.cli.console import Console
-
-    console = Console(**{flag.name: typed.pop(flag.name) for flag in (DRY_RUN, *GENERAL_FLAGS) if flag.name in typed})
-    for name, (field, option) in options.list_options().items():
-        kind = strip_annotation(field.annotation)
-        if name in typed and kind in (int, float):
-            with suppress(ValueError):  # a text that is no number is for the model to refuse
-                typed[name] = kind(typed[name])
-        if name in typed and option.negated:
-            typed[name] = False
-    code = console.run(lambda: action(options.of(**typed), console))
-    if code:
-        raise typer.Exit(code)
 
 
 class VerbCommand(TyperCommand):

@@ -404,8 +404,8 @@ def _load_run(path: Path, config: RunConfig) -> LoadedArtifact:
         if not (path / REPORT).exists():
             return LoadedArtifact(path, "search", trace, note=UNFINISHED)
         opened = _load_json(path / REPORT)
-        plans = _keep_existing(sorted(path.glob("plan*.json")))
-        return replace(opened, content=opened.content.model_copy(update={"trace": trace}), places=plans)
+        content = opened.content.model_copy(update={"trace": trace})
+        return replace(opened, content=content, places=_keep_existing(sorted(path.glob("plan*.json"))))
     results = {"headroom": REPORT, "evaluate": REPORT, "select": SELECTION, "validate": Path(VALIDATION).name}
     if config.job in results and (path / results[config.job]).exists():
         return _load_json(path / results[config.job])
