@@ -279,7 +279,20 @@ def find_tasks(spec: str, options: Mapping[str, Any] | None = None) -> list[Task
     entries = describe_tasks(spec)
     chosen = {name: value for name, value in (options or {}).items() if value is not None}
     _refuse_unread(chosen, entries)
-    return [_make(entry, chosen) for entry in entries]
+    tasks = []
+    for entry in entries:
+        if entry.required is not None and entry.required not in chosen:
+            raise UsageError(f"{entry.spec} needs questions: give {entry.needs}, or choose {NO_QA}")
+        given = {parameter: chosen[option] for option, parameter in entry.reads.items() if option in chosen}
+        if "length" in given:
+            if len(given["length"]) != 1:
+                lengths = ", ".join(map(str, given["length"])) or "none"
+                raise UsageError(
+                    f"{entry.kind} tasks take one length, got {lengths}: evaluate one length after the other"
+                )
+            (given["length"],) = given["length"]
+        tasks.append(entry.make(**given))
+    return tasks
 
 
 def _split(spec: str) -> list[str]:
@@ -353,15 +366,3 @@ def _refuse_unread(options: Iterable[str], entries: Sequence[Entry]) -> None:
             specs = dict.fromkeys(entry.spec if entry.kind in others else entry.kind for entry in reading)
             readers.append(f"{format_flag(option)} is for {', '.join(specs)}")
         raise UsageError(f"none of the chosen tasks reads {', '.join(map(format_flag, unread))}: {'; '.join(readers)}")
-
-
-def _make(entry: Entry, options: Mapping[str, Any]) -> Task:
-    if entry.required is not None and entry.required not in options:
-        raise UsageError(f"{entry.spec} needs questions: give {entry.needs}, or choose {NO_QA}")
-    given = {parameter: options[option] for option, parameter in entry.reads.items() if option in options}
-    if "length" in given:
-        if len(given["length"]) != 1:
-            lengths = ", ".join(map(str, given["length"])) or "none"
-            raise UsageError(f"{entry.kind} tasks take one length, got {lengths}: evaluate one length after the other")
-        (given["length"],) = given["length"]
-    return entry.make(**given)
