@@ -108,14 +108,12 @@ class CalibrationMethod:
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
-    def default_budgets(self, profile: Profile) -> Sequence[int]:
+    def default_budgets(self, profile: Profile) -> Sequence[int]:  # noqa: ARG002
         """Return the budgets that were measured, in entries per kv head; if it is one, plans have it by default."""
-        del profile
         return ()
 
-    def plan_settings(self, profile: Profile) -> Sequence[str]:
+    def plan_settings(self, profile: Profile) -> Sequence[str]:  # noqa: ARG002
         """Return the settings that `to_plan` reads: some of "route", "budget_signal", "phases", "policy", "least"."""
-        del profile
         return ()
 
     def to_plan(
@@ -148,9 +146,8 @@ class CalibrationMethod:
 
         yield from (list_table_parts(profile, ratio) if EVICTED_RATIO in profile.arrays else list_array_parts(profile))
 
-    def remarks(self, profile: Profile) -> Iterator[str]:
+    def remarks(self, profile: Profile) -> Iterator[str]:  # noqa: ARG002
         """Yield what to know before a profile is used, a line each."""
-        del profile
         yield from ()
 
     def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:

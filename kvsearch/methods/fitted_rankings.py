@@ -29,8 +29,7 @@ class RankingMethod(CalibrationMethod):
     makes_plans = False
     fits_policy = True
 
-    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:
-        del ratio
+    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:  # noqa: ARG002
         from kvsearch.report.profile import list_ranking_parts
 
         yield from list_ranking_parts(profile)

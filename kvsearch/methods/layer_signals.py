@@ -33,8 +33,7 @@ class PolykvMethod(CalibrationMethod):
 
         return SignalTable(profile).axes.budgets
 
-    def plan_settings(self, profile: Profile) -> Sequence[str]:
-        del profile
+    def plan_settings(self, profile: Profile) -> Sequence[str]:  # noqa: ARG002
         return ("route", "budget_signal", "phases", "policy", "least")
 
     def to_plan(
@@ -66,15 +65,13 @@ class PolykvMethod(CalibrationMethod):
         harm = None if source is None else find_harmful(source, strategy, size.pool(profile.metadata).mean)
         return ProfilePlan(plan, harm=harm)
 
-    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:
-        del ratio
+    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:  # noqa: ARG002
         from kvsearch.report.profile import list_signal_parts
         from kvsearch.signals.table import SignalTable
 
         yield from list_signal_parts(SignalTable(profile))
 
-    def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:
-        del profile
+    def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:  # noqa: ARG002
         options = run.options
         assert isinstance(options, PolykvOptions)
         place = str(run.directory)
