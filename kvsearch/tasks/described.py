@@ -90,9 +90,7 @@ def read_task(path: str | Path, name: str | None = None) -> type[DescribedTask]:
         raise UsageError(list_problems(problems, str(path))) from error
     if unknown := sorted(set(about.columns) - set(COLUMNS)):
         raise UsageError(f"{path}: columns: {unknown[0]!r} is none of {', '.join(COLUMNS)}")
-    spec = DatasetSpec(
-        about.category, about.metric, about.max_new_tokens, about.prompt, rows, about.chat, stops=about.stops
-    )
+    spec = DatasetSpec(**about.model_dump(exclude={"rows", "columns"}), rows=rows)
     members = {"__annotations__": {"name": "str"}, "name": name, "specs": {name: spec}, "columns": about.columns}
     made: type[DescribedTask] = dataclass(frozen=True)(type(name, (DescribedTask,), members))
     return made
