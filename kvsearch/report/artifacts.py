@@ -352,7 +352,12 @@ def _load_directory(path: Path) -> LoadedArtifact:
         return replace(_load_json(path / FOLDER_PLAN), path=path)
     tables = _keep_existing([path / f"{name}.json" for name in PAPER_TABLES])
     if tables or (path / STAGES).is_dir():
-        return _load_reproduction(path, tables)
+        ends = (PROFILE, REPORT, SELECTION)
+        stages = [place for place in sorted((path / STAGES).glob("*")) if any((place / end).exists() for end in ends)]
+        if len(tables) == 1:
+            return replace(_load_json(tables[0]), path=path, places=tuple(stages))
+        note = None if tables else "no table is finished here: give the command of `kvsearch reproduce` again to go on"
+        return LoadedArtifact(path, "reproduction", None, note=note, places=(*tables, *stages))
     runs = sorted(file.parent for file in path.glob(f"*/{CONFIG}") if read_config(file.parent) is not None)
     if runs:
         return LoadedArtifact(path, "runs", runs)
@@ -385,16 +390,6 @@ def _make_runs_table(runs: Sequence[Path]) -> Table:
             rows.append([run.name, "-", "-", date, str(error)])
     columns = ["run", "kind", "model", "date", "result"]
     return Table.plain(f"{pluralize(len(runs), 'run')} in {runs[0].parent}", columns, rows, words=columns)
-
-
-def _load_reproduction(path: Path, tables: tuple[Path, ...]) -> LoadedArtifact:
-    """Open a directory of papers' tables: the only one there is, or which there are, and the stages of both."""
-    ends = (PROFILE, REPORT, SELECTION)
-    stages = [place for place in sorted((path / STAGES).glob("*")) if any((place / end).exists() for end in ends)]
-    if len(tables) == 1:
-        return replace(_load_json(tables[0]), path=path, places=tuple(stages))
-    note = None if tables else "no table is finished here: give the command of `kvsearch reproduce` again to go on"
-    return LoadedArtifact(path, "reproduction", None, note=note, places=(*tables, *stages))
 
 
 def _load_run(path: Path, config: RunConfig) -> LoadedArtifact:

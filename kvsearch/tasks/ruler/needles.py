@@ -74,7 +74,12 @@ class Essay:
     def load(cls, path: Path | None) -> Essay:
         """Read the user's text file, or the shipped story; UsageError if it is no text or has no words."""
         words = tuple(read_haystack(path).split())
-        return cls(words, tuple(_find_sentence_ends(words)), " ".join(words))
+        ends = [0]
+        for place, text in enumerate(words, 1):
+            finished = _SENTENCE_END.search(text) and not _ABBREVIATION.match(text)
+            if finished or place - ends[-1] == _LONGEST_SENTENCE or place == len(words):
+                ends.append(place)
+        return cls(words, tuple(ends[1:]), " ".join(words))
 
     def sentences(self, units: int) -> list[str]:
         """Return the sentences of the first `units` words; the last one may be cut after a word."""
@@ -86,15 +91,6 @@ class Essay:
 
     def _sentences(self, ends: tuple[int, ...]) -> list[str]:
         return [" ".join(self.words[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
-
-
-def _find_sentence_ends(words: tuple[str, ...]) -> list[int]:
-    ends = [0]
-    for place, text in enumerate(words, 1):
-        finished = _SENTENCE_END.search(text) and not _ABBREVIATION.match(text)
-        if finished or place - ends[-1] == _LONGEST_SENTENCE or place == len(words):
-            ends.append(place)
-    return ends[1:]
 
 
 _MAKERS: Final[dict[str, Maker]] = {"word": draw_word, "number": draw_number, "uuid": draw_uuid}
