@@ -29,7 +29,7 @@ from kvsearch.report.table import Cell, Table, to_markdown
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runtime import Program
 from kvsearch.signals.predictions import token_losses
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import TextTask
 
 POLICIES = "h2o,snapkv,streaming"
 

@@ -25,7 +25,7 @@ import kvsearch
 from kvsearch.commands.run import RUN_FILE, RunOptions
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.statistics import contrast_scores
-from kvsearch.report.numbers import format_interval, format_percent
+from kvsearch.report.table import format_interval, format_percent
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.identity import read_config
 

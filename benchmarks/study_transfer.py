@@ -26,7 +26,7 @@ from scipy.stats import spearmanr
 import kvsearch
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan.profile import load_profile, save_profile
-from kvsearch.report.numbers import format_interval, format_percent
+from kvsearch.report.table import format_interval, format_percent
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
 

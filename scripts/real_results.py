@@ -37,7 +37,7 @@ from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import RETAINED, contrast_scores, estimate_by_student, group_scores
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.numbers import describe_coverage, format_interval, format_percent
+from kvsearch.report.table import describe_coverage, format_interval, format_percent
 from kvsearch.results.evaluation import EvaluationResult, MethodScores, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import LEDGER

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvsearch.core.resources import find_resource
-from kvsearch.tasks.synthetic import vocabulary as v
+from kvsearch.tasks.synthetic import language as v
 from kvsearch.tasks.synthetic.language import (
     Document,
     Evidence,

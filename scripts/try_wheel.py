@@ -21,7 +21,7 @@ import sys
 from typer.testing import CliRunner
 import kvsearch
 from kvsearch.cli import app
-from kvsearch.cli.registry import MAIN_VERBS
+from kvsearch.cli.command import MAIN_VERBS
 assert kvsearch.__file__.startswith(sys.argv[1]), kvsearch.__file__
 for verb in MAIN_VERBS:
     done = CliRunner().invoke(app, [verb, "--help"])

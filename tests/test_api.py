@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsearch
 import kvsearch.cli
-from kvsearch.cli.command import read_catalog
-from kvsearch.cli.registry import MAIN_VERBS, PLAN_VERBS
+from kvsearch.cli.command import MAIN_VERBS, PLAN_VERBS, read_catalog
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.resources import find_resource
 from tests import tiny

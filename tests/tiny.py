@@ -25,8 +25,7 @@ from kvsearch.runtime import Program
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics import SCORERS
-from kvsearch.tasks.synthetic.language import Document, Names, compose_document, make_code_facts
-from kvsearch.tasks.synthetic.vocabulary import WORDS
+from kvsearch.tasks.synthetic.language import WORDS, Document, Names, compose_document, make_code_facts
 from scripts.train_bundled import tokenizer
 from tests.families import build
 from tests.plan.builders import PROVENANCE, make_plan

@@ -361,11 +361,11 @@ def estimate_prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]
     The operations of attention are of full-attention layers, where a token sees those before it.
     """
     shape = describe(model)
-    read = count_read_bytes(model)
+    modules = find_read_modules(model)
     head = find_text_config(model).vocab_size * shape.hidden_size
-    multiplied = count_numbers(find_read_modules(model)) - head
+    multiplied = count_numbers(modules) - head
     attention = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim * length
-    return read, 2 * batch * (length * multiplied + head) + batch * length * attention
+    return count_stored_bytes(modules), 2 * batch * (length * multiplied + head) + batch * length * attention
 
 
 def estimate_token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, float]:
@@ -374,14 +374,9 @@ def estimate_token_work(model: Any, batch: int, entries: float, held: int) -> tu
     The caches hold so many `entries` per kv head of full-attention layers on average, and `held` bytes in all.
     """
     shape = describe(model)
-    read = count_read_bytes(model)
+    modules = find_read_modules(model)
     attention = 4 * len(shape.full_layers) * shape.query_heads * shape.head_dim * entries
-    return read + held, batch * (2 * count_numbers(find_read_modules(model)) + attention)
-
-
-def count_read_bytes(model: Any) -> int:
-    """Count the bytes of weights that every token reads: all but an input embedding not shared with the output."""
-    return count_stored_bytes(find_read_modules(model))
+    return count_stored_bytes(modules) + held, batch * (2 * count_numbers(modules) + attention)
 
 
 def find_read_modules(model: Any) -> list[nn.Module]:

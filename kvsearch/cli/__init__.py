@@ -8,8 +8,7 @@ import typer
 
 import kvsearch
 from kvsearch.cli import plan, verbs  # noqa: F401 - they register
-from kvsearch.cli.command import make_group
-from kvsearch.cli.registry import MAIN_VERBS, PLAN_VERBS
+from kvsearch.cli.command import MAIN_VERBS, PLAN_VERBS, make_group
 from kvsearch.cli.streams import run_guarded
 
 ABOUT = "Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache."

@@ -1,4 +1,4 @@
-"""Commands from the options of jobs: flags and help are made from the fields of a model.
+"""Commands from the options of jobs: verbs are registered, flags and help are made from the fields of a model.
 
 Fields are described by a `Flag` each. The flags of all verbs are in the file `CATALOG`, which is made of the fields too
 (`python -m tests.cli.test_help` writes it): help and completion read it, and import no options.
@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from inspect import cleandoc
 from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType, UnionType
@@ -24,7 +25,10 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.printed import truncate_lines
 
 if TYPE_CHECKING:
+    from kvsearch.cli.console import Console
     from kvsearch.config.options import JobOptions
+    from kvsearch.report.figures import ReportPart
+    from kvsearch.report.screen import View
 
 CATALOG = Path(__file__).with_name("flags.json")
 HELP = "-h", "--help"
@@ -155,6 +159,96 @@ def read_catalog(options: str) -> list[Flag]:
     return [Flag(*flag) for flag in json.loads(CATALOG.read_text(encoding="utf-8"))[options]]
 
 
+# --- verbs ------------------------------------------------------------------------------------------------------------
+
+Action = Callable[[Any, "Console"], None]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command: its name, help, options and action.
+
+    Args:
+        options: module and class, as in "kvsearch.commands.run:RunOptions"; imported when the verb runs.
+        action: takes checked options and a console.
+        forecast: the function in the module of the options that says what a dry run would cost, in place of the action.
+        dry_run: whether it has that flag without a forecast: the action does a dry run itself.
+        needs_arguments: whether the help is shown when nothing else is typed.
+    """
+
+    name: str
+    help: str
+    options: str
+    action: Action
+    forecast: str = ""
+    dry_run: bool = False
+    needs_arguments: bool = True
+
+    def load_command(self, is_told: bool = False) -> VerbCommand:
+        """Load the command from its options, or only for help and completion, without importing them."""
+        flags = read_catalog(self.options) if is_told else describe_flags(resolve_name(self.options))
+        if self.dry_run or self.forecast:
+            flags.append(DRY_RUN)
+        return make_command(self.name, self.help, [*flags, *GENERAL_FLAGS], self.run)
+
+    def run(self, typed: dict[str, Any]) -> None:
+        """Validate the typed values and run the action or its forecast; errors become messages and exit codes."""
+        from kvsearch.cli.console import Console
+
+        options: type[JobOptions] = resolve_name(self.options)
+        general = (DRY_RUN, *GENERAL_FLAGS)
+        console = Console(**{flag.name: typed.pop(flag.name) for flag in general if flag.name in typed})
+        for name, (field, option) in options.list_options().items():
+            kind = strip_annotation(field.annotation)
+            if name in typed and kind in (int, float):
+                with suppress(ValueError):  # a text that is no number is for the model to refuse
+                    typed[name] = kind(typed[name])
+            if name in typed and option.negated:
+                typed[name] = False
+
+        def act() -> None:
+            checked = options.of(**typed)
+            if self.forecast and console.dry_run:
+                module = self.options.partition(":")[0]
+                print_forecast(resolve_name(f"{module}:{self.forecast}"), checked, console)
+            else:
+                self.action(checked, console)
+
+        code = console.run(act)
+        if code:
+            raise typer.Exit(code)
+
+
+MAIN_VERBS: dict[str, Verb] = {}
+PLAN_VERBS: dict[str, Verb] = {}
+
+
+def verb(options: str, *, group: dict[str, Verb] = MAIN_VERBS, **how: Any) -> Callable[[Action], Action]:
+    """Register a function of checked options and a console; its docstring is the help. See `Verb` for the rest."""
+
+    def register(action: Action) -> Action:
+        name = action.__name__.replace("_", "-")
+        group[name] = Verb(name, cleandoc(action.__doc__ or ""), options, action, **how)
+        return action
+
+    return register
+
+
+def print_forecast(dry_run: Callable[..., View], options: Any, console: Console) -> None:
+    """Print what a job would cost, as its function `dry_run` forecasts it."""
+    from kvsearch.commands.public import run_job
+
+    forecast = run_job(dry_run, options, console, dry=True)
+    console.print_result(forecast.as_json, forecast.parts)
+
+
+def list_kind_parts(kind: str, result: Any) -> Iterable[ReportPart]:
+    """List what `kvsearch show` prints of the file of a result of this kind."""
+    from kvsearch.report.artifacts import ARTIFACT_KINDS
+
+    return ARTIFACT_KINDS[kind].parts(result)
+
+
 # --- from flags to commands -------------------------------------------------------------------------------------------
 
 
@@ -172,23 +266,6 @@ def make_command(name: str, words: str, flags: Iterable[Flag], run: Callable[[di
     command = cast("VerbCommand", typer.main.get_command(app))
     command.flags = list(flags)
     return command
-
-
-def run_typed(options: type[JobOptions], action: Callable[[Any, Any], None], typed: dict[str, Any]) -> None:
-    """Validate the typed values and run the action; errors become messages and exit codes."""
-    from kvsearch.cli.console import Console
-
-    console = Console(**{flag.name: typed.pop(flag.name) for flag in (DRY_RUN, *GENERAL_FLAGS) if flag.name in typed})
-    for name, (field, option) in options.list_options().items():
-        kind = strip_annotation(field.annotation)
-        if name in typed and kind in (int, float):
-            with suppress(ValueError):  # a text that is no number is for the model to refuse
-                typed[name] = kind(typed[name])
-        if name in typed and option.negated:
-            typed[name] = False
-    code = console.run(lambda: action(options.of(**typed), console))
-    if code:
-        raise typer.Exit(code)
 
 
 class VerbCommand(TyperCommand):
@@ -252,7 +329,7 @@ def _report_usage_errors() -> Iterator[None]:
 class VerbGroup(TyperGroup):
     """A group of commands that are loaded when one of them runs."""
 
-    verbs: Mapping[str, Any] = {}
+    verbs: Mapping[str, Verb] = {}
 
     def make_context(self, *given: Any, **more: Any) -> Any:
         """Parse the options before the verb."""
@@ -275,7 +352,7 @@ class VerbGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def make_group(name: str, words: str, verbs: Mapping[str, Any], **how: Any) -> typer.Typer:
+def make_group(name: str, words: str, verbs: Mapping[str, Verb], **how: Any) -> typer.Typer:
     """Make the app of a group of verbs, without importing their modules."""
     group = type("Group", (VerbGroup,), {"verbs": verbs})
     app = typer.Typer(

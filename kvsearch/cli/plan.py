@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvsearch.cli.registry import PLAN_VERBS, verb, view_output
-from kvsearch.report.numbers import pluralize
+from kvsearch.cli.command import PLAN_VERBS, verb
+from kvsearch.core.printed import pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,4 +162,5 @@ def diff(options: DiffOptions, console: Console) -> None:
     """
     from kvsearch.commands import plan as command
 
-    view_output(command.diff(options, reporter=console)).print(console)
+    difference = command.diff(options, reporter=console)
+    console.print_result(difference.as_json, difference.parts)

@@ -1,11 +1,13 @@
-"""The output streams of a command as they are: closed, full, or of an encoding that does not have all letters."""
+"""What is around a command: its output streams as they are, closed or full, and signals that end it."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from kvsearch.core.errors import EnvironmentFault
@@ -93,3 +95,25 @@ def describe_os_error(error: OSError) -> str:
 def print_error(message: str, kind: str = "error") -> None:
     """Print an error on one line, even with `--quiet`."""
     sys.stderr.write(f"{truncate_lines(f'kvsearch: {kind}: {message}')}\n")
+
+
+# --- signals that end a command -------------------------------------------------------------------------
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """End the command by SIGTERM and SIGHUP as by Ctrl-C, but for those that are ignored, as under nohup."""
+
+    def stop(number: int, _: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    handlers: dict[int, Any] = {}
+    endings: tuple[int, ...] = (signal.SIGTERM, signal.SIGHUP)
+    for number in endings:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
+            handlers[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -6,25 +6,14 @@ Nothing that computes and no options are imported here: the help of `kvsearch` a
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvsearch.cli.command import MAIN_VERBS, list_kind_parts, print_forecast, verb
 from kvsearch.cli.plan import run_export
-from kvsearch.cli.registry import (
-    MAIN_VERBS,
-    Output,
-    listing_output,
-    make_kind_printer,
-    make_parts_printer,
-    print_forecast,
-    verb,
-    view_output,
-)
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.report.numbers import pluralize
+from kvsearch.core.printed import pluralize
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from kvsearch.cli.console import Console
     from kvsearch.commands.bench import BenchOptions
     from kvsearch.commands.calibrate import CalibrateOptions
@@ -43,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["MAIN_VERBS"]
 
 
-@verb("kvsearch.commands.run:RunOptions", dry_run=True)
+@verb("kvsearch.commands.run:RunOptions", forecast="dry_run")
 def run(options: RunOptions, console: Console) -> None:
     """Find the best plan of a size: fit rankings, measure budgets, pick on held-out questions, score on others.
 
@@ -54,16 +43,12 @@ def run(options: RunOptions, console: Console) -> None:
     """
     from kvsearch.commands import run as command
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     result = command.run(options, reporter=console)
-    show = make_kind_printer("selection", result)
     lines = command.remarks(options, result)
-    Output(result.as_json, lambda console: show(console) if console.verbose else None, lines).print(console)
+    console.print_result(result.as_json, lambda: list_kind_parts("selection", result) if console.verbose else (), lines)
 
 
-@verb("kvsearch.commands.calibrate:CalibrateOptions", dry_run=True)
+@verb("kvsearch.commands.calibrate:CalibrateOptions", forecast="dry_run")
 def calibrate(options: CalibrateOptions, console: Console) -> None:
     """Measure which cache entries a model can live without, and write a profile.
 
@@ -78,15 +63,12 @@ def calibrate(options: CalibrateOptions, console: Console) -> None:
     from kvsearch.commands import calibrate as command
     from kvsearch.plan.saved import PROFILE
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     profile = command.calibrate(options, reporter=console)
     content = {"profile": str(options.output / PROFILE), **profile.metadata.model_dump(mode="json")}
-    Output(lambda: content, remarks=command.remarks(options, profile)).print(console)
+    console.print_result(lambda: content, remarks=command.remarks(options, profile))
 
 
-@verb("kvsearch.commands.validate:ValidateOptions", dry_run=True)
+@verb("kvsearch.commands.validate:ValidateOptions", forecast="dry_run")
 def validate(options: ValidateOptions, console: Console) -> None:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
@@ -99,15 +81,12 @@ def validate(options: ValidateOptions, console: Console) -> None:
     """
     from kvsearch.commands import validate as command
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     result = command.validate(options, reporter=console)
-    show = make_kind_printer("validation", result)
-    Output(result.as_json, show, command.remarks(options, result)).print(console)
+    lines = command.remarks(options, result)
+    console.print_result(result.as_json, lambda: list_kind_parts("validation", result), lines)
 
 
-@verb("kvsearch.commands.select:SelectOptions", dry_run=True)
+@verb("kvsearch.commands.select:SelectOptions", forecast="dry_run")
 def select(options: SelectOptions, console: Console) -> None:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
@@ -119,15 +98,12 @@ def select(options: SelectOptions, console: Console) -> None:
     """
     from kvsearch.commands import select as command
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     result = command.select(options, reporter=console)
-    show = make_kind_printer("selection", result)
-    Output(result.as_json, show, command.remarks(options, result)).print(console)
+    lines = command.remarks(options, result)
+    console.print_result(result.as_json, lambda: list_kind_parts("selection", result), lines)
 
 
-@verb("kvsearch.commands.evolve:EvolveOptions", dry_run=True)
+@verb("kvsearch.commands.evolve:EvolveOptions", forecast="dry_run")
 def evolve(options: EvolveOptions, console: Console) -> None:
     """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
@@ -140,12 +116,8 @@ def evolve(options: EvolveOptions, console: Console) -> None:
     from kvsearch.commands import evolve as command
     from kvsearch.report.search import make_tables
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     result = command.evolve(options, reporter=console)
-    show = make_parts_printer(lambda: make_tables(result))
-    Output(result.as_json, show, command.remarks(options, result)).print(console)
+    console.print_result(result.as_json, lambda: make_tables(result), command.remarks(options, result))
 
 
 @verb("kvsearch.commands.export:ExportOptions", dry_run=True)
@@ -164,7 +136,7 @@ def export(options: ExportOptions, console: Console) -> None:
     run_export(options, console)
 
 
-@verb("kvsearch.commands.evaluate:EvaluateOptions", dry_run=True)
+@verb("kvsearch.commands.evaluate:EvaluateOptions", forecast="dry_run")
 def evaluate(options: EvaluateOptions, console: Console) -> None:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
@@ -176,13 +148,10 @@ def evaluate(options: EvaluateOptions, console: Console) -> None:
     """
     from kvsearch.commands import evaluate as command
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     result = command.evaluate(options, reporter=console)
     remarks = [] if options.output is None else [f"kept in {options.output}"]
     problem = None if result.doubt is None else IncompatibleError(result.doubt)
-    Output(result.as_json, make_kind_printer("evaluation", result), remarks, problem).print(console)
+    console.print_result(result.as_json, lambda: list_kind_parts("evaluation", result), remarks, problem)
 
 
 @verb("kvsearch.commands.reproduce:ReproduceOptions", dry_run=True)
@@ -205,16 +174,16 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
     if options.listed:
         table = list_tables(options.table)
         rows = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
-        Output(lambda: {"tables": rows, "notes": table.notes}, make_parts_printer(lambda: [table])).print(console)
+        console.print_result(lambda: {"tables": rows, "notes": table.notes}, lambda: [table])
     elif console.dry_run:
         print_forecast(command.dry_run, options, console)
     else:
         reproduced = command.reproduce(options, reporter=console)
         remarks = [f"wrote {', '.join(map(str, reproduced.files))}", format_command("show", reproduced.files[0])]
-        Output(reproduced.as_json, make_parts_printer(reproduced.tables), remarks).print(console)
+        console.print_result(reproduced.as_json, reproduced.tables, remarks)
 
 
-@verb("kvsearch.commands.generate:GenerateOptions", dry_run=True)
+@verb("kvsearch.commands.generate:GenerateOptions", forecast="dry_run")
 def generate(options: GenerateOptions, console: Console) -> None:
     """Read a context into the cache the plan allows, then answer a prompt from it (greedy).
 
@@ -224,38 +193,31 @@ def generate(options: GenerateOptions, console: Console) -> None:
     from kvsearch.commands import generate as command
     from kvsearch.tasks.given import find_expected_reply
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     replies = command.generate(options, reporter=console)
-
-    def as_json() -> Any:
+    if console.as_json:
         answers = [asdict(reply) for reply in replies]
-        return answers if len(options.prompt) > 1 else answers[0]
-
-    def show(console: Console) -> None:
-        _, _, prompts, _ = options.inputs
-        for prompt, reply in zip(prompts, replies, strict=True):
-            console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
-            console.print_reply(reply.text)
-        if options.context is None and not options.prompt:
-            console.say(f"expected to begin with: {find_expected_reply(options.seed)}")
-        last = replies[-1]
-        peak = max(reply.most for reply in replies)
-        mass = (
-            ""
-            if not last.evicted_mass
-            else f"; {100 * last.evicted_mass:.1f}% of the attention at its end was on evicted entries"
-        )
-        console.say(
-            f"cache: {last.entries} of {last.full_entries} entries ({last.bytes / 2**20:.2f} MiB, "
-            f"full {last.full_bytes / 2**20:.2f} MiB) after the context, at most {peak} while answering{mass}"
-        )
-
-    Output(as_json, show).print(console)
+        console.print_json(answers if len(options.prompt) > 1 else answers[0])
+        return
+    _, _, prompts, _ = options.inputs
+    for prompt, reply in zip(prompts, replies, strict=True):
+        console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
+        console.print_reply(reply.text)
+    if options.context is None and not options.prompt:
+        console.say(f"expected to begin with: {find_expected_reply(options.seed)}")
+    last = replies[-1]
+    peak = max(reply.most for reply in replies)
+    mass = (
+        ""
+        if not last.evicted_mass
+        else f"; {100 * last.evicted_mass:.1f}% of the attention at its end was on evicted entries"
+    )
+    console.say(
+        f"cache: {last.entries} of {last.full_entries} entries ({last.bytes / 2**20:.2f} MiB, "
+        f"full {last.full_bytes / 2**20:.2f} MiB) after the context, at most {peak} while answering{mass}"
+    )
 
 
-@verb("kvsearch.commands.generate:CompressOptions", dry_run=True)
+@verb("kvsearch.commands.generate:CompressOptions", forecast="estimate_compression")
 def compress(options: CompressOptions, console: Console) -> None:
     """Compress a context once under a plan, and save it to a file that can be queried any time.
 
@@ -265,15 +227,12 @@ def compress(options: CompressOptions, console: Console) -> None:
     """
     from kvsearch.commands import generate as command
 
-    if console.dry_run:
-        print_forecast(command.estimate_compression, options, console)
-        return
     held = command.compress(options, reporter=console)
     saved = command.summarize_saved(options, held)
-    Output(lambda: saved, remarks=command.describe_written(options, saved)).print(console)
+    console.print_result(lambda: saved, remarks=command.describe_written(options, saved))
 
 
-@verb("kvsearch.commands.bench:BenchOptions", dry_run=True)
+@verb("kvsearch.commands.bench:BenchOptions", forecast="dry_run")
 def bench(options: BenchOptions, console: Console) -> None:
     """Measure time and memory of plans beside the full cache, on this machine.
 
@@ -282,11 +241,8 @@ def bench(options: BenchOptions, console: Console) -> None:
     """
     from kvsearch.commands import bench as command
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     costs = command.bench(options, reporter=console)
-    view_output(costs).print(console)
+    console.print_result(costs.as_json, costs.parts)
 
 
 @verb("kvsearch.commands.report:ShowOptions")
@@ -300,7 +256,7 @@ def show(options: ShowOptions, console: Console) -> None:
     from kvsearch.commands import report as command
 
     view = command.show(options, reporter=console)
-    view_output(view).print(console)
+    console.print_result(view.as_json, view.parts)
 
 
 @verb("kvsearch.commands.report:VerifyOptions")
@@ -321,11 +277,9 @@ def verify(options: VerifyOptions, console: Console) -> None:
         count = f"{len(damaged)} of {artefacts} {'is' if len(damaged) == 1 else 'are'} damaged"
         first = damaged[0]
         problem = UsageError(f"{count}, the first is {first.path}: {first.problem}; {first.remedy}")
-
-    def show(console: Console) -> None:
-        console.out.print_parts(verification.parts(all_artefacts=bool(console.verbose)))
-
-    Output(verification.as_json, show, problem=problem).print(console)
+    console.print_result(
+        verification.as_json, lambda: verification.parts(all_artefacts=bool(console.verbose)), problem=problem
+    )
 
 
 @verb("kvsearch.commands.report:ReportOptions")
@@ -344,10 +298,10 @@ def report(options: ReportOptions, console: Console) -> None:
     lines = [f"wrote {options.output}: {counts}, {written['bytes'] / 1000:.0f} kB"]
     if written["files"]:
         lines.append(f"wrote {pluralize(len(written['files']), 'file')} to {options.figures}")
-    Output(lambda: written, remarks=lines).print(console)
+    console.print_result(lambda: written, remarks=lines)
 
 
-@verb("kvsearch.commands.evaluate:HeadroomOptions", dry_run=True)
+@verb("kvsearch.commands.evaluate:HeadroomOptions", forecast="estimate_headroom")
 def headroom(options: HeadroomOptions, console: Console) -> None:
     """Evict by true importance, by simple policies and at random, and compare with the full cache.
 
@@ -358,14 +312,11 @@ def headroom(options: HeadroomOptions, console: Console) -> None:
     """
     from kvsearch.commands import evaluate as command
 
-    if console.dry_run:
-        print_forecast(command.estimate_headroom, options, console)
-        return
     result = command.headroom(options, reporter=console)
-    Output(result.as_json, make_kind_printer("headroom", result)).print(console)
+    console.print_result(result.as_json, lambda: list_kind_parts("headroom", result))
 
 
-@verb("kvsearch.commands.lm_eval:LmEvalOptions", dry_run=True)
+@verb("kvsearch.commands.lm_eval:LmEvalOptions", forecast="dry_run")
 def lm_eval(options: LmEvalOptions, console: Console) -> None:
     """Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).
 
@@ -374,11 +325,8 @@ def lm_eval(options: LmEvalOptions, console: Console) -> None:
     from kvsearch.commands import lm_eval as command
     from kvsearch.report.scores import list_harness_lines
 
-    if console.dry_run:
-        print_forecast(command.dry_run, options, console)
-        return
     results = command.run_lm_eval(options, reporter=console)
-    Output(lambda: results, make_parts_printer(lambda: list_harness_lines(results))).print(console)
+    console.print_result(lambda: results, lambda: list_harness_lines(results))
 
 
 @verb("kvsearch.commands.listings:ListingOptions", needs_arguments=False)
@@ -403,8 +351,8 @@ def policies(options: ListingOptions, console: Console) -> None:
     """
     from kvsearch.commands import listings as command
 
-    listing = command.policies(options, reporter=console)
-    listing_output(listing).print(console)
+    content, parts = command.policies(options, reporter=console)
+    console.print_result(lambda: content, lambda: parts)
 
 
 @verb("kvsearch.commands.listings:ListingOptions", needs_arguments=False)
@@ -426,8 +374,8 @@ def tasks(options: ListingOptions, console: Console) -> None:
     """
     from kvsearch.commands import listings as command
 
-    listing = command.tasks(options, reporter=console)
-    listing_output(listing).print(console)
+    content, parts = command.tasks(options, reporter=console)
+    console.print_result(lambda: content, lambda: parts)
 
 
 @verb("kvsearch.commands.listings:ListingOptions", needs_arguments=False)
@@ -440,8 +388,8 @@ def recipes(options: ListingOptions, console: Console) -> None:
     """
     from kvsearch.commands import listings as command
 
-    listing = command.recipes(options, reporter=console)
-    listing_output(listing).print(console)
+    content, parts = command.recipes(options, reporter=console)
+    console.print_result(lambda: content, lambda: parts)
 
 
 @verb("kvsearch.commands.listings:DoctorOptions", needs_arguments=False)
@@ -454,4 +402,4 @@ def doctor(options: DoctorOptions, console: Console) -> None:
     problem = None
     if missing:
         problem = EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")
-    Output(lambda: facts, make_parts_printer(lambda: [facts]), problem=problem).print(console)
+    console.print_result(lambda: facts, lambda: [facts], problem=problem)

@@ -14,7 +14,7 @@ from kvsearch.core.fields import COMPLETE
 from kvsearch.core.files import decode_text, read_text
 from kvsearch.core.limits import MOST_DOCUMENT
 from kvsearch.core.naming import suggest_nearest
-from kvsearch.core.printed import truncate
+from kvsearch.core.printed import pluralize, truncate
 
 Valid = TypeVar("Valid")
 
@@ -88,10 +88,9 @@ def shorten_key(key: str | int) -> str:
 
 def list_problems(problems: list[str], name: str) -> str:
     """Put `problems` under a first line that names the file and counts them; of many, the first few."""
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     more = len(problems) - _MOST_SHOWN
     shown = problems if more <= 0 else [*problems[:_MOST_SHOWN], f"... and {more} more"]
-    return "\n  ".join([f"{name} is not valid, {count}:", *shown])
+    return "\n  ".join([f"{name} is not valid, {pluralize(len(problems), 'problem')}:", *shown])
 
 
 def read_json(path: str | Path, max_bytes: int = MOST_DOCUMENT) -> Any:

@@ -35,7 +35,11 @@ def escape_invisible(text: str, keep: str = "\n") -> str:
     shown = []
     for character in text:
         is_unseen = unicodedata.category(character) in UNSEEN or BLANK.match(character) is not None
-        shown.append(_escape(character) if is_unseen and character not in keep else character)
+        if character in keep or not is_unseen:
+            shown.append(character)
+            continue
+        code = ord(character)
+        shown.append(f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
     return "".join(shown)
 
 
@@ -52,6 +56,11 @@ def truncate_lines(text: str) -> str:
 def truncate(text: str, max_length: int) -> str:
     """Return a text or, of a longer one, so many letters and three points."""
     return text if len(text) <= max_length else f"{text[:max_length]}..."
+
+
+def pluralize(number: int, noun: str) -> str:
+    """Write a number with its noun, which gets an s unless the number is one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def escape_reply(text: str) -> str:
@@ -86,8 +95,3 @@ def _format_csv_cell(cell: object) -> str:
     begins = {text[:1], text.lstrip()[:1]} & FORMULA
     text = f"'{text}" if begins and not PLAIN.fullmatch(text) else text
     return text if _BARE.fullmatch(text) else '"' + text.replace('"', '""') + '"'
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -170,10 +170,12 @@ class PlannedLM(LM):  # type: ignore[misc]
             contexts = list(sharing)
             for batch in self._batches(contexts, [None] * len(contexts)):
                 shared = [sharing[contexts[number]] for number in batch]
+                texts = [contexts[number] for number in batch]
                 with _naming([requests[indices[0]] for indices in shared]):
                     continuations = [[pairs[index][1] for index in indices] for indices in shared]
-                    scores = self._scores([contexts[number] for number in batch], continuations)
-                for indices, likelihoods in zip(shared, scores, strict=True):
+                    scored = score(self.loaded.model, self.program, [text.ids for text in texts], continuations)
+                for text, indices, (likelihoods, entries) in zip(texts, shared, scored, strict=True):
+                    self._note_held(text, count_compressible(text.ids), entries)
                     answers.update(zip(indices, likelihoods, strict=True))
         return [answers[index] for index in range(len(requests))]
 
@@ -325,14 +327,6 @@ class PlannedLM(LM):  # type: ignore[misc]
         replies = joint.replies.reply(limits)
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]
-
-    def _scores(
-        self, batch: Sequence[HarnessText], texts: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[tuple[float, bool]]]:
-        scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts)
-        for context, (_, entries) in zip(batch, scored, strict=True):
-            self._note_held(context, count_compressible(context.ids), entries)
-        return [likelihoods for likelihoods, _ in scored]
 
     def _note_held(self, text: HarnessText, tokens: int, entries: int) -> None:
         """Count the entries that the cache held of a text once its `tokens` were compressed."""

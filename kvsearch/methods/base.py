@@ -93,11 +93,6 @@ class CalibrationMethod:
     fits_policy: ClassVar[bool] = False
     has_signals: ClassVar[bool] = False
 
-    def find_calibration_class(self) -> type[Calibration[Any]]:
-        """Import and return the class that measures."""
-        place: Any = self.calibration
-        return resolve_name(place) if isinstance(place, str) else place  # type: ignore[no-any-return]
-
     def create_calibration(
         self, loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: CalibrationOptions
     ) -> Calibration[Any]:
@@ -107,18 +102,18 @@ class CalibrationMethod:
         """
         # its own options only: nothing that is measured may depend on where the profile is written
         own = self.options(**{name: getattr(options, name) for name in self.options.model_fields})
-        return self.find_calibration_class()(loaded, data, policies, own)
+        place: Any = self.calibration
+        kind: type[Calibration[Any]] = resolve_name(place) if isinstance(place, str) else place
+        return kind(loaded, data, policies, own)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
-    def default_budgets(self, profile: Profile) -> Sequence[int]:
+    def default_budgets(self, profile: Profile) -> Sequence[int]:  # noqa: ARG002
         """Return the budgets that were measured, in entries per kv head; if it is one, plans have it by default."""
-        del profile
         return ()
 
-    def plan_settings(self, profile: Profile) -> Sequence[str]:
+    def plan_settings(self, profile: Profile) -> Sequence[str]:  # noqa: ARG002
         """Return the settings that `to_plan` reads: some of "route", "budget_signal", "phases", "policy", "least"."""
-        del profile
         return ()
 
     def to_plan(
@@ -151,9 +146,8 @@ class CalibrationMethod:
 
         yield from (list_table_parts(profile, ratio) if EVICTED_RATIO in profile.arrays else list_array_parts(profile))
 
-    def remarks(self, profile: Profile) -> Iterator[str]:
+    def remarks(self, profile: Profile) -> Iterator[str]:  # noqa: ARG002
         """Yield what to know before a profile is used, a line each."""
-        del profile
         yield from ()
 
     def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:

@@ -29,20 +29,19 @@ class RankingMethod(CalibrationMethod):
     makes_plans = False
     fits_policy = True
 
-    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:
-        del ratio
-        from kvsearch.report.ranking import list_ranking_parts
+    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:  # noqa: ARG002
+        from kvsearch.report.profile import list_ranking_parts
 
         yield from list_ranking_parts(profile)
 
     def remarks(self, profile: Profile) -> Iterator[str]:
-        from kvsearch.report.ranking import list_ranking_remarks
+        from kvsearch.report.profile import list_ranking_remarks
 
         yield from list_ranking_remarks(profile)
 
     def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:
         """Yield the command that measures budgets for the ranking, or for a better one."""
-        from kvsearch.report.ranking import TextLosses
+        from kvsearch.report.profile import TextLosses
 
         place = str(run.directory)
         # the fit may have lost to a built-in policy: then budgets are suggested for that one

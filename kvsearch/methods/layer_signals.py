@@ -14,7 +14,6 @@ from kvsearch.plan.profile_arrays import SIGNAL_ARRAYS
 
 if TYPE_CHECKING:
     from kvsearch.report.figures import ReportPart
-    from kvsearch.selection.from_signals import Strategy
 
 ENTROPY_ALONE = ("entropy",)  # signals that can share out budgets only
 
@@ -34,31 +33,45 @@ class PolykvMethod(CalibrationMethod):
 
         return SignalTable(profile).axes.budgets
 
-    def plan_settings(self, profile: Profile) -> Sequence[str]:
-        del profile
+    def plan_settings(self, profile: Profile) -> Sequence[str]:  # noqa: ARG002
         return ("route", "budget_signal", "phases", "policy", "least")
 
     def to_plan(
         self, profile: Profile, size: Size, settings: Mapping[str, Any] | None = None, source: Path | None = None
     ) -> ProfilePlan:
-        """Make the plan of the strategy in `settings`; it is harmful if `validate` judged one of its signals so."""
-        from kvsearch.results.validation import find_harmful
-        from kvsearch.selection.from_signals import make_strategy_plan
+        """Make the plan of the strategy in `settings`, by default by the signals that were measured.
 
-        strategy = make_strategy(profile, settings or {})
+        It is harmful if `validate` judged one of its signals so; UsageError if settings conflict.
+        """
+        from kvsearch.evaluation.names import UNIFORM
+        from kvsearch.results.validation import find_harmful
+        from kvsearch.selection.from_signals import Strategy, make_strategy_plan
+        from kvsearch.signals.table import SignalTable
+
+        table = SignalTable(profile)
+        wanted = settings or {}
+        route = wanted.get("route") or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
+        budgets = wanted.get("budget_signal")
+        if wanted.get("least") is not None and budgets in (None, UNIFORM):
+            raise UsageError("--least is for budgets by a signal: name a --budget-signal")
+        strategy = Strategy(
+            route=None if route == "none" else route,
+            budgets=budgets or UNIFORM,
+            phases=wanted.get("phases") or table.axes.phases[0],
+            policy=wanted.get("policy"),
+            least=wanted.get("least"),
+        )
         plan = make_strategy_plan(profile, strategy, size)
         harm = None if source is None else find_harmful(source, strategy, size.pool(profile.metadata).mean)
         return ProfilePlan(plan, harm=harm)
 
-    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:
-        del ratio
+    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:  # noqa: ARG002
         from kvsearch.report.profile import list_signal_parts
         from kvsearch.signals.table import SignalTable
 
         yield from list_signal_parts(SignalTable(profile))
 
-    def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:
-        del profile
+    def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:  # noqa: ARG002
         options = run.options
         assert isinstance(options, PolykvOptions)
         place = str(run.directory)
@@ -67,24 +80,3 @@ class PolykvMethod(CalibrationMethod):
         if options.signals == ENTROPY_ALONE:
             size += ["--budget-signal", "entropy"]
         yield ["export", place, *size, "-o", run.plan]
-
-
-def make_strategy(profile: Profile, settings: Mapping[str, Any]) -> Strategy:
-    """Make the strategy of `settings`, by default by the signals that were measured; UsageError if they conflict."""
-    from kvsearch.evaluation.names import UNIFORM
-    from kvsearch.selection.from_signals import Strategy
-    from kvsearch.signals.table import SignalTable
-
-    table = SignalTable(profile)
-    route = settings.get("route") or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
-    least = settings.get("least")
-    budgets = settings.get("budget_signal")
-    if least is not None and budgets in (None, UNIFORM):
-        raise UsageError("--least is for budgets by a signal: name a --budget-signal")
-    return Strategy(
-        route=None if route == "none" else route,
-        budgets=budgets or UNIFORM,
-        phases=settings.get("phases") or table.axes.phases[0],
-        policy=settings.get("policy"),
-        least=least,
-    )

@@ -24,13 +24,11 @@ class QueryStatisticsMethod(CalibrationMethod):
     arrays = STATISTICS_ARRAYS
     makes_plans = False
 
-    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:
-        del ratio
+    def describe(self, profile: Profile, ratio: float) -> Iterator[ReportPart]:  # noqa: ARG002
         from kvsearch.report.profile import list_query_parts
 
         yield from list_query_parts(profile)
 
-    def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:
-        del profile
+    def next_commands(self, profile: Profile, run: CalibratedRun) -> Iterator[list[str]]:  # noqa: ARG002
         place = str(run.directory)
         yield ["export", place, "--to", "kvpress-ea", "-o", f"{place.rstrip('/')}-kvpress"]

@@ -20,7 +20,7 @@ from kvsearch.calibration.steps import find_profile_file
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import open_file, read_text
 from kvsearch.core.parsing import read_json
-from kvsearch.core.printed import format_command_line
+from kvsearch.core.printed import format_command_line, pluralize
 from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.exporters.base import PlanScores
@@ -36,26 +36,26 @@ from kvsearch.report.break_even import BreakEvenView, make_break_even_figures
 from kvsearch.report.charts import make_profile_figures
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, ReportPart
-from kvsearch.report.numbers import format_bounds, pluralize
 from kvsearch.report.paper_table import ReproducedTable
 from kvsearch.report.plans import list_cache_parts, list_plan_parts, plan_headline
 from kvsearch.report.profile import describe_profile, list_profile_parts
-from kvsearch.report.table import Table, to_markdown
-from kvsearch.results.base import Result, damaged_file_error, read_content, report_damage
+from kvsearch.report.table import Table, format_bounds, to_markdown
+from kvsearch.results import Result, damaged_file_error, read_content, report_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import VALIDATION_FILE as VALIDATION
 from kvsearch.results.validation import ValidationResult
-from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import (
     CONFIG,
     CONTEXTS,
     LEDGER,
     METRICS,
     REPORT,
+    SAMPLES,
     SELECTION,
     SUMS,
+    TABLES,
     RunConfig,
     read_config,
 )
@@ -67,7 +67,7 @@ WHOLE_RUN = "run.json"
 CACHE_SUFFIX = ".kv"  # the usual suffix of a compressed cache
 CACHE_MARK = b"kvsearch.cache"  # in its header
 PACKED = ".tar.xz"  # of the directory of a finished run
-RUN_FILES = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
+RUN_FILES = (LEDGER, SAMPLES, TABLES)  # what a run keeps beside its report
 KNOWN_FILES = (
     "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
     "selection, search, run or reproduction, such a directory packed as .tar.xz, a folder of these, the files in them, "
@@ -324,7 +324,9 @@ def _plan_scores(choice: SelectionResult, config: RunConfig | None) -> PlanScore
     return PlanScores(
         text="\n".join(text),
         metrics={
-            f"{name}, {unit} {format_bounds(value, digits, factor)}": _scale_estimate(factor, value)
+            f"{name}, {unit} {format_bounds(value, digits, factor)}": replace(
+                value, mean=factor * value.mean, low=factor * value.low, high=factor * value.high
+            )
             for name, value in named.items()
         },
         metric=next(iter(scorers.values())) if len(set(scorers.values())) == 1 else "score",
@@ -332,11 +334,6 @@ def _plan_scores(choice: SelectionResult, config: RunConfig | None) -> PlanScore
         datasets=list_public_datasets(spec) if spec is not None and options.get("data") is None else (),
         questions=report.asked.questions,
     )
-
-
-def _scale_estimate(factor: float, value: Estimate) -> Estimate:
-    """Return a mean with its interval in another unit."""
-    return replace(value, mean=factor * value.mean, low=factor * value.low, high=factor * value.high)
 
 
 # --- directories ------------------------------------------------------------------------------------------------------
@@ -355,7 +352,12 @@ def _load_directory(path: Path) -> LoadedArtifact:
         return replace(_load_json(path / FOLDER_PLAN), path=path)
     tables = _keep_existing([path / f"{name}.json" for name in PAPER_TABLES])
     if tables or (path / STAGES).is_dir():
-        return _load_reproduction(path, tables)
+        ends = (PROFILE, REPORT, SELECTION)
+        stages = [place for place in sorted((path / STAGES).glob("*")) if any((place / end).exists() for end in ends)]
+        if len(tables) == 1:
+            return replace(_load_json(tables[0]), path=path, places=tuple(stages))
+        note = None if tables else "no table is finished here: give the command of `kvsearch reproduce` again to go on"
+        return LoadedArtifact(path, "reproduction", None, note=note, places=(*tables, *stages))
     runs = sorted(file.parent for file in path.glob(f"*/{CONFIG}") if read_config(file.parent) is not None)
     if runs:
         return LoadedArtifact(path, "runs", runs)
@@ -390,20 +392,15 @@ def _make_runs_table(runs: Sequence[Path]) -> Table:
     return Table.plain(f"{pluralize(len(runs), 'run')} in {runs[0].parent}", columns, rows, words=columns)
 
 
-def _load_reproduction(path: Path, tables: tuple[Path, ...]) -> LoadedArtifact:
-    """Open a directory of papers' tables: the only one there is, or which there are, and the stages of both."""
-    ends = (PROFILE, REPORT, SELECTION)
-    stages = [place for place in sorted((path / STAGES).glob("*")) if any((place / end).exists() for end in ends)]
-    if len(tables) == 1:
-        return replace(_load_json(tables[0]), path=path, places=tuple(stages))
-    note = None if tables else "no table is finished here: give the command of `kvsearch reproduce` again to go on"
-    return LoadedArtifact(path, "reproduction", None, note=note, places=(*tables, *stages))
-
-
 def _load_run(path: Path, config: RunConfig) -> LoadedArtifact:
     """Open the directory of a run other than a calibration."""
     if config.job == "evolve":
-        return _load_search(path)
+        trace = read_trace(path / LEDGER) if (path / LEDGER).exists() else None
+        if not (path / REPORT).exists():
+            return LoadedArtifact(path, "search", trace, note=UNFINISHED)
+        opened = _load_json(path / REPORT)
+        content = opened.content.model_copy(update={"trace": trace})
+        return replace(opened, content=content, places=_keep_existing(sorted(path.glob("plan*.json"))))
     results = {"headroom": REPORT, "evaluate": REPORT, "select": SELECTION, "validate": Path(VALIDATION).name}
     if config.job in results and (path / results[config.job]).exists():
         return _load_json(path / results[config.job])
@@ -418,15 +415,6 @@ def _load_run(path: Path, config: RunConfig) -> LoadedArtifact:
     if (path / WHOLE_RUN).exists():
         return replace(_load_json(path / WHOLE_RUN), places=places)
     return LoadedArtifact(path, "run", None, note=UNFINISHED, places=places)
-
-
-def _load_search(path: Path) -> LoadedArtifact:
-    trace = read_trace(path / LEDGER) if (path / LEDGER).exists() else None
-    if not (path / REPORT).exists():
-        return LoadedArtifact(path, "search", trace, note=UNFINISHED)
-    opened = _load_json(path / REPORT)
-    plans = _keep_existing(sorted(path.glob("plan*.json")))
-    return replace(opened, content=opened.content.model_copy(update={"trace": trace}), places=plans)
 
 
 def _keep_existing(places: list[Path]) -> tuple[Path, ...]:

@@ -15,7 +15,7 @@ from kvsearch.models.work import SURE
 from kvsearch.report.costs import format_machine
 from kvsearch.report.figures import Figure, LineChart, Role, Series
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.base import Result
+from kvsearch.results import Result
 
 BREAK_EVEN_NOTES = (
     "full cache -> plan; the full cache is the faster of transformers' DynamicCache and kvsearch's own storage. "

@@ -16,10 +16,10 @@ from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Role, Series, make_cells, make_layer_map
-from kvsearch.report.numbers import describe_coverage, describe_questions
 from kvsearch.report.paper_table import MeasuredCell, ReproducedTable
 from kvsearch.report.profile import SHOWN_RATIO, TITLES, compute_eviction_losses, describe_profile, select_measures
-from kvsearch.results.evaluation import EvaluationResult, FullScores
+from kvsearch.report.table import describe_coverage, describe_questions
+from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.results.search import SearchResult, Trace
 from kvsearch.results.selection import SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Estimate
@@ -35,22 +35,17 @@ NUMBER_IN_NAME = re.compile(r"\d[\d,]*(\.\d+)?")  # in a name, such as 1,024 tok
 
 def make_score_figures(result: EvaluationResult) -> Iterator[Figure]:
     """Yield scores against entries, mean over all tasks; of text the loss above the full cache."""
-    row = result.overall
     on_text = result.on_text
-
-    def value(scores: FullScores) -> Estimate:
-        return row.of(scores.nats).excess if on_text else row.of(scores.scores)
-
     points: dict[str, list[Point]] = {}
     for block in result.blocks:
         for method in block.methods:
-            points.setdefault(method.name, []).append((method.held.entries, value(method)))
+            points.setdefault(method.name, []).append((method.held.entries, result.measured(method)))
     unit = 1 if on_text else 100
     lines = [make_series(name, line_points, unit=unit) for name, line_points in points.items()]
-    full = make_full_level(value(result.full), unit)
+    full = make_full_level(result.measured(result.full), unit)
     body = LineChart(HELD, NATS if on_text else SCORE_AXIS, (full, *lines), log_x=True)
     caption = f"{result.protocol}, {result.phases}, {describe_coverage(result.tasks)}; 95% intervals"
-    title = f"{_find_axis(on_text)} against entries kept: {row.name}"
+    title = f"{_find_axis(on_text)} against entries kept: {result.overall.name}"
     yield Figure("scores", title, caption, body, leads=True)
 
 

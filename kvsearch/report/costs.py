@@ -11,7 +11,7 @@ from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.items import format_clock
 from kvsearch.models.work import StageCost
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.base import Result
+from kvsearch.results import Result
 
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel

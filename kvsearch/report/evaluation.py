@@ -21,7 +21,11 @@ from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL, RETAINED
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
-from kvsearch.report.numbers import (
+from kvsearch.report.plans import describe_shown
+from kvsearch.report.table import (
+    Cell,
+    RowGroup,
+    Table,
     describe_coverage,
     format_bounds,
     format_interval,
@@ -29,8 +33,6 @@ from kvsearch.report.numbers import (
     format_outcomes,
     format_percent,
 )
-from kvsearch.report.plans import describe_shown
-from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
 
@@ -376,19 +378,15 @@ def _make_header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str
 
 def describe_best(result: EvaluationResult) -> str:
     """Say which method scores highest at each size, or has the least excess loss on text."""
-    row = result.overall
-    at_size = {f"{block.heading}: " if block.size else "": block.methods for block in result.blocks}
+    choose = min if result.on_text else max
+    said = []
+    for block in result.blocks:
+        best = choose(block.methods, key=lambda method: result.measured(method).mean)
+        value = result.measured(best)
+        size = f"{block.heading}: " if block.size else ""
+        said.append(f"{size}{best.name} {format_nats(value) if result.on_text else format_interval(value, '.1f')}")
+    listed = "; ".join(said)
     if result.on_text:
-        lowest = {
-            size: min(methods, key=lambda method: row.of(method.nats).excess.mean) for size, methods in at_size.items()
-        }
-        best = "; ".join(
-            f"{size}{method.name} {format_nats(row.of(method.nats).excess)}" for size, method in lowest.items()
-        )
-        full = format_nats(row.of(result.full.nats).loss)
-        return f"least loss above the full cache: {best} nats per token; full cache itself {full}"
-    highest = {size: max(methods, key=lambda method: row.of(method.scores).mean) for size, methods in at_size.items()}
-    best = "; ".join(
-        f"{size}{method.name} {format_interval(row.of(method.scores), '.1f')}" for size, method in highest.items()
-    )
-    return f"highest scores: {best}; full cache {format_interval(row.of(result.full.scores), '.1f')}"
+        full = format_nats(result.overall.of(result.full.nats).loss)
+        return f"least loss above the full cache: {listed} nats per token; full cache itself {full}"
+    return f"highest scores: {listed}; full cache {format_interval(result.measured(result.full), '.1f')}"

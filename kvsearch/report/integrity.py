@@ -14,6 +14,7 @@ from kvsearch.calibration.steps import STEPS_FOLDER as MEASURED
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import TEMPORARY, open_file, read_bytes
 from kvsearch.core.parsing import read_json
+from kvsearch.core.printed import pluralize
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.profile import split_tensors
@@ -30,7 +31,6 @@ from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, build_policy, is_fitted
 from kvsearch.report.artifacts import is_cache, open_path
 from kvsearch.report.figures import ReportPart
-from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Table
 from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.ledger import parse_lines

@@ -18,13 +18,13 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import compute_lost_mass, measure_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.core.items import group_by_key
-from kvsearch.core.printed import format_csv
+from kvsearch.core.printed import format_csv, pluralize
 from kvsearch.evaluation.names import FULL
 from kvsearch.papers.tables import PAPER_TABLES, PaperTable, Stage, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
-from kvsearch.report.numbers import pluralize
+from kvsearch.report.profile import BUDGETS_SHOWN
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.base import Result
+from kvsearch.results import Result
 from kvsearch.results.evaluation import SECTIONS, EvaluationResult, MethodScores, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.selection.records import REPORTED_STRATEGIES
@@ -35,7 +35,6 @@ LEFT_OUT = "left out"
 CELL_CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
 AVERAGE_COLUMN = "average"
 FULL_CACHE_LABEL = "Full"
-SHOWN_BUDGETS = (1, 2, 5, 10, 20, 50)  # percent of a prompt
 SIGNAL_HEADINGS = {"route": "Eviction", "budgets": "Budget allocation"}
 SPLIT_OF_STAGE = {"evolve": "train", "select": "select, then report", "validate": "select"}
 OTHER_TASKS = "other tasks than the paper's are asked: beside them are its numbers of single tasks alone"
@@ -461,7 +460,7 @@ def list_profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measur
     for metric, profile in named:
         for row, name in ((metric, "recall"), (f"{metric}, oracle", "oracle_recall")):
             curve = 100 * profile.arrays[name].mean(axis=(0, 1))
-            yield from (MeasuredCell(row, f"{kept}% kept", float(curve[kept]), "Figure 1") for kept in SHOWN_BUDGETS)
+            yield from (MeasuredCell(row, f"{kept}% kept", float(curve[kept]), "Figure 1") for kept in BUDGETS_SHOWN)
     for metric, profile in named:
         for name, loss in _compute_eviction_losses(profile, ratio, shared if metric == "SnapKV" else None).items():
             lost = {f"layer {layer}": sum(heads) for layer, heads in zip(profile.metadata.layers, loss, strict=True)}

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvsearch.core.printed import pluralize
 from kvsearch.plan import PHASES, Phase, Plan
 from kvsearch.plan.arithmetic import compare_plans
 from kvsearch.plan.origin import Guarantee
 from kvsearch.plan.schema import NO_CARRY, STATIC
 from kvsearch.plan.yaml import format_layer_ranges
 from kvsearch.report.figures import Figure, ReportPart, make_layer_map
-from kvsearch.report.numbers import pluralize
 from kvsearch.report.table import Cell, Table
 
 if TYPE_CHECKING:

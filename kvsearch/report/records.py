@@ -59,7 +59,9 @@ def record_files(evaluation: Evaluation) -> dict[str, bytes]:
         place = "__".join(_parts(config))
         if f"{place}/{METRICS_FILE}" in files:  # a ratio that differs in its later digits, say
             place += f"__{method.label.replace('/', '--')}"
-        files[f"{place}/{PREDICTIONS}"] = _csv(rows)
+        text = io.StringIO(newline="")  # texts as they are: a spreadsheet may compute what looks like a formula
+        csv.writer(text, lineterminator="\n").writerows([PREDICTION_COLUMNS, *rows])
+        files[f"{place}/{PREDICTIONS}"] = text.getvalue().encode("utf-8", "backslashreplace")
         files[f"{place}/{METRICS_FILE}"] = _json(_metrics(evaluation, method.label))
         files[f"{place}/{SETTINGS_FILE}"] = _json(config)  # which is YAML, too
     return files
@@ -122,13 +124,6 @@ def _metrics(evaluation: Evaluation, label: str) -> dict[str, dict[str, float]]:
         }
         for task, of_task in replies.items()
     }
-
-
-def _csv(rows: list[tuple[Any, ...]]) -> bytes:
-    """Return rows as CSV with their text as it is: a spreadsheet may compute what looks like a formula."""
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([PREDICTION_COLUMNS, *rows])
-    return text.getvalue().encode("utf-8", "backslashreplace")
 
 
 def _json(content: Any) -> bytes:

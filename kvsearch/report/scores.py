@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from kvsearch.evaluation.samples import Sample
-from kvsearch.report.numbers import describe_coverage, format_bounds, format_percent
-from kvsearch.report.table import Cell, Table
+from kvsearch.report.table import Cell, Table, describe_coverage, format_bounds, format_percent
 from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.results.validation import ValidationResult
 from kvsearch.selection.verdicts import BudgetVerdicts

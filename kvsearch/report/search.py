@@ -6,15 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvsearch.core.printed import pluralize
 from kvsearch.evaluation.names import EVOLVED, EXPANDED, FULL, UNIFORM
-from kvsearch.report.numbers import (
-    describe_coverage,
-    format_chance,
-    format_interval,
-    format_nats,
-    format_percent,
-    pluralize,
-)
 from kvsearch.report.selections import (
     IS_BETTER,
     describe_higher_plans,
@@ -24,7 +17,15 @@ from kvsearch.report.selections import (
     make_lead_cells,
     sort_best_first,
 )
-from kvsearch.report.table import Cell, Table
+from kvsearch.report.table import (
+    Cell,
+    Table,
+    describe_coverage,
+    format_chance,
+    format_interval,
+    format_nats,
+    format_percent,
+)
 from kvsearch.results.search import Finalist, FoundAtBudget, SearchResult, Trace
 from kvsearch.runs.estimates import Estimate
 from kvsearch.selection.scores import Scores, measure_gap_closed

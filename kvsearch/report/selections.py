@@ -6,10 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvsearch.core.arrays import TIE
+from kvsearch.core.printed import pluralize
 from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.statistics import RETAINED
 from kvsearch.plan import Plan
-from kvsearch.report.numbers import (
+from kvsearch.report.plans import describe_guarantee
+from kvsearch.report.table import (
+    Cell,
+    Table,
     describe_questions,
     format_bounds,
     format_chance,
@@ -17,10 +21,7 @@ from kvsearch.report.numbers import (
     format_nats,
     format_outcomes,
     format_percent,
-    pluralize,
 )
-from kvsearch.report.plans import describe_guarantee
-from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.records import (

@@ -1,4 +1,4 @@
-"""A table of a result, and how it is written: as Markdown, CSV, and LaTeX with booktabs."""
+"""Tables of results, with the numbers in them, and how they are written: as Markdown, CSV, and LaTeX with booktabs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,84 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_target
-from kvsearch.core.printed import escape_invisible, escape_markdown, format_csv
-from kvsearch.report.numbers import format_interval, format_nats
-from kvsearch.runs.estimates import Estimate
+from kvsearch.core.printed import escape_invisible, escape_markdown, format_csv, pluralize
+from kvsearch.runs.estimates import Difference, Estimate
+
+if TYPE_CHECKING:
+    from kvsearch.selection.records import QuestionCount
+    from kvsearch.tasks.base import Coverage
 
 MARKDOWN = ".md"
 CSV = ".csv"
 LATEX = ".tex"
 # of LaTeX; the backslash first, the others bring new ones
 SPECIAL = {"\\": r"\textbackslash{}", **{mark: f"\\{mark}" for mark in "&%$#_{}"}, "~": r"\~{}", "^": r"\^{}"}
+
+
+# --- numbers and counts ----------------------------------------------------------------------------------------------
+
+
+def format_percent(share: float, digits: int = 2) -> str:
+    """Write a share as percent, without the sign."""
+    return f"{100 * share:.{digits}f}"
+
+
+def format_chance(share: float) -> str:
+    """Format a p-value in three digits; a sampled test never shows a p-value of zero."""
+    return "<0.001" if share < 0.0005 else f"{share:.3f}"
+
+
+def format_bounds(estimate: Estimate, form: str = ".2f", unit: float = 100) -> str:
+    """Write the ends of an interval in a format, times `unit`, [low, high], or over how many contexts there is none."""
+    if math.isnan(estimate.low):
+        return f"[{pluralize(estimate.contexts or 0, 'context')}: no interval]"
+    return f"[{unit * estimate.low:{form}}, {unit * estimate.high:{form}}]"
+
+
+def format_interval(estimate: Estimate, form: str = ".2f", unit: float = 100, noun: str = "") -> str:
+    """Write a mean with its interval in a format, times `unit`; a noun such as " points" goes between the two."""
+    return f"{unit * estimate.mean:{form}}{noun} {format_bounds(estimate, form, unit)}"
+
+
+def format_nats(estimate: Estimate, sign: str = "") -> str:
+    """Write a loss in nats per token with its interval; `sign` "+" is for a difference."""
+    return format_interval(estimate, f"{sign}.4f", unit=1)
+
+
+def format_outcomes(difference: Difference) -> str:
+    """Write how many questions were won, tied and lost."""
+    return f"{difference.wins} / {difference.ties} / {difference.losses}"
+
+
+def describe_coverage(coverage: Sequence[Coverage]) -> str:
+    """Describe the evaluated questions of some tasks, with lengths and splits where known."""
+    lengths = [length for task in coverage for length in (task.shortest, task.longest)]
+    questions = sum(task.questions for task in coverage)
+    text = _describe_counts(questions, sum(task.contexts for task in coverage), lengths)
+    splits = dict.fromkeys(task.split for task in coverage if task.split is not None)
+    return f"{text}, split {' and '.join(splits)}" if splits else text
+
+
+def describe_questions(count: QuestionCount) -> str:
+    """Format the number of evaluated questions and contexts."""
+    return _describe_counts(count.questions, count.contexts, (count.shortest, count.longest))
+
+
+def _describe_counts(questions: int, contexts: int, lengths: Sequence[int | None]) -> str:
+    text = f"{pluralize(questions, 'question')} about {pluralize(contexts, 'context')}"
+    known = [length for length in lengths if length is not None]
+    if not known:
+        return text
+    low = min(known)
+    high = max(known)
+    return f"{text} of {pluralize(low, 'token') if low == high else f'{low} to {high} tokens'}"
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 class Cell(NamedTuple):

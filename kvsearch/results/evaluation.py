@@ -21,7 +21,7 @@ from kvsearch.evaluation.statistics import MACRO, RETAINED, Kind, Row, TraceLeng
 from kvsearch.plan import Size
 from kvsearch.plan.origin import Guarantee
 from kvsearch.plan.schema import Protocol
-from kvsearch.results.base import Result, Stored
+from kvsearch.results import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss, find_doubt
 from kvsearch.tasks.base import Coverage, Sampling
 from kvsearch.tasks.longbench import AVERAGES
@@ -212,6 +212,10 @@ class EvaluationResult(Result):
     def on_text(self) -> bool:
         """Whether all tasks are teacher-forced, so that losses say everything."""
         return self.overall.is_in(self.full.nats)
+
+    def measured(self, scores: FullScores) -> Estimate:
+        """Return what is compared, the mean over all tasks: the score, or on text the loss above the full cache."""
+        return self.overall.of(scores.nats).excess if self.on_text else self.overall.of(scores.scores)
 
     @property
     def doubt(self) -> str | None:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, FailFast, Field
 
 from kvsearch.core.fields import is_none
 from kvsearch.core.limits import MOST_ENTRIES
-from kvsearch.results.base import Result, Stored
+from kvsearch.results import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
 from kvsearch.search.trials import BestRecord, GenerationRecord, JobRecord, TrialLog

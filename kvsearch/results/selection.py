@@ -12,7 +12,7 @@ from kvsearch.core.fields import is_none
 from kvsearch.evaluation.names import FULL
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
-from kvsearch.results.base import Result
+from kvsearch.results import Result
 from kvsearch.runs.estimates import Difference
 from kvsearch.selection.records import PhaseResult, ReportScores, Rule, TriedBudget
 

@@ -17,7 +17,7 @@ from kvsearch.core.parsing import read_json
 from kvsearch.plan import ModelFingerprint
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol
-from kvsearch.results.base import Result, read_content
+from kvsearch.results import Result, read_content
 from kvsearch.selection.verdicts import BudgetVerdicts, JudgedSignal
 
 if TYPE_CHECKING:

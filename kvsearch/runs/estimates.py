@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 from kvsearch.core.fields import End
+from kvsearch.core.printed import pluralize
 
 LEAST_USEFUL = 0.1  # a full cache that scores less cannot tell methods apart
 FEW_CONTEXTS = (
@@ -33,11 +34,9 @@ def find_doubt(full: Estimate) -> str | None:
     if full.mean >= LEAST_USEFUL:
         return None
     if full.contexts is not None and full.contexts < FEW_CONTEXTS:
-        contexts = "1 context" if full.contexts == 1 else f"{full.contexts} contexts"
         return (
-            f"the full cache itself scores {full.mean:.2f}, but on {contexts} that may be chance: "
-            f"ask about {FEW_CONTEXTS} or "
-            "more with --samples, or ask others with --tasks"
+            f"the full cache itself scores {full.mean:.2f}, but on {pluralize(full.contexts, 'context')} that may be "
+            f"chance: ask about {FEW_CONTEXTS} or more with --samples, or ask others with --tasks"
         )
     return (
         f"the full cache itself scores {full.mean:.2f}: these questions cannot tell methods apart on this model, ask "

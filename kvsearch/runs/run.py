@@ -81,9 +81,9 @@ class Run:
             begin_run(directory, config, (LEDGER, *files) if force else ())
             yield cls(directory, config, state, earlier, files)
 
-    def open_ledger(self, kind: Callable[..., AnyLedger], *more: Any) -> AnyLedger:
+    def open_ledger(self, kind: Callable[[Path], AnyLedger]) -> AnyLedger:
         """Return the ledger of the run, opened as `kind`; errors as for `Ledger`."""
-        return kind(self.directory / LEDGER, *more)
+        return kind(self.directory / LEDGER)
 
     def write(self, name: str, content: object) -> None:
         """Write a result; errors as for `write_json`."""

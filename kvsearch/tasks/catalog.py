@@ -16,23 +16,28 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.core.parsing import format_error
 from kvsearch.core.plugins import PluginRegistry
-from kvsearch.tasks import jsonl
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.dataset_task import DatasetTask
-from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
-from kvsearch.tasks.jsonl import JsonlTask
-from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask, LongBenchV2Task
+from kvsearch.tasks.longbench import (
+    INFINITEBENCH_LAVA,
+    INFINITEBENCH_TASKS,
+    LONGBENCH_E,
+    LONGBENCH_ENGLISH,
+    LONGBENCH_TASKS,
+    InfiniteBenchTask,
+    LongBenchTask,
+    LongBenchV2Task,
+)
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import METRIC_PACKAGES
 from kvsearch.tasks.retain import GROUPS, RETAIN, RETAIN_FORMS, RetainTask
 from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
-from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
+from kvsearch.tasks.ruler import QA_FORMATS, RULER_SPECS, RULER_TASKS, DrawnRow, DrawnRulerTask, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
-from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_SPECS, DrawnRow, DrawnRulerTask
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SYNTHETIC_SPLITS, SyntheticTask
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import JsonlTask, TextTask
 
 SYNTHETIC = "synthetic"
 RULER = "ruler"
@@ -117,7 +122,7 @@ def find_user_task(path: str, kind: str = JSONL) -> Entry:
         return Entry(f"{TEXT}:{path}", TextTask.category, TextTask.metric, YOURS, load, _GENERATED, needs)
     needs = f"{FILE_PLACEHOLDER}, rows with context, question, answers; they may name id, category and metric"
     make = partial(JsonlTask.load, path)
-    return Entry(f"{JSONL}:{path}", jsonl.CATEGORY, jsonl.METRIC, YOURS, make, {"split": "split"}, needs)
+    return Entry(f"{JSONL}:{path}", JsonlTask.category, JsonlTask.metric, YOURS, make, {"split": "split"}, needs)
 
 
 def find_drawn_ruler_tasks(path: str) -> list[Entry]:
@@ -208,9 +213,9 @@ def _list_entries() -> Iterator[Entry]:
         yield _make_dataset_entry(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
     yield from map(find_task_entry, TASKS.built_in)
     reads = {**_GENERATED, "haystack": "haystack"}
-    for name, form in RETAIN_FORMS.items():
+    for name, (_, metric) in RETAIN_FORMS.items():
         make = partial(RetainTask, name)
-        yield Entry(f"{RETAIN}:{name}", RETAIN, form.metric, STORY_HAYSTACK, make, reads, split=RetainTask.split)
+        yield Entry(f"{RETAIN}:{name}", RETAIN, metric, STORY_HAYSTACK, make, reads, split=RetainTask.split)
 
 
 def _join_specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -274,7 +279,20 @@ def find_tasks(spec: str, options: Mapping[str, Any] | None = None) -> list[Task
     entries = describe_tasks(spec)
     chosen = {name: value for name, value in (options or {}).items() if value is not None}
     _refuse_unread(chosen, entries)
-    return [_make(entry, chosen) for entry in entries]
+    tasks = []
+    for entry in entries:
+        if entry.required is not None and entry.required not in chosen:
+            raise UsageError(f"{entry.spec} needs questions: give {entry.needs}, or choose {NO_QA}")
+        given = {parameter: chosen[option] for option, parameter in entry.reads.items() if option in chosen}
+        if "length" in given:
+            if len(given["length"]) != 1:
+                lengths = ", ".join(map(str, given["length"])) or "none"
+                raise UsageError(
+                    f"{entry.kind} tasks take one length, got {lengths}: evaluate one length after the other"
+                )
+            (given["length"],) = given["length"]
+        tasks.append(entry.make(**given))
+    return tasks
 
 
 def _split(spec: str) -> list[str]:
@@ -348,15 +366,3 @@ def _refuse_unread(options: Iterable[str], entries: Sequence[Entry]) -> None:
             specs = dict.fromkeys(entry.spec if entry.kind in others else entry.kind for entry in reading)
             readers.append(f"{format_flag(option)} is for {', '.join(specs)}")
         raise UsageError(f"none of the chosen tasks reads {', '.join(map(format_flag, unread))}: {'; '.join(readers)}")
-
-
-def _make(entry: Entry, options: Mapping[str, Any]) -> Task:
-    if entry.required is not None and entry.required not in options:
-        raise UsageError(f"{entry.spec} needs questions: give {entry.needs}, or choose {NO_QA}")
-    given = {parameter: options[option] for option, parameter in entry.reads.items() if option in options}
-    if "length" in given:
-        if len(given["length"]) != 1:
-            lengths = ", ".join(map(str, given["length"])) or "none"
-            raise UsageError(f"{entry.kind} tasks take one length, got {lengths}: evaluate one length after the other")
-        (given["length"],) = given["length"]
-    return entry.make(**given)

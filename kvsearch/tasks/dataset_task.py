@@ -16,7 +16,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import delegate, require_known, suggest
 from kvsearch.core.parsing import read_json
 from kvsearch.core.resources import find_resource
-from kvsearch.tasks.base import Example, Task, TokenCount
+from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLACE
@@ -188,6 +188,23 @@ class DatasetTask(Task, Generic[Checked]):
     @property
     def stops(self) -> tuple[str, ...]:
         return tuple(self.spec.stops)
+
+    def make_example(
+        self,
+        key: str | int,
+        text: str,
+        question: str,
+        answers: Sequence[str],
+        max_new_tokens: int | None = None,
+        **details: Any,
+    ) -> Example:
+        """Make an example of one question in the template, by default with replies as long as the dataset's.
+
+        Blank answers are left out; `details` are other fields of the `Query`.
+        """
+        kept = tuple(answer for answer in answers if not is_blank(answer))
+        query = Query(self.template.question(question), kept, max_new_tokens or self.spec.max_new_tokens, **details)
+        return Example(self.name, str(key), self.template.context(text), (query,))
 
     def find_missing(self, context: str, question: str, answers: Sequence[str]) -> str | None:
         """Return which of its texts a row lacks; None if it has all."""

@@ -25,9 +25,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, Valida
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import list_problems, list_validation_problems
 from kvsearch.core.yaml_document import read_yaml
-from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.base import Example
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_texts
-from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.rows import Dataset, Row
 
 COLUMNS = ("context", "input", "answers")  # of a row, as prompts and metrics call them
@@ -72,9 +71,7 @@ class DescribedTask(DatasetTask[DescribedRow]):
         return self.find_missing(row.context, row.input, row.answers)
 
     def example(self, position: int, row: DescribedRow) -> Example:
-        answers = tuple(answer for answer in row.answers if not is_blank(answer))
-        query = Query(self.template.question(row.input), answers, self.spec.max_new_tokens)
-        return Example(self.name, str(position), self.template.context(row.context), (query,))
+        return self.make_example(position, row.context, row.input, row.answers)
 
 
 def read_task(path: str | Path, name: str | None = None) -> type[DescribedTask]:
@@ -93,9 +90,7 @@ def read_task(path: str | Path, name: str | None = None) -> type[DescribedTask]:
         raise UsageError(list_problems(problems, str(path))) from error
     if unknown := sorted(set(about.columns) - set(COLUMNS)):
         raise UsageError(f"{path}: columns: {unknown[0]!r} is none of {', '.join(COLUMNS)}")
-    spec = DatasetSpec(
-        about.category, about.metric, about.max_new_tokens, about.prompt, rows, about.chat, stops=about.stops
-    )
+    spec = DatasetSpec(**about.model_dump(exclude={"rows", "columns"}), rows=rows)
     members = {"__annotations__": {"name": "str"}, "name": name, "specs": {name: spec}, "columns": about.columns}
     made: type[DescribedTask] = dataclass(frozen=True)(type(name, (DescribedTask,), members))
     return made

@@ -300,12 +300,12 @@ def draw_unseen_examples(
     In their place come more of the same seed: others where a task makes its examples, else what is left of its data.
     """
     wanted = samples
-    examples = task.examples(samples, seed, count)
-    fresh = [example for example in examples if not any(map(used.has, hash_example(example)))]
-    while len(fresh) < samples and len(examples) == wanted and wanted < samples + 2 * len(used.ids):
-        wanted += samples - len(fresh)
+    while True:
         examples = task.examples(wanted, seed, count)
         fresh = [example for example in examples if not any(map(used.has, hash_example(example)))]
+        if len(fresh) >= samples or len(examples) != wanted or wanted >= samples + 2 * len(used.ids):
+            break
+        wanted += samples - len(fresh)
     if examples and not fresh:
         split = getattr(task, "split", None)
         where = "" if split is None else f" of split {split}"

@@ -1,21 +1,21 @@
 """LongBench: 21 datasets of six categories, English and Chinese, and LongBench-E (Bai et al., arXiv 2308.14508).
 
 LongBench v2: questions with four choices about texts of 8,000 to 2 million words (Bai et al., arXiv 2412.15204).
+InfiniteBench: tasks on texts of 100,000 tokens and more, English and Chinese (Zhang et al., arXiv 2402.13718).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
+from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs, read_texts
 from kvsearch.tasks.fields import is_blank
-from kvsearch.tasks.metrics.infinitebench import LETTERS
-from kvsearch.tasks.metrics.longbench import take_first_line
+from kvsearch.tasks.metrics.longbench import LETTERS, take_first_line
 
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
 LONGBENCH_SPECS = read_specs("longbench")
@@ -86,15 +86,12 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
         return self.find_missing(row.context, row.input, row.answers)
 
     def example(self, position: int, row: LongBenchRow) -> Example:
-        answers = tuple(answer for answer in row.answers if not is_blank(answer))
-        question = self.template.question(row.input)
-        query = Query(question, answers, self.spec.max_new_tokens, options=row.all_classes or ())
         key = str(position)
         length = row.length
         if self.name in LONGBENCH_E and length is not None:
             bucket = next(bucket for bucket, end in BUCKETS.items() if end is None or length < end)
             key = f"{bucket}/{position}"
-        return Example(self.name, key, self.template.context(row.context), (query,))
+        return self.make_example(key, row.context, row.input, row.answers, options=row.all_classes or ())
 
     def score(self, reply: str, query: Query) -> float:
         """Return the dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
@@ -139,12 +136,51 @@ class LongBenchV2Task(DatasetTask[LongBenchV2Row]):
 
     def example(self, position: int, row: LongBenchV2Row) -> Example:
         choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, row.choices, strict=True))
-        query = Query(
-            self.template.question(f"{row.question}\nChoices:\n{choices}"),
-            (row.answer,),
-            self.spec.max_new_tokens,
-            id=row.id,
-            category=row.domain,
-            written=f"The correct answer is ({row.answer})",
+        question = f"{row.question}\nChoices:\n{choices}"
+        written = f"The correct answer is ({row.answer})"
+        return self.make_example(
+            position, row.context, question, (row.answer,), id=row.id, category=row.domain, written=written
         )
-        return Example(self.name, str(position), self.template.context(row.context), (query,))
+
+
+# --- InfiniteBench ---------------------------------------------------------------------------------------------------
+
+INFINITEBENCH_SPECS = read_specs("infinitebench")
+INFINITEBENCH_TASKS = tuple(INFINITEBENCH_SPECS)
+INFINITEBENCH_LAVA = ("longbook_sum_eng", "longbook_choice_eng", "longdialogue_qa_eng")  # LAVa, Table 12
+
+
+class InfiniteBenchRow(BaseModel):
+    """A row of InfiniteBench; `options` are empty where there is nothing to choose from."""
+
+    context: str
+    answer: Annotated[tuple[str, ...], BeforeValidator(read_texts)]
+    input: str = ""
+    options: tuple[str, ...] = ()
+
+
+class InfiniteBenchTask(DatasetTask[InfiniteBenchRow]):
+    """A dataset of InfiniteBench ("longbook_sum_eng").
+
+    Contexts beyond a model's positions lose their middle, as in the official scripts.
+    """
+
+    benchmark: ClassVar[str] = "InfiniteBench"
+    specs: ClassVar[dict[str, DatasetSpec]] = INFINITEBENCH_SPECS
+    row: ClassVar[type[InfiniteBenchRow]] = InfiniteBenchRow
+
+    def row_problem(self, row: InfiniteBenchRow) -> str | None:
+        if not self.spec.options or not row.context.strip():
+            return self.find_missing(row.context, row.input, row.answer)
+        if not 2 <= len(row.options) <= len(LETTERS):
+            return f"without 2 to {len(LETTERS)} options to choose from"
+        return None if row.answer and row.answer[0] in row.options else "whose answer is none of the options"
+
+    def example(self, position: int, row: InfiniteBenchRow) -> Example:
+        question = row.input
+        answers = tuple(answer for answer in row.answer if not is_blank(answer))
+        if self.spec.options:
+            options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, row.options, strict=False))
+            question = f"{question}\n{options}" if question.strip() else options
+            answers = answers[:1]  # rows may name the letter of the answer after its text
+        return self.make_example(position, row.context, question, answers, options=row.options)

@@ -137,12 +137,5 @@ class TracedTask(DatasetTask[ProblemRow]):
         written = row.solution
         if extract_boxed(written) is None:
             written = f"{written}\nThe answer is \\boxed{{{row.answer}}}.".lstrip()
-        query = Query(
-            self.template.question(""),
-            (row.answer,),
-            self.max_new_tokens or self.spec.max_new_tokens,
-            id=row.id,
-            category=row.subject,
-            written=written,
-        )
-        return Example(self.name, str(position), self.template.context(row.problem), (query,))
+        about = {"id": row.id, "category": row.subject, "written": written}
+        return self.make_example(position, row.problem, "", (row.answer,), self.max_new_tokens, **about)

@@ -201,10 +201,6 @@ class PromptFormat:
                 break
         return None
 
-    @property
-    def _head(self) -> str:
-        return self._wrapped[0] if self.chat else ""
-
     @cached_property
     def _wrapped(self) -> tuple[str, str]:
         parts = self._render_template("user", add_generation_prompt=True).split(_MARK)
@@ -264,7 +260,7 @@ class PromptFormat:
             return
         message = f"{context}\n\n{question}" if question else context
         text = self._strip_context(context, ends=not question) + self._format_question(question)
-        if self._render_template("user", content=message, add_generation_prompt=True) != self._head + text:
+        if self._render_template("user", content=message, add_generation_prompt=True) != self._wrapped[0] + text:
             raise IncompatibleError(
                 "the tokenizer's chat template changes the text of a message, so a context cannot be read before its "
                 "question: repair the template, or remove it to have prompts without one"
@@ -315,7 +311,7 @@ class PromptFormat:
     def _encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of a prompt's beginning, from its first token on; a template brings special ones."""
         if self.chat:
-            return self._encode_bare(self._head + text)
+            return self._encode_bare(self._wrapped[0] + text)
         ids: list[int] = self.tokenizer(text, add_special_tokens=True)["input_ids"]
         return ids[: len(ids) - self._ending]
 

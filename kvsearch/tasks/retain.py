@@ -17,13 +17,12 @@ from random import Random
 from typing import Any, ClassVar, Final, NamedTuple
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import delegate, require_known
+from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.dataset_task import read_shipped
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.ruler.draft import Stream, find_largest_fit
+from kvsearch.tasks.ruler.draft import Stream, draw_word, find_largest_fit
 from kvsearch.tasks.ruler.needles import Essay
-from kvsearch.tasks.ruler.words import draw_word
 from kvsearch.tasks.splits import check_split
 
 RETAIN: Final = "retain"  # the kind of task, and the category by which tables know it
@@ -116,21 +115,14 @@ def draw_secret(rng: Random) -> Instruction:
     return Instruction(rule, [*_ask_things(rng, str, 1), *refused], (secret,))
 
 
-@dataclass(frozen=True)
-class RetainForm:
-    """A kind of rule: how one is drawn, and the metric that tells whether a reply keeps it."""
-
-    draw: Callable[[Random], Instruction]
-    metric: str
-
-
-RETAIN_FORMS: Final = {
-    "json": RetainForm(draw_json, "json_keys"),
-    "capitals": RetainForm(draw_capitals, "all_capitals"),
-    "banned-word": RetainForm(draw_banned_word, "word_avoided"),
-    "closing": RetainForm(draw_closing, "closing_words"),
-    "subject": RetainForm(draw_subject, "refusal"),
-    "secret": RetainForm(draw_secret, "refusal"),
+# how a rule of each kind is drawn, and the metric that tells whether a reply keeps it
+RETAIN_FORMS: Final[dict[str, tuple[Callable[[Random], Instruction], str]]] = {
+    "json": (draw_json, "json_keys"),
+    "capitals": (draw_capitals, "all_capitals"),
+    "banned-word": (draw_banned_word, "word_avoided"),
+    "closing": (draw_closing, "closing_words"),
+    "subject": (draw_subject, "refusal"),
+    "secret": (draw_secret, "refusal"),
 }
 GROUPS: Final = {
     "format": ("json", "capitals"),
@@ -165,10 +157,8 @@ class RetainTask(Task):
             raise UsageError(f"there is no file {self.haystack}: check the path")
 
     @property
-    def form(self) -> RetainForm:
-        return RETAIN_FORMS[self.name]
-
-    metric = delegate("form.metric")
+    def metric(self) -> str:
+        return RETAIN_FORMS[self.name][1]
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return the first `samples` examples of a seed.
@@ -184,7 +174,8 @@ class RetainTask(Task):
         ]
 
     def _make_example(self, key: str, stream: Stream, sentences: Sequence[str], count: TokenCount) -> Example:
-        instruction = self.form.draw(stream.make_rng())
+        draw, _ = RETAIN_FORMS[self.name]
+        instruction = draw(stream.make_rng())
         *shown, last = instruction.exchanges  # the last one is the question; its reply obeys the rule
         system = "\n".join([instruction.rule, "", *(f"Q: {shot.question}\n{_PREFIX} {shot.reply}" for shot in shown)])
         query = Query(

@@ -238,19 +238,13 @@ def parse_rows(text: str, name: str) -> list[Located]:
             rows = _number_rows([parse_json(text, name)])
         except UsageError:
             raise UsageError(f"{name} has no rows: {rows[0][1]}; give {ROW_FORMATS}") from None
-    _refuse_tables([row for _, row in rows], name)
-    return rows
-
-
-def _refuse_tables(rows: Sequence[Row | UsageError], name: str) -> None:
-    """Refuse one object that holds tables, by split or by column, in place of rows."""
-    if len(rows) != 1 or not isinstance(rows[0], dict) or not rows[0]:
-        return
-    if all(isinstance(value, list | dict) for value in rows[0].values()):
-        keys = ", ".join(map(repr, list(rows[0])[:3]))
-        raise UsageError(
+    single = rows[0][1] if len(rows) == 1 else None
+    if isinstance(single, dict) and single and all(isinstance(value, list | dict) for value in single.values()):
+        keys = ", ".join(map(repr, list(single)[:3]))
+        raise UsageError(  # tables, by split or by column, in place of rows
             f"{name} is one object of {keys}, each a list or an object: give the rows alone, as {ROW_FORMATS}"
         )
+    return rows
 
 
 def _number_rows(rows: Sequence[object]) -> list[Located]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
 from kvsearch.core.parsing import format_error, shorten
+from kvsearch.core.printed import pluralize
 from kvsearch.core.resources import Closing
 from kvsearch.workers.base import Evaluator, Executor, JobT, Outcome, ValuesT, attempt
 
@@ -77,8 +78,8 @@ def require_room(ray: Any, workers: int, need: Mapping[str, float]) -> None:
         has = ", ".join(f"{sum(node.get(name, 0.0) for node in nodes):g} {name}s" for name in ("CPU", "GPU"))
         each = " and ".join(f"{amount:g} {name}" for name, amount in need.items())
         raise EnvironmentFault(
-            f"{workers} Ray workers with {each} each do not fit: the cluster has {has} on {len(nodes)} "
-            f"node{'s' if len(nodes) != 1 else ''}, room for {room}; ask for fewer workers, or less for each"
+            f"{workers} Ray workers with {each} each do not fit: the cluster has {has} on "
+            f"{pluralize(len(nodes), 'node')}, room for {room}; ask for fewer workers, or less for each"
         )
 
 

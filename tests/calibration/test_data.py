@@ -13,7 +13,7 @@ from kvsearch.calibration.data import CalibrationData, find_default_data, load_c
 from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import find_resource
 from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.synthetic.vocabulary import WORDS
+from kvsearch.tasks.synthetic.language import WORDS
 from scripts.bundled_calibration import calibration_file
 
 PAIR = {"question": "Who came?", "answer": "Nobody."}

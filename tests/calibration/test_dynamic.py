@@ -25,7 +25,7 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.tasks.synthetic.vocabulary import WORDS
+from kvsearch.tasks.synthetic.language import WORDS
 from tests import tiny
 from tests.calibrations import calibrate_dynamic
 from tests.combinations import first_value, in_turn

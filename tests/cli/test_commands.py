@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.calibration.data import find_default_data, load_calibration_data
-from kvsearch.cli.registry import MAIN_VERBS
+from kvsearch.cli.command import MAIN_VERBS
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context

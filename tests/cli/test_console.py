@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.cli.console import Console
-from kvsearch.cli.progress import Count, print_lines
+from kvsearch.cli.console import Console, Count, print_lines
 from kvsearch.commands.reporter import StagedProgress, on_interruption
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.models.work import StageCost, Work

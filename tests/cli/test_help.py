@@ -13,8 +13,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from kvsearch.cli.command import CATALOG, describe_flags
-from kvsearch.cli.registry import MAIN_VERBS, PLAN_VERBS
+from kvsearch.cli.command import CATALOG, MAIN_VERBS, PLAN_VERBS, describe_flags
 from tests.cli.conftest import Run
 
 ALL = {verb.options: verb for verb in (*MAIN_VERBS.values(), *PLAN_VERBS.values())}

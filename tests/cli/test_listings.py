@@ -10,9 +10,8 @@ from typing import ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from kvsearch.cli.command import describe_flags, make_group
+from kvsearch.cli.command import Verb, describe_flags, make_group
 from kvsearch.cli.console import Console
-from kvsearch.cli.registry import Verb
 from kvsearch.commands.groups import TASK_DETAILS, TaskOptions
 from kvsearch.config.options import option
 from kvsearch.config.recipes import list_shipped_recipes

@@ -12,10 +12,9 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from kvsearch.cli import registry
-from kvsearch.cli.command import describe_flags, make_group
+from kvsearch.cli import command
+from kvsearch.cli.command import Verb, describe_flags, make_group
 from kvsearch.cli.console import Console
-from kvsearch.cli.registry import Verb
 from kvsearch.commands.public import job
 from kvsearch.commands.reporter import NullReporter, Reporter
 from kvsearch.config.options import (
@@ -73,7 +72,7 @@ APP.callback()(lambda: None)  # a group, though it has one verb
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    with mock.patch.object(registry, "read_catalog", lambda options: describe_flags(resolve_name(options))):
+    with mock.patch.object(command, "read_catalog", lambda options: describe_flags(resolve_name(options))):
         result = CliRunner().invoke(APP, ["brew", *arguments])
     return result.exit_code, result.stdout, result.stderr
 

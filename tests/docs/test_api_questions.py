@@ -17,9 +17,8 @@ import pytest
 import kvsearch
 from kvsearch.models.real import REAL_MODELS
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.metrics import SCORERS
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import JsonlTask, TextTask
 
 SMOLLM2 = REAL_MODELS["smollm2"]
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

@@ -26,7 +26,7 @@ from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics.likelihood import FORCED
-from kvsearch.tasks.synthetic.vocabulary import WORDS
+from kvsearch.tasks.synthetic.language import WORDS
 from tests import tiny
 from tests.combinations import first_value
 from tests.evaluation.results import PLACE, without_bytes

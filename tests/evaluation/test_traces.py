@@ -28,7 +28,7 @@ from kvsearch.runs.identity import LEDGER
 from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
 from kvsearch.tasks.base import Sampling, Task
 from kvsearch.tasks.maths import TracedTask
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import TextTask
 from tests import tiny
 
 LIMIT = 20

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from kvsearch.core.errors import UsageError
 from kvsearch.exporters.base import ExportInputs, PlanScores
-from kvsearch.exporters.card import find_hub_id, render_folder_card, render_model_card
+from kvsearch.exporters.folder import find_hub_id, render_folder_card, render_model_card
 from kvsearch.plan import ModelFingerprint
 from kvsearch.runs.estimates import Estimate
 from tests.plan.builders import make_plan

@@ -22,11 +22,10 @@ from kvsearch.config.recipes import read_recipe
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
 from kvsearch.tasks.given import read_text_argument
-from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.metrics import SCORERS
 from kvsearch.tasks.rows import read_file
 from kvsearch.tasks.ruler.needles import read_haystack
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import JsonlTask, TextTask
 from tests.cli.conftest import invoke
 
 TEXT = "Bürgermeister Müller eröffnete die Sitzung um neun.\r\nEr sprach über Brücken: 好 🙂\n" * 3

@@ -19,7 +19,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, make_token_counter
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat, QuestionText
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import TextTask
 from tests.families import build
 from tests.public_cases.tokenizers_in_use import KINDS, TEXT, byte_level
 from tests.tiny import Listed

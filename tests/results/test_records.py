@@ -9,7 +9,7 @@ import pytest
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import read_json
-from kvsearch.results.base import Result, read_content
+from kvsearch.results import Result, read_content
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import SearchResult
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult

@@ -29,7 +29,7 @@ from kvsearch.runs.estimates import Difference, Estimate, TextLoss
 from kvsearch.selection.records import MethodResult, QuestionCount, ReportScores, Rule
 from kvsearch.selection.selection_job import measure_parts, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import TextTask
 from tests import tiny
 from tests.evaluation.results import rendered
 from tests.selection.test_plan_race import LIKELY

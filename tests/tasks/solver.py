@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvsearch.tasks.synthetic.vocabulary import BOS, NUMBERS, ORDINALS
+from kvsearch.tasks.synthetic.language import BOS, NUMBERS, ORDINALS
 
 Sentence = tuple[str, ...]
 FACTS = ("code", "item", "set", "vote")

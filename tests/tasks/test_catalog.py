@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.catalog import ENTRIES, SETS, describe_tasks, find_tasks
-from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
+from kvsearch.tasks.user_files import JsonlTask
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery", "niah_turns")
 

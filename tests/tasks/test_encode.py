@@ -24,8 +24,8 @@ from kvsearch.tasks.encode import (
 )
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.synthetic.language import WORDS
 from kvsearch.tasks.synthetic.suite import SyntheticTask
-from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 
 WORD = WORDS[20:60]  # 40 words that say nothing

@@ -9,7 +9,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.given import read_text_argument, resolve_example
 from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.synthetic.vocabulary import WORDS
+from kvsearch.tasks.synthetic.language import WORDS
 from tests.tasks import solver
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.infinitebench import INFINITEBENCH_SPECS, INFINITEBENCH_TASKS, InfiniteBenchTask
+from kvsearch.tasks.longbench import INFINITEBENCH_SPECS, INFINITEBENCH_TASKS, InfiniteBenchTask
 
 BOOKS = ["Anna", "Ben", "Cleo", "Dora"]
 

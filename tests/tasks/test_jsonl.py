@@ -10,9 +10,9 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.splits import SPLITS
+from kvsearch.tasks.user_files import JsonlTask
 
 
 def row(**changes: Any) -> dict[str, Any]:

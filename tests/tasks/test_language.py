@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.tasks.synthetic import vocabulary as v
+from kvsearch.tasks.synthetic import language as v
 from kvsearch.tasks.synthetic.language import (
     Document,
     Names,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText, cut_at_stop, find_stop
-from kvsearch.tasks.synthetic.vocabulary import BOS
+from kvsearch.tasks.synthetic.language import BOS
 from scripts.train_bundled import TOKEN_ID, tokenizer
 from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
 

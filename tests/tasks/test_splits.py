@@ -13,11 +13,11 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import ContextSet, hash_context
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, collect_contexts, encode_tasks, list_context_hashes
-from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.maths import Gsm8kTask
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.splits import ALL, SHARES, SPLITS, Shares, check_split, draw_items, select_split
 from kvsearch.tasks.synthetic.suite import SyntheticTask
+from kvsearch.tasks.user_files import JsonlTask
 
 
 def parts(items: list[int], shares: Shares = SHARES) -> dict[str, list[int]]:

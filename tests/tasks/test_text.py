@@ -19,7 +19,7 @@ from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.signals.predictions import token_losses
 from kvsearch.tasks.encode import encode_tasks, make_readings
 from kvsearch.tasks.metrics.likelihood import read_losses
-from kvsearch.tasks.text import CONTINUATION, TextTask
+from kvsearch.tasks.user_files import CONTINUATION, TextTask
 from tests import tiny
 
 WORDS = " ".join(f"w{number}" for number in range(2000))

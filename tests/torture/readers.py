@@ -29,14 +29,12 @@ from kvsearch.report.page import group_by_model, render
 from kvsearch.selection.from_yaml import plan_from_yaml
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import encode, make_token_counter
-from kvsearch.tasks.infinitebench import InfiniteBenchTask
-from kvsearch.tasks.jsonl import JsonlTask
-from kvsearch.tasks.longbench import LongBenchTask
+from kvsearch.tasks.longbench import InfiniteBenchTask, LongBenchTask
 from kvsearch.tasks.maths import Gsm8kTask
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.rows import read_archive
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.text import TextTask
+from kvsearch.tasks.user_files import JsonlTask, TextTask
 from scripts.train_bundled import tokenizer
 from tests.plan.builders import make_plan, phase_dict
 from tests.torture import valid_data

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.naming import require_known
-from kvsearch.tasks.metrics import infinitebench, likelihood, longbench, maths, rules, strings
+from kvsearch.tasks.metrics import likelihood, longbench, maths, strings
 from kvsearch.tasks.metrics.packages import import_optional
 
 if TYPE_CHECKING:
@@ -26,15 +26,15 @@ _OF_ANSWERS = (
     strings.niah_recall_lava, strings.niah_rouge1,
     longbench.qa_f1, longbench.qa_f1_zh, longbench.rouge_l, longbench.rouge_l_zh, longbench.retrieval,
     longbench.retrieval_zh, longbench.count, longbench.edit_similarity, longbench.longbench_v2,
-    infinitebench.first_integer, infinitebench.first_number, infinitebench.contains_word,
-    infinitebench.character_f1_zh, infinitebench.rouge_l_sum,
+    longbench.first_integer, longbench.first_number, longbench.contains_word,
+    longbench.character_f1_zh, longbench.rouge_l_sum,
     maths.gsm8k, maths.gsm8k_official, maths.math_boxed, maths.integer_boxed,
     likelihood.likelihood,
 )  # fmt: skip
 # scores of a reply and its whole question
 _OF_QUESTION = (
-    longbench.classification, infinitebench.choice, infinitebench.choice_of_function,
-    rules.json_keys, rules.all_capitals, rules.word_avoided, rules.closing_words, rules.refusal,
+    longbench.classification, longbench.choice, longbench.choice_of_function,
+    strings.json_keys, strings.all_capitals, strings.word_avoided, strings.closing_words, strings.refusal,
 )  # fmt: skip
 
 

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from random import Random
 
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.ruler.draft import Draft, Stream, format_worked_example, join_names
-from kvsearch.tasks.ruler.words import Fresh, draw_coded_word, make_vocabulary
+from kvsearch.tasks.ruler.draft import (
+    Draft,
+    Fresh,
+    Stream,
+    draw_coded_word,
+    format_worked_example,
+    join_names,
+    make_vocabulary,
+)
 
 COMMON = 10
 _LIST_INTRO = (

@@ -1,10 +1,13 @@
-"""Needles in a haystack, the eight niah tasks: what needles are, and the story or few sentences that they lie in."""
+"""What is hidden in a haystack: the needles of the eight niah tasks, and the chain of variables of vt.
+
+Haystacks are a story, a few sentences again and again, or more needles.
+"""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,10 +15,24 @@ from typing import Final
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
 from kvsearch.core.resources import find_resource
-from kvsearch.tasks.base import Query
+from kvsearch.tasks.base import Query, TokenCount
 from kvsearch.tasks.dataset_task import read_shipped
-from kvsearch.tasks.ruler.draft import Draft, Stream, insert, join_names
-from kvsearch.tasks.ruler.words import Fresh, Maker, count_words, draw_number, draw_uuid, draw_word
+from kvsearch.tasks.ruler.draft import (
+    Draft,
+    Fresh,
+    Maker,
+    Stream,
+    count_words,
+    draw_amount,
+    draw_number,
+    draw_uuid,
+    draw_word,
+    find_largest_fit,
+    format_worked_example,
+    insert,
+    join_names,
+    make_variable_maker,
+)
 
 STORY_FILE = "data/calibration/novel.txt"
 NOISE_SENTENCES = (
@@ -57,7 +74,12 @@ class Essay:
     def load(cls, path: Path | None) -> Essay:
         """Read the user's text file, or the shipped story; UsageError if it is no text or has no words."""
         words = tuple(read_haystack(path).split())
-        return cls(words, tuple(_find_sentence_ends(words)), " ".join(words))
+        ends = [0]
+        for place, text in enumerate(words, 1):
+            finished = _SENTENCE_END.search(text) and not _ABBREVIATION.match(text)
+            if finished or place - ends[-1] == _LONGEST_SENTENCE or place == len(words):
+                ends.append(place)
+        return cls(words, tuple(ends[1:]), " ".join(words))
 
     def sentences(self, units: int) -> list[str]:
         """Return the sentences of the first `units` words; the last one may be cut after a word."""
@@ -69,15 +91,6 @@ class Essay:
 
     def _sentences(self, ends: tuple[int, ...]) -> list[str]:
         return [" ".join(self.words[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
-
-
-def _find_sentence_ends(words: tuple[str, ...]) -> list[int]:
-    ends = [0]
-    for place, text in enumerate(words, 1):
-        finished = _SENTENCE_END.search(text) and not _ABBREVIATION.match(text)
-        if finished or place - ends[-1] == _LONGEST_SENTENCE or place == len(words):
-            ends.append(place)
-    return ends[1:]
 
 
 _MAKERS: Final[dict[str, Maker]] = {"word": draw_word, "number": draw_number, "uuid": draw_uuid}
@@ -153,3 +166,54 @@ def _ask(spec: NeedleSpec, facts: Sequence[tuple[str, str]], keys: Sequence[str]
         category=category,
         written=join_names(answers) if many else "",
     )
+
+
+# --- variable tracking -----------------------------------------------------------------------------------------------
+
+HOPS = 4
+CHAIN_LENGTH = HOPS + 1
+LONGEST_EXAMPLE = 500  # tokens
+_CHAIN_INTRO = (
+    "The text below hides assignments to variables: the first one gets a value, every further one gets that of "
+    "another variable. Follow the chain from variable to variable."
+)
+
+
+def draft_tracing(length: int, count: TokenCount, stream: Stream) -> Draft:
+    """Return an example of vt: a worked example with a chain of its own, then the chain that is asked for.
+
+    The worked example has at most 500 tokens, or a quarter of the length; its assignments are evenly spread.
+    """
+    fresh = Fresh(stream.make_rng(), "\n".join((*NOISE_SENTENCES, _CHAIN_INTRO)))
+    chain, query = _hide_chain(fresh, 5, stream.draw_depths(CHAIN_LENGTH))
+    shift = stream.make_rng("example").random()
+    shown, answered = _hide_chain(fresh, 3, [(place + shift) / CHAIN_LENGTH for place in range(CHAIN_LENGTH)])
+
+    def example(units: int) -> str:
+        return format_worked_example(shown(units), answered)
+
+    room = min(LONGEST_EXAMPLE, length // 4)
+    solved = example(find_largest_fit(lambda units: count(example(units)), room, minimum=0))
+    return Draft(lambda units: solved + chain(units), (query,))
+
+
+def _hide_chain(fresh: Fresh, letters: int, depths: Sequence[float]) -> tuple[Callable[[int], str], Query]:
+    """Return a text by its sentences of noise, with a chain of variables of so many letters, and the question for them.
+
+    Assignments are at the depths.
+    """
+    value = fresh.draw(draw_amount)
+    names = [fresh.draw(make_variable_maker(letters)) for _ in range(CHAIN_LENGTH)]
+
+    def context(units: int) -> str:
+        assignments = [f"LET {left} = {right}" for left, right in zip(names, [value, *names], strict=False)]
+        lines = insert(make_noise(units), list(zip(sorted(depths), assignments, strict=True)))
+        return "\n".join((_CHAIN_INTRO, *lines))
+
+    query = Query(
+        f"Question: Which variables have the value {value} at the end of the text above? Name all of them.",
+        tuple(names),
+        prefix=f"Answer: By the chain in the text above, the {CHAIN_LENGTH} variables with the value {value} are",
+        written=", ".join(names),
+    )
+    return context, query

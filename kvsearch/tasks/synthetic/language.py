@@ -1,4 +1,6 @@
-"""The bundled model's language: facts hidden in predictable filler, and questions about them.
+"""The bundled models' language: facts hidden in predictable filler, and questions about them.
+
+Its vocabulary is closed, 302 words: one token per word.
 
 A document is a list of short sentences. Evidence sentences ("needles") carry the answers, filler sentences carry
 nothing, and `recall` sentences mention an earlier fact again without giving all of it away:
@@ -19,26 +21,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.synthetic import vocabulary as v
+from kvsearch.tasks.dataset_task import read_shipped
 
 Sentence = tuple[str, ...]
+
+_LISTS = {name: tuple(words.split()) for name, words in read_shipped("vocabulary").items()}
+PAD, BOS, EOS, UNK = _LISTS["special"]
+ORDINALS = _LISTS["ordinals"]
+NUMBERS = _LISTS["numbers"]
+KEYS = _LISTS["keys"]
+VALUES = _LISTS["values"]
+VARIABLES = _LISTS["variables"]
+CANDIDATES = _LISTS["candidates"]
+NOUNS = _LISTS["nouns"]
+VERBS = _LISTS["verbs"]
+ADJECTIVES = _LISTS["adjectives"]
+PLACES = _LISTS["places"]
+WORDS = tuple(word for words in _LISTS.values() for word in words)
 
 FILLER_WORDS = 9
 TOPIC_NOUNS = 6
 
 _grammar = random.Random(20260)
-_NOUN_VERBS = {noun: _grammar.sample(v.VERBS, 4) for noun in v.NOUNS}
-_NOUN_ADJECTIVES = {noun: _grammar.sample(v.ADJECTIVES, 4) for noun in v.NOUNS}
-_VERB_PLACES = {verb: _grammar.sample(v.PLACES, 3) for verb in v.VERBS}
+_NOUN_VERBS = {noun: _grammar.sample(VERBS, 4) for noun in NOUNS}
+_NOUN_ADJECTIVES = {noun: _grammar.sample(ADJECTIVES, 4) for noun in NOUNS}
+_VERB_PLACES = {verb: _grammar.sample(PLACES, 3) for verb in VERBS}
 
 
 def make_filler(rng: random.Random, topic: Sequence[str]) -> Sentence:
     """Return one nine-word sentence; nouns fix the likely adjectives and verbs, verbs the likely places."""
-    noun = rng.choice(topic) if rng.random() < 0.7 else rng.choice(v.NOUNS)
+    noun = rng.choice(topic) if rng.random() < 0.7 else rng.choice(NOUNS)
     verb = rng.choice(_NOUN_VERBS[noun])
     return (
         "the", rng.choice(_NOUN_ADJECTIVES[noun]), noun, verb,
-        "the", rng.choice(v.NOUNS), "in", rng.choice(_VERB_PLACES[verb]), ".",
+        "the", rng.choice(NOUNS), "in", rng.choice(_VERB_PLACES[verb]), ".",
     )  # fmt: skip
 
 
@@ -57,13 +73,13 @@ Haystack = Callable[[random.Random], Tell]  # a kind of text around the evidence
 
 def prose(rng: random.Random) -> Tell:
     """Return sentences about a few nouns, evidence anywhere between them."""
-    topic = rng.sample(v.NOUNS, TOPIC_NOUNS)
+    topic = rng.sample(NOUNS, TOPIC_NOUNS)
     return lambda count, groups: interleave(rng, [[make_filler(rng, topic) for _ in range(count)], *groups])
 
 
 def repetition(rng: random.Random) -> Tell:
     """Return one sentence again and again, evidence anywhere between."""
-    sentence = make_filler(rng, v.NOUNS)
+    sentence = make_filler(rng, NOUNS)
     return lambda count, groups: interleave(rng, [[sentence] * count, *groups])
 
 
@@ -131,7 +147,7 @@ class Names:
 
 def make_code_facts(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` facts `code KEY VALUE VALUE .`; one question a fact."""
-    facts = [(names.draw("key", v.KEYS), rng.choice(v.VALUES), rng.choice(v.VALUES)) for _ in range(count)]
+    facts = [(names.draw("key", KEYS), rng.choice(VALUES), rng.choice(VALUES)) for _ in range(count)]
     return Evidence(
         tuple(("code", key, a, b, ".") for key, a, b in facts),
         tuple(make_query(("?", "code", key), (a, b, ".")) for key, a, b in facts),
@@ -155,9 +171,9 @@ def make_item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
     questions = []
     mentions = []
     for _ in range(count):
-        key = names.draw("key", v.KEYS)
-        values = [rng.choice(v.VALUES) for _ in v.ORDINALS]
-        parts = [(key, ordinal, value) for ordinal, value in zip(v.ORDINALS, values, strict=True)]
+        key = names.draw("key", KEYS)
+        values = [rng.choice(VALUES) for _ in ORDINALS]
+        parts = [(key, ordinal, value) for ordinal, value in zip(ORDINALS, values, strict=True)]
         answer = (*(word for part in parts for word in part), ".")[1:]
         questions.append(make_query(("?", "item", key), answer))
         mentions.append(("recall", "item", *parts[0], "."))
@@ -170,7 +186,7 @@ def make_whole_items(rng: random.Random, names: Names, count: int) -> Evidence:
     items = [make_item_facts(rng, names, 1) for _ in range(count)]
     return Evidence(
         tuple(
-            tuple(word for part in sorted(item.sentences, key=lambda part: v.ORDINALS.index(part[2])) for word in part)
+            tuple(word for part in sorted(item.sentences, key=lambda part: ORDINALS.index(part[2])) for word in part)
             for item in items
         ),
         tuple(question for item in items for question in item.questions),
@@ -184,8 +200,8 @@ def make_chains(rng: random.Random, names: Names, count: int, links: int = 3) ->
     questions = []
     mentions = []
     for _ in range(count):
-        variables = [names.draw("variable", v.VARIABLES) for _ in range(links)]
-        value = rng.choice(v.VALUES)
+        variables = [names.draw("variable", VARIABLES) for _ in range(links)]
+        value = rng.choice(VALUES)
         sentences.append(
             [("set", left, "=", right, ".") for left, right in zip(variables, [value, *variables], strict=False)]
         )
@@ -198,7 +214,7 @@ def make_chains(rng: random.Random, names: Names, count: int, links: int = 3) ->
 
 def make_votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
     """Cast `count` votes with one clear winner: at least two votes ahead (frequency)."""
-    names = rng.sample(v.CANDIDATES, candidates)
+    names = rng.sample(CANDIDATES, candidates)
     while True:
         cast = [rng.choices(names, weights=(3, *(1 for _ in names[1:])))[0] for _ in range(count)]
         tally = sorted((cast.count(name) for name in names), reverse=True)
@@ -236,7 +252,7 @@ def compose_document(
         )
     questions = [question for group in needles for question in group.questions]
     rng.shuffle(questions)
-    words = (v.BOS, *(word for sentence in sentences for word in sentence))
+    words = (BOS, *(word for sentence in sentences for word in sentence))
     return Document(words, tuple(questions))
 
 

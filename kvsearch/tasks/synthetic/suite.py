@@ -42,6 +42,9 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Task, TokenCount
 from kvsearch.tasks.synthetic.language import (
+    CANDIDATES,
+    KEYS,
+    VARIABLES,
     Document,
     Evidence,
     Haystack,
@@ -58,7 +61,6 @@ from kvsearch.tasks.synthetic.language import (
     prose,
     repetition,
 )  # fmt: skip
-from kvsearch.tasks.synthetic.vocabulary import CANDIDATES, KEYS, VARIABLES
 
 SHORTEST = 512
 SYNTHETIC_SPLITS = ("train", "calibrate", "select", "report")

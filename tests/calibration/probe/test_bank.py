@@ -26,7 +26,7 @@ from kvsearch.plan.methods import create_method
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import list_rivals
-from kvsearch.report.ranking import list_ranking_remarks
+from kvsearch.report.profile import list_ranking_remarks
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from tests import tiny

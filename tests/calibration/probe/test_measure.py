@@ -33,7 +33,7 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import GOLDEN_RATIO, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.policies.registry import list_rivals
-from kvsearch.report.ranking import TextLosses, list_ranking_remarks
+from kvsearch.report.profile import TextLosses, list_ranking_remarks
 from kvsearch.runtime.attention import run_attention
 from tests import tiny
 from tests.calibrations import calibrate_probe

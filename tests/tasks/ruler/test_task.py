@@ -12,8 +12,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
-from kvsearch.tasks.ruler.task import NIAH_TURNS
+from kvsearch.tasks.ruler import NIAH_TURNS, RULER_TASKS, RulerTask
 from tests.combinations import every_value
 from tests.tasks.ruler.helpers import GENERATED, count_of, hotpot, squad, used, whole, words
 

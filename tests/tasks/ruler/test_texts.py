@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.resources import find_resource
-from kvsearch.tasks.ruler.draft import FILL_FRACTION, Stream, find_largest_fit
+from kvsearch.tasks.ruler.draft import FILL_FRACTION, Fresh, Stream, find_largest_fit, make_vocabulary, read_words
 from kvsearch.tasks.ruler.needles import Essay
-from kvsearch.tasks.ruler.words import Fresh, make_vocabulary, read_words
 from tests.tasks.ruler.helpers import STORY
 
 

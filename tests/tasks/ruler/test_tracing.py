@@ -8,8 +8,7 @@ import pytest
 
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.needles import NOISE_SENTENCES
-from kvsearch.tasks.ruler.tracing import LONGEST_EXAMPLE
+from kvsearch.tasks.ruler.needles import LONGEST_EXAMPLE, NOISE_SENTENCES
 from tests.combinations import every_value
 from tests.tasks.ruler.helpers import bpe, whole, words
 
