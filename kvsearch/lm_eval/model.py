@@ -94,10 +94,10 @@ def place(request: Instance) -> str:
     return f"task {request.task_name}, document {request.doc_id}"
 
 
-def _last(request: Instance, ids: Sequence[int], room: int | None) -> HarnessText:
-    """Return the last token ids of a request that there is room for."""
-    truncated = room is not None and len(ids) > room
-    return HarnessText(str(request.task_name), tuple(ids[-room:] if truncated and room else ids), truncated)
+def _cut_to_room(request: Instance, ids: Sequence[int], room: int | None) -> HarnessText:
+    """Return the last token ids of a request that there is room for; None: for all of them."""
+    kept = ids if room is None else ids[-room:]
+    return HarnessText(str(request.task_name), tuple(kept), len(kept) < len(ids))
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class PlannedLM(LM):  # type: ignore[misc]
                 f"{place(request)}: a reply of up to {generation.max_new_tokens} tokens leaves no room for its prompt "
                 f"within {self.max_length}"
             )
-        return _last(request, ids, room), generation
+        return _cut_to_room(request, ids, room), generation
 
     def encode_pair(self, request: Instance) -> tuple[HarnessText, tuple[int, ...]]:
         """Return a context, and the token ids of what is to follow it; IncompatibleError where one is empty."""
@@ -260,7 +260,7 @@ class PlannedLM(LM):  # type: ignore[misc]
                 f"{place(request)}: a continuation of {len(continuation)} tokens is longer than the {self.max_length} "
                 "that there is room for"
             )
-        return _last(request, context, room), tuple(continuation)
+        return _cut_to_room(request, context, room), tuple(continuation)
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return token ids of both, cut out of the ids of the whole text; white space between is the continuation's."""

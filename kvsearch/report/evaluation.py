@@ -297,14 +297,14 @@ def average_over_tasks(losses: Sequence[LayerLoss]) -> list[LayerLoss]:
             queries=sum(row.queries for row in rows),
             loss=fmean(row.loss for row in rows),
             evicted_mass=fmean(row.evicted_mass for row in rows),
-            bound=_format_mean(row.bound for row in rows),
-            bound_by_head=_format_mean(row.bound_by_head for row in rows),
+            bound=_compute_mean(row.bound for row in rows),
+            bound_by_head=_compute_mean(row.bound_by_head for row in rows),
         )
         for _, rows in sorted(groups.items(), key=lambda group: group[0][0])
     ]
 
 
-def _format_mean(values: Iterable[float | None]) -> float | None:
+def _compute_mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 

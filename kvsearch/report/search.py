@@ -169,15 +169,15 @@ def _describe_choice(evolved: Evolved) -> str:
     outcome = evolved.outcome
     if outcome.flat:
         return f"{outcome.ended}; {choice.name} was written"
-    score = _make_score_cell(choice, choice.name)
+    score = _describe_score(choice, choice.name)
     where = choice.finalists[choice.name].where
     if outcome.result is not None:
         text = f"the paper's result: {choice.name} ({where}), {score} on the second split"
         if choice.best != choice.name:
-            text += f"; {choice.best} scores {_make_score_cell(choice, choice.best)} there"
+            text += f"; {choice.best} scores {_describe_score(choice, choice.best)} there"
         return text
     if choice.race.winner is not None:
-        lead, chance = _make_lead_cells(choice, choice.name)
+        lead, chance = _describe_lead(choice, choice.name)
         verb = IS_BETTER[choice.race.verdict]
         return (
             f"{choice.name} ({where}) {verb} the best start plan, {choice.race.best}: {lead}, chance "
@@ -187,11 +187,11 @@ def _describe_choice(evolved: Evolved) -> str:
     if choice.best == choice.name:
         judged = pluralize(choice.race.count("candidate"), "found plan")
         return f"{kept}: none of {judged} that it was compared with scores above it"
-    lead, chance = _make_lead_cells(choice, choice.best)
+    lead, chance = _describe_lead(choice, choice.best)
     return f"{kept}: {choice.best} is nearest, {lead}, chance {chance}, which is too little"
 
 
-def _make_lead_cells(choice: Choice, name: str) -> tuple[str, str]:
+def _describe_lead(choice: Choice, name: str) -> tuple[str, str]:
     """Return what a finalist leads the best start plan by, on text in losses, and the chance of that."""
     finalist = choice.race.method(name)
     assert finalist.lead is not None
@@ -200,7 +200,7 @@ def _make_lead_cells(choice: Choice, name: str) -> tuple[str, str]:
     return lead, format_chance(finalist.chance)
 
 
-def _make_score_cell(choice: Choice, name: str) -> str:
+def _describe_score(choice: Choice, name: str) -> str:
     """Return what a finalist scores on the second split, on text what it loses above the full cache."""
     finalist = choice.race.method(name)
     if finalist.nats is not None:
