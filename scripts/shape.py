@@ -31,11 +31,11 @@ from pathlib import Path
 # a limit was set, so that honest growth does not fail the build. Lower it when a figure has fallen for good.
 GATES = {
     "code lines": 43_500,
-    "files": 355,
+    "files": 345,
     "records": 385,
     "public class names used twice": 0,
     "module names used more than twice": 3,
-    "private helpers of at most 6 lines with one caller": 43,
+    "private helpers of at most 6 lines with one caller": 42,
     "imports inside functions of commands and cli": 135,
     "assignments of a tuple to a tuple": 55,
     "lists repeated by a condition": 0,
@@ -45,7 +45,7 @@ GATES = {
     "banned phrases in docstrings": 0,
     "banned local names": 10,
     "public constants and aliases in several files": 0,
-    "test lines": 50_500,
+    "test lines": 50_000,
 }
 
 # Words that say nothing to a stranger; CONTRIBUTING.md has the terms to use in their place. The limits on their counts
