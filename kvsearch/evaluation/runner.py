@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +33,18 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.next_tokens import Draws, record_generation_settings
 from kvsearch.runtime.decode.replies import Finished, find_stop_tokens, has_windows
 from kvsearch.runtime.program import make_full_program, require_room
+from kvsearch.runtime.replay.forced_answers import limit_own_reply, right_reply
 from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Question, Reading, TaskPrompts, hash_tokens, list_questions, make_readings
+from kvsearch.tasks.encode import (
+    ForcedTask,
+    Question,
+    Reading,
+    TaskPrompts,
+    hash_tokens,
+    list_questions,
+    make_readings,
+)
 from kvsearch.tasks.metrics import STAYS_RIGHT, is_forced, is_right, score
 from kvsearch.tasks.metrics.likelihood import format_losses
 from kvsearch.tasks.prompts import cut_at_stop
@@ -222,7 +232,7 @@ class KeptReplies:
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
                 **({"end_of_turn": turn} if turn else {}),
                 **({"settled": question.query.answers} if ends_once_right(task, reading) else {}),
-                **({"forced_tokens": task.forced_tokens} if task.forced_tokens else {}),
+                **({"own_forced_tokens": task.forced_tokens} if task.forced_tokens else {}),
             }  # fmt: skip
             if task.sampling is not None:
                 seed = task.sampling.derive_seed(task.task.name, prompt.key, question.number)
@@ -267,12 +277,14 @@ def reply_to_batch(
     stop = find_stop_tokens(loaded, prompts.format)
     unfinished = programs.keys() - set(finished)
     longest = prompts.forced_tokens
-    if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
+    if _needs_full_cache(prompts):
         programs = {FULL: make_full_program(loaded.model), **programs}
-        longest = max(len(question.right) for reading in batch for question in reading.questions)
+    if is_forced(prompts.task):
+        rights = [len(question.right) for reading in batch for question in reading.questions]
+        longest = max(longest, *rights)
     # Forced rows have logits of the whole vocabulary, all at once.
     logits = len(batch) * longest * find_text_config(loaded.model).vocab_size * loaded.model.dtype.itemsize
-    full_losses: dict[tuple[int, int], float] = {}
+    references: References = {}
     joints = compress_prompts(loaded.model, programs, [each.ids for each in batch], stop, ended, memory, logits)
     while True:
         # The prompt itself may give NaN, before any question was asked.
@@ -280,8 +292,8 @@ def reply_to_batch(
             joint = next(joints, None)
         if joint is None:
             return
-        if unfinished & set(joint.methods) or (is_forced(prompts.task) and FULL in joint.methods):
-            replies = _collect_replies(prompts, batch, joint, where, full_losses)
+        if unfinished & set(joint.methods) or (_needs_full_cache(prompts) and FULL in joint.methods):
+            replies = _collect_replies(prompts, batch, joint, where, references)
             if samples := [sample for sample in replies if sample.method in unfinished]:
                 yield samples
 
@@ -303,17 +315,28 @@ def make_settled_check(task: TaskPrompts, reading: Reading, question: Question) 
     return is_settled
 
 
+class Reference(NamedTuple):
+    """What all methods teacher-force after a question, token ids, and the loss of it under the full cache."""
+
+    right: list[int]
+    full_loss: float
+
+
+References = dict[tuple[int, int], Reference]  # by sequence of a batch and turn
+
+
+def _needs_full_cache(prompts: TaskPrompts) -> bool:
+    """Tell whether the full cache comes first: it says what is teacher-forced, and others lose more than it does."""
+    return is_forced(prompts.task) or prompts.forced_tokens > 0
+
+
 def _collect_replies(
-    prompts: TaskPrompts,
-    batch: Sequence[Reading],
-    joint: JointReplies,
-    where: str,
-    full_losses: dict[tuple[int, int], float],
+    prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies, where: str, references: References
 ) -> Iterator[Sample]:
     """Return replies of the methods that reply together to all questions of the batch.
 
     Questions in turns follow those before them and the replies to them, which are read again with them. Where answers
-    are teacher-forced, `full_losses` are those under the full cache, by sequence and question; they are put there.
+    are teacher-forced, `references` say which; the full cache, which comes first, puts them there.
     """
     task = prompts.task
     sequences = list(batch) * len(joint.methods)
@@ -338,25 +361,39 @@ def _collect_replies(
             following = [reading.following(question) for reading, question in zip(sequences, everyone, strict=True)]
             texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
             right_losses: Sequence[float | None] = [None] * len(everyone)
-            if is_forced(task):
-                answered = [question.right.tolist() for question in everyone]
-                losses = joint.replies.predict(texts, answered)
-                if FULL in joint.methods:
-                    first = joint.methods.index(FULL) * len(batch)
-                    full_losses |= {(row, turn): losses[first + row] for row in range(len(batch))}
-                replies = [format_losses(loss, full_losses[row % len(batch), turn]) for row, loss in enumerate(losses)]
-            else:
-                if prompts.forced_tokens:
-                    right = [question.right[: prompts.forced_tokens].tolist() for question in everyone]
-                    right_losses = joint.replies.predict(texts, right)
+            if not is_forced(task):
                 settled = [
                     make_settled_check(prompts, reading, question)
                     for reading, question in zip(sequences, everyone, strict=True)
                 ]
                 answered = joint.replies.ask(texts, limits, settled)
+                peaks = joint.replies.most
                 replies = [cut_at_stop(prompts.format.decode(tokens), task.stops) for tokens in answered]
+            if _needs_full_cache(prompts):
+                places = [(row % len(batch), turn) for row in range(len(everyone))]
+                of_full = slice(0, 0)
+                if FULL in joint.methods:
+                    first = joint.methods.index(FULL) * len(batch)
+                    of_full = slice(first, first + len(batch))
+                    own = None if is_forced(task) else answered[of_full]
+                    rights = _choose_right_replies(prompts, batch, questions, joint, texts[of_full], first, own)
+                    references |= {
+                        place: Reference(right, math.nan) for place, right in zip(places[of_full], rights, strict=True)
+                    }
+                forced = [references[place].right for place in places]
+                losses = joint.replies.predict(texts, forced)
+                references |= {
+                    place: references[place]._replace(full_loss=loss)
+                    for place, loss in zip(places[of_full], losses[of_full], strict=True)
+                }
+                if is_forced(task):
+                    answered, peaks = forced, joint.replies.most
+                    pairs = zip(losses, places, strict=True)
+                    replies = [format_losses(loss, references[place].full_loss) for loss, place in pairs]
+                else:
+                    right_losses = losses
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
-        for row, (tokens, peak) in enumerate(zip(answered, joint.replies.most, strict=True)):
+        for row, (tokens, peak) in enumerate(zip(answered, peaks, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
             if heard[row]:
                 prompt = batch[sequence].prompt
@@ -371,6 +408,49 @@ def _collect_replies(
                     joint.nbytes[method] / len(batch), peak, joint.seconds / len(batch), seconds / len(answered),
                     loss=right_losses[row],
                 )  # fmt: skip
+
+
+def _choose_right_replies(
+    prompts: TaskPrompts,
+    batch: Sequence[Reading],
+    questions: Sequence[Question],
+    joint: JointReplies,
+    texts: Sequence[Tensor],
+    first: int,
+    own: Sequence[list[int]] | None,
+) -> list[list[int]]:
+    """Choose what is teacher-forced after a question of each context: the full cache's own reply, if that is right.
+
+    Elsewhere it is the right reply as the task words it, which a model may find unlikely where it says the same in its
+    own words. Text goes on as it does.
+
+    Args:
+        prompts: the task; at most its `forced_tokens` are forced.
+        batch: contexts that are read together.
+        questions: one about each.
+        joint: what replies.
+        texts: what the full cache reads of each question.
+        first: the row from which on the full cache replies.
+        own: its replies; None: it is asked here.
+    """
+    rights = [question.right.tolist() for question in questions]
+    if not prompts.forced_tokens:
+        return rights
+    scored = replace(prompts, task=prompts.task.task) if isinstance(prompts.task, ForcedTask) else prompts
+    if own is None:
+        limits = [
+            limit_own_reply(len(right), question.query.max_new_tokens)
+            for right, question in zip(rights, questions, strict=True)
+        ]
+        settled = [
+            make_settled_check(scored, reading, question) for reading, question in zip(batch, questions, strict=True)
+        ]
+        own = joint.replies.of_rows([first + row for row in range(len(batch))]).ask(texts, limits, settled)
+    chosen = [
+        right_reply(scored, reading.prompt.key, question.number, question.query, reply) or right
+        for reading, question, reply, right in zip(batch, questions, own, rights, strict=True)
+    ]
+    return [tokens[: prompts.forced_tokens] for tokens in chosen]
 
 
 @contextmanager

@@ -68,8 +68,8 @@ class TaskPrompts:
     """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `name_contexts`.
 
     `recorded` says what each key is known by in records of used contexts, see `kvsearch.plan.origin`. Replies are
-    greedy, or drawn as `sampling` says: a question that is replied to several times is there as often. Beside each
-    reply the loss of the right one is measured, up to `forced_tokens` of it (0: it is not).
+    greedy, or drawn as `sampling` says: a question that is replied to several times is there as often. Up to
+    `forced_tokens` of a right reply are teacher-forced, beside replies, or of a `ForcedTask` in place of them.
     """
 
     task: Task
@@ -93,6 +93,10 @@ class ForcedTask(Task):
 
     task: Task
     metric = FORCED
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.task.stops
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -149,7 +153,8 @@ def force_replies(encoded: Sequence[TaskPrompts], max_tokens: int) -> list[TaskP
     for task in encoded:
         shortened = tuple(map(forced, task.prompts))
         coverage = replace(task.coverage, **count_coverage(shortened))
-        tasks.append(replace(task, task=ForcedTask(task.task), prompts=shortened, coverage=coverage, sampling=None))
+        forced_task = replace(task, task=ForcedTask(task.task), forced_tokens=max_tokens)
+        tasks.append(replace(forced_task, prompts=shortened, coverage=coverage, sampling=None))
     return tasks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.metrics.likelihood import FORCED
+from kvsearch.tasks.encode import encode_tasks, force_replies
+from kvsearch.tasks.metrics.likelihood import FORCED, read_loss
 from kvsearch.tasks.synthetic.language import WORDS
 from tests import tiny
 from tests.combinations import first_value
@@ -310,3 +310,48 @@ def test_replies_that_may_pass_a_change_of_rotary_factors_are_refused_before_any
     crossing = encode_tasks(model, [tiny.listed((60, 1), (87, 1))], 2)
     with pytest.raises(IncompatibleError, match=r"example 1, question 0: .* beyond 80 tokens .*--max-length"):
         run_encoded(model, methods, crossing, QUESTION_AGNOSTIC, 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_own_replies_of_the_full_cache_are_teacher_forced_where_they_are_right(family: str) -> None:
+    """A model may find the given wording unlikely where it says the same in its own words."""
+    model = tiny.loaded(family)
+    full = {"full": make_full_program(model.model)}
+    own = {(sample.key, sample.question): sample.reply for sample in run(model, full, [TASK], 4)}
+
+    def losses(task: tiny.Listed, beside: bool) -> dict[tuple[str, str, int], float]:
+        (encoded,) = encode_tasks(model, [task], 4)
+        tasks = [dataclasses.replace(encoded, forced_tokens=8)] if beside else force_replies([encoded], 8) or []
+        samples = run_encoded(model, programs(model), tasks, QUESTION_AGNOSTIC)
+        return {
+            (sample.method, sample.key, sample.question): read_loss(sample.reply)
+            if sample.loss is None
+            else sample.loss
+            for sample in samples
+        }
+
+    def written(answer: Callable[[str, int], str]) -> tiny.Listed:
+        """Make a task whose right replies are `WORDS`, and whose answers are others."""
+        rows = tuple(
+            dataclasses.replace(
+                row,
+                queries=tuple(
+                    dataclasses.replace(query, answers=(answer(row.key, number),), written=" ".join(WORDS[:3]))
+                    for number, query in enumerate(row.queries)
+                ),
+            )
+            for row in TASK.rows
+        )
+        return dataclasses.replace(TASK, rows=rows)
+
+    given = losses(written(lambda *_: "nothing says this"), beside=True)
+    said = written(lambda *place: own[place] if place[0] != "2" else "nothing says this")
+    forced = losses(said, beside=True)
+    assert losses(said, beside=False) == pytest.approx(forced, abs=1e-5)
+    for (method, key, number), loss in forced.items():
+        if key == "2":
+            assert loss == given[method, key, number]
+        elif method == "full":  # its own greedy reply is likelier than other words
+            assert loss < given[method, key, number]
+        else:
+            assert loss != given[method, key, number]
