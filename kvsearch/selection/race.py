@@ -21,13 +21,13 @@ twice, and losses show that the foremost candidate is the same (`SAME_LOSS`), th
 A score of 0 or 1 says little of a context, and many methods that score alike differ: the one that scores highest on a
 few contexts is picked by luck. The loss of the right replies, which are teacher-forced, says more, and takes one pass
 for a question. They are the full cache's own where these are right: a model may find the words of a task unlikely, and
-what a method changes of that says nothing of its replies. So losses rank the methods (`screen` in `PlanRace`) on more and more contexts: after each screening
-those leave that are hopeless (`find_hopeless`), and after the last one the `FINALISTS` of either kind that lose least
-reply, to questions about other contexts first. Their losses are measured there, too, and count with the first ones.
-Losses say who is foremost; scores say who leaves and what is proven. A candidate is also *likely* better if the
-one-sided bound of its lead in losses is above zero. Where such a bound tells the foremost candidate and baseline apart,
-or bounds on both sides say that they are the same (`SAME_LOSS`), the race ends once a proof is out of reach: if the
-evidence, growing on as it has, would not do after all contexts.
+what a method changes of that says nothing of its replies. So losses rank the methods (`screen` in `PlanRace`) on more
+and more contexts: after each screening those leave that are hopeless (`find_hopeless`), and after the last one the
+`FINALISTS` of either kind that lose least reply, to questions about other contexts first. Their losses are measured
+there, too, and count with the first ones. Losses say who is foremost; scores say who leaves and what is proven. A
+candidate is also *likely* better if the one-sided bound of its lead in losses is above zero. Where such a bound tells
+the foremost candidate and baseline apart, or bounds on both sides say that they are the same (`SAME_LOSS`), the race
+ends once a proof is out of reach: if the evidence, growing on as it has, would not do after all contexts.
 
 After every round those leave that cannot win any more: who scores less than another one beyond a 95% bound. That may be
 wrong for the best one, but then another that is about as good is ahead of it.
