@@ -181,8 +181,8 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
     together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
-        is_beside = bool(task.forced_tokens) and not is_forced(task.task)
-        times = 2 if is_beside else 1  # that a question is read: for the loss of the right reply, too
+        beside = 0 if is_forced(task.task) else task.forced_tokens  # of a right reply, forced beside the reply
+        times = 2 if beside else 1  # that a question is read
         for batch in make_batches(make_readings(task.prompts, split.protocol), split.batch, lambda _: ()):
             pairs = list_questions(batch)
             questions += len(pairs)
@@ -192,7 +192,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
                 steps = 0 if is_forced(task.task) else max(question.query.max_new_tokens for question in replied)
                 work += Work(passes=together * times, steps=together * steps)
             after = sum(len(reading.following(question)) for reading, question in pairs)
-            forced = sum(len(question.right[: task.forced_tokens]) for _, question in pairs) if is_beside else 0
+            forced = sum(len(question.right[:beside]) for _, question in pairs)
             replies = sum(
                 len(question.right) if is_forced(task.task) else question.query.max_new_tokens for _, question in pairs
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.decode.next_tokens import Draws, record_generation_settings
-from kvsearch.runtime.decode.replies import Finished, find_stop_tokens, has_windows
+from kvsearch.runtime.decode.replies import Finished, Replies, find_stop_tokens, has_windows
 from kvsearch.runtime.program import make_full_program, require_room
 from kvsearch.runtime.replay.forced_answers import limit_own_reply, right_reply
 from kvsearch.runtime.shared_prefill import JointReplies, compress_prompts, make_batches
@@ -322,7 +321,8 @@ class Reference(NamedTuple):
     full_loss: float
 
 
-References = dict[tuple[int, int], Reference]  # by sequence of a batch and turn
+# of each sequence of a batch, by turn: what the full cache, which comes first, has said
+References = dict[int, list[Reference]]
 
 
 def _needs_full_cache(prompts: TaskPrompts) -> bool:
@@ -361,7 +361,12 @@ def _collect_replies(
             following = [reading.following(question) for reading, question in zip(sequences, everyone, strict=True)]
             texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
             right_losses: Sequence[float | None] = [None] * len(everyone)
-            if not is_forced(task):
+            if is_forced(task):
+                answered, losses = _force_right_replies(prompts, batch, turn, questions, joint, texts, references)
+                peaks = joint.replies.most
+                full_losses = [reference.full_loss for reference in references[turn]] * len(joint.methods)
+                replies = list(map(format_losses, losses, full_losses))
+            else:
                 settled = [
                     make_settled_check(prompts, reading, question)
                     for reading, question in zip(sequences, everyone, strict=True)
@@ -369,29 +374,10 @@ def _collect_replies(
                 answered = joint.replies.ask(texts, limits, settled)
                 peaks = joint.replies.most
                 replies = [cut_at_stop(prompts.format.decode(tokens), task.stops) for tokens in answered]
-            if _needs_full_cache(prompts):
-                places = [(row % len(batch), turn) for row in range(len(everyone))]
-                of_full = slice(0, 0)
-                if FULL in joint.methods:
-                    first = joint.methods.index(FULL) * len(batch)
-                    of_full = slice(first, first + len(batch))
-                    own = None if is_forced(task) else answered[of_full]
-                    rights = _choose_right_replies(prompts, batch, questions, joint, texts[of_full], first, own)
-                    references |= {
-                        place: Reference(right, math.nan) for place, right in zip(places[of_full], rights, strict=True)
-                    }
-                forced = [references[place].right for place in places]
-                losses = joint.replies.predict(texts, forced)
-                references |= {
-                    place: references[place]._replace(full_loss=loss)
-                    for place, loss in zip(places[of_full], losses[of_full], strict=True)
-                }
-                if is_forced(task):
-                    answered, peaks = forced, joint.replies.most
-                    pairs = zip(losses, places, strict=True)
-                    replies = [format_losses(loss, references[place].full_loss) for loss, place in pairs]
-                else:
-                    right_losses = losses
+                if prompts.forced_tokens:
+                    _, right_losses = _force_right_replies(
+                        prompts, batch, turn, questions, joint, texts, references, answered
+                    )
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
         for row, (tokens, peak) in enumerate(zip(answered, peaks, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
@@ -410,28 +396,57 @@ def _collect_replies(
                 )  # fmt: skip
 
 
+def _force_right_replies(
+    prompts: TaskPrompts,
+    batch: Sequence[Reading],
+    turn: int,
+    questions: Sequence[Question],
+    joint: JointReplies,
+    texts: Sequence[Tensor],
+    references: References,
+    answered: Sequence[list[int]] | None = None,
+) -> tuple[list[list[int]], list[float]]:
+    """Teacher-force a right reply after each of `texts`; return what is forced, and its losses.
+
+    Args:
+        prompts: the task; at most its `forced_tokens` are forced.
+        batch: contexts that are read together.
+        turn: the number of the questions.
+        questions: one about each context.
+        joint: what replies.
+        texts: what follows each of its sequences.
+        references: what is forced for all methods; where the full cache is among these, it says so.
+        answered: replies of the sequences; None: of the full cache they are made here.
+    """
+    has_full = FULL in joint.methods
+    first = joint.methods.index(FULL) * len(batch) if has_full else 0
+    of_full = slice(first, first + len(batch))
+    if has_full:
+        own = None if answered is None else answered[of_full]
+        rights = _choose_right_replies(prompts, batch, questions, joint.replies, of_full, texts[of_full], own)
+    else:
+        rights = [reference.right for reference in references[turn]]
+    forced = rights * len(joint.methods)
+    losses = joint.replies.predict(texts, forced)
+    if has_full:
+        references[turn] = list(map(Reference, rights, losses[of_full]))
+    return forced, losses
+
+
 def _choose_right_replies(
     prompts: TaskPrompts,
     batch: Sequence[Reading],
     questions: Sequence[Question],
-    joint: JointReplies,
+    replies: Replies,
+    of_full: slice,
     texts: Sequence[Tensor],
-    first: int,
     own: Sequence[list[int]] | None,
 ) -> list[list[int]]:
     """Choose what is teacher-forced after a question of each context: the full cache's own reply, if that is right.
 
     Elsewhere it is the right reply as the task words it, which a model may find unlikely where it says the same in its
-    own words. Text goes on as it does.
-
-    Args:
-        prompts: the task; at most its `forced_tokens` are forced.
-        batch: contexts that are read together.
-        questions: one about each.
-        joint: what replies.
-        texts: what the full cache reads of each question.
-        first: the row from which on the full cache replies.
-        own: its replies; None: it is asked here.
+    own words. Text goes on as it does. The full cache has the rows `of_full` of `replies`, and reads `texts`; `own` are
+    its replies, None where it is not asked yet.
     """
     rights = [question.right.tolist() for question in questions]
     if not prompts.forced_tokens:
@@ -445,7 +460,7 @@ def _choose_right_replies(
         settled = [
             make_settled_check(scored, reading, question) for reading, question in zip(batch, questions, strict=True)
         ]
-        own = joint.replies.of_rows([first + row for row in range(len(batch))]).ask(texts, limits, settled)
+        own = replies.of_rows(range(of_full.start, of_full.stop)).ask(texts, limits, settled)
     chosen = [
         right_reply(scored, reading.prompt.key, question.number, question.query, reply) or right
         for reading, question, reply, right in zip(batch, questions, own, rights, strict=True)
