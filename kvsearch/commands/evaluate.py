@@ -344,9 +344,9 @@ def headroom(options: HeadroomOptions, reporter: Reporter, models: ModelLoader) 
     config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.to_recipe())
     with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
         with reporter.progress("asking the full cache: context") as progress:
-            full.require_answers(progress, store)
+            replies = full.require_answers(progress, store)
         with reporter.progress("measuring importance: context") as progress:
-            results = measure(full.loaded, full.encoded, options.ratio, progress, store)
+            results = measure(full.loaded, full.encoded, options.ratio, replies, progress, store)
         rows = summarize(results, FULL, name_contexts(full.encoded))
         coverage = tuple(task.coverage for task in full.encoded)
         result = HeadroomResult(

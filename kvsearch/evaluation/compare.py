@@ -306,8 +306,8 @@ class Evaluation:
                 self.require_answers(progress, replies)
             return self.run(progress, replies)
 
-    def require_answers(self, progress: Progress | None = None, store: ReplyStore | None = None) -> None:
-        """Evaluate the full cache alone, before anything that takes long; see `run`.
+    def require_answers(self, progress: Progress | None = None, store: ReplyStore | None = None) -> list[Sample]:
+        """Evaluate the full cache alone, before anything that takes long, and return its replies; see `run`.
 
         Raises:
             IncompatibleError: it scores next to nothing, so nothing could be chosen by these questions.
@@ -316,6 +316,7 @@ class Evaluation:
         doubt = find_doubt(summarize(samples, FULL, self.contexts)[-1].scores[FULL])
         if doubt is not None:
             raise IncompatibleError(f"{self.loaded.name} on {', '.join(self.metrics)}: {doubt}")
+        return samples
 
     def _replies(
         self, methods: Sequence[ReadyMethod], progress: Progress | None, store: ReplyStore | None

@@ -57,7 +57,7 @@ EVEN_ALLOCATION = f"{TRUE_IMPORTANCE}, even, {RECENT_ENTRIES[0]} recent"
 WINDOWS: dict[str, dict[str, int]] = {"snapkv": {}, "keydiff": {"window": 1}, "kvzip": {}}  # of policies
 OTHERS = 24  # questions about other contexts: 24 keep 0.96 of the bundled model's score at a tenth, evenly, 3 keep 0.54
 TRIED = 4 * len(RECENT_ENTRIES)  # allocations by true importance, of which two reply
-PROGRAMS = 10  # that reply on every context: the full cache, two of these, two by other importance, and policies
+PROGRAMS = 9  # that reply on every context: two of these, two by other importance, and policies
 
 Replied = tuple[Tensor, Tensor]  # token ids of a question [K] and of the reply that is teacher-forced after it [A]
 
@@ -84,10 +84,11 @@ def measure_headroom(
     loaded: LoadedModel,
     encoded: Sequence[TaskPrompts],
     ratio: float,
+    full: Sequence[Sample],
     progress: Progress | None = None,
     store: ReplyStore | None = None,
 ) -> list[Sample]:
-    """Compare the full cache, allocations by true importance and simple policies of that size.
+    """Compare the `full` cache's replies with those under allocations by true importance and simple policies.
 
     "best tried" is for each context what scores highest on it, of everything but the full cache. "agnostic importance"
     is for the questions of other contexts, in the allocation that scores highest on these; a context alone has none.
@@ -126,7 +127,11 @@ def measure_headroom(
         kept[key] = next(results)
         if store is not None:
             store.add([(key, sample) for samples in kept[key].values() for sample in samples])
-    replies = [kept[key] for key in keys]
+    of_full = group_by_key(full, lambda sample: (sample.task, sample.key))
+    replies = [
+        {FULL: of_full[encoded[number].task.name, reading.prompt.key], **kept[key]}
+        for key, (number, reading, _) in zip(keys, contexts, strict=True)
+    ]
     chosen = (
         _compare_context(own_replies, [replies[n] for n in others])
         for own_replies, others in zip(replies, others_of, strict=True)
@@ -142,11 +147,10 @@ def estimate_headroom(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio
     allocation, *others = _make_simple_policies(
         loaded.model, lambda length: int(round_half_up((1 - ratio) * length))
     ).values()
-    full = make_full_program(loaded.model)
     tasks = [task.task for task in encoded]
-    programs = [full, *[allocation] * (PROGRAMS - 1 - len(others)), *others]
+    programs = [*[allocation] * (PROGRAMS - len(others)), *others]
     cost = estimate_replies("true importance, replies", encoded, Split(tasks, batch=1), programs)
-    work = cost.work + estimate_replies("", encoded, Split(tasks), [full]).work
+    work = cost.work + estimate_replies("", encoded, Split(tasks), [make_full_program(loaded.model)]).work
     for task in encoded:
         for prompt in task.prompts:
             lengths = [len(question.ids) + question.query.max_new_tokens for question in prompt.questions]
@@ -164,7 +168,7 @@ def _ask(
     tasks: Sequence[TaskPrompts],
     ratio: float,
 ) -> Replies:
-    """Generate the replies of all compared methods on one context.
+    """Generate the replies of all methods but the full cache on one context.
 
     The `item` is the number of a task, one of its contexts, the questions about it, and some questions about others.
     """
@@ -224,10 +228,10 @@ def _make_programs(
     weighed = own if passes_gradients(model) else ()  # quantised models may pass none: importance alone shares out
     allocations = _make_allocations(passed, known.amax(0), total, RECENT_ENTRIES, weighed)
     tried = {f"{TRUE_IMPORTANCE}, {name}": program for name, program in allocations}
-    programs = {FULL: make_full_program(model)}
+    programs: dict[str, Program] = {}
     if others:
         allocations = _make_allocations(passed, strange.amax(0), total, RECENT_ENTRIES[:1])
-        programs |= {f"{AGNOSTIC}, {name}": program for name, program in allocations}
+        programs = {f"{AGNOSTIC}, {name}": program for name, program in allocations}
     return tried, programs | _make_simple_policies(model, lambda _: total)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.items import Progress
 from kvsearch.evaluation import headroom as module
 from kvsearch.evaluation.headroom import (
     AGNOSTIC,
@@ -23,14 +25,16 @@ from kvsearch.evaluation.headroom import (
     attach_replies,
     measure_headroom,
 )
+from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import encode, encode_tasks
+from kvsearch.tasks.encode import TaskPrompts, encode, encode_tasks
 from tests import tiny
 from tests.budgets.samples import eviction_loss
 from tests.runtime.helpers import feed, running
@@ -42,6 +46,14 @@ METHODS = ["full", BEST, EVEN, AGNOSTIC, "snapkv", "keydiff", "kvzip", "streamin
 @pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def model(request: pytest.FixtureRequest) -> LoadedModel:
     return tiny.loaded(request.param)
+
+
+def measure(
+    model: LoadedModel, encoded: Sequence[TaskPrompts], ratio: float, progress: Progress | None = None
+) -> list[Sample]:
+    """Measure headroom beside replies of the full cache."""
+    full = run_encoded(model, {"full": make_full_program(model.model)}, encoded, QUESTION_AGNOSTIC)
+    return measure_headroom(model, encoded, ratio, full, progress)
 
 
 def given(model: LoadedModel, example: Example, task: tiny.Listed = TASK) -> tuple[torch.Tensor, list[Replied]]:
@@ -65,7 +77,7 @@ def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
 def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
     before = model.model.config._attn_implementation
     told: list[tuple[int, int]] = []
-    samples = measure_headroom(
+    samples = measure(
         model, encode_tasks(model, [TASK], 2), 0.7, progress=lambda done, total: told.append((done, total))
     )
     assert model.model.config._attn_implementation == before
@@ -159,7 +171,7 @@ def samples_of(made: Sample, scores: dict[str, tuple[float, ...]]) -> dict[str, 
 
 def test_the_best_is_of_everything_that_was_tried(model: LoadedModel) -> None:
     """Policies among it; what is agnostic is chosen on other contexts, whatever it scores on its own."""
-    made = measure_headroom(model, encode_tasks(model, [TASK], 1), 0.7)[0]
+    made = measure(model, encode_tasks(model, [TASK], 1), 0.7)[0]
     allocations = [f"{AGNOSTIC}, a", f"{AGNOSTIC}, b"]
     names = ["full", module.EVEN_ALLOCATION, *allocations, "kvzip", "random"]
     rows = [(1.0, 1.0), (0.0, 0.5), (0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.0)]
@@ -195,10 +207,10 @@ def test_agnostic_importance_is_of_other_contexts_alone(
 ) -> None:
     """A context of the same text is no other one; what is alone has no agnostic importance."""
     same = replace(TASK.rows[0], key="same", queries=TASK.rows[0].queries[:1])
-    samples = measure_headroom(model, encode_tasks(model, [replace(TASK, rows=(*TASK.rows, same))], 3), 0.7)
+    samples = measure(model, encode_tasks(model, [replace(TASK, rows=(*TASK.rows, same))], 3), 0.7)
     assert [(len(asked), len(others)) for asked, others in measured] == [(2, 1), (1, 3), (1, 1)]
     assert {sample.method for sample in samples} == set(METHODS)
-    alone = measure_headroom(model, encode_tasks(model, [replace(TASK, rows=(TASK.rows[0], same))], 2), 0.7)
+    alone = measure(model, encode_tasks(model, [replace(TASK, rows=(TASK.rows[0], same))], 2), 0.7)
     assert {sample.method for sample in alone} == {*METHODS} - {AGNOSTIC}
 
 
@@ -213,7 +225,7 @@ def test_what_is_important_is_so_for_the_reply_that_is_right(
         def score(self, reply: str, query: Query) -> float:
             return float(bool(reply) and query.question == second.question)
 
-    samples = measure_headroom(model, encode_tasks(model, [Own("own", rows)], 1), 0.7)
+    samples = measure(model, encode_tasks(model, [Own("own", rows)], 1), 0.7)
     said = [sample.reply for sample in samples if sample.method == "full"]
     ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked, _ in measured)
     assert written == "lantern green"
@@ -227,7 +239,7 @@ def test_a_question_without_a_right_reply(model: LoadedModel) -> None:
 
     row = replace(TASK.rows[0], queries=(Query("recall", (), 4),))
     with pytest.raises(IncompatibleError, match="task open, example 0, question 0: no right answer is known"):
-        measure_headroom(model, encode_tasks(model, [Open("open", (row,))], 1), 0.7)
+        measure(model, encode_tasks(model, [Open("open", (row,))], 1), 0.7)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -239,14 +251,14 @@ def test_importance_is_that_of_the_prompt_that_is_asked(model: LoadedModel, chat
         lambda _, __, given: seen.append(given["input_ids"][0].tolist()), with_kwargs=True
     )
     chatting = replace(model, tokenizer=tiny.chat_tokenizer())
-    measure_headroom(chatting, encode_tasks(chatting, [replace(TASK, rows=(row,), chat=chat)], 1), 0.7)
+    measure(chatting, encode_tasks(chatting, [replace(TASK, rows=(row,), chat=chat)], 1), 0.7)
     handle.remove()
     context = tiny.ids_of(f"recall {row.context}" if chat else row.context)[0].tolist()
     asked = " ".join([row.queries[0].question, *([". mark ="] if chat else []), "recall the"])
     question = tiny.ids_of(asked)[0, 1:].tolist()
     read = [ids for ids in seen if len(ids) > 1]  # the rest are tokens of replies
-    assert [ids for ids in read if len(ids) > 40] == [context] * 5, (
-        "for replies, importance, what is tried, all methods; kvzip once more"
+    assert [ids for ids in read if len(ids) > 40] == [context] * 6, (
+        "for replies of the full cache, right replies, importance, what is tried, all methods; kvzip once more"
     )
     begun = [ids[: len(question)] for ids in read if len(ids) <= 40]
     assert len(begun) >= 2

@@ -27,6 +27,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
+from kvsearch.runtime.program import make_full_program
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.calibrations import (
@@ -130,7 +131,8 @@ def test_what_an_evaluation_measures_beside_replies_is_the_same(model: LoadedMod
     given = programs(model), TASKS, 3
     assert measure_losses(both, *given) == measure_losses(model, *given)
     encoded = encode_tasks(model, TASKS, 3)
-    assert timeless(measure_headroom(both, encoded, 0.5)) == timeless(measure_headroom(model, encoded, 0.5))
+    full = tiny.run(model, {"full": make_full_program(model.model)}, TASKS, 3)
+    assert timeless(measure_headroom(both, encoded, 0.5, full)) == timeless(measure_headroom(model, encoded, 0.5, full))
     assert min(copies.items) >= 1
 
 
