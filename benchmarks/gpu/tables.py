@@ -89,12 +89,25 @@ def measured(found: Mapping[str, Any]) -> Iterator[str]:
             )
         elif "costs" in made:
             yield f"**{name}**: {bench_line(made)}\n\n{bench_table(made['costs'])}"
+        elif name in ("correctness-attention", "correctness-scoring"):
+            yield f"**{name}**, the largest error of all shapes\n\n{table(find_largest_errors(made))}"
         elif isinstance(made, list):
             yield f"**{name}**\n\n{table(made)}"
         elif name.startswith("correctness"):
             yield f"**{name}**\n\n```\n{json.dumps(made, indent=1)}\n```"
         else:
             yield f"**{name}**\n\n{table([made])}"
+
+
+def find_largest_errors(rows: Rows) -> Rows:
+    """Return one row for each value of the first column: the largest error of all its shapes, by kind."""
+    (first, *_) = rows[0]
+    kinds = [name for name, value in rows[0].items() if isinstance(value, float)]
+    errors: dict[str, dict[str, float]] = {}
+    for row in rows:
+        largest = errors.setdefault(row[first], dict.fromkeys(kinds, 0.0))
+        largest.update({kind: max(largest[kind], row[kind]) for kind in kinds})
+    return [{first: value, **largest} for value, largest in errors.items()]
 
 
 def bench_line(made: Mapping[str, Any]) -> str:
