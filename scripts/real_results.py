@@ -38,7 +38,7 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import RETAINED, contrast_scores, estimate_by_student, group_scores
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.table import describe_coverage, format_interval, format_percent
-from kvsearch.results.evaluation import EvaluationResult, MethodScores, ScoreRow, SizeScores
+from kvsearch.results.evaluation import EvaluationResult, MethodScores, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runs.identity import LEDGER
 from kvsearch.tasks.retain import RETAIN, RETAIN_FORMS
@@ -528,7 +528,7 @@ def write_tasks(comparison: Comparison) -> str:
 
 
 def write_retained(result: EvaluationResult) -> str:
-    """Return a table of the share that is kept of what the full cache does, by size, and one of scores by form.
+    """Return a table of the share that is kept of what the full cache does, by size.
 
     Methods come with the one that keeps most on average first, plans as one row.
     """
@@ -550,22 +550,17 @@ def write_retained(result: EvaluationResult) -> str:
     shares = [block.methods[0].held.entries / result.full.held.entries for block in result.blocks]
     header = [f"{format_percent(share, 0)}% kept" for share in shares]
 
-    def cells(row: ScoreRow, name: str) -> list[str]:
+    def format_cells(name: str) -> list[str]:
         methods = map(by_name[name].get, sizes)
-        return ["" if method is None else format_interval(row.of(method.scores), ".0f") for method in methods]
+        return ["" if method is None else format_interval(kept.of(method.scores), ".0f") for method in methods]
 
     full = [row.of(result.full.scores) for row in forms]
     listed = ", ".join(f"{row.name} {format_interval(score, '.0f')}" for row, score in zip(forms, full, strict=True))
     tables = [
         f"{describe_coverage(result.tasks)}. Scores of the full cache: {listed}.",
         "Share of these that is kept, in percent:",
-        table(["", *header], [[name, *cells(kept, name)] for name in names]),
+        table(["", *header], [[name, *format_cells(name)] for name in names]),
     ]
-    for row in forms:
-        tables += [
-            f"{row.name}, score in percent:",
-            table(["", *header], [[name, *cells(row, name)] for name in names]),
-        ]
     return "\n\n".join(tables)
 
 

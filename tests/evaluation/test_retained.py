@@ -145,4 +145,3 @@ def test_the_table_of_results(comparison: Evaluation, monkeypatch: pytest.Monkey
     text = write_retained(EvaluationResult.of(comparison))
     assert "Scores of the full cache: kept 100 [2 contexts: no interval], cannot 0" in text
     assert "| mine | 25 [2 contexts: no interval] |\n| snapkv | 0 [2 contexts: no interval] |" in text
-    assert "kept, score in percent:" in text
