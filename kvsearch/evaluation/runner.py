@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -487,7 +485,7 @@ def describe_environment(loaded: LoadedModel) -> dict[str, Any]:
     return {
         **({"generation": generation} if generation else {}),
         "model": loaded.fingerprint.model_dump(mode="json", exclude={"dtype"}),
-        "tokenizer_sha256": hash_tokenizer(loaded.tokenizer),
+        "tokenizer_sha256": loaded.tokenizer_sha256,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device.type),
         "versions": {package: read_version(package) for package in RECORDED_PACKAGES},
@@ -497,22 +495,6 @@ def describe_environment(loaded: LoadedModel) -> dict[str, Any]:
 def find_metric_name(task: Task) -> str:
     """Return the name of a task's metric; the class of a user's task that names no metric."""
     return str(getattr(task, "metric", type(task).__name__))
-
-
-def hash_tokenizer(tokenizer: Any) -> str:
-    """Return the SHA-256 of a tokenizer: its vocabulary and rules, special tokens and chat template."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules: Any
-    if backend is None:
-        rules = sorted(tokenizer.get_vocab().items())
-    else:  # truncation and padding are those of the last call, and every call sets them anew
-        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
-    known = {
-        "class": tokenizer.__class__.__name__, "rules": rules,
-        "special": str(sorted(tokenizer.special_tokens_map.items())),
-        "chat_template": getattr(tokenizer, "chat_template", None),
-    }  # fmt: skip
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def hash_rows(task: TaskPrompts) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -19,7 +20,7 @@ from kvsearch.core.naming import require_known, suggest_nearest
 from kvsearch.core.parsing import describe_fault, read_json
 from kvsearch.core.printed import truncate
 from kvsearch.core.resources import find_resource, read_version
-from kvsearch.models.foreign import CheckedTokenizer, count_embeddings, require_contract
+from kvsearch.models.foreign import CheckedTokenizer, count_embeddings, hash_tokenizer, require_contract
 from kvsearch.models.gguf import GGUF_SUFFIX as GGUF
 from kvsearch.models.gguf import check_gguf, hide_progress, is_gguf, make_loading_arguments, make_ordinary
 from kvsearch.models.memory import (
@@ -123,6 +124,11 @@ class LoadedModel:
             return
         for item in items:
             yield work(self, item)
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:
+        """What `hash_tokenizer` says of the tokenizer, computed once: large vocabularies take a second."""
+        return hash_tokenizer(self.tokenizer)
 
     @property
     def device(self) -> Any:
