@@ -49,7 +49,7 @@ MODEL = Option(
 BUDGET = Option("Entries to keep per kv head, on average.", SIZE)
 BUDGETS = Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...")
 RATIO = Option("Share of the cache to evict, above 0 and below 1.", SIZE)
-DEFAULT_CONTEXTS = {"train": 80, "select": 80, "report": 120}  # of all tasks together, at most
+DEFAULT_CONTEXTS = {"train": 80, "select": 80, "report": 60}  # of all tasks together, at most
 SAMPLES_OPTION = Option("Contexts per task.", QUESTIONS, panel=ASKED)
 LOSE_AT_MOST = Option(
     "Share of the score, such as 2%, that the mean loss to the full cache may reach, on contexts that nothing was "
