@@ -213,6 +213,8 @@ class JobOptions(Record):
     def _check_recipe(cls, path: Path, stated: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Raise UsageError if the `stated` options of a recipe are invalid with only the required `given` ones."""
         needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        if needed - {*stated, *given}:
+            return  # what nobody gave is missing in the command, not in the recipe
         try:
             cls.model_validate(cls.merge(dict(stated), {name: given[name] for name in needed & given.keys()}))
         except ValidationError as error:

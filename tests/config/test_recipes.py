@@ -34,6 +34,11 @@ def test_a_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> Non
     assert find_recipe(name, job) == find_recipe(stem, job) == list_shipped_recipes()[name]
 
 
+def test_what_no_recipe_may_hold_is_missing_in_the_command() -> None:
+    with pytest.raises(UsageError, match=r"^--output is missing: directory of the run$"):
+        RunOptions.of("bundled", model="bundled")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_has_recipes_of_every_paper(model: str) -> None:
     made = {f"calibrate/{method}-{model}" for method in ("lukv", "lava", "polykv")}
