@@ -127,7 +127,7 @@ def measure_headroom(
         kept[key] = next(results)
         if store is not None:
             store.add([(key, sample) for samples in kept[key].values() for sample in samples])
-    of_full = group_by_key(full, lambda sample: (sample.task, sample.key))
+    of_full = group_by_key(full, attrgetter("task", "key"))
     replies = [
         {FULL: of_full[encoded[number].task.name, reading.prompt.key], **kept[key]}
         for key, (number, reading, _) in zip(keys, contexts, strict=True)

@@ -458,7 +458,7 @@ def _choose_right_replies(
         settled = [
             make_settled_check(scored, reading, question) for reading, question in zip(batch, questions, strict=True)
         ]
-        own = replies.of_rows(range(of_full.start, of_full.stop)).ask(texts, limits, settled)
+        own = replies.of_rows([*range(of_full.start, of_full.stop)]).ask(texts, limits, settled)
     chosen = [
         right_reply(scored, reading.prompt.key, question.number, question.query, reply) or right
         for reading, question, reply, right in zip(batch, questions, own, rights, strict=True)

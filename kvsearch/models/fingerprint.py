@@ -1,4 +1,4 @@
-"""The fingerprint of a loaded model: a hash of its configuration and a hash of a sample of its weights."""
+"""What tells models apart: hashes of the configuration, of a sample of the weights, and of the tokenizer."""
 
 from __future__ import annotations
 
@@ -87,3 +87,19 @@ def hash_weights(model: Any) -> str:
         values = values.to(torch.bfloat16).float() if flat.is_floating_point() else values
         digest.update(f"{name}{tuple(tensor.shape)}".encode() + values.cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """Return the SHA-256 of a tokenizer: its vocabulary and rules, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules: Any
+    if backend is None:
+        rules = sorted(tokenizer.get_vocab().items())
+    else:  # truncation and padding are those of the last call, and every call sets them anew
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
+    known = {
+        "class": tokenizer.__class__.__name__, "rules": rules,
+        "special": str(sorted(tokenizer.special_tokens_map.items())),
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

@@ -6,9 +6,7 @@ whose fault an exception is: see `find_culprit`.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -272,19 +270,3 @@ def count_embeddings(model: Any) -> int | None:
     if rows is None:
         rows = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     return rows if isinstance(rows, int) else None
-
-
-def hash_tokenizer(tokenizer: Any) -> str:
-    """Return the SHA-256 of a tokenizer: its vocabulary and rules, special tokens and chat template."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules: Any
-    if backend is None:
-        rules = sorted(tokenizer.get_vocab().items())
-    else:  # truncation and padding are those of the last call, and every call sets them anew
-        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
-    known = {
-        "class": tokenizer.__class__.__name__, "rules": rules,
-        "special": str(sorted(tokenizer.special_tokens_map.items())),
-        "chat_template": getattr(tokenizer, "chat_template", None),
-    }  # fmt: skip
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,7 @@ from kvsearch.core.naming import require_known, suggest_nearest
 from kvsearch.core.parsing import describe_fault, read_json
 from kvsearch.core.printed import truncate
 from kvsearch.core.resources import find_resource, read_version
-from kvsearch.models.foreign import CheckedTokenizer, count_embeddings, hash_tokenizer, require_contract
+from kvsearch.models.foreign import CheckedTokenizer, count_embeddings, require_contract
 from kvsearch.models.gguf import GGUF_SUFFIX as GGUF
 from kvsearch.models.gguf import check_gguf, hide_progress, is_gguf, make_loading_arguments, make_ordinary
 from kvsearch.models.memory import (
@@ -128,6 +128,8 @@ class LoadedModel:
     @cached_property
     def tokenizer_sha256(self) -> str:
         """What `hash_tokenizer` says of the tokenizer, computed once: large vocabularies take a second."""
+        from kvsearch.models.fingerprint import hash_tokenizer
+
         return hash_tokenizer(self.tokenizer)
 
     @property

@@ -20,7 +20,7 @@ from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
 from kvsearch.evaluation.runner import KeptReplies, describe_environment, hash_rows
 from kvsearch.evaluation.samples import Sample
-from kvsearch.models.foreign import hash_tokenizer
+from kvsearch.models.fingerprint import hash_tokenizer
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol

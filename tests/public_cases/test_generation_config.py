@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsearch
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.models.foreign import hash_tokenizer
+from kvsearch.models.fingerprint import hash_tokenizer
 from kvsearch.models.loading import from_loaded
 from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import make_full_program

@@ -117,11 +117,10 @@ class Replies:
 
     def of_rows(self, rows: Sequence[int]) -> Replies:
         """Return replies of some rows alone, on copies of their sequences; these here stay as they are."""
-        index = list(rows)
-        prompts = [self._prompt_rows[row] for row in index]
-        logits = None if self.logits is None else self._prompt_logits()[index]
+        prompts = [self._prompt_rows[row] for row in rows]
+        logits = None if self.logits is None else self._prompt_logits()[rows]
         cache = self.cache.of_rows(rows)
-        return Replies(self.model, cache, prompts, self.mask[index], logits, self.stop, self.finished, self.draws)
+        return Replies(self.model, cache, prompts, self.mask[rows], logits, self.stop, self.finished, self.draws)
 
     def force(self, tokens: Sequence[Tensor], rows: int) -> Tensor:
         """Teacher-force tokens after the sequences, a row each; return the logits [B, rows, V] of the last `rows`.
