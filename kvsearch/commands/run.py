@@ -134,6 +134,7 @@ LEFT_TO_QUICK = {
 }
 MAX_STARTS = 8  # plans of a size that a search begins with: those that keep most of what was measured
 USUAL_SIZE = Size(ratio=0.9)  # at which heads of a probe are judged, where the size is searched for
+MAX_REFINED = 2  # plans of a size that a search returns, for forecasts
 BUDGETS_TRIED = 8  # by --lose-at-most, about
 CONTEXTS_PER_NEEDED = 2  # that a report has for each that a wish needs: without more no loss at all is allowed
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
@@ -584,7 +585,7 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
     options.make_fits()  # tells of settings that are wrong before the model is loaded
     measured = options.make_curves().policies()
     from kvsearch.runtime import Program
-    from kvsearch.selection.candidates import find_policy_candidates
+    from kvsearch.selection.candidates import list_expected_plans
     from kvsearch.selection.splits import refuse_shared
     from kvsearch.tasks.encode import make_token_counter
 
@@ -606,21 +607,22 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
     refinement = counted.refinement(loaded, tasks["train"]) if options.refine and sizes else None
     curves = counted.make_curves()
     floor = min(policy.least for policy in curves.policies())
-    baseline_programs = {}
+    programs_by_size = {}
     for size in sizes:
         if size.mean(max(lengths)) < floor:
             raise UsageError(
                 f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {floor} "
                 "at least: keep more"
             )
-        baselines = find_policy_candidates(loaded, None, replace(size, length=max(lengths))).baselines
-        baseline_programs[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()]
+        known = replace(size, length=max(lengths))
+        plans = list_expected_plans(loaded, known, len(usable), len(options.rankings), MAX_REFINED * options.refine)
+        programs_by_size[size] = [Program.from_plan(loaded.model, plan) for plan in plans]
     stages = RunStages(
         loaded=loaded, output=options.output, sizes=sizes, rule=rule, seed=options.seed, splits=splits,
         encoded=encoded, longest=max(lengths), fits=counted.make_fits(), curves=curves.with_policies(usable),
         refinement=refinement,
     )  # fmt: skip
-    return replace(stages, costs=stages.estimate_costs(baseline_programs, options.lose_at_most is not None, reporter))
+    return replace(stages, costs=stages.estimate_costs(programs_by_size, options.lose_at_most is not None, reporter))
 
 
 def find_usable_policies(loaded: LoadedModel, policies: Mapping[str, Policy], reporter: Reporter) -> list[str]:
@@ -680,13 +682,14 @@ class RunStages:
     ) -> list[StageCost]:
         """Estimate the costs of the stages; contexts too short or too long for a stage are refused here.
 
-        `programs_by_size` are the programs of the baselines, which are about all that is screened.
+        `programs_by_size` are about those that are compared, see `list_expected_plans`.
         """
         from kvsearch.evaluation.compare import estimate_replies
         from kvsearch.runtime.program import make_full_program
         from kvsearch.selection.plan_race import choose_screening_questions, estimate_choice
-        from kvsearch.selection.selection_job import count_reported
+        from kvsearch.selection.selection_job import REPORTED_OF_RUN, count_reported
 
+        model = self.loaded.model
         calibrations = {FIT_STAGE: list(self.fits.values())} if self.fits else {}
         calibrations[MEASURE_STAGE] = [self.curves]  # the rankings add a look at what is read anyway
         costs = []
@@ -700,17 +703,19 @@ class RunStages:
         screened = choose_screening_questions(self.encoded["select"], self.seed)
         for size, programs in programs_by_size.items():
             name = f"choose at {size.words}"
-            costs.append(estimate_choice(name, self.encoded["select"], self.splits["select"], programs, screened))
+            costs.append(
+                estimate_choice(model, name, self.encoded["select"], self.splits["select"], programs, screened)
+            )
         for size, programs in programs_by_size.items():
             name = f"report at {size.words}"
-            costs.append(
-                estimate_replies(name, self.encoded["report"], self.splits["report"], programs[: count_reported()])
-            )
+            candidates = 1 + REPORTED_OF_RUN["candidate"]
+            reported = [*programs[: count_reported() - candidates], *programs[-candidates:]]
+            costs.append(estimate_replies(model, name, self.encoded["report"], self.splits["report"], reported))
         if guaranteed:
-            programs = [make_full_program(self.loaded.model)] * BUDGETS_TRIED
-            report = estimate_replies(GUARANTEE_TITLE, self.encoded["report"], self.splits["report"], programs)
+            programs = [make_full_program(model)] * BUDGETS_TRIED
+            report = estimate_replies(model, GUARANTEE_TITLE, self.encoded["report"], self.splits["report"], programs)
             choice = estimate_choice(
-                GUARANTEE_TITLE, self.encoded["select"], self.splits["select"], programs * 2, screened
+                model, GUARANTEE_TITLE, self.encoded["select"], self.splits["select"], programs * 2, screened
             )
             costs.append(replace(choice, work=choice.work * BUDGETS_TRIED + report.work))
         return costs

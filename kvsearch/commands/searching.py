@@ -249,7 +249,9 @@ class Refinement:
     def estimate_cost(self, name: str, sizes: int) -> StageCost:
         """Estimate the cost at so many sizes, as a stage: own replies, prompts once, then candidates."""
         encoded = self.searched.encode(self.loaded)
-        replies = estimate_replies(name, encoded, self.searched, [make_full_program(self.loaded.model)])
+        replies = estimate_replies(
+            self.loaded.model, name, encoded, self.searched, [make_full_program(self.loaded.model)]
+        )
         prompts = [prompt for task in encoded for prompt in task.prompts]
         following = sum(sum(count_following(task)) for task in encoded)
         read = Work.over(len(prompt.context) for prompt in prompts)

@@ -45,6 +45,7 @@ from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
 from kvsearch.runtime.decode.next_tokens import describe_generation_settings
 from kvsearch.runtime.shared_prefill import make_batches
+from kvsearch.runtime.speed import estimate_compression
 from kvsearch.tasks.base import Coverage, Sampling, Task
 from kvsearch.tasks.encode import (
     TaskPrompts,
@@ -67,8 +68,6 @@ StageStore = Callable[[str, "Evaluation"], OpenStage]  # opens what keeps the re
 
 ROUNDING_SETTINGS = ("batch", "max_memory")  # settings that replies depend on by rounding alone
 # times that reading a prompt takes, by benchmarks/said_and_taken.py on a CPU
-RANKING_PASSES = 0.1  # to rank its entries for a program
-SHARING_PASSES = 0.5  # to share out a program's budgets
 COLUMN_SUM_PASSES = 0.7  # for attention column sums
 SECOND_READING_PASSES = 2.0  # to read it again
 STEP_PASSES = 7.0  # passes that a step takes for a program that evicts while it replies
@@ -169,13 +168,19 @@ def _format_entries(entries: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
 
 
-def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, programs: Sequence[Program]) -> StageCost:
+def estimate_replies(
+    model: Any, name: str, encoded: Sequence[TaskPrompts], split: Split, programs: Sequence[Program]
+) -> StageCost:
     """Estimate the cost of the stage `name`, which asks all questions under some programs.
 
-    A prompt is read once for all of them, and compressed for each. Replies are decoded in one batch, but for programs
-    that evict while they reply.
+    A prompt is read once for all of them, and compressed for each, which is timed. Replies are decoded in one batch,
+    but for programs that evict while they reply.
     """
     work = Work()
+    read_lengths = _list_lengths(encoded, split.protocol)
+    per_token = estimate_compression(model, programs, max(read_lengths, default=0))
+    work += Work(seconds=per_token * sum(read_lengths))
+    more_readings = _estimate_readings(programs)
     contexts = questions = 0
     # Programs that evict nothing while decoding decode as one batch; each of the others has steps of its own.
     together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
@@ -186,7 +191,7 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
         for batch in make_batches(make_readings(task.prompts, split.protocol), split.batch, lambda _: ()):
             pairs = list_questions(batch)
             questions += len(pairs)
-            work += Work.over((len(reading.ids) for reading in batch), 1 + _estimate_compression(programs))
+            work += Work.over((len(reading.ids) for reading in batch), 1 + more_readings)
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
                 steps = 0 if is_forced(task.task) else max(question.query.max_new_tokens for question in replied)
@@ -200,18 +205,13 @@ def estimate_replies(name: str, encoded: Sequence[TaskPrompts], split: Split, pr
     return StageCost(name, contexts, questions, work)
 
 
-def _estimate_compression(programs: Sequence[Program]) -> float:
-    """Estimate the time to compress a prompt, in times of reading it; policies share what they need."""
+def _estimate_readings(programs: Sequence[Program]) -> float:
+    """Estimate the time that policies take for what they need of a prompt, in times of reading it; they share it."""
     phases = [program.prefill for program in programs if program.prefill is not None]
     needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
-    divided = sum(phase.allocation is not None for phase in phases)
     summed = any(need.column_sums for need in needs)
-    return (
-        RANKING_PASSES * len(phases)
-        + SHARING_PASSES * divided
-        + COLUMN_SUM_PASSES * summed
-        + SECOND_READING_PASSES * any(program.reads_twice for program in programs)
-    )
+    read_twice = any(program.reads_twice for program in programs)
+    return COLUMN_SUM_PASSES * summed + SECOND_READING_PASSES * read_twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +245,8 @@ class Evaluation:
 
     def cost(self, name: str) -> StageCost:
         """Estimate the cost of this evaluation as the stage `name`."""
-        return estimate_replies(name, self.encoded, self.split, [method.program for method in self.methods])
+        programs = [method.program for method in self.methods]
+        return estimate_replies(self.loaded.model, name, self.encoded, self.split, programs)
 
     @cached_property
     def seen(self) -> dict[str, ContextOverlap]:

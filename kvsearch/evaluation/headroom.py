@@ -29,7 +29,7 @@ from kvsearch.calibration.importance import QUADRATURE_NODES, ImportancePass, co
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.items import Progress, group_by_key, with_progress
-from kvsearch.evaluation.compare import RANKING_PASSES, Split, estimate_replies
+from kvsearch.evaluation.compare import Split, estimate_replies
 from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.ready_methods import make_baselines, spread_evenly
 from kvsearch.evaluation.reply_store import ReplyStore
@@ -48,6 +48,7 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import PhaseProgram, make_full_program
 from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.shared_prefill import compress_prompts
+from kvsearch.runtime.speed import estimate_compression
 from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, format_reasons, make_readings
 
 BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"
@@ -149,13 +150,14 @@ def estimate_headroom(loaded: LoadedModel, encoded: Sequence[TaskPrompts], ratio
     ).values()
     tasks = [task.task for task in encoded]
     programs = [*[allocation] * (PROGRAMS - len(others)), *others]
-    cost = estimate_replies("true importance, replies", encoded, Split(tasks, batch=1), programs)
-    work = cost.work + estimate_replies("", encoded, Split(tasks), [make_full_program(loaded.model)]).work
+    cost = estimate_replies(loaded.model, "true importance, replies", encoded, Split(tasks, batch=1), programs)
+    work = cost.work + estimate_replies(loaded.model, "", encoded, Split(tasks), [make_full_program(loaded.model)]).work
+    to_compress = estimate_compression(loaded.model, [allocation] * TRIED, cost.work.longest)
     for task in encoded:
         for prompt in task.prompts:
             lengths = [len(question.ids) + question.query.max_new_tokens for question in prompt.questions]
             rows = min(len(lengths) + OTHERS, cost.questions)
-            work += Work.over([len(prompt.context)], 2 + RANKING_PASSES * TRIED)
+            work += Work.over([len(prompt.context)], 2) + Work(seconds=to_compress * len(prompt.context))
             work += Work(rows / TOGETHER, rows * max(lengths)) + Work(len(lengths), TRIED * sum(lengths))
             # output errors: passes forward, and back, which takes twice as long
             work += Work((1 + QUADRATURE_NODES) * len(lengths), (1 + 3 * QUADRATURE_NODES) * sum(lengths))

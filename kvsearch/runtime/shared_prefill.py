@@ -310,12 +310,17 @@ def _hand_on(targets: Sequence[Any], again: Rereads, prompt: Observation) -> Non
     """Hand a prompt to every target layer: planned ones evict it, the others store it whole."""
     prompt = replace(prompt, rereads=again.get(prompt.layer, {}))
     for target in targets:
-        if isinstance(target, EvictingLayer):
-            target.lazy_initialization(prompt.keys, prompt.values)
-            target.seen = prompt.keys.shape[2]
-            target.evict_prompt(prompt)
-        else:
-            target.update(prompt.keys, prompt.values)
+        compress_layer(target, prompt)
+
+
+def compress_layer(target: Any, prompt: Observation) -> None:
+    """Evict a prompt from an empty layer of a cache, where the layer is planned; any other stores it whole."""
+    if isinstance(target, EvictingLayer):
+        target.lazy_initialization(prompt.keys, prompt.values)
+        target.seen = prompt.keys.shape[2]
+        target.evict_prompt(prompt)
+    else:
+        target.update(prompt.keys, prompt.values)
 
 
 def can_join(cache: PlanCache) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -15,8 +16,10 @@ from torch import Tensor
 from kvsearch.models.architecture import describe, find_text_config
 from kvsearch.models.work import ASSUMED_BATCH, SURE, StageCost, Work
 from kvsearch.runtime.attention import run_attention
+from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.shared_prefill import reply_after_prefill
+from kvsearch.runtime.program import PhaseProgram, Program
+from kvsearch.runtime.shared_prefill import compress_layer, reply_after_prefill
 
 SHORT_PASS = 16  # tokens of the short pass
 MIN_LONG_PASS = 256  # and of the long one, which is as long as what is going to be read, but for these limits
@@ -27,6 +30,8 @@ TABLE_ROWS = 32  # of the attention table that is timed
 DECODED_STEPS = 6  # that are timed
 SIMILAR = 0.1  # lengths that differ by so much, relative to the longer, are as fast
 SPEEDS: WeakKeyDictionary[Any, Speed] = WeakKeyDictionary()  # that were timed last, by model
+# seconds to compress a prompt of so many tokens by programs of a kind, by model
+COMPRESSIONS: WeakKeyDictionary[Any, dict[Hashable, float]] = WeakKeyDictionary()
 
 
 class Speed:
@@ -41,8 +46,8 @@ class Speed:
     def __init__(self, model: Any, longest: int = 0) -> None:
         self.longest = longest
         shape = describe(model)
-        long_pass = min(max(longest, MIN_LONG_PASS), MOST, shape.max_positions or MOST)
-        ids = (torch.arange(long_pass, device=model.device) % find_text_config(model).vocab_size)[None]
+        long_pass = choose_length(model, longest)
+        ids = make_ids(model, long_pass)
         queries = torch.ones(shape.query_heads, TABLE_ROWS, shape.head_dim, device=model.device)
         keys = torch.ones(shape.query_heads, shape.head_dim, long_pass, device=model.device)
 
@@ -100,6 +105,62 @@ class Speed:
     def range_of(self, seconds: float) -> tuple[float, float]:
         """Return the least and the most seconds that work may take which is estimated to take so many."""
         return seconds * min(self.fastest, 1 / SURE), seconds * max(self.slowest, SURE)
+
+
+def choose_length(model: Any, longest: int) -> int:
+    """Return the tokens of a prompt to time, where the longest input has `longest`."""
+    return min(max(longest, MIN_LONG_PASS), MOST, describe(model).max_positions or MOST)
+
+
+def make_ids(model: Any, length: int) -> Tensor:
+    """Return token ids [1, T] of a prompt to time."""
+    vocabulary: int = find_text_config(model).vocab_size
+    return (torch.arange(length, device=model.device) % vocabulary)[None]
+
+
+def estimate_compression(model: Any, programs: Sequence[Program], longest: int) -> float:
+    """Estimate how long compressing a prompt under some programs takes, beside reading it, in seconds per token.
+
+    Programs of each kind are timed once per model, on a prompt about as long as the longest.
+    """
+    length = choose_length(model, longest)
+    timed = COMPRESSIONS.setdefault(model, {})
+    kinds = [(length, *find_kind(program.prefill)) for program in programs if program.prefill]
+    evicting = [program for program in programs if program.prefill]
+    unknown = {kind: program for kind, program in zip(kinds, evicting, strict=True) if kind not in timed}
+    if unknown:
+        timed |= zip(unknown, time_compressions(model, list(unknown.values()), length), strict=True)
+    return sum(timed[kind] for kind in kinds) / length
+
+
+def find_kind(phase: PhaseProgram) -> tuple[object, ...]:
+    """Return what the time to compress a prompt depends on: policies, how budgets are shared, what entries carry."""
+    return frozenset(phase.policies.values()), type(phase.allocation), frozenset(phase.carries.values())
+
+
+def time_compressions(model: Any, programs: Sequence[Program], length: int) -> list[float]:
+    """Time how long each program takes to compress a prompt of `length` tokens that has been read, in seconds.
+
+    Programs share what their policies compute of the prompt; the first one that needs it computes it.
+    """
+    ids = make_ids(model, length)
+    caches = [PlanCache(model, program) for program in programs]
+    needs = {
+        index: [need for cache in caches if index in cache.planned for need in cache.planned[index].needs()]
+        for index in describe(model).full_layers
+    }
+    seconds = [0.0] * len(caches)
+    with run_attention(model), torch.no_grad():
+        read_once = {index: [replace(need, reread=None) for need in wanted] for index, wanted in needs.items()}
+        for read in DensePass(model, read_once, lambda prompt: prompt, ids).noted:
+            scores = torch.rand(read.keys.shape[:3], device=ids.device)  # of a second reading: any scores do
+            prompt = replace(read, rereads={need.reread: scores for need in needs[read.layer] if need.reread})
+            for number, cache in enumerate(caches):
+                started = perf_counter()
+                compress_layer(cache.layers[read.layer], prompt)
+                ids[0, 0].item()  # waits for the device
+                seconds[number] += perf_counter() - started
+    return seconds
 
 
 def scale_to_first(model: Any, works: Sequence[Work], measure_first: Callable[[], object]) -> Work:

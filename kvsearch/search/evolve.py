@@ -147,7 +147,8 @@ class PreparedSearch:
 
         Prompts are read once for all candidates where plans evict in them.
         """
-        full = make_full_program(self.setup.loaded.model)
+        model = self.setup.loaded.model
+        full = make_full_program(model)
         full_passes = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
         once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples}
         is_metric = self.settings.objective == "metric"
@@ -157,7 +158,9 @@ class PreparedSearch:
             read += sum(len(sample.prompt) for sample in self.samples)
         work = Work(tokens=candidates * read) + Work.replying(candidates * replied) + Work.over(once.values())
         return [
-            estimate_replies("ask the full cache", self.encoded["search"], self.search_split, [full] * full_passes),
+            estimate_replies(
+                model, "ask the full cache", self.encoded["search"], self.search_split, [full] * full_passes
+            ),
             StageCost(f"search, at most {candidates:,} candidates", len(once), len(self.samples), work),
         ]
 
@@ -168,8 +171,10 @@ class PreparedSearch:
         chosen = [make_full_program(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
         reported = [make_full_program(model), *starts, *starts[:1] * 3]
         return [
-            estimate_replies(f"choose at {self.budget} entries", self.encoded["choice"], self.search_split, chosen),
-            estimate_replies(f"report at {self.budget} entries", self.encoded["report"], self.search_split, reported),
+            estimate_replies(
+                model, f"{stage} at {self.budget} entries", self.encoded[split], self.search_split, programs
+            )
+            for stage, split, programs in (("choose", "choice", chosen), ("report", "report", reported))
         ]
 
     def require_answers(self, progress: Progress | None = None) -> None:

@@ -166,6 +166,27 @@ def find_policy_candidates(
     return _PolicyPlans(loaded, calibrated, size, more or {}).find()
 
 
+def list_expected_plans(loaded: LoadedModel, size: Size, policies: int, rankings: int, others: int) -> list[Plan]:
+    """Return about the plans that `find_policy_candidates` will make, to forecast costs, those that carry last.
+
+    It will get the curves of so many built-in `policies` and fitted `rankings`, and so many `others`. Compressing by
+    what is not known yet takes about as long as by the first baseline.
+
+    Raises:
+        UsageError: no baseline can be used at `size`.
+    """
+    baselines = [*find_policy_candidates(loaded, None, size).baselines.values()]
+    joint = 2 if rankings else 1
+    plain = len(SHARES_OF_EVEN) * (policies + rankings) + 2 * rankings + joint + others
+    try:
+        require_plain_rotary(loaded.model, "a plan whose entries carry what leaves")
+    except IncompatibleError:
+        carrying = 0
+    else:
+        carrying = policies + rankings + joint + others
+    return [*baselines, *baselines[:1] * plain, *[add_carry(baselines[0], CARRY_RULE)] * carrying]
+
+
 class _PolicyPlans(PlanSource):
     """Plans of one size from policies and their measured curves, and those that were made elsewhere (`more`)."""
 

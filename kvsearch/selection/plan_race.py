@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import chain
+from typing import Any
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import assert_present
@@ -33,6 +34,7 @@ from kvsearch.models.work import StageCost
 from kvsearch.plan import Size
 from kvsearch.runs.identity import Job, RunConfig
 from kvsearch.runtime import Program
+from kvsearch.runtime.program import make_full_program
 from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.race import (
     ELIMINATION_LEVEL,
@@ -118,8 +120,11 @@ class PlanRace:
 
     def cost(self, name: str) -> StageCost:
         """Estimate the cost of the race, as the stage `name`, at most."""
-        programs = [method.program for method in self.prepared.methods]
-        return estimate_choice(name, self.encoded, self.prepared.split, programs, self.screened)
+        by_name = {method.name: method.program for method in self.prepared.methods}
+        names = (*self.candidate_set.baselines, *self.candidate_set.candidates)
+        programs = [by_name[name] for name in names if name in by_name]  # equal plans have one
+        model = self.prepared.loaded.model
+        return estimate_choice(model, name, self.encoded, self.prepared.split, programs, self.screened)
 
     def config(self, evaluation: Evaluation) -> RunConfig:
         """Return the configuration of a stage, which identifies the plans behind the names.
@@ -344,19 +349,25 @@ def choose_screening_questions(encoded: Sequence[TaskPrompts], seed: int) -> lis
 
 
 def estimate_choice(
+    model: Any,
     name: str,
     encoded: Sequence[TaskPrompts],
     split: Split,
     programs: Sequence[Program],
     screened: Sequence[list[TaskPrompts]] | None,
 ) -> StageCost:
-    """Estimate the cost of a choice among programs, as the stage `name`, with as many finalists as are likely."""
+    """Estimate the cost of a choice among programs, as the stage `name`, with as many finalists as are likely.
+
+    Programs of baselines come first, those of candidates last.
+    """
     if screened is None:
-        return estimate_replies(name, encoded, split, programs)
+        return estimate_replies(model, name, encoded, split, programs)
     # At most: finalists of both kinds, and the full cache.
-    cost = estimate_replies(name, force_beside_replies(encoded), split, programs[: 2 * FINALISTS + 1])
+    finalists = [make_full_program(model), *programs[:FINALISTS], *programs[-FINALISTS:]]
+    cost = estimate_replies(model, name, force_beside_replies(encoded), split, finalists)
+    hopeful = programs[:: -(-len(programs) // EXPECTED_HOPEFUL)]  # of every kind some
     screenings = [
-        estimate_replies(name, part, split, programs[: None if number == 0 else EXPECTED_HOPEFUL])
+        estimate_replies(model, name, part, split, hopeful if number else programs)
         for number, part in enumerate(screened)
     ]
     return replace(cost, work=sum((screening.work for screening in screenings), cost.work))

@@ -99,7 +99,8 @@ class SelectionJob:
         choice = self.race.cost(f"choose at {self.size.words}")
         programs = cycle(method.program for method in prepared.methods)
         reported = list(islice(programs, count_reported(self.reported_counts)))
-        report = estimate_replies(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
+        name = f"report at {self.size.words}"
+        report = estimate_replies(prepared.loaded.model, name, self.report_prompts, self.reported, reported)
         return [choice, report]
 
     @property

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvsearch.models.work import StageCost, Work
-from kvsearch.runtime import speed
+from kvsearch.policies.h2o import H2O
+from kvsearch.policies.kvzip import KVzip
+from kvsearch.policies.snapkv import SnapKV
+from kvsearch.runtime import Program, speed
+from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.speed import Speed
 from tests import tiny
 
@@ -84,3 +90,29 @@ def test_contexts_take_as_much_longer_as_the_first_one_does(clock: Passes) -> No
     total = speed.scale_to_first(clock.model, works, measure_first)
     assert (total.passes, total.tokens) == (3, 200)  # counts stay
     assert plain.seconds(total) == pytest.approx(3 * sum(plain.seconds(work) for work in works))
+
+
+def test_programs_of_each_kind_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's compression is timed for policies, shared budgets and carried entries; budgets make no new kind."""
+    loaded = tiny.loaded("llama")
+    speed.COMPRESSIONS.pop(loaded.model, None)
+    timed: list[list[Program]] = []
+
+    def time_compressions(_: Any, programs: Sequence[Program], length: int) -> list[float]:
+        timed.append(list(programs))
+        return [length * 2.0**number for number in range(len(programs))]
+
+    monkeypatch.setattr(speed, "time_compressions", time_compressions)
+    few, many = (Program.uniform(loaded.model, SnapKV(window=2), partial(min, entries)) for entries in (8, 16))
+    carrying = replace(few, prefill=replace(few.prefill, carries={0: "match"}))
+    full = make_full_program(loaded.model)
+    assert speed.estimate_compression(loaded.model, [full, few, carrying, many], 300) == 1 + 2 + 4 + 2  # per token
+    assert speed.estimate_compression(loaded.model, [carrying], 300) == 4
+    assert timed == [[full, many, carrying]]
+
+
+def test_compressing_takes_time() -> None:
+    """Policies that need column sums or a second reading are timed, too, each on its own."""
+    model = tiny.loaded("llama").model
+    programs = [Program.uniform(model, policy, partial(min, 16)) for policy in (SnapKV(window=2), H2O(), KVzip())]
+    assert all(seconds > 0 for seconds in speed.time_compressions(model, programs, 64))
