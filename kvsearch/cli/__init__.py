@@ -9,7 +9,7 @@ import typer
 import kvsearch
 from kvsearch.cli import plan, verbs  # noqa: F401 - they register
 from kvsearch.cli.command import MAIN_VERBS, PLAN_VERBS, make_group
-from kvsearch.cli.streams import run_guarded
+from kvsearch.cli.streams import guarded_streams
 
 ABOUT = "Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache."
 app = make_group(
@@ -39,4 +39,5 @@ def root(
 
 def main() -> None:
     """Run the `kvsearch` command."""
-    run_guarded(app)
+    with guarded_streams():
+        app()

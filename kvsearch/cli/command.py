@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 from pkgutil import resolve_name
@@ -191,10 +192,11 @@ class Verb:
             flags.append(DRY_RUN)
         return make_command(self.name, self.help, [*flags, *GENERAL_FLAGS], self.run)
 
-    def run(self, typed: dict[str, Any]) -> None:
+    def run(self, **values: Any) -> None:
         """Validate the typed values and run the action or its forecast; errors become messages and exit codes."""
         from kvsearch.cli.console import Console
 
+        typed = {name: value for name, value in values.items() if value not in (None, False, [])}
         options: type[JobOptions] = resolve_name(self.options)
         general = (DRY_RUN, *GENERAL_FLAGS)
         console = Console(**{flag.name: typed.pop(flag.name) for flag in general if flag.name in typed})
@@ -205,18 +207,13 @@ class Verb:
                     typed[name] = kind(typed[name])
             if name in typed and option.negated:
                 typed[name] = False
-
-        def act() -> None:
+        with console.reporting_failures():
             checked = options.of(**typed)
             if self.forecast and console.dry_run:
                 module = self.options.partition(":")[0]
                 print_forecast(resolve_name(f"{module}:{self.forecast}"), checked, console)
             else:
                 self.action(checked, console)
-
-        code = console.run(act)
-        if code:
-            raise typer.Exit(code)
 
 
 MAIN_VERBS: dict[str, Verb] = {}
@@ -252,14 +249,11 @@ def list_kind_parts(kind: str, result: Any) -> Iterable[ReportPart]:
 # --- from flags to commands -------------------------------------------------------------------------------------------
 
 
-def make_command(name: str, words: str, flags: Iterable[Flag], run: Callable[[dict[str, Any]], None]) -> VerbCommand:
-    """Make a command whose help begins with `words`; `run` takes the typed values by field name."""
-
-    def typed(**values: Any) -> None:
-        run({name: value for name, value in values.items() if value not in (None, False, [])})
-
+def make_command(name: str, words: str, flags: Iterable[Flag], run: Callable[..., None]) -> VerbCommand:
+    """Make a command whose help begins with `words`; `run` takes the values of all flags by field name."""
     parameters = [flag.make_parameter() for flag in flags]
-    typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    typed: Any = partial(run)  # that has a signature of its own
+    typed.__signature__ = inspect.Signature(parameters)
     typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name, cls=VerbCommand, help=words, context_settings=CONTEXT_SETTINGS)(typed)

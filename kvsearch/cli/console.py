@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -182,38 +183,26 @@ class Console:
         done = "" if count.total is None else f" {count.done} of {count.total}"
         LOGGER.debug("%s:%s done in %.2f s", count.title, done, count.spent)
 
-    def run(self, action: Callable[[], None]) -> int:
-        """Run `action`; print errors on one line and return the exit code."""
+    @contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """Print errors of a command on one line, and end it with their exit code."""
         try:
             set_up_log(self.verbose, None if self.log_file is None else Path(self.log_file))
             with self._showing_warnings(), stop_on_signals():
-                action()
+                yield
         except KeyboardInterrupt as stop:
             name = str(stop)
             print_error(f"{f'stopped by {name}' if name else 'interrupted'}: nothing half-written was left behind")
-            return 128 + signal.Signals[name or "SIGINT"]
-        except KvsearchError as error:
-            return self._report_failure(str(error), error, error.exit_code)
+            raise typer.Exit(128 + signal.Signals[name or "SIGINT"]) from None
         except BrokenPipeError:
-            return 0  # whoever read our output has seen enough
-        except OSError as error:
-            kind = UsageError if error.errno in TYPED else EnvironmentFault
-            return self._report_failure(describe_os_error(error), error, kind.exit_code)
-        except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must not look like a usage error
-            if is_out_of_memory(error):
-                message = "out of memory: use a smaller --batch, model or --dtype"
-                return self._report_failure(message, error, EnvironmentFault.exit_code)
-            return self._report_failure(
-                f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", error, BUG
-            )
-        return 0
-
-    def _report_failure(self, message: str, error: BaseException, code: int) -> int:
-        LOGGER.error("%s", message, exc_info=error, extra=SHOWN)
-        if self.debug:
-            sys.stderr.write(escape_invisible("".join(traceback.format_exception(error))))
-        print_error(message)
-        return code
+            pass  # whoever read our output has seen enough
+        except Exception as error:  # the last line of defence: a bug must not look like a usage error
+            message, code = describe_failure(error)
+            LOGGER.error("%s", message, exc_info=error, extra=SHOWN)
+            if self.debug:
+                sys.stderr.write(escape_invisible("".join(traceback.format_exception(error))))
+            print_error(message)
+            raise typer.Exit(code) from None
 
     @contextmanager
     def _showing_warnings(self) -> Iterator[None]:
@@ -232,6 +221,18 @@ class Console:
             # the older transformers that are supported know no other name
             warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
             yield
+
+
+def describe_failure(error: Exception) -> tuple[str, int]:
+    """Return the message and the exit code of a command that ends with an error."""
+    if isinstance(error, KvsearchError):
+        return str(error), error.exit_code
+    if isinstance(error, OSError):
+        kind = UsageError if error.errno in TYPED else EnvironmentFault
+        return describe_os_error(error), kind.exit_code
+    if is_out_of_memory(error):
+        return "out of memory: use a smaller --batch, model or --dtype", EnvironmentFault.exit_code
+    return f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", BUG
 
 
 def _write(text: str) -> None:

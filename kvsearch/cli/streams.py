@@ -76,12 +76,13 @@ def let_threads_sleep() -> None:
         os.environ[WAITING[0]] = "passive"
 
 
-def run_guarded(command: Callable[[], None]) -> None:
-    """Run a command; help that cannot be printed is an error of the environment, as results are."""
+@contextmanager
+def guarded_streams() -> Iterator[None]:
+    """Prepare the streams for a command; help that cannot be printed is an error of the environment, as results are."""
     let_threads_sleep()
     prepare_streams()
     try:
-        command()
+        yield
     except OSError as error:
         print_error(describe_os_error(error))
         sys.exit(EnvironmentFault.exit_code)

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import typer
 
 from kvsearch.cli.console import Console, Count, print_lines
 from kvsearch.commands.reporter import StagedProgress, on_interruption
@@ -31,13 +32,15 @@ def test_what_is_kept_is_told(number: int, capsys: pytest.CaptureFixture[str]) -
     console = Console()
     before = signal.signal(number, heard)  # tests in the background ignore some
 
-    def work() -> None:
-        with on_interruption(console, lambda: "7 replies are kept"):
+    try:
+        with (
+            pytest.raises(typer.Exit) as ended,
+            console.reporting_failures(),
+            on_interruption(console, lambda: "7 replies are kept"),
+        ):
             os.kill(os.getpid(), number)
             threading.Event().wait(60)
-
-    try:
-        assert console.run(work) == 128 + number
+        assert ended.value.exit_code == 128 + number
         assert signal.getsignal(number) is heard
     finally:
         signal.signal(number, before)
@@ -47,14 +50,16 @@ def test_what_is_kept_is_told(number: int, capsys: pytest.CaptureFixture[str]) -
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert Console().run(lambda: os.kill(os.getpid(), signal.SIGHUP)) == 0
+        with Console().reporting_failures():
+            os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def warned(console: Console) -> str:
-        assert console.run(lambda: warnings.warn("no good", KvsearchWarning, stacklevel=1)) == 0
+        with console.reporting_failures():
+            warnings.warn("no good", KvsearchWarning, stacklevel=1)
         return capsys.readouterr().err
 
     assert warned(Console()) == "kvsearch: warning: no good\n"
@@ -63,8 +68,8 @@ def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_the_warnings_of_others_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(RuntimeWarning, match="theirs"):
-        Console().run(lambda: warnings.warn("theirs", RuntimeWarning, stacklevel=1))
+    with pytest.warns(RuntimeWarning, match="theirs"), Console().reporting_failures():
+        warnings.warn("theirs", RuntimeWarning, stacklevel=1)
     assert "kvsearch" not in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from kvsearch.cli import app, streams
 from kvsearch.cli.console import LOGGER, set_up_log
-from kvsearch.cli.streams import StandardOutput, run_guarded
+from kvsearch.cli.streams import StandardOutput, guarded_streams
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.plan.saved import save_plan
 from tests import tiny
@@ -156,5 +156,5 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(
     monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(streams, "prepare_streams", lambda: None)
     wanted = dict(variables) if known else {**variables, "OMP_WAIT_POLICY": "passive"}
-    run_guarded(lambda: None)
-    assert variables == wanted
+    with guarded_streams():
+        assert variables == wanted
