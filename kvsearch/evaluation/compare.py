@@ -206,7 +206,7 @@ def estimate_replies(
 
 
 def _estimate_readings(programs: Sequence[Program]) -> float:
-    """Estimate the time that policies take for what they need of a prompt, in times of reading it; they share it."""
+    """Estimate the time of column sums and of a second reading, in times of reading a prompt; policies share both."""
     phases = [program.prefill for program in programs if program.prefill is not None]
     needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
     summed = any(need.column_sums for need in needs)

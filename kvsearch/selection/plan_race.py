@@ -358,7 +358,7 @@ def estimate_choice(
 ) -> StageCost:
     """Estimate the cost of a choice among programs, as the stage `name`, with as many finalists as are likely.
 
-    Programs of baselines come first, those of candidates last.
+    Baselines come first among the programs, candidates last.
     """
     if screened is None:
         return estimate_replies(model, name, encoded, split, programs)
