@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 # Tiny models are fastest on one thread, and several threads make every operation wait where cores are shared.
@@ -115,3 +116,14 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let what is left be freed at exit: modules of C++ name what is not."""
     gc.unfreeze()
+
+
+@pytest.fixture
+def idle_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let verbs check their options, and do nothing."""
+    from kvsearch.cli.command import MAIN_VERBS, PLAN_VERBS
+
+    for verbs in (MAIN_VERBS, PLAN_VERBS):
+        for name, verb in verbs.items():
+            idle = replace(verb, action=lambda *_: None, forecast="", dry_run=bool(verb.dry_run or verb.forecast))
+            monkeypatch.setitem(verbs, name, idle)

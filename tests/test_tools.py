@@ -17,9 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvsearch.cli import app
-from kvsearch.cli.console import Console
 from kvsearch.models.real import RealModel, Wheel
-from tests.docs.test_commands import read as read_options
 
 pytestmark = pytest.mark.slow
 
@@ -205,10 +203,10 @@ def results(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("real_results")
 
 
+@pytest.mark.usefixtures("idle_verbs")
 def test_steps_of_the_results_are_commands(
     results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Console, "run", read_options)
     passed = {"needles": {"niah_single_2": 1.0, "niah_single_3": 0.4}, "retain": {"json": 0.9, "closing": 0.1}}
     monkeypatch.setattr(results, "gate_scores", lambda home, name: passed[name])
     steps = [*results.find_steps(tmp_path, results.KINDS)]
