@@ -134,7 +134,6 @@ LEFT_TO_QUICK = {
 }
 MAX_STARTS = 8  # plans of a size that a search begins with: those that keep most of what was measured
 USUAL_SIZE = Size(ratio=0.9)  # at which heads of a probe are judged, where the size is searched for
-MAX_REFINED = 2  # plans of a size that a search returns, for forecasts
 BUDGETS_TRIED = 8  # by --lose-at-most, about
 CONTEXTS_PER_NEEDED = 2  # that a report has for each that a wish needs: without more no loss at all is allowed
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
@@ -584,6 +583,7 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
     rule = options.rule
     options.make_fits()  # tells of settings that are wrong before the model is loaded
     measured = options.make_curves().policies()
+    from kvsearch.commands.searching import MAX_CANDIDATES
     from kvsearch.runtime import Program
     from kvsearch.selection.candidates import list_expected_plans
     from kvsearch.selection.splits import refuse_shared
@@ -615,7 +615,7 @@ def prepare_run(options: RunOptions, reporter: Reporter, models: ModelLoader) ->
                 "at least: keep more"
             )
         known = replace(size, length=max(lengths))
-        plans = list_expected_plans(loaded, known, len(usable), len(options.rankings), MAX_REFINED * options.refine)
+        plans = list_expected_plans(loaded, known, len(usable), len(options.rankings), MAX_CANDIDATES * options.refine)
         programs_by_size[size] = [Program.from_plan(loaded.model, plan) for plan in plans]
     stages = RunStages(
         loaded=loaded, output=options.output, sizes=sizes, rule=rule, seed=options.seed, splits=splits,

@@ -176,10 +176,9 @@ def estimate_replies(
     A prompt is read once for all of them, and compressed for each, which is timed. Replies are decoded in one batch,
     but for programs that evict while they reply.
     """
-    work = Work()
     read_lengths = _list_lengths(encoded, split.protocol)
     per_token = estimate_compression(model, programs, max(read_lengths, default=0))
-    work += Work(seconds=per_token * sum(read_lengths))
+    work = Work(seconds=per_token * sum(read_lengths))
     more_readings = _estimate_readings(programs)
     contexts = questions = 0
     # Programs that evict nothing while decoding decode as one batch; each of the others has steps of its own.

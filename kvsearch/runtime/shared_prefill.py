@@ -43,6 +43,7 @@ from kvsearch.runtime.stock import (
 from kvsearch.runtime.store.storage import RaggedStore
 
 BatchItem = TypeVar("BatchItem")
+ProgramKey = TypeVar("ProgramKey")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def compress_prompts(
     """
     lengths = [len(prompt) for prompt in prompts]
     check_length(model, max(lengths))
-    for portion in _split_programs(model, programs, lengths, memory, answer_bytes):
+    for portion in split_programs(model, programs, lengths, memory, answer_bytes):
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits, mask = read_prompts(model, list(caches.values()), prompts)
@@ -162,12 +163,16 @@ def count_held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> 
     return entries
 
 
-def _split_programs(
-    model: Any, programs: Mapping[str, Program], lengths: Sequence[int], memory: int | None, answer_bytes: int
-) -> Iterator[dict[str, Program]]:
+def split_programs(
+    model: Any,
+    programs: Mapping[ProgramKey, Program],
+    lengths: Sequence[int],
+    memory: int | None = None,
+    answer_bytes: int = 0,
+) -> Iterator[dict[ProgramKey, Program]]:
     """Yield programs, in order, that fit into `memory` together, see `compress_prompts`; at least one at a time."""
     limit = find_default_memory(model.device) if memory is None else memory
-    portion: dict[str, Program] = {}
+    portion: dict[ProgramKey, Program] = {}
     taken = 0
     for method, program in programs.items():
         # twice, for as long as caches are put together

@@ -19,7 +19,7 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.program import PhaseProgram, Program
-from kvsearch.runtime.shared_prefill import compress_layer, reply_after_prefill
+from kvsearch.runtime.shared_prefill import compress_layer, reply_after_prefill, split_programs
 
 SHORT_PASS = 16  # tokens of the short pass
 MIN_LONG_PASS = 256  # and of the long one, which is as long as what is going to be read, but for these limits
@@ -30,8 +30,8 @@ TABLE_ROWS = 32  # of the attention table that is timed
 DECODED_STEPS = 6  # that are timed
 SIMILAR = 0.1  # lengths that differ by so much, relative to the longer, are as fast
 SPEEDS: WeakKeyDictionary[Any, Speed] = WeakKeyDictionary()  # that were timed last, by model
-# seconds to compress a prompt of so many tokens by programs of a kind, by model
-COMPRESSIONS: WeakKeyDictionary[Any, dict[Hashable, float]] = WeakKeyDictionary()
+# seconds that programs take to compress a prompt as long as the long pass of a speed, by their kind
+COMPRESSIONS: WeakKeyDictionary[Speed, dict[Hashable, float]] = WeakKeyDictionary()
 
 
 class Speed:
@@ -46,7 +46,7 @@ class Speed:
     def __init__(self, model: Any, longest: int = 0) -> None:
         self.longest = longest
         shape = describe(model)
-        long_pass = choose_length(model, longest)
+        long_pass = min(max(longest, MIN_LONG_PASS), MOST, shape.max_positions or MOST)
         ids = make_ids(model, long_pass)
         queries = torch.ones(shape.query_heads, TABLE_ROWS, shape.head_dim, device=model.device)
         keys = torch.ones(shape.query_heads, shape.head_dim, long_pass, device=model.device)
@@ -107,11 +107,6 @@ class Speed:
         return seconds * min(self.fastest, 1 / SURE), seconds * max(self.slowest, SURE)
 
 
-def choose_length(model: Any, longest: int) -> int:
-    """Return the tokens of a prompt to time, where the longest input has `longest`."""
-    return min(max(longest, MIN_LONG_PASS), MOST, describe(model).max_positions or MOST)
-
-
 def make_ids(model: Any, length: int) -> Tensor:
     """Return token ids [1, T] of a prompt to time."""
     vocabulary: int = find_text_config(model).vocab_size
@@ -121,19 +116,20 @@ def make_ids(model: Any, length: int) -> Tensor:
 def estimate_compression(model: Any, programs: Sequence[Program], longest: int) -> float:
     """Estimate how long compressing a prompt under some programs takes, beside reading it, in seconds per token.
 
-    Programs of each kind are timed once per model, on a prompt about as long as the longest.
+    Programs of each kind are timed once, on a prompt about as long as the longest, as many together as fit into memory.
     """
-    length = choose_length(model, longest)
-    timed = COMPRESSIONS.setdefault(model, {})
-    kinds = [(length, *find_kind(program.prefill)) for program in programs if program.prefill]
+    speed = Speed.at_length(model, longest)
+    timed = COMPRESSIONS.setdefault(speed, {})
+    kinds = [find_kind(program.prefill) for program in programs if program.prefill]
     evicting = [program for program in programs if program.prefill]
     unknown = {kind: program for kind, program in zip(kinds, evicting, strict=True) if kind not in timed}
     if unknown:
-        timed |= zip(unknown, time_compressions(model, list(unknown.values()), length), strict=True)
-    return sum(timed[kind] for kind in kinds) / length
+        for portion in split_programs(model, unknown, [speed.tokens]):
+            timed |= zip(portion, time_compressions(model, list(portion.values()), speed.tokens), strict=True)
+    return sum(timed[kind] for kind in kinds) / speed.tokens
 
 
-def find_kind(phase: PhaseProgram) -> tuple[object, ...]:
+def find_kind(phase: PhaseProgram) -> Hashable:
     """Return what the time to compress a prompt depends on: policies, how budgets are shared, what entries carry."""
     return frozenset(phase.policies.values()), type(phase.allocation), frozenset(phase.carries.values())
 

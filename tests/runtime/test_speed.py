@@ -95,7 +95,7 @@ def test_contexts_take_as_much_longer_as_the_first_one_does(clock: Passes) -> No
 def test_programs_of_each_kind_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's compression is timed for policies, shared budgets and carried entries; budgets make no new kind."""
     loaded = tiny.loaded("llama")
-    speed.COMPRESSIONS.pop(loaded.model, None)
+    speed.SPEEDS.pop(loaded.model, None)
     timed: list[list[Program]] = []
 
     def time_compressions(_: Any, programs: Sequence[Program], length: int) -> list[float]:
@@ -108,6 +108,7 @@ def test_programs_of_each_kind_are_timed_once(monkeypatch: pytest.MonkeyPatch) -
     full = make_full_program(loaded.model)
     assert speed.estimate_compression(loaded.model, [full, few, carrying, many], 300) == 1 + 2 + 4 + 2  # per token
     assert speed.estimate_compression(loaded.model, [carrying], 300) == 4
+    assert speed.estimate_compression(loaded.model, [carrying], 310) == 4  # about as long
     assert timed == [[full, many, carrying]]
 
 
