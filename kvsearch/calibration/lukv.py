@@ -145,7 +145,8 @@ def estimate_replies(prompts: Sequence[CalibrationPrompt], options: AnsweredOpti
         turns = -(-questions // count_side_by_side(len(part), questions))
         # a batch decodes until its longest reply is complete
         steps = turns * max(chain.from_iterable(limits))
-        work += Work(tokens=sum(chain.from_iterable(limits)), steps=steps)
+        tokens = sum(chain.from_iterable(limits))
+        work += Work(tokens=tokens, steps=steps, decoded=tokens)
     return work
 
 

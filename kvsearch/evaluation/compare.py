@@ -48,6 +48,7 @@ from kvsearch.runtime.shared_prefill import make_batches
 from kvsearch.runtime.speed import estimate_compression
 from kvsearch.tasks.base import Coverage, Sampling, Task
 from kvsearch.tasks.encode import (
+    Question,
     TaskPrompts,
     compute_token_limit,
     encode_tasks,
@@ -71,6 +72,7 @@ ROUNDING_SETTINGS = ("batch", "max_memory")  # settings that replies depend on b
 COLUMN_SUM_PASSES = 0.7  # for attention column sums
 SECOND_READING_PASSES = 2.0  # to read it again
 STEP_PASSES = 7.0  # passes that a step takes for a program that evicts while it replies
+REPLY_TO_RIGHT = 2  # tokens of a reply, in times of the right one, as most models end replies soon after it
 UNKNOWN_CONTEXTS = "which contexts it was fitted and chosen on is not known"
 
 
@@ -174,7 +176,7 @@ def estimate_replies(
     """Estimate the cost of the stage `name`, which asks all questions under some programs.
 
     A prompt is read once for all of them, and compressed for each, which is timed. Replies are decoded in one batch,
-    but for programs that evict while they reply.
+    but for programs that evict while they reply; how long they are is guessed, see `estimate_reply_tokens`.
     """
     read_lengths = _list_lengths(encoded, split.protocol)
     per_token = estimate_compression(model, programs, max(read_lengths, default=0))
@@ -193,15 +195,23 @@ def estimate_replies(
             work += Work.over((len(reading.ids) for reading in batch), 1 + more_readings)
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
-                steps = 0 if is_forced(task.task) else max(question.query.max_new_tokens for question in replied)
+                steps = 0 if is_forced(task.task) else max(map(estimate_reply_tokens, replied))
                 work += Work(passes=together * times, steps=together * steps)
             after = sum(len(reading.following(question)) for reading, question in pairs)
             forced = sum(len(question.right[:beside]) for _, question in pairs)
-            replies = sum(
-                len(question.right) if is_forced(task.task) else question.query.max_new_tokens for _, question in pairs
-            )
-            work += Work(tokens=len(programs) * (times * after + forced + replies))
+            if is_forced(task.task):
+                forced = sum(len(question.right) for _, question in pairs)
+            else:
+                replies = len(programs) * sum(estimate_reply_tokens(question) for _, question in pairs)
+                work += Work(tokens=replies, decoded=replies)
+            work += Work(tokens=len(programs) * (times * after + forced))
     return StageCost(name, contexts, questions, work)
+
+
+def estimate_reply_tokens(question: Question) -> int:
+    """Estimate the tokens of a reply from the right one; as many as it may have where no right one is known."""
+    limit = question.query.max_new_tokens
+    return min(limit, REPLY_TO_RIGHT * len(question.right)) if len(question.right) else limit
 
 
 def _estimate_readings(programs: Sequence[Program]) -> float:

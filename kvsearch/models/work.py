@@ -19,7 +19,8 @@ class Work:
         tokens: of all passes.
         pairs: of a token and one before it that attention compares within whole sequences.
         tables: pairs of a token and a cached entry whose attention is made in fp32, to be looked at.
-        steps: of decoding, of `ASSUMED_BATCH` replies at a time.
+        steps: of decoding, whatever the number of replies.
+        decoded: tokens of replies in these steps.
         seconds: of work that was timed by itself.
         longest: tokens of the longest sequence.
     """
@@ -29,6 +30,7 @@ class Work:
     pairs: float = 0
     tables: float = 0
     steps: float = 0
+    decoded: float = 0
     seconds: float = 0
     longest: int = 0
 
@@ -46,7 +48,7 @@ class Work:
     @classmethod
     def replying(cls, tokens: float) -> Work:
         """Return the work of replies of so many tokens in all, decoded side by side."""
-        return cls(tokens=tokens, steps=tokens / ASSUMED_BATCH)
+        return cls(tokens=tokens, steps=tokens / ASSUMED_BATCH, decoded=tokens)
 
     def __add__(self, other: Work) -> Work:
         sums = Work(*map(add, astuple(self), astuple(other)))

@@ -38,8 +38,8 @@ class Speed:
     """The speed of a model on its device, timed by a short forward pass and one as long as the longest input.
 
     In seconds: `start` of a pass on `device`, whatever its length, `read` of each token, `pair` of each pair that
-    attention compares, `table` of each pair whose attention is looked at, and `step` of a step of decoding, beside what
-    its tokens take. `tokens` is the length of the long pass.
+    attention compares, `table` of each pair whose attention is looked at, `step` of a step of decoding, and `decode` of
+    each of its tokens, beside `read`. `tokens` is the length of the long pass.
     Times of the same pass were from `fastest` to `slowest` times their median.
     """
 
@@ -61,7 +61,8 @@ class Speed:
             first = min(SHORT_PASS, long_pass)
             times = [time_action(partial(read_tokens, length)) for length in (first, long_pass)]
             table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
-            step = time_step(model, ids[0, : max(1, long_pass - 1 - DECODED_STEPS)])
+            prompt = ids[0, : max(1, long_pass - 1 - DECODED_STEPS)]
+            single, batched = (time_step(model, prompt, replies) for replies in (1, ASSUMED_BATCH))
         # Embeddings are looked up, not multiplied.
         embedding = model.get_input_embeddings().weight.numel()
         weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
@@ -75,7 +76,9 @@ class Speed:
         self.pair = self.read * share
         self.table = table * len(shape.full_layers) / (TABLE_ROWS * long_pass)
         self.start = max(0.0, short - first * self.read)
-        self.step = max(0.0, step - ASSUMED_BATCH * self.read)
+        token = max(0.0, batched - single) / (ASSUMED_BATCH - 1)
+        self.decode = max(0.0, token - self.read)
+        self.step = max(0.0, single - token)
         self.fastest = min(min(seconds) / median(seconds) for seconds in times)
         self.slowest = max(max(seconds) / median(seconds) for seconds in times)
 
@@ -100,7 +103,8 @@ class Speed:
     def seconds(self, work: Work) -> float:
         """Estimate the seconds that work takes."""
         passes = work.passes * self.start + work.tokens * self.read + work.pairs * self.pair
-        return passes + work.tables * self.table + work.steps * self.step + work.seconds
+        replies = work.steps * self.step + work.decoded * self.decode
+        return passes + work.tables * self.table + replies + work.seconds
 
     def range_of(self, seconds: float) -> tuple[float, float]:
         """Return the least and the most seconds that work may take which is estimated to take so many."""
@@ -171,16 +175,16 @@ def scale_to_first(model: Any, works: Sequence[Work], measure_first: Callable[[]
     return total + Work(seconds=(factor - 1) * speed.seconds(total))
 
 
-def time_step(model: Any, prompt: Tensor) -> float:
-    """Time a step that decodes `ASSUMED_BATCH` replies to a prompt of token ids [T], in seconds."""
+def time_step(model: Any, prompt: Tensor, count: int) -> float:
+    """Time a step that decodes `count` replies to a prompt of token ids [T], in seconds."""
     layers = dict.fromkeys(describe(model).full_layers, ())
     with run_attention(model), torch.no_grad():
         read = DensePass(model, layers, lambda _: None, prompt[None])
-        replies = reply_after_prefill([read], [prompt], ASSUMED_BATCH, set(), None)
-        questions = [prompt[:1]] * ASSUMED_BATCH
+        replies = reply_after_prefill([read], [prompt], count, set(), None)
+        questions = [prompt[:1]] * count
 
         def decode(tokens: int) -> float:
-            return median(time_action(partial(replies.ask, questions, [tokens] * ASSUMED_BATCH), 1))
+            return median(time_action(partial(replies.ask, questions, [tokens] * count), 1))
 
         return (decode(1 + DECODED_STEPS) - decode(1)) / DECODED_STEPS
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Split, prepare
+from kvsearch.evaluation.compare import Evaluation, Split, estimate_reply_tokens, prepare
 from kvsearch.evaluation.ready_methods import check_plans, prepare_with_baselines
 from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.models.loading import LoadedModel
@@ -19,6 +20,7 @@ from kvsearch.plan import Plan
 from kvsearch.report.table import to_markdown
 from kvsearch.runs.estimates import Estimate, find_doubt
 from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.tasks.encode import Question
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 from tests import tiny
 from tests.evaluation.results import as_if, json_of, tables_of
@@ -248,3 +250,10 @@ def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: Lo
     mixed = as_if(alike, decode_entries={"one": 320.0})
     assert mixed.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two all"
     assert json_of(alike)["phases"] == "both"
+
+
+@pytest.mark.parametrize(("right", "limit", "expected"), [(5, 128, 10), (5, 7, 7), (0, 30, 30)])
+def test_a_forecast_guesses_replies_by_right_ones(right: int, limit: int, expected: int) -> None:
+    tokens = torch.zeros(right, dtype=torch.int64)
+    question = Question(0, Query("what?", answers=("that",), max_new_tokens=limit), ids=tokens, right=tokens)
+    assert estimate_reply_tokens(question) == expected

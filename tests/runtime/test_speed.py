@@ -22,19 +22,23 @@ START, READ = 0.5, 0.01  # seconds: more than any pass takes here, so that a sho
 
 
 class Passes:
-    """Makes every pass of a model take so long; `share` is the part of a token's work that a pair is."""
+    """Makes every pass of a model take so long; `share` is the part of a token's work that a pair is.
+
+    A step of decoding takes `decode` seconds more for every reply.
+    """
 
     def __init__(self, model: Any, now: list[float]) -> None:
         self.model = model
         self.now = now
-        self.share = 0.0
+        self.share = self.decode = 0.0
         self.factors: Iterator[float] = iter(())
         self.seen: set[int] = set()
 
     def __call__(self, _: Any, arguments: Any, keywords: Any) -> None:
-        length = keywords["input_ids"].shape[1]
+        rows, length = keywords["input_ids"].shape
         self.seen.add(length)
-        self.now[0] += (START + READ * (length + self.share * length**2 / 2)) * next(self.factors, 1.0)
+        seconds = START + READ * rows * (length + self.share * length**2 / 2) + self.decode * rows * (length == 1)
+        self.now[0] += seconds * next(self.factors, 1.0)
 
 
 @pytest.fixture
@@ -68,6 +72,14 @@ def test_a_slow_start_is_not_taken_for_all(clock: Passes) -> None:
     assert not again.is_busy
 
 
+def test_steps_of_decoding_take_longer_for_more_replies(clock: Passes) -> None:
+    clock.decode = 0.25
+    found = Speed(clock.model, 96)
+    assert (found.step, found.decode) == (pytest.approx(START, rel=0.02), pytest.approx(0.25, rel=0.02))
+    work = Work(tokens=30, steps=10, decoded=30)  # three replies of ten tokens
+    assert found.seconds(work) == pytest.approx(10 * (START + 3 * (0.25 + READ)), rel=0.02)
+
+
 def test_a_busy_machine_is_told(clock: Passes) -> None:
     clock.factors = iter([9.0, 1.0, 1.0, 2.0])  # the first pass of all does not count
     found = Speed(clock.model)
@@ -77,7 +89,7 @@ def test_a_busy_machine_is_told(clock: Passes) -> None:
 
 def test_work_adds_up() -> None:
     work = Work.over([10, 20], behind=100) + Work.replying(24) * 2 + Work(seconds=3) + Work.over([5], times=3)
-    assert work == Work(2 + 3, 30 + 48 + 15, 250 + 37.5, 3000, 6, 3, 20)
+    assert work == Work(2 + 3, 30 + 48 + 15, 250 + 37.5, 3000, 6, 48, 3, 20)
 
 
 def test_contexts_take_as_much_longer_as_the_first_one_does(clock: Passes) -> None:
