@@ -687,7 +687,7 @@ class RunStages:
         from kvsearch.evaluation.compare import estimate_replies
         from kvsearch.runtime.program import make_full_program
         from kvsearch.selection.plan_race import choose_screening_questions, estimate_choice
-        from kvsearch.selection.selection_job import REPORTED_OF_RUN, count_reported
+        from kvsearch.selection.selection_job import choose_reported
 
         model = self.loaded.model
         calibrations = {FIT_STAGE: list(self.fits.values())} if self.fits else {}
@@ -708,8 +708,7 @@ class RunStages:
             )
         for size, programs in programs_by_size.items():
             name = f"report at {size.words}"
-            candidates = 1 + REPORTED_OF_RUN["candidate"]
-            reported = [*programs[: count_reported() - candidates], *programs[-candidates:]]
+            reported = choose_reported(programs)
             costs.append(estimate_replies(model, name, self.encoded["report"], self.splits["report"], reported))
         if guaranteed:
             programs = [make_full_program(model)] * BUDGETS_TRIED

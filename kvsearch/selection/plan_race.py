@@ -118,13 +118,17 @@ class PlanRace:
             return None
         return choose_screening_questions(self.encoded, self.prepared.split.seed)
 
-    def cost(self, name: str) -> StageCost:
-        """Estimate the cost of the race, as the stage `name`, at most."""
+    @property
+    def programs(self) -> list[Program]:
+        """The programs of all plans, baselines first; equal plans have one."""
         by_name = {method.name: method.program for method in self.prepared.methods}
         names = (*self.candidate_set.baselines, *self.candidate_set.candidates)
-        programs = [by_name[name] for name in names if name in by_name]  # equal plans have one
+        return [by_name[name] for name in names if name in by_name]
+
+    def cost(self, name: str) -> StageCost:
+        """Estimate the cost of the race, as the stage `name`, at most."""
         model = self.prepared.loaded.model
-        return estimate_choice(model, name, self.encoded, self.prepared.split, programs, self.screened)
+        return estimate_choice(model, name, self.encoded, self.prepared.split, self.programs, self.screened)
 
     def config(self, evaluation: Evaluation) -> RunConfig:
         """Return the configuration of a stage, which identifies the plans behind the names.

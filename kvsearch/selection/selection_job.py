@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import cycle, islice
 from typing import Any, Final
 
 from kvsearch.core.arrays import TIE
@@ -34,6 +33,7 @@ from kvsearch.plan.arithmetic import add_carry, even_out_budgets
 from kvsearch.plan.origin import ContextRecord, Use, join_records, make_provenance
 from kvsearch.plan.schema import NO_CARRY
 from kvsearch.runs.estimates import Estimate
+from kvsearch.runtime import Program
 from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.plan_race import PlanRace, prepare_race
 from kvsearch.selection.records import (
@@ -95,13 +95,11 @@ class SelectionJob:
     @property
     def costs(self) -> list[StageCost]:
         """Costs of the race and the report, at most."""
-        prepared = self.race.prepared
+        model = self.race.prepared.loaded.model
         choice = self.race.cost(f"choose at {self.size.words}")
-        programs = cycle(method.program for method in prepared.methods)
-        reported = list(islice(programs, count_reported(self.reported_counts)))
+        programs = choose_reported(self.race.programs, self.reported_counts)
         name = f"report at {self.size.words}"
-        report = estimate_replies(prepared.loaded.model, name, self.report_prompts, self.reported, reported)
-        return [choice, report]
+        return [choice, estimate_replies(model, name, self.report_prompts, self.reported, programs)]
 
     @property
     def reported_counts(self) -> Mapping[MethodKind, int]:
@@ -244,9 +242,13 @@ def prepare_selection(
     return selection
 
 
-def count_reported(counts: Mapping[MethodKind, int] = REPORTED_OF_RUN) -> int:
-    """Count the methods of a report, about: the best of either kind, best baseline and even budgets, the full cache."""
-    return sum(counts.values()) + 3
+def choose_reported(programs: Sequence[Program], counts: Mapping[MethodKind, int] = REPORTED_OF_RUN) -> list[Program]:
+    """Choose about the programs of a report among all, to forecast its cost; baselines come first, candidates last.
+
+    A report asks the best of either kind, the written plan, the best baseline, and even budgets.
+    """
+    candidates = counts.get("candidate", 0) + 1
+    return [*programs[: counts.get("baseline", 0) + 2], *programs[-candidates:]]
 
 
 def list_budgets(least: int, largest: int) -> list[int]:
