@@ -22,7 +22,7 @@ from kvsearch.core.printed import truncate
 from kvsearch.core.resources import find_resource, read_version
 from kvsearch.models.foreign import CheckedTokenizer, count_embeddings, require_contract
 from kvsearch.models.gguf import GGUF_SUFFIX as GGUF
-from kvsearch.models.gguf import check_gguf, hide_progress, is_gguf, make_loading_arguments, make_ordinary
+from kvsearch.models.gguf import check_gguf, is_gguf, make_loading_arguments, make_ordinary, read_once
 from kvsearch.models.memory import (
     estimate_reading_memory,
     find_accelerator,
@@ -185,6 +185,12 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     """
     options = options or LoadOptions()
     source = find_source(name, options)
+    with read_once() if is_gguf(source) else nullcontext():
+        return _load_source(name, source, options, weights)
+
+
+def _load_source(name: str, source: str, options: LoadOptions, weights: bool) -> LoadedModel:
+    """Load the model `name` from a directory, a file or the hub; arguments and errors as for `load`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import GENERATION_CONFIG_NAME, cached_file
@@ -227,7 +233,7 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         if path is not None and not isinstance(json.loads(Path(path).read_bytes()), dict):
             raise ValueError("it must be an object")
     dtype, remark = (options.dtype, "") if options.dtype != "auto" else _choose_dtype(name, options, config, file)
-    with checkpoint("its weights or code"), nullcontext() if file is None else hide_progress():
+    with checkpoint("its weights or code"):
         if weights:
             place = options.device_map or options.device
             if options.device_map is None and options.device == "auto":

@@ -104,6 +104,19 @@ def test_a_file_is_the_model_that_was_written(tiny: tuple[Path, Any, Any], tmp_p
     assert reply.entries < reply.full_entries
 
 
+def test_the_header_of_a_file_is_read_once(tiny: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large vocabulary in it takes most of the time of loading: it was read for every part of a model."""
+    from gguf import GGUFReader
+
+    made: list[str] = []
+    make = GGUFReader.__init__
+    monkeypatch.setattr(GGUFReader, "__init__", lambda reader, path: [made.append(path), make(reader, path)][1])
+    load(str(tiny[0]))
+    assert len(made) == 1
+    load(str(tiny[0]))
+    assert len(made) == 2  # a file that was changed is another one
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("computes", [True, False])
 def test_what_the_processor_computes_in_is_the_default(
