@@ -19,6 +19,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split, estimate_replies
 from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
+from kvsearch.evaluation.statistics import count_contexts
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Plan, Size, load_plan, save_plan
@@ -46,6 +47,7 @@ from kvsearch.search.start_plans import RESERVED_NAMES, SearchSetup
 from kvsearch.search.trials import START_PLANS, Candidate, Executor, TrialLog
 from kvsearch.selection.joint import PolicyCurves
 from kvsearch.tasks.encode import TaskPrompts
+from kvsearch.tasks.metrics import is_forced
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 REFINED = "refined"
@@ -248,14 +250,15 @@ class Refinement:
 
     def estimate_cost(self, name: str, sizes: int) -> StageCost:
         """Estimate the cost at so many sizes, as a stage: own replies, prompts once, then candidates."""
+        model = self.loaded.model
         encoded = self.searched.encode(self.loaded)
-        replies = estimate_replies(
-            self.loaded.model, name, encoded, self.searched, [make_full_program(self.loaded.model)]
-        )
+        replied = [task for task in encoded if not is_forced(task.task)]
+        replies = estimate_replies(model, name, replied, self.searched, [make_full_program(model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
-        following = sum(sum(count_following(task)) for task in encoded)
+        following = [tokens for task in encoded for tokens in count_following(task)]
         read = Work.over(len(prompt.context) for prompt in prompts)
-        return replace(replies, work=replies.work + read + Work(tokens=sizes * self.settings.generations * following))
+        candidates = Work(tokens=sizes * self.settings.generations * sum(following))
+        return StageCost(name, count_contexts(encoded), len(following), replies.work + read + candidates)
 
     def run(
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], stage: StageReporter

@@ -105,5 +105,10 @@ def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
 def test_what_is_forced_is_the_text_itself() -> None:
     loaded = tiny.loaded()
     (encoded,) = encode_tasks(loaded, [TextTask("t", TEXT, length=60)], samples=2)
-    forced = forced_answers(loaded, [encoded], QUESTION_AGNOSTIC, "own")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a text was read for a reply")
+
+    with loaded.model.register_forward_pre_hook(refuse):
+        forced = forced_answers(loaded, [encoded], QUESTION_AGNOSTIC, "own")
     assert [answer.own for answer in forced.values()] == [False, False]
