@@ -187,24 +187,21 @@ def estimate_replies(
     together = 1 + STEP_PASSES * sum(program.decode is not None for program in programs)
     for task in encoded:
         contexts += task.coverage.contexts
-        beside = 0 if is_forced(task.task) else task.forced_tokens  # of a right reply, forced beside the reply
-        times = 2 if beside else 1  # that a question is read
+        replies = not is_forced(task.task)
+        times = 2 if replies and task.forced_tokens else 1  # that a question is read: right replies are forced, too
         for batch in make_batches(make_readings(task.prompts, split.protocol), split.batch, lambda _: ()):
             pairs = list_questions(batch)
             questions += len(pairs)
             work += Work.over((len(reading.ids) for reading in batch), 1 + more_readings)
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
-                steps = 0 if is_forced(task.task) else max(map(estimate_reply_tokens, replied))
+                steps = max(map(estimate_reply_tokens, replied)) if replies else 0
                 work += Work(passes=together * times, steps=together * steps)
             after = sum(len(reading.following(question)) for reading, question in pairs)
-            forced = sum(len(question.right[:beside]) for _, question in pairs)
-            if is_forced(task.task):
-                forced = sum(len(question.right) for _, question in pairs)
-            else:
-                replies = len(programs) * sum(estimate_reply_tokens(question) for _, question in pairs)
-                work += Work(tokens=replies, decoded=replies)
-            work += Work(tokens=len(programs) * (times * after + forced))
+            limit = task.forced_tokens if replies else None
+            forced = sum(len(question.right[:limit]) for _, question in pairs)
+            decoded = sum(estimate_reply_tokens(question) for _, question in pairs) if replies else 0
+            work += Work(tokens=times * after + forced + decoded, decoded=decoded) * len(programs)
     return StageCost(name, contexts, questions, work)
 
 
