@@ -145,8 +145,7 @@ def estimate_replies(prompts: Sequence[CalibrationPrompt], options: AnsweredOpti
         turns = -(-questions // count_side_by_side(len(part), questions))
         # a batch decodes until its longest reply is complete
         steps = turns * max(chain.from_iterable(limits))
-        tokens = sum(chain.from_iterable(limits))
-        work += Work(tokens=tokens, steps=steps, decoded=tokens)
+        work += Work.replying(sum(chain.from_iterable(limits)), steps)
     return work
 
 

@@ -19,7 +19,6 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split, estimate_replies
 from kvsearch.evaluation.runner import describe_environment, find_metric_name, hash_rows
-from kvsearch.evaluation.statistics import count_contexts
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.work import StageCost, Work
 from kvsearch.plan import Plan, Size, load_plan, save_plan
@@ -258,7 +257,8 @@ class Refinement:
         following = [tokens for task in encoded for tokens in count_following(task)]
         read = Work.over(len(prompt.context) for prompt in prompts)
         candidates = Work(tokens=sizes * self.settings.generations * sum(following))
-        return StageCost(name, count_contexts(encoded), len(following), replies.work + read + candidates)
+        contexts = sum(task.coverage.contexts for task in encoded)
+        return StageCost(name, contexts, len(following), replies.work + read + candidates)
 
     def run(
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], stage: StageReporter

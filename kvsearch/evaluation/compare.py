@@ -195,13 +195,14 @@ def estimate_replies(
             work += Work.over((len(reading.ids) for reading in batch), 1 + more_readings)
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
-                steps = max(map(estimate_reply_tokens, replied)) if replies else 0
-                work += Work(passes=together * times, steps=together * steps)
+                work += Work(passes=together * times)
+                if replies:
+                    counts = list(map(estimate_reply_tokens, replied))
+                    work += Work.replying(len(programs) * sum(counts), together * max(counts))
             after = sum(len(reading.following(question)) for reading, question in pairs)
             limit = task.forced_tokens if replies else None
             forced = sum(len(question.right[:limit]) for _, question in pairs)
-            decoded = sum(estimate_reply_tokens(question) for _, question in pairs) if replies else 0
-            work += Work(tokens=times * after + forced + decoded, decoded=decoded) * len(programs)
+            work += Work(tokens=len(programs) * (times * after + forced))
     return StageCost(name, contexts, questions, work)
 
 

@@ -20,7 +20,7 @@ class Work:
         pairs: of a token and one before it that attention compares within whole sequences.
         tables: pairs of a token and a cached entry whose attention is made in fp32, to be looked at.
         steps: of decoding, whatever the number of replies.
-        decoded: tokens of replies in these steps.
+        decoded: how many of the `tokens` are decoded in these steps.
         seconds: of work that was timed by itself.
         longest: tokens of the longest sequence.
     """
@@ -46,9 +46,12 @@ class Work:
         return cls(len(counts), tokens, pairs, tokens * behind, longest=max(counts, default=0)) * times
 
     @classmethod
-    def replying(cls, tokens: float) -> Work:
-        """Return the work of replies of so many tokens in all, decoded side by side."""
-        return cls(tokens=tokens, steps=tokens / ASSUMED_BATCH, decoded=tokens)
+    def replying(cls, tokens: float, steps: float | None = None) -> Work:
+        """Return the work of replies of so many tokens in all, in batches that take so many steps.
+
+        By default they are decoded in batches of `ASSUMED_BATCH`.
+        """
+        return cls(tokens=tokens, steps=tokens / ASSUMED_BATCH if steps is None else steps, decoded=tokens)
 
     def __add__(self, other: Work) -> Work:
         sums = Work(*map(add, astuple(self), astuple(other)))

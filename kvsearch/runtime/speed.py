@@ -17,6 +17,7 @@ from kvsearch.models.architecture import describe, find_text_config
 from kvsearch.models.work import ASSUMED_BATCH, SURE, StageCost, Work
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.cache import PlanCache
+from kvsearch.runtime.decode.replies import Replies
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.program import PhaseProgram, Program
 from kvsearch.runtime.shared_prefill import compress_layer, reply_after_prefill, split_programs
@@ -62,7 +63,7 @@ class Speed:
             times = [time_action(partial(read_tokens, length)) for length in (first, long_pass)]
             table, short, long = (median(seconds) for seconds in (time_action(make_table), *times))
             prompt = ids[0, : max(1, long_pass - 1 - DECODED_STEPS)]
-            single, batched = (time_step(model, prompt, replies) for replies in (1, ASSUMED_BATCH))
+            single, batched = time_steps(model, prompt)
         # Embeddings are looked up, not multiplied.
         embedding = model.get_input_embeddings().weight.numel()
         weights: int = max(sum(parameter.numel() for parameter in model.parameters()) - embedding, 1)
@@ -175,18 +176,21 @@ def scale_to_first(model: Any, works: Sequence[Work], measure_first: Callable[[]
     return total + Work(seconds=(factor - 1) * speed.seconds(total))
 
 
-def time_step(model: Any, prompt: Tensor, count: int) -> float:
-    """Time a step that decodes `count` replies to a prompt of token ids [T], in seconds."""
+def time_steps(model: Any, prompt: Tensor) -> tuple[float, float]:
+    """Time steps that decode one reply, and `ASSUMED_BATCH`, to a prompt of token ids [T], in seconds."""
     layers = dict.fromkeys(describe(model).full_layers, ())
     with run_attention(model), torch.no_grad():
         read = DensePass(model, layers, lambda _: None, prompt[None])
-        replies = reply_after_prefill([read], [prompt], count, set(), None)
-        questions = [prompt[:1]] * count
+        batch = reply_after_prefill([read], [prompt], ASSUMED_BATCH, set(), None)
 
-        def decode(tokens: int) -> float:
-            return median(time_action(partial(replies.ask, questions, [tokens] * count), 1))
+        def decode(replies: Replies, count: int, tokens: int) -> float:
+            return median(time_action(partial(replies.ask, [prompt[:1]] * count, [tokens] * count), 1))
 
-        return (decode(1 + DECODED_STEPS) - decode(1)) / DECODED_STEPS
+        single, batched = (
+            (decode(replies, count, 1 + DECODED_STEPS) - decode(replies, count, 1)) / DECODED_STEPS
+            for replies, count in ((batch.of_rows([0]), 1), (batch, ASSUMED_BATCH))
+        )
+        return single, batched
 
 
 def time_action(action: Callable[[], object], times: int = TIMES) -> list[float]:

@@ -245,7 +245,7 @@ def prepare_selection(
 def choose_reported(programs: Sequence[Program], counts: Mapping[MethodKind, int] = REPORTED_OF_RUN) -> list[Program]:
     """Choose about the programs of a report among all, to forecast its cost; baselines come first, candidates last.
 
-    A report asks the best of either kind, the written plan, the best baseline, and even budgets.
+    A report asks the best of either kind, the best baseline, even budgets, and the full cache, counted as a candidate.
     """
     candidates = counts.get("candidate", 0) + 1
     return [*programs[: counts.get("baseline", 0) + 2], *programs[-candidates:]]

@@ -129,12 +129,12 @@ def forced_answers(
     }
     if answers == "given":
         return forced
-    readings = [(task, reading) for task, reading in readings if not is_forced(task.task)]  # texts have no replies
+    replied = [(task, reading) for task, reading in readings if not is_forced(task.task)]  # texts have no replies
     ends = {task.task.name: reply_end(task) for task in tasks}
     stops = {task.task.name: frozenset(find_stop_tokens(loaded, task.format)) for task in tasks}
-    questions = [_asking(task, reading, stops[task.task.name], ends[task.task.name]) for task, reading in readings]
+    questions = [_asking(task, reading, stops[task.task.name], ends[task.task.name]) for task, reading in replied]
     [made] = parted_replies(loaded, [questions], progress)
-    for (task, reading), replies in zip(readings, made, strict=True):
+    for (task, reading), replies in zip(replied, made, strict=True):
         name = task.task.name
         key = reading.prompt.key
         for question, reply in zip(reading.questions, replies, strict=True):
