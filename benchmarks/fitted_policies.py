@@ -17,7 +17,7 @@ from kvsearch.plan.saved import WEIGHTS, register_weights
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.probe import FEATURES
 
-WIDTH, BANK, WINDOW = 128, 64, 8  # hidden units of a probe, stored queries of a bank, query rows a probe looks at
+WIDTH, BANK, WINDOW = 32, 64, 8  # hidden units of a probe, stored queries of a bank, query rows a probe looks at
 
 
 class ModelShape(NamedTuple):

@@ -11,12 +11,11 @@ others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +41,8 @@ from kvsearch.runtime.speed import time_action
 
 RIDGE_STRENGTHS = (1e-4, 1e-2, 1.0)  # strengths that are tried
 FEW_CONTEXT_STRENGTHS = (1.0,)  # with few contexts
+WIDTH, STEPS, BATCH, DECAY = 32, 400, 1024, 1e-2
+LEARNING_RATE = 1e-2  # of the optimiser: 400 steps recall as much as 1,200 at a third of it
 FITTED_BYTES = 2**27  # of features of the layers that are fitted at once, which are copied about five times
 OWN_FEATURES = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
 FEATURE = "features"  # arrays of what is drawn
@@ -50,21 +51,6 @@ TARGET = "target"  # the largest importance over all that is asked
 ROUNDOFF = 1e-6
 UNSEEN_SCORE = -30.0  # log importance where nothing was looked at: below all others, and still told apart as exp of it
 IMPORTANCE_FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apart
-
-
-class NetworkForm(NamedTuple):
-    """How networks of heads are fitted: `networks` of every head, whose mean predicts, with `width` hidden units each.
-
-    `batch` entries of a head are drawn for each of the `steps` of AdamW, with a cosine schedule.
-    """
-
-    networks: int = 2
-    width: int = 64
-    steps: int = 600
-    batch: int = 512
-    decay: float = 1e-2
-    learning_rate: float = 2e-2
-
 
 LayerFits = list[list[Coefficients]]  # by layer and candidate
 # of some layers: features [layers * Hkv, N, F], targets [layers * Hkv, N], unseen heads [layers, Hkv]
@@ -131,13 +117,12 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
             return Work()
         shape = describe(self.loaded.model)
         columns = columns_of(self.options.looked_at, shape.head_dim)
-        form = NetworkForm()
-        drawn = torch.rand(shape.kv_heads, form.batch, len(columns) + 1)
+        drawn = torch.rand(shape.kv_heads, BATCH, len(columns) + 1)
 
         def fit_some() -> None:
-            fit_networks(drawn[..., 1:], drawn[..., 0], form._replace(steps=TIMED_STEPS), self.options.seed)
+            fit_network(drawn[..., 1:], drawn[..., 0], WIDTH, TIMED_STEPS, BATCH, DECAY, self.options.seed)
 
-        seconds = median(time_action(fit_some)) * form.steps / TIMED_STEPS
+        seconds = median(time_action(fit_some)) * STEPS / TIMED_STEPS
         return Work(seconds=seconds * len(shape.full_layers))
 
 
@@ -240,7 +225,7 @@ def _fit_layers(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions,
     with torch.no_grad():
         forms = fit_ridges(z, wanted, FEW_CONTEXT_STRENGTHS if few else RIDGE_STRENGTHS, subsets)
         if options.form == "network" and not few and subsets:
-            network = fit_networks(z * read, wanted, NetworkForm(), options.seed, layers)
+            network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed, layers)
             forms.append(restrict_features(network, read))
         forms.append(fit_spread(z, wanted, columns.index(SPREAD)))
         even = fit_spread(z, z[..., columns.index(SPREAD)], columns.index(SPREAD))
@@ -314,16 +299,18 @@ def fit_ridges(z: Tensor, target: Tensor, strengths: Sequence[float], subsets: S
     return fits
 
 
-def fit_networks(z: Tensor, target: Tensor, form: NetworkForm, seed: int, layers: int = 1) -> Coefficients:
-    """Fit target = mean over networks of output . gelu(hidden z + hidden_bias) + bias, all heads at once.
-
-    Every network is fitted to the target on its own, by squared errors. Their errors differ, so the mean of several
-    predicts better than each. All hidden units of a head are returned as those of one network.
+def fit_network(
+    z: Tensor, target: Tensor, width: int, steps: int, batch: int, decay: float, seed: int, layers: int = 1
+) -> Coefficients:
+    """Fit target = output . gelu(hidden z + hidden_bias) + bias by AdamW on squared errors, all heads at once.
 
     Args:
         z: standardised features [Hkv, N, F], of several layers one after the other.
         target: [Hkv, N].
-        form: networks and steps of the optimiser; entries that are drawn for a step are the same in all of them.
+        width: hidden units of every head.
+        steps: of the optimiser, with a cosine schedule.
+        batch: entries drawn for a step, the same columns of every head.
+        decay: weight decay.
         seed: of the first weights and the draws, which are the same in all layers.
         layers: how many they are.
     """
@@ -336,32 +323,28 @@ def fit_networks(z: Tensor, target: Tensor, form: NetworkForm, seed: int, layers
     def drawn(*shape: int) -> Tensor:
         return torch.randn(heads // layers, *shape, generator=random).repeat(layers, 1, 1).to(z.device)
 
-    units = (form.networks, form.width)
-    hidden = drawn(size, math.prod(units)) / size**0.5
-    output = drawn(*units) / form.width**0.5
-    hidden_bias = z.new_zeros(heads, 1, math.prod(units))
-    bias = z.new_zeros(heads, 1, form.networks)
+    hidden = drawn(size, width) / size**0.5
+    output = drawn(width, 1) / width**0.5
+    hidden_bias = z.new_zeros(heads, 1, width)
+    bias = z.new_zeros(heads, 1)
     parameters = [part.requires_grad_() for part in (hidden, output, hidden_bias, bias)]
-    optimiser = torch.optim.AdamW(parameters, lr=form.learning_rate, weight_decay=form.decay)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, form.steps)
+    optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     entries = z.transpose(0, 1).contiguous()  # entries are drawn many times as fast where they lie in one piece
     with torch.enable_grad():
-        for _ in range(form.steps):
-            some = torch.randint(0, count, (min(form.batch, count),), generator=random).to(z.device)
+        for _ in range(steps):
+            some = torch.randint(0, count, (min(batch, count),), generator=random).to(z.device)
             drawn_entries = entries.index_select(0, some).transpose(0, 1)
             inner = nn.functional.gelu(torch.baddbmm(hidden_bias, drawn_entries, hidden))
-            predicted = (inner.unflatten(-1, units) * output[:, None]).sum(-1) + bias
-            loss = (predicted - wanted.index_select(1, some)[..., None]).square().mean(1).sum()
+            loss = ((inner @ output)[..., 0] + bias - wanted.index_select(1, some)).square().mean(1).sum()
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             schedule.step()
     # back to the target's own unit
-    offset = bias.detach()[:, 0].mean(-1) * spread[:, 0] + mean[:, 0]
-    return make_constant_fit(z, offset)._replace(
-        hidden=hidden.detach(),
-        hidden_bias=hidden_bias.detach()[:, 0],
-        output=output.detach().flatten(1) / form.networks * spread,
+    offset = bias.detach() * spread + mean
+    return make_constant_fit(z, offset[:, 0])._replace(
+        hidden=hidden.detach(), hidden_bias=hidden_bias.detach()[:, 0], output=output.detach()[..., 0] * spread
     )
 
 

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from kvsearch.calibration.probe.measure import (
-    NetworkForm,
-    fit_networks,
-    fit_ridges,
-    log_importance,
-    select_fits,
-    standardise,
-)
+from kvsearch.calibration.probe.measure import fit_network, fit_ridges, log_importance, select_fits, standardise
 from kvsearch.policies.probe import Coefficients, Weights
-
-SMALL = NetworkForm(width=5, steps=20, batch=32)
 
 
 def predicted(fit: Coefficients, z: Tensor) -> Tensor:
@@ -54,7 +45,7 @@ def test_a_network_fits_what_no_line_does() -> None:
         (predicted(fit, z) - target).var(1) / target.var(1)
         for fit in (
             *fit_ridges(z, target, [1e-4], [torch.ones(3, dtype=torch.bool)]),
-            fit_networks(z, target, NetworkForm(width=16, steps=400, batch=256), 0),
+            fit_network(z, target, 16, 400, 256, 1e-2, 0),
         )
     ]
     assert lost[0].min() > 0.8
@@ -63,34 +54,20 @@ def test_a_network_fits_what_no_line_does() -> None:
 
 def test_layers_that_are_fitted_at_once_are_those_that_are_fitted_alone() -> None:
     z, target = drawn(4, 80, 4), drawn(4, 80)
-    both = fit_networks(z, target, SMALL, 0, layers=2)
+    both = fit_network(z, target, 5, 20, 32, 1e-2, 0, layers=2)
     for layer in (slice(0, 2), slice(2, 4)):
-        alone = fit_networks(z[layer], target[layer], SMALL, 0)
+        alone = fit_network(z[layer], target[layer], 5, 20, 32, 1e-2, 0)
         for whole, part in zip(both, alone, strict=True):
             torch.testing.assert_close(whole[layer], part)
-
-
-def test_the_mean_of_networks_predicts_better_than_one_on_entries_that_none_was_fitted_to() -> None:
-    z = drawn(4, 600, 8)
-    target = torch.sin(2 * z[..., 0]) * z[..., 1] + drawn(4, 600, seed=1)
-    fitted, unseen = slice(0, 100), slice(100, None)
-
-    def measure_error(networks: int) -> float:
-        form = NetworkForm(networks, width=16, steps=300, batch=100)
-        fit = fit_networks(z[:, fitted], target[:, fitted], form, 0)
-        assert fit.hidden.shape == (4, 8, networks * 16)
-        return float((predicted(fit, z[:, unseen]) - target[:, unseen]).square().mean())
-
-    assert measure_error(8) < 0.9 * measure_error(1)
 
 
 def test_every_head_gets_its_own_fit() -> None:
     z, target = drawn(3, 80, 4), drawn(3, 80)
     fits = [
         *fit_ridges(z, target, [1.0], [torch.ones(4, dtype=torch.bool)]),
-        fit_networks(z, target, SMALL, 0),
+        fit_network(z, target, 5, 10, 32, 1e-2, 0),
     ]
-    both = select_fits(fits, torch.tensor([0, 1, 0]), SMALL.networks * SMALL.width)
+    both = select_fits(fits, torch.tensor([0, 1, 0]), 5)
     for head, number in enumerate((0, 1, 0)):
         torch.testing.assert_close(predicted(both, z)[head], predicted(fits[number], z)[head])
 
