@@ -136,7 +136,7 @@ def estimate_replies(prompts: Sequence[CalibrationPrompt], options: AnsweredOpti
     """
     if options.answers == "given":
         return Work()
-    answered = [prompt for prompt in prompts if prompt.continuations]
+    answered = [prompt for prompt in prompts if prompt.may_reply]
     work = Work.over(prompt.length for prompt in answered) if read else Work()
     for first in range(0, len(answered), TOGETHER):
         part = answered[first : first + TOGETHER]

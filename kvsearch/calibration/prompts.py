@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, compress, zip_longest
 from typing import Any
 
 import torch
@@ -89,7 +89,8 @@ class CalibrationPrompt:
     """A compressed prompt: token ids [1, T], the number of its context, and its continuations.
 
     `text` is the number of the first context of the same text. An own reply ends with the token that makes `ended` true
-    of it, and where the turn ends that a chat template began if it is `chat`.
+    of it, and where the turn ends that a chat template began if it is `chat`. `verbatim` answers go on with the text of
+    the context: they stay, and there are no replies.
     """
 
     ids: Tensor
@@ -98,6 +99,7 @@ class CalibrationPrompt:
     continuations: tuple[Continuation, ...]
     ended: Finished | None = None
     chat: bool = False
+    verbatim: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop `ended`, which holds a tokenizer, on the way to another process."""
@@ -106,6 +108,11 @@ class CalibrationPrompt:
     @property
     def length(self) -> int:
         return self.ids.shape[1]
+
+    @property
+    def may_reply(self) -> bool:
+        """Whether own replies may take the place of given answers."""
+        return bool(self.continuations) and not self.verbatim
 
     def work(self, times: float = 0) -> Work:
         """Estimate a pass over the context and `times` over its continuations.
@@ -120,6 +127,8 @@ class CalibrationPrompt:
 
         Own replies that a metric judges are as long as the given answers, which stay where they are not right.
         """
+        if self.verbatim:
+            return self
         longer = []
         for after in self.continuations:
             missing = after.answer + (after.max_tokens or max_tokens) - after.tokens.shape[1]
@@ -193,15 +202,16 @@ def encode_prompts(
         own = [(pair.max_new_tokens, taken) for pair, taken in zip_longest(context.questions, context.taken)]
         followed: list[Continuation] = []
         text = text_of[number]
+        replying = (context.ended, form.chat, context.verbatim)
         for (question, answer), how in zip(pairs, own, strict=True):
             if protocol == QUESTION_AGNOSTIC:
                 followed.append(Continuation(torch.cat([question, answer], 1), question.shape[1], *how))
             else:
                 whole_ids = torch.cat([ids, question], 1)
                 after = (Continuation(answer, 0, *how),)
-                prompts.append(CalibrationPrompt(whole_ids, number, text, after, context.ended, form.chat))
+                prompts.append(CalibrationPrompt(whole_ids, number, text, after, *replying))
         if protocol == QUESTION_AGNOSTIC:
-            prompts.append(CalibrationPrompt(ids, number, text, tuple(followed), context.ended, form.chat))
+            prompts.append(CalibrationPrompt(ids, number, text, tuple(followed), *replying))
     if truncated:
         warnings.warn(
             f"the middle of {truncated} of {len(data.contexts)} calibration contexts was cut out, so that context, "
@@ -260,8 +270,8 @@ def add_own_replies(
 
     A reply gets as many tokens as its question allows, `max_tokens` where it says nothing, and as the model has
     positions for. Where it is empty, or not right by the metric of its task, the given answer stays. Prompts of one
-    part reply side by side, and are a step. Replies go on from the passes over the prompts that `read` returns; None:
-    the prompts are read for replies alone, in other processes where there are some.
+    part reply side by side, and are a step unless none of them may reply. Replies go on from the passes over the
+    prompts that `read` returns; None: the prompts are read for replies alone, in other processes where there are some.
 
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
@@ -273,7 +283,7 @@ def add_own_replies(
             chat: frozenset(find_stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
             for chat in {prompt.chat for part in missing for prompt in part}
         }
-        replying = [[prompt for prompt in part if prompt.continuations] for part in missing]
+        replying = [[prompt for prompt in part if prompt.may_reply] for part in missing]
         questions = [
             [prompt.make_reply_questions(loaded.name, stops[prompt.chat], max_tokens, limit) for prompt in part]
             for part in replying
@@ -289,9 +299,15 @@ def add_own_replies(
             ]
             yield {str(number): tokens.numpy() for number, tokens in enumerate(chain.from_iterable(replied))}
 
-    for part, arrays in zip(parts, (steps or StepCache()).stage(parts, make), strict=True):
+    has_replies = [any(prompt.may_reply for prompt in part) for part in parts]
+    replied = (steps or StepCache()).stage([*compress(parts, has_replies)], make)
+    for part, some_reply in zip(parts, has_replies, strict=True):
+        arrays = next(replied) if some_reply else {}
         tokens = (torch.from_numpy(arrays[str(number)]) for number in range(len(arrays)))
         for prompt in part:
+            if not prompt.may_reply:
+                yield prompt
+                continue
             continuations = tuple(replace(after, tokens=next(tokens)) for after in prompt.continuations)
             yield replace(prompt, continuations=continuations)
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvsearch.calibration.lukv import estimate_replies
+from kvsearch.calibration.options import LukvOptions
 from kvsearch.calibration.prompts import add_own_replies, encode_prompts, make_task_data
+from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import hash_context
@@ -116,6 +119,27 @@ def test_own_replies_are_those_of_an_evaluation(model: LoadedModel) -> None:
         assert found == [answer.ids.tolist() for answer in forced.values()][: limited.questions]
     short = next(add_own_replies(model, [encode_prompts(model, data)], 2)).continuations[0]
     assert short.tokens[0, short.answer :].tolist() == forced["judged", "0", 0].ids[:2].tolist()
+
+
+def test_texts_have_no_replies_and_none_are_forecast(model: LoadedModel, file: Path, tmp_path: Path) -> None:
+    """Their answers go on with the text: no prompt is read for a reply, also where all of them are texts."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(" ".join(tiny.document(400, seed).words[1:]) for seed in range(20)))
+    tasks = find_tasks(f"jsonl:{file}+ppl:{text}", {"length": (256,), "split": "train"})
+    options = LukvOptions()
+    for chosen, replying in ((tasks, 2), (tasks[1:], 0)):
+        prompts = encode_prompts(model, make_task_data(model, chosen, 2, 0))
+        directory = tmp_path / f"{replying} replying"
+        directory.mkdir()
+        assert sum(prompt.may_reply for prompt in prompts) == replying
+        for _ in range(2):  # and the same from stored steps
+            replied = list(add_own_replies(model, [prompts], 4, StepCache(directory)))
+            assert all(
+                answered is prompt for prompt, answered in zip(prompts, replied, strict=True) if not prompt.may_reply
+            )
+        alone = [prompt for prompt in prompts if prompt.may_reply]
+        assert estimate_replies(prompts, options) == estimate_replies(alone, options)
+        assert bool(estimate_replies(prompts, options).tokens) == bool(replying)
 
 
 def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> None:

@@ -62,11 +62,8 @@ class ForcedQuestions:
 
 
 def reply_end(task: TaskPrompts) -> Finished | None:
-    """Return the predicate that ends an own reply at a stop text; None where the task has none.
-
-    A reply that is not used ends at once.
-    """
-    return (lambda _: True) if is_forced(task.task) else task.format.ended(task.task.stops)
+    """Return the predicate that ends an own reply at a stop text; None where the task has none."""
+    return task.format.ended(task.task.stops)
 
 
 def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
