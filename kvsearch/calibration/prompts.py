@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, compress, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -127,8 +127,6 @@ class CalibrationPrompt:
 
         Own replies that a metric judges are as long as the given answers, which stay where they are not right.
         """
-        if self.verbatim:
-            return self
         longer = []
         for after in self.continuations:
             missing = after.answer + (after.max_tokens or max_tokens) - after.tokens.shape[1]
@@ -283,33 +281,30 @@ def add_own_replies(
             chat: frozenset(find_stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
             for chat in {prompt.chat for part in missing for prompt in part}
         }
-        replying = [[prompt for prompt in part if prompt.may_reply] for part in missing]
         questions = [
             [prompt.make_reply_questions(loaded.name, stops[prompt.chat], max_tokens, limit) for prompt in part]
-            for part in replying
+            for part in missing
         ]
         answered = (
             parted_replies(loaded, questions)
             if read is None
-            else map(partial(_continue_passes, loaded, read), replying, questions)
+            else map(partial(_continue_passes, loaded, read), missing, questions)
         )
-        for part, replies in zip(replying, answered, strict=True):
+        for part, replies in zip(missing, answered, strict=True):
             replied = [
                 prompt.replace_answers(of_prompt, max_tokens) for prompt, of_prompt in zip(part, replies, strict=True)
             ]
             yield {str(number): tokens.numpy() for number, tokens in enumerate(chain.from_iterable(replied))}
 
-    has_replies = [any(prompt.may_reply for prompt in part) for part in parts]
-    replied = (steps or StepCache()).stage([*compress(parts, has_replies)], make)
-    for part, some_reply in zip(parts, has_replies, strict=True):
-        arrays = next(replied) if some_reply else {}
-        tokens = (torch.from_numpy(arrays[str(number)]) for number in range(len(arrays)))
-        for prompt in part:
-            if not prompt.may_reply:
-                yield prompt
-                continue
-            continuations = tuple(replace(after, tokens=next(tokens)) for after in prompt.continuations)
+    replying = [[prompt for prompt in part if prompt.may_reply] for part in parts]
+    replied = (steps or StepCache()).stage([part for part in replying if part], make)
+    answers = (torch.from_numpy(arrays[str(number)]) for arrays in replied for number in range(len(arrays)))
+    for prompt in chain.from_iterable(parts):
+        if prompt.may_reply:
+            continuations = tuple(replace(after, tokens=next(answers)) for after in prompt.continuations)
             yield replace(prompt, continuations=continuations)
+        else:
+            yield prompt
 
 
 def _continue_passes(

@@ -132,11 +132,14 @@ def test_texts_have_no_replies_and_none_are_forecast(model: LoadedModel, file: P
         directory = tmp_path / f"{replying} replying"
         directory.mkdir()
         assert sum(prompt.may_reply for prompt in prompts) == replying
+        tokens = []
         for _ in range(2):  # and the same from stored steps
             replied = list(add_own_replies(model, [prompts], 4, StepCache(directory)))
             assert all(
                 answered is prompt for prompt, answered in zip(prompts, replied, strict=True) if not prompt.may_reply
             )
+            tokens.append([after.tokens.tolist() for prompt in replied for after in prompt.continuations])
+        assert tokens[0] == tokens[1]
         alone = [prompt for prompt in prompts if prompt.may_reply]
         assert estimate_replies(prompts, options) == estimate_replies(alone, options)
         assert bool(estimate_replies(prompts, options).tokens) == bool(replying)
