@@ -225,7 +225,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
     )
     measure: Samples | None = option(
         None,
-        "Contexts per task to measure budgets on, and as many others to search on.",
+        "Contexts per task to measure budgets on, and at most as many others to search on.",
         shown="a quarter of what there is, up to 24,000 tokens",
     )
     protect: int | None = option(
@@ -243,7 +243,7 @@ class RunOptions(ModelOptions, WorkerOptions, RunDirOptions, TaskOptions, Select
         recorded=False,
     )
     refine: bool = option(True, "Leave out the search from the best solved plan.", flag="--no-refine", negated=True)
-    evaluations: int = option(80, "Plans that the search tries at each size, cheaply.", ge=1)
+    evaluations: int = option(40, "Plans that the search tries at each size, cheaply.", ge=1)
 
     @classmethod
     def translate_former(cls, options: dict[str, Any]) -> dict[str, Any]:
