@@ -1,7 +1,8 @@
 """What commands cost on a real model, in plain readings of the same contexts (P), by processor time of one thread.
 
     python scripts/real_models.py smollm2
-    python benchmarks/bench_readings.py                       # all, SmolLM2, half an hour of one core
+    python benchmarks/bench_readings.py                       # SmolLM2, half an hour of one core
+    python benchmarks/bench_readings.py --only "whole run"    # a run with all its contexts: an hour more
     python benchmarks/bench_readings.py --only lukv,evaluate
     PYTHONPATH=OTHER python benchmarks/bench_readings.py      # the same of another copy of kvsearch
 
@@ -34,6 +35,7 @@ METHODS = (
 )  # fmt: skip
 LENGTH = 1024  # tokens, with the longest question and its reply
 READ = 870  # tokens of a context of that length
+WHOLE_RUN = "whole run"  # measured only where it is named
 
 
 class Readings:
@@ -83,6 +85,8 @@ def commands(loaded: LoadedModel, directory: Path) -> Iterator[tuple[str, Callab
     yield "headroom", lambda: kvsearch.headroom(bound, loaded=loaded, reporter=NullReporter()), 12, "context"
     quick = RunOptions.of(ratio=0.8, effort="quick", tasks=TASKS, output=directory / "run", **shared)
     yield "run --effort quick", lambda: kvsearch.run(quick, loaded=loaded, reporter=NullReporter()), 1, "run"
+    whole = RunOptions.of(ratio=0.9, tasks=TASKS, output=directory / "whole", **shared)
+    yield WHOLE_RUN, lambda: kvsearch.run(whole, loaded=loaded, reporter=NullReporter()), 1, "run"
 
 
 def main() -> None:
@@ -98,7 +102,7 @@ def main() -> None:
     wanted = tuple(args.only.split(","))
     with tempfile.TemporaryDirectory() as directory:
         for name, work, parts, what in commands(loaded, Path(directory)):
-            if name.startswith(wanted):
+            if name.startswith(wanted) and (name != WHOLE_RUN or args.only):
                 count, seconds = readings.count(work)
                 print(f"{name:<24}{seconds:8.1f} s {count:8.1f} P {count / parts:8.2f} P per {what}", flush=True)
 
