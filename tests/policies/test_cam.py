@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.policies import scoring
 from kvsearch.policies.cam import CaM
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import MASS_STATE
@@ -40,19 +39,6 @@ def test_the_expected_value() -> None:
     """Mass .2 against a mean of .4: half of the value, 4, goes to the next two, in equal parts."""
     values = values_after(CaM(merge_next=2, expectation=True), ENTRY, [[1]])
     torch.testing.assert_close(values[0, :, 0], torch.tensor([100.0, 4.0, NAN, 11.0, 1.0, 21.0]), equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("mass", "share"),
-    [((0.0, 0.0), 0.0), ((0.3, 0.0), 1.0), ((0.0, 0.3), 0.0), ((0.9, 0.3), 1.0), ((0.3, 0.3), 1.0), ((0.1, 0.4), 0.25)],
-)
-def test_probabilities_at_the_ends(mass: tuple[float, float], share: float) -> None:
-    """Of nothing and by nothing included."""
-    cached = holding([8.0, 1.0], list(mass), [0, 1])
-    assert float(values_after(CaM(expectation=True), cached, [[0]])[0, 1, 0]) == pytest.approx(1.0 + 8.0 * share)
-    if share in (0.0, 1.0):
-        for seed in range(20):
-            assert float(values_after(CaM(seed=seed), cached, [[0]])[0, 1, 0]) == 1.0 + 8.0 * share
 
 
 def many(seed: int, share: float) -> tuple[Cached, list[list[int]]]:
@@ -96,15 +82,6 @@ def test_by_definition(seed: int, share: float, policy: CaM) -> None:
     if max(map(len, lists)):
         expected = by_definition(policy, cached, lists).float()
         torch.testing.assert_close(values_after(policy, cached, lists), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_scratch_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    cached, lists = many(seed, 0.5)
-    policy = CaM(expectation=True)
-    expected = values_after(policy, cached, lists)
-    monkeypatch.setattr(scoring, "CHUNK_BYTES", 1)
-    torch.testing.assert_close(values_after(policy, cached, lists), expected, equal_nan=True)
 
 
 @properties
