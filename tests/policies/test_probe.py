@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load, save
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import unrotate
-from kvsearch.plan.saved import register_weights
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.policies.probe import FEATURES, SINKS, WINDOW, Probe, features_of
 from kvsearch.runtime.collector import unrotate_queries
@@ -74,29 +69,6 @@ def test_weights_that_cannot_be_used() -> None:
     with pytest.raises(IncompatibleError, match="the fitted ranking of policy probe"):
         fitted().check_model(other)
     fitted(ranking(heads=2, model=other)).check_model(other)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "problem"),
-    [
-        ({"bias": np.zeros(1)}, r"bias has shape \[1\], not \[1, 2\]; fit them again"),
-        ({"hidden": np.zeros((1, 2, 4, 3))}, r"hidden_bias has shape \[1, 2, 2\], not \[1, 2, 3\]"),
-        ({"scale": np.zeros((1, 2, 4))}, "a scale is not above 0"),
-        ({"center": np.full((1, 2, 4), np.nan)}, "center: 8 of 8 values are not finite"),
-        ({"bias": np.zeros((1, 2), np.int32)}, "bias has type int32, not a floating-point one"),
-        ({"output": None}, "output is missing"),
-    ],
-)
-def test_arrays_that_cannot_be_used(arrays: dict[str, Any], problem: str) -> None:
-    """They are told before anything is run."""
-    whole = ranking(heads=2, layers=(3,)).to_bytes()
-    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
-    changed = {name: array for name, array in {**load(whole), **arrays}.items() if array is not None}
-    stated = {name: array if array.dtype.kind == "i" else array.astype(np.float32) for name, array in changed.items()}
-    with pytest.raises(UsageError, match=problem):
-        create_policy("probe", {"weights": register_weights(save(stated, header), Path("tests"))}).check_model(
-            tiny.loaded().fingerprint
-        )
 
 
 def scored_while_decoding(policy: Policy, scene: Scene) -> tuple[Layer, dict[tuple[int, int], dict[int, float]]]:

@@ -11,13 +11,12 @@ from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from tests.combinations import every_value, in_turn
+from tests.combinations import in_turn
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
-from tests.runtime.helpers import assert_close, feed, held_tokens, random_eviction, reference, running
+from tests.runtime.helpers import held_tokens, random_eviction, reference, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 SOME_FAMILIES = ["llama", "qwen3", "gemma2", "gemma3"]
-some_families = pytest.mark.parametrize("family", SOME_FAMILIES)
 
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -53,30 +52,6 @@ def test_evicted_prompts_generate_what_masking_does(family: str, way: str, devic
         assert torch.equal(tokens, model.generate(ids, past_key_values=full, **options))
 
 
-@some_families
-def test_a_second_turn_through_generate(family: str, device: str) -> None:
-    model = build(family, device)
-    ids, mask = prompts(2, 30, pads=6, device=device)
-    question, question_mask = prompts(2, 6, pads=2, device=device, seed=1)
-    eviction = random_eviction(model, mask, seed=4)
-    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "output_logits": True,
-                               "return_dict_in_generate": True}  # fmt: skip
-
-    def chat(generate: Any, **cache: Any) -> Any:
-        first = generate(ids, attention_mask=mask, **cache, **options)
-        # the last token was returned but never fed
-        turn = torch.cat([first.sequences, question], 1)
-        turn_mask = torch.cat([mask, torch.ones_like(first.sequences[:, 30:]), question_mask], 1)
-        second = generate(turn, attention_mask=turn_mask, past_key_values=first.past_key_values, **options)
-        return torch.stack([*first.logits, *second.logits])
-
-    with attach(model, eviction.program) as planned:
-        actual = chat(planned.generate)
-        assert planned.cache.get_seq_length() == 30 + 5 + 6 + 4
-    with reference(model, eviction.kept) as full:
-        assert_close(actual, chat(model.generate, past_key_values=full))
-
-
 @in_turn(family=SOME_FAMILIES, tokens=[1, 3, 7])
 def test_prompt_lookup_decoding_equals_plain_decoding(family: str, tokens: int, device: str) -> None:
     """A repetitive prompt is drafted from at once: the first forward pass holds more than the prompt."""
@@ -92,25 +67,7 @@ def test_prompt_lookup_decoding_equals_plain_decoding(family: str, tokens: int, 
             assert len(planned.cache.kept_positions(layer)) == 12 + 15
 
 
-def test_the_first_draft_sees_what_eviction_leaves(device: str) -> None:
-    """Also for a policy that needs query statistics, and where a padded batch drafts."""
-    model = build("qwen3", device)
-    ids, mask = prompts(2, 36, pads=5, device=device)
-    for policy in ("expected_attention", "snapkv", "streaming"):
-        program = Program.uniform(model, create_policy(policy), lambda length: 9)
-        pieces = [(ids[:, :32], mask[:, :32]), (ids[:, 32:], mask[:, 32:])]
-        for exact in (False, True):
-            with running(model, NAME):
-                apart, together = (PlanCache(model, program, prompt_length=32, exact=exact) for _ in range(2))
-                expected = torch.cat(feed(model, apart, pieces), 1)
-                (actual,) = feed(model, together, [(ids, mask)])
-            assert_close(actual[mask.bool()], expected[mask.bool()])
-            assert together.entries().tolist() == apart.entries().tolist() == [[[13, 13], [13, 13]]] * 4
-            for layer in range(4):
-                assert together.kept_positions(layer, 1) == apart.kept_positions(layer, 1)
-
-
-@every_value(
+@in_turn(
     family=SOME_FAMILIES,
     chunk=[1, 7, 13, 40, 64],  # 40 = 3 * 13 + 1: the last chunk has one token
     policy=["snapkv", "expected_attention", "keydiff"],
