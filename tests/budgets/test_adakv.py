@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from kvsearch.budgets.adakv import Variant
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.core.arrays import Floats
-from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH
 from tests.budgets.known import adakv, head_budgets
+from tests.budgets.samples import Contract
 
 
-class TestExact(AllocatorContract):
+class TestExact(Contract):
     def allocator(self) -> Allocator:
         return adakv()
 

@@ -13,13 +13,13 @@ from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.loss_curves import LossCurves, make_convex
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
-from kvsearch.testing.allocator_contract import LAYERS, LENGTH, AllocatorContract
-from tests.budgets.samples import bounds
+from kvsearch.testing.allocator_contract import LAYERS, LENGTH
+from tests.budgets.samples import Contract, bounds
 
 BUDGETS = (2, 5, 9)
 
 
-class TestLossCurves(AllocatorContract):
+class TestLossCurves(Contract):
     def allocator(self) -> Allocator:
         return LossCurves((2, 7, 20, LENGTH))
 

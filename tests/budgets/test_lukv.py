@@ -13,8 +13,8 @@ from kvsearch.budgets.convex import compute_oracle_recall, compute_recall, sort_
 from kvsearch.budgets.lukv import MarginalSolver, solve_exactly, solve_grid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH, AllocatorContract
-from tests.budgets.samples import eviction_loss, heavy_tailed, marginal_gains, tables
+from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH
+from tests.budgets.samples import Contract, eviction_loss, heavy_tailed, marginal_gains, tables
 
 FIRST = np.array([[[1.0, 5, 3, 1], [4, 2, 2, 2]]])
 SECOND = np.array([[[1.0, 1, 1, 5], [3, 2, 1, 1]]])
@@ -34,7 +34,7 @@ class Marginal:
         return MarginalSolver(signals, floors).solve(total)
 
 
-class TestBest(AllocatorContract):
+class TestBest(Contract):
     def allocator(self) -> Allocator:
         return Marginal()
 

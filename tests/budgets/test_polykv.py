@@ -10,11 +10,11 @@ from kvsearch.budgets.polykv import Proportional
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.testing.allocator_contract import HEADS, LAYERS, AllocatorContract
-from tests.budgets.samples import bounds
+from kvsearch.testing.allocator_contract import HEADS, LAYERS
+from tests.budgets.samples import Contract, bounds
 
 
-class TestByLayer(AllocatorContract):
+class TestByLayer(Contract):
     def allocator(self) -> Allocator:
         return Proportional()
 
@@ -113,7 +113,7 @@ def test_refusals() -> None:
 UNREAD = np.zeros(1)
 
 
-class TestPyramid(AllocatorContract):
+class TestPyramid(Contract):
     def allocator(self) -> Allocator:
         return Pyramid()
 

@@ -13,8 +13,9 @@ from kvsearch.budgets.dynamic import LayerDemand, share_budgets
 from kvsearch.budgets.lava import HeadWeights, LAVaAllocation, LayerWeights
 from kvsearch.budgets.lava import compute_layer_entropy as entropy_of
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH, AllocatorContract
+from kvsearch.testing.allocator_contract import HEADS, LAYERS, LENGTH
 from tests.budgets.known import OfScores
+from tests.budgets.samples import Contract
 
 NOTHING = np.zeros(0, dtype=np.int32)
 
@@ -66,7 +67,7 @@ def lava(floor_share: float = 0.2, heads: HeadWeights = "dynamic", layers: Layer
     return OfScores(LAVaAllocation(floor_share, heads, layers))
 
 
-class TestDynamic(AllocatorContract):
+class TestDynamic(Contract):
     """More entropy, e.g. the square root of the scores, never costs the layer budget; which head gets it is open."""
 
     def allocator(self) -> Allocator:

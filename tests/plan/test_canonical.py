@@ -14,6 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.limits import MOST_NUMBER, MOST_YAML
 from kvsearch.core.yaml_document import YamlDocument, read_yaml
 from kvsearch.plan import canonical_json
+from tests.examples import at_most
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
@@ -26,6 +27,7 @@ def shuffled(value: Any) -> Any:
     return [shuffled(item) for item in value] if isinstance(value, list) else value
 
 
+@at_most(15)
 @given(VALUES)
 def test_reads_back_as_the_same_value_whatever_the_order(value: Any) -> None:
     data = canonical_json(value)

@@ -1,4 +1,4 @@
-"""Plan files: round trips, torn and foreign files, and writes that never lose what was there."""
+"""Plan files: torn and foreign files, writes that never lose what was there, and the weights that files name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import pytest
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.files import write_atomically
-from kvsearch.plan import load_plan
+from kvsearch.plan import load_plan, save_plan
+from kvsearch.plan import saved as weights
 from tests.combinations import in_turn
-from tests.plan.builders import plan_dict
+from tests.plan.builders import make_plan, plan_dict
+from tests.policies.probes import fitted
 
 
 @pytest.fixture
@@ -142,3 +144,38 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> N
     assert left.exists()
     write_atomically(target, b"mine again")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.json", "plan.json"]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    plan = make_plan()
+    layers = [None if layer is None else layer.model_copy(update={"policy": fitted().spec})
+              for layer in plan.prefill.layers]  # fmt: skip
+    path = tmp_path / "plan.json"
+    save_plan(plan.model_copy(update={"prefill": plan.prefill.model_copy(update={"layers": tuple(layers)})}), path)
+    return path
+
+
+@pytest.fixture
+def forgotten(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plan as another process finds it."""
+    monkeypatch.setattr(weights, "_known", {})
+    return saved
+
+
+def test_a_plan_brings_its_weights(forgotten: Path) -> None:
+    plan = load_plan(forgotten)
+    (spec,) = plan.policies
+    (beside,) = forgotten.parent.glob("probe-*.safetensors")
+    assert weights.read_known_weights(str(spec.params["weights"])) == (beside, beside.read_bytes())
+    copied = forgotten.parent / "copied"
+    copied.mkdir()
+    save_plan(plan, copied / "other.json")
+    assert (copied / beside.name).read_bytes() == beside.read_bytes()
+
+
+def test_a_plan_with_other_weights(forgotten: Path) -> None:
+    (beside,) = forgotten.parent.glob("probe-*.safetensors")
+    beside.write_bytes(beside.read_bytes()[:-1] + b"x")
+    with pytest.raises(UsageError, match=rf"{beside.name} has other weights than .*plan.json names"):
+        load_plan(forgotten)

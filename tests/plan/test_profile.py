@@ -183,17 +183,3 @@ def test_signals_are_optional_but_their_facts_are_not() -> None:
         "arrays.sample_context: is missing, a polykv profile needs it",
     ]
     assert problems_of(full_nll=None) == ["arrays: nll and full_nll go together"]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
-        ("cosine", (3, 1, 2, 4), [3, 1, 2, 4, 3]),
-        ("nll", (2, 1, 2, 4, 3), [3, 1, 2, 4, 3]),
-        ("full_nll", (3, 1), [3]),
-    ],
-)
-def test_shapes(name: str, shape: tuple[int, ...], expected: list[int]) -> None:
-    assert problems_of(**{name: np.zeros(shape, dtype=np.float32)}) == [
-        f"arrays.{name}: has shape {list(shape)}, must be {expected}"
-    ]
