@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from kvsearch.budgets.convex import sort_blocks
 from kvsearch.core.arrays import Floats, Ints
+from kvsearch.testing.allocator_contract import AllocatorContract
+
+
+class Contract(AllocatorContract):
+    """The contract, with two of its seeds."""
+
+    @pytest.fixture(params=range(2))
+    def rng(self, request: pytest.FixtureRequest) -> np.random.Generator:
+        return np.random.default_rng(request.param)
 
 
 def bounds(layers: int, heads: int = 1, floor: int = 0, cap: int = 1000) -> tuple[Ints, Ints]:

@@ -56,16 +56,6 @@ def test_the_policy_of_a_layer_changes_with_its_budget() -> None:
     assert [one.budgets.tolist() for one in found] == [[[total]] for total in range(5)]
 
 
-def test_a_layer_inside_a_piece_keeps_the_policy_that_is_better_there() -> None:
-    importance = np.array([[1.0, 0, 0, 9], [0.0, 6, 0, 4]]).reshape(2, 1, 1, 4)
-    solver = JointSolver(importance)
-    assert solver.ends.tolist() == [0, 2, 4]
-    assert solver.solve(1).policies.tolist() == [0]  # keeps 1, the other one 0
-    assert (solver.solve(1).kept, solver.solve(1).bound) == (1.0, 3.0)
-    assert solver.solve(3).policies.tolist() == [1]  # keeps 6, the other one 1
-    assert (solver.solve(3).kept, solver.solve(3).bound) == (6.0, 8.0)
-
-
 @given(rankings())
 def test_nothing_keeps_more_than_the_bound_or_at_the_end_of_a_piece(drawn: tuple[Floats, Ints]) -> None:
     importance, floors = drawn
@@ -110,18 +100,6 @@ def test_a_layer_leaves_the_best_policy_only_where_that_is_worth_it() -> None:
     assert simpler.policies.tolist() == [0, 1, 0]
     assert (simpler.kept, simpler.budgets.tolist()) == (23.0, [[1], [1], [1]])
     assert solver.simplified(found, 0.9).policies.tolist() == [0, 0, 0]
-
-
-def test_layers_of_several_solvers_make_one() -> None:
-    rng = np.random.default_rng(0)
-    importance = rng.standard_exponential((3, 4, 2, 30))
-    solvers = [MarginalSolver(rows, floors=floor) for floor, rows in enumerate(importance)]
-    chosen = np.array([2, 0, 1, 2])
-    mixed = MarginalSolver.of_layers(solvers, chosen)
-    whole = MarginalSolver(importance[chosen, np.arange(4)], floors=np.repeat(chosen[:, None], 2, axis=1))
-    assert mixed.least == whole.least
-    assert (mixed.solve_many(range(whole.least, 200)) == whole.solve_many(range(whole.least, 200))).all()
-    assert solvers[0].solve(100).tolist() == MarginalSolver(importance[0]).solve(100).tolist()  # as it was
 
 
 @pytest.mark.parametrize("total", [1, 9])

@@ -1,17 +1,20 @@
+"""Budgets of layers by signals, and those that nothing measured decides: even ones, and PyramidKV's line."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvsearch.budgets.allocator import Allocator, Signals
+from kvsearch.budgets.allocator import Allocator, Signals, Uniform
 from kvsearch.budgets.polykv import Proportional
+from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.testing.allocator_contract import HEADS, LAYERS, AllocatorContract
-from tests.budgets.samples import bounds
+from kvsearch.testing.allocator_contract import HEADS, LAYERS
+from tests.budgets.samples import Contract, bounds
 
 
-class TestByLayer(AllocatorContract):
+class TestByLayer(Contract):
     def allocator(self) -> Allocator:
         return Proportional()
 
@@ -50,6 +53,7 @@ def test_worked_examples(heads: int) -> None:
     # The least budget may come from the option as well as from the floors.
     budgets = Proportional(least=4).allocate(np.array([1.0, 2, 3, 4]), 40, *bounds(4))
     assert budgets.ravel().tolist() == [6, 9, 11, 14]
+    assert Proportional(least=9).allocate(np.array([1.0, 2, 3, 4]), 20, *bounds(4)).ravel().tolist() == [5] * 4
 
 
 def test_the_least_budget_is_a_tenth_of_the_mean() -> None:
@@ -59,21 +63,11 @@ def test_the_least_budget_is_a_tenth_of_the_mean() -> None:
     assert Proportional(least=0).allocate(spike, 200, *bounds(4)).ravel().tolist() == [0, 200, 0, 0]
 
 
-def test_a_total_below_the_least_is_shared_equally() -> None:
-    assert Proportional(least=9).allocate(np.array([1.0, 2, 3, 4]), 20, *bounds(4)).ravel().tolist() == [5] * 4
-
-
 def test_negative_signals_count_as_zero_and_never_fall_below_the_least() -> None:
     # Left negative, the second layer would get 4 + 24 * -1 / 7 = 0.57.
     budgets = Proportional().allocate(np.array([1.0, -1, 3, 4]), 40, *bounds(4, floor=4))
     assert budgets.ravel().tolist() == [7, 4, 13, 16]
     assert Proportional().allocate(np.array([-1.0, -5]), 20, *bounds(2)).ravel().tolist() == [10, 10]
-
-
-@pytest.mark.parametrize("direction", ["forward", "inverse"])
-def test_zero_signals_mean_equal_budgets(direction: str) -> None:
-    budgets = Proportional(direction).allocate(np.zeros(3), 30, *bounds(3))  # type: ignore[arg-type]
-    assert budgets.ravel().tolist() == [10, 10, 10]
 
 
 def test_a_zero_signal_counts_a_millionth_of_the_mean() -> None:
@@ -82,6 +76,8 @@ def test_a_zero_signal_counts_a_millionth_of_the_mean() -> None:
         assert budgets.ravel().tolist() == [5, 10**7 - 5]
     noise = Proportional(least=0).allocate(np.array([0.0, 1e-16]), 10**3, *bounds(2))
     assert noise.ravel().tolist() == [500, 500]
+    for allocator in (Proportional(), Proportional("inverse")):
+        assert allocator.allocate(np.zeros(3), 30, *bounds(3)).ravel().tolist() == [10, 10, 10]
 
 
 def test_the_inverse_has_the_same_budgets_in_reversed_order() -> None:
@@ -100,11 +96,6 @@ def test_the_inverse_has_the_same_budgets_in_reversed_order() -> None:
             assert mirrored[signals.argmax()] == units.min()
 
 
-def test_equal_signals_change_places_in_the_inverse() -> None:
-    assert Proportional().allocate(np.array([2.0, 2.0]), 5, *bounds(2)).ravel().tolist() == [3, 2]
-    assert Proportional("inverse").allocate(np.array([2.0, 2.0]), 5, *bounds(2)).ravel().tolist() == [2, 3]
-
-
 def test_an_inverse_outside_the_bounds_is_brought_inside() -> None:
     floors, caps = np.array([[0], [0], [10]]), np.array([[12], [50], [50]])
     signals = np.array([1.0, 2.0, 6.0])
@@ -117,3 +108,40 @@ def test_refusals() -> None:
     for bad in (float("nan"), float("inf")):
         with pytest.raises(UsageError, match=rf"sensitivities must be finite, got {bad} at \[1\]"):
             Proportional().allocate(np.array([1.0, bad]), 4, *bounds(2))
+
+
+UNREAD = np.zeros(1)
+
+
+class TestPyramid(Contract):
+    def allocator(self) -> Allocator:
+        return Pyramid()
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return rng.random((LAYERS, HEADS))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize(("cap", "expected"), [(1000, [18, 14, 10, 6]), (16, [16, 13, 11, 8])])
+def test_worked_examples_of_a_pyramid(heads: int, cap: int, expected: list[int]) -> None:
+    # Free budgets 14, 10, 6, 2; with 12 entries beyond the window 12, 9 1/3, 6 2/3, 4 rounded.
+    budgets = Pyramid(beta=4, window=4).allocate(UNREAD, 48 * heads, *bounds(4, heads, 4, cap))
+    assert budgets.tolist() == [[kept] * heads for kept in expected]
+
+
+def test_a_flat_line_where_nothing_is_left_to_tilt() -> None:
+    assert Pyramid().allocate(UNREAD, 40, *bounds(1, 4, 8, 100)).tolist() == [[10] * 4]  # of one layer
+    assert Pyramid(window=8).allocate(UNREAD, 20, *bounds(4, 1, 0, 100)).tolist() == [[5]] * 4  # below the window
+    assert Pyramid(window=2).allocate(UNREAD, 40, *bounds(4, 1, 2, 10)).tolist() == [[10]] * 4
+    assert Pyramid(beta=1, window=2).allocate(UNREAD, 24, *bounds(4, 1, 2, 10)).tolist() == [[6]] * 4
+
+
+@pytest.mark.parametrize("options", [{"beta": 0.5}, {"beta": float("nan")}, {"window": -1}])
+def test_options_are_checked(options: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Pyramid(**options)  # type: ignore[arg-type]
+
+
+class TestUniform(TestPyramid):
+    def allocator(self) -> Allocator:
+        return Uniform()

@@ -12,9 +12,8 @@ from kvsearch.core.errors import KvsearchWarning
 from kvsearch.kernels import attention, blocks, dispatch
 from kvsearch.kernels.attention import Entries, attend
 from kvsearch.kernels.dispatch import serves
-from tests.combinations import first_value
 from tests.examples import at_most
-from tests.kernels.reference import NAN, Case, relative_error
+from tests.kernels.reference import Case, relative_error
 from tests.kernels.serving import interpreted
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2e-3}  # 2**-8 is a last place of bfloat16
@@ -43,15 +42,11 @@ def check(case: Case) -> None:
         Case(1, 1, 64, 64, 1),
         Case(2, 4, 128, 128, 63, dtype=bf16, holes=True, weighted=True),
         Case(1, 7, 80, 96, 700, dtype=fp16, ragged=True, softcap=30.0),
-        pytest.param(Case(2, 2, 96, 64, 1000, sinks=True, holes=True, ragged=True, weighted=True), marks=nightly),
-        Case(1, 8, 192, 128, 600, dtype=bf16, sinks=True),
         Case(1, 3, 256, 256, 300, holes=True, softcap=5.0),
-        pytest.param(Case(2, 4, 32, 32, 5000, dtype=bf16, ragged=True), marks=nightly),
         Case(1, 20, 40, 33, 513, dtype=fp16, holes=True),
         # several tokens, which see each other causally
         Case(2, 2, 64, 64, 300, rows=5, holes=True),
         pytest.param(Case(1, 8, 128, 80, 600, rows=17, dtype=bf16, ragged=True, sinks=True), marks=nightly),
-        Case(1, 3, 256, 256, 40, rows=40, softcap=5.0),
     ],
     ids=str,
 )
@@ -59,7 +54,7 @@ def test_heads_of_any_size_and_segments_of_any_length(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(fp16, 300.0), (bf16, 3000.0), (fp32, 100.0)], ids=str)
+@pytest.mark.parametrize(("dtype", "scale"), [(fp16, 300.0), (bf16, 3000.0)], ids=str)
 def test_large_keys_neither_overflow_nor_lose_their_order(dtype: torch.dtype, scale: float) -> None:
     """Products of fp16 above 65504 are infinite and those of bf16 are off by whole units; accumulated in fp32 not."""
     case = Case(2, 2, 64, 64, 200, dtype=dtype, scale=scale)
@@ -69,7 +64,7 @@ def test_large_keys_neither_overflow_nor_lose_their_order(dtype: torch.dtype, sc
     assert relative_error(row, expected_row) < 1e-2
 
 
-@at_most(25)
+@at_most(15)
 @given(
     st.builds(
         Case, st.integers(1, 3), st.integers(1, 5), st.integers(1, 20), st.integers(1, 20), st.integers(4, 80),
@@ -81,24 +76,14 @@ def test_any_segments(case: Case) -> None:
     check(case)
 
 
-def test_nothing_to_see_gives_nothing() -> None:
-    case = Case(2, 3, 16, 16, 40, holes=True)
-    case.positions = torch.full((2, 40), -1)
-    held = Entries(torch.full_like(case.keys, NAN), torch.full_like(case.values, NAN), 40, case.positions)
-    output, row = attend(case.query, held, 1.0, want_row=True)
-    assert not bool(output.any())
-    assert not bool(row.any())
-
-
-@pytest.mark.parametrize("columns", [40, pytest.param(900, marks=nightly)])
-def test_a_flat_store_gives_the_bits_of_a_block(columns: int) -> None:
-    case = Case(4, 3, 32, 48, columns, holes=True, weighted=True)
+def test_a_flat_store_gives_the_bits_of_a_block() -> None:
+    case = Case(4, 3, 32, 48, 300, holes=True, weighted=True)
     output, _ = attend(case.query, case.block(), 0.3)
     found, _ = attend(case.query, case.flat(), 0.3)
     assert torch.equal(found, output)
 
 
-@first_value("lengths", [[3000, 1, 0, 300], [0, 0, 1, 0], [256, 3000, 257, 3000], [600, 600, 600, 600]], usual=2)
+@pytest.mark.parametrize("lengths", [[3000, 1, 0, 300], [0, 0, 1, 0]])
 def test_segments_of_a_flat_store_have_as_many_chunks_as_they_need(
     lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,15 +107,6 @@ def test_segments_of_a_flat_store_have_as_many_chunks_as_they_need(
     needed = sum(max(1, -(-length // chunk)) for length in lengths)
     assert (beside, tiles) == (1, 1)
     assert needed <= count <= needed + len(lengths)
-
-
-def test_views_of_larger_blocks_are_read_as_they_are() -> None:
-    case = Case(2, 2, 16, 16, 50)
-    keys, values = torch.full((2, 80, 24), NAN), torch.full((2, 80, 24), NAN)
-    keys[:, :50, :16], values[:, :50, 8:] = case.keys, case.values
-    held = Entries(keys[:, :50, :16], values[:, :50, 8:], 50)
-    output, _ = attend(case.query, held, case.scaling)
-    torch.testing.assert_close(output, case.expected()[0].float(), atol=1e-6, rtol=1e-5)
 
 
 class TestServed:
@@ -166,11 +142,6 @@ class TestServed:
             assert not serves(*states)
         assert not serves(*states)
         assert not recwarn.list
-
-    def test_an_older_gpu_is_done_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-        said = dispatch.lacking.__wrapped__.__wrapped__(torch.device("cuda"))  # type: ignore[attr-defined]
-        assert said == "they need compute capability 8.0, and this GPU has 7.5"
 
     @pytest.mark.parametrize(
         ("what", "why"),

@@ -13,9 +13,7 @@ from kvsearch.testing.policy_contract import Case, observe
 from tests.combinations import first_value
 from tests.kernels.reference import relative_error
 from tests.kernels.serving import interpreted
-from tests.policies import test_cake, test_scoring
-from tests.runtime.policies import SMALL
-from tests.signals import test_oracle
+from tests.runtime.policies import FIRST, SMALL
 
 fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -110,22 +108,7 @@ def test_peaks_are_those_of_a_dense_softmax(group: Literal["sum", "max"], factor
     assert relative_error(found, given.amax(2)) < 1e-5
 
 
-@pytest.mark.nightly
-def test_what_policies_compute_is_what_their_own_tests_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    test_scoring.test_attention_of_the_window_is_that_of_a_dense_softmax()
-    test_scoring.test_column_sums_are_those_of_a_dense_softmax(monkeypatch, 9, 2.0, 10**9)
-    test_cake.test_moments_do_not_depend_on_the_chunks(monkeypatch, 10**9)
-    test_cake.test_a_small_variance_next_to_a_large_mean_is_accurate(monkeypatch, 10**9)
-    test_cake.test_rows_of_padding_do_not_count(monkeypatch, 10**9)
-
-
-@pytest.mark.parametrize("group", ["sum", "max"])
-def test_importance_is_what_its_own_tests_say(group: str) -> None:
-    test_oracle.test_the_worked_example()
-    test_oracle.test_importance_is_the_largest_row_of_the_aggregated_group(group, 2.0)
-
-
-@pytest.mark.parametrize("name", [name for name, policy in SMALL.items() if policy.needs().query_rows])
+@pytest.mark.parametrize("name", [name for name in FIRST.values() if SMALL[name].needs().query_rows])
 def test_scores_are_those_of_pytorchs_path(name: str) -> None:
     policy, case = SMALL[name], Case(2, 2, 14, (0, 6), 1)
     with interpreted(False):

@@ -1,4 +1,4 @@
-"""Budgets at another prompt length and plans at another size sum exactly."""
+"""Budgets at another prompt length and plans at another size sum exactly; plans are compared head by head."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.canonical import canonical_json
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.plan import Phase, Plan, load_plan, save_plan
 from kvsearch.plan.arithmetic import (
+    BudgetChange,
     SettingChange,
     add_carry,
     compare_plans,
@@ -24,9 +25,8 @@ from kvsearch.plan.arithmetic import (
     scale,
 )
 from kvsearch.plan.size import LAID_OUT
-from tests.plan.builders import PROVENANCE, make_plan, phase_dict
+from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
 
-PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 LAVA = {"name": "lava", "params": {"layers": "planned"}}
 
 
@@ -56,10 +56,15 @@ def test_proportional_totals_are_exact_at_every_length(plan: Plan, length: int) 
 
 
 def test_fixed_prefill_budgets_are_clipped_at_the_prompt() -> None:
+    """A sequence outgrows its prompt: three tokens are no reason to hold three entries for ever."""
     plan = make_plan(scaling="fixed", length=None, decode=phase_dict([None, [9, 3], None]), floor=3)
     assert compute_budgets(plan, "prefill", 10).tolist() == [[10, 6], [4, 10]]
     assert compute_budgets(plan, "prefill", 9999).tolist() == [[10, 6], [4, 12]]
-    assert compute_budgets(plan, "decode", 5).tolist() == [[9, 3]]  # the sequence goes on
+    assert compute_budgets(plan, "decode", 5).tolist() == [[9, 3]]
+    budgets: list[list[int] | None] = [[10, 6], None, [4, 12]]
+    proportional = make_plan(budgets, decode=phase_dict(budgets))
+    assert compute_budgets(proportional, "prefill", 2).tolist() == [[2, 2], [2, 2]]
+    assert compute_budgets(proportional, "decode", 2).tolist() == [[4, 4], [4, 4]]
 
 
 def rows(plan: Plan, phase: Phase = "prefill") -> list[list[int]]:
@@ -73,9 +78,7 @@ def fixed(budgets: list[list[int] | None] | None = None, **changes: Any) -> Plan
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        ({"total": 64}, [[20, 12], [8, 24]]),
         ({"budget": 16}, [[20, 12], [8, 24]]),
-        ({"budget": 8}, [[10, 6], [4, 12]]),
         ({"total": 20}, [[5, 4], [4, 7]]),  # the floor of 4 takes 8, 12 / 22 * 10 = 5.45, 12 / 22 * 12 = 6.55
         ({"total": 100}, [[31, 19], [13, 37]]),  # 31.25, 18.75, 12.5, 37.5
         ({"total": 140}, [[40, 36], [24, 40]]),  # 43.75 and 52.5 end at the length of 40, 60 / 10 * 6 = 36
@@ -84,8 +87,11 @@ def fixed(budgets: list[list[int] | None] | None = None, **changes: Any) -> Plan
     ],
 )
 def test_entries_scale_a_plan_by_one_factor(size: dict[str, int], expected: list[list[int]]) -> None:
-    scaled = scale(make_plan(), **size)
+    plan = make_plan(allocation=LAVA)
+    scaled = scale(plan, **size)
     assert rows(scaled) == expected
+    assert (scaled.allocation, scaled.model) == (plan.allocation, plan.model)
+    assert scaled.phase("prefill").policies == plan.phase("prefill").policies
     assert (scaled.scaling, scaled.length, scaled.floor) == ("fixed", size.get("length", 40), 4)
     assert scaled.budgets("prefill")[1] is None
     assert scaled.total == sum(map(sum, expected))
@@ -106,13 +112,8 @@ def test_a_ratio_gives_a_plan_that_scales_with_the_prompt(
     scaled = scale(source, ratio=ratio, length=length)
     assert rows(scaled) == expected
     assert (scaled.scaling, scaled.length) == ("proportional", length or 40)
-
-
-def test_a_plan_of_the_decode_phase_alone_is_scaled() -> None:
-    plan = fixed(prefill=None, decode=phase_dict([[10, 6], None, [4, 12]]))
-    assert rows(scale(plan, budget=10_000, length=40), "decode") == [[12_500, 7_500], [5_000, 15_000]]
-    proportional = scale(plan, ratio=0.5, length=40)  # 80 entries
-    assert (rows(proportional, "decode"), proportional.total) == ([[25, 15], [10, 30]], 80)
+    of_any_prompt = scale(fixed(), ratio=0.1234)
+    assert (of_any_prompt.length, of_any_prompt.total) == (LAID_OUT, of_any_prompt.heads * 8766)
 
 
 def test_fixed_budgets_above_the_length_stay_where_they_are() -> None:
@@ -122,17 +123,6 @@ def test_fixed_budgets_above_the_length_stay_where_they_are() -> None:
     assert rows(scale(plan, total=40)) == [[30, 10]]
     with pytest.raises(UsageError, match="total of 101 is above the 100 entries"):
         scale(plan, total=101)
-    with pytest.raises(UsageError, match="total of 81 is above the 80 entries"):
-        scale(plan, total=81, length=40)
-
-
-def test_what_is_not_a_budget_is_kept() -> None:
-    plan = make_plan(allocation=LAVA)
-    for made in (scale(plan, budget=20), scale(plan, ratio=0.5)):
-        assert (made.allocation, made.model) == (plan.allocation, plan.model)
-        assert [layer and layer.policy for layer in made.phase("prefill").layers] == [
-            layer and layer.policy for layer in plan.phase("prefill").layers
-        ]
 
 
 def test_even_budgets_keep_policies_and_totals() -> None:
@@ -180,27 +170,15 @@ def test_entries_carry_where_something_leaves() -> None:
             {"total": 15},
             r"total of 15 is below the 16 entries that 4 kv heads always keep, 4 each \(the plan's floor\)",
         ),
-        ({"ratio": 0.91}, "total of 14 is below the 16"),
         ({"total": 161}, "total of 161 is above the 160 entries that prompts of this length have for 4 kv heads: keep"),
-        ({"budget": 41}, "total of 164 is above the 160"),
         ({"budget": 4, "length": 3}, "total of 16 is above the 12 entries"),
     ],
 )
 def test_impossible_sizes_are_usage_errors(size: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         scale(make_plan(), **size)
-
-
-def test_a_decode_phase_can_make_a_size_impossible() -> None:
-    plan = make_plan(decode=phase_dict([None, [5, 4], None]))
     with pytest.raises(UsageError, match="a decode total of 6 is below the 8 entries that 2 kv heads always keep"):
-        scale(plan, total=20)
-
-
-def test_a_ratio_needs_no_length() -> None:
-    """Budgets of a fixed plan become shares of whatever prompt is at hand."""
-    scaled = scale(fixed(), ratio=0.1234)
-    assert (scaled.scaling, scaled.length, scaled.total) == ("proportional", LAID_OUT, scaled.heads * 8766)
+        scale(make_plan(decode=phase_dict([None, [5, 4], None])), total=20)
 
 
 def test_provenance_names_the_files_a_plan_was_made_of(tmp_path: Path) -> None:
@@ -224,68 +202,17 @@ def test_provenance_names_the_files_a_plan_was_made_of(tmp_path: Path) -> None:
     )
 
 
-def random_plan(rng: np.random.Generator) -> Plan:
-    """A plan of any kind: one phase or both, layers left alone, any floor, budgets of any unevenness."""
-    layers, heads, floor = int(rng.integers(1, 5)), int(rng.integers(1, 5)), int(rng.integers(0, 9))
-    length = int(rng.integers(max(floor, 1), 3000))
-    proportional = bool(rng.integers(0, 2))
-    low, high = max(floor, 1), length + (0 if proportional else int(rng.integers(0, 50)))
-
-    def phase() -> dict[str, Any]:
-        alone = rng.random(layers) < 0.2
-        alone[int(rng.integers(0, layers))] = False
-        spread = rng.random((layers, heads)) ** int(rng.integers(0, 5))
-        budgets = (low + spread * (high - low)).astype(int).tolist()
-        return phase_dict([None if left else budget for left, budget in zip(alone, budgets, strict=True)])
-
-    some = ((True, False), (False, True), (True, True))[int(rng.integers(0, 3))]
-    made = {name: phase() if chosen else None for name, chosen in zip(PHASES, some, strict=True)}
-    main = made["prefill"] or made["decode"]
-    return make_plan(
-        [[low] * heads] * layers,
-        **made,
-        total=sum(sum(layer["budget"]) for layer in main["layers"] if layer),
-        length=length if proportional or rng.integers(0, 2) else None,
-        scaling="proportional" if proportional else "fixed",
-        floor=floor,
-    )
-
-
-def test_totals_are_exact_for_hundreds_of_random_plans_and_sizes() -> None:
-    rng = np.random.default_rng(6)
-    refused = 0
-    for _ in range(500):
-        plan = random_plan(rng)
-        phases = [phase for phase in PHASES if getattr(plan, phase) is not None]
-        heads, low = np.size(rows(plan, phases[0])), max(plan.floor, 1)
-        length = None if rng.integers(0, 2) else int(rng.integers(1, 4000))
-        total = int(rng.integers(max(heads * low - 5, 1), int(1.2 * heads * (length or plan.length or 3000)) + 5))
-        expected = {phase: half_up(Fraction(plan.phase(phase).total * total, plan.total)) for phase in phases}
-        try:
-            scaled = scale(plan, total=total, length=length)
-        except UsageError:
-            refused += 1
-            assert not all(possible(plan, phase, expected[phase], length) for phase in phases)
-            continue
-        assert {phase: scaled.phase(phase).total for phase in phases} == expected
-        assert scaled.total == total
-        for phase in phases:
-            assert possible(plan, phase, expected[phase], length)
-            assert np.min(rows(scaled, phase)) >= low
-            check_shape(np.array(rows(plan, phase)), np.array(rows(scaled, phase)))
-    assert 20 < refused < 300
-
-
-def possible(plan: Plan, phase: Phase, total: int, length: int | None) -> bool:
-    """Whether budgets that hold at every length can have this total; `length` is what was asked for."""
-    budgets = np.array(rows(plan, phase))
-    if phase == "decode" or (length or plan.length) is None:
-        most = np.inf
-    elif length is None and plan.scaling == "fixed":
-        most = np.maximum(budgets, plan.length).sum()
-    else:
-        most = budgets.size * (length or plan.length)
-    return bool(max(plan.floor, 1) * budgets.size <= total <= most)
+@given(proportional_plans(), st.integers(1, 20_000), st.none() | st.integers(1, 4000))
+def test_scaled_totals_are_exact_or_refused(plan: Plan, total: int, length: int | None) -> None:
+    low = max(plan.floor, 1)
+    if not low * plan.heads <= total <= plan.heads * (length or plan.length):
+        with pytest.raises(UsageError, match=r"is below|is above"):
+            scale(plan, total=total, length=length)
+        return
+    scaled = scale(plan, total=total, length=length)
+    assert scaled.total == np.sum(rows(scaled)) == total
+    assert np.min(rows(scaled)) >= low
+    check_shape(np.array(rows(plan)), np.array(rows(scaled)))
 
 
 def check_shape(before: np.ndarray, after: np.ndarray) -> None:
@@ -301,10 +228,57 @@ def test_scaling_to_what_a_prompt_gets_gives_its_budgets(plan: Plan, length: int
     assert np.array_equal(rows(scaled), wanted)
 
 
-def test_decode_budgets_of_short_prompts_keep_the_floor() -> None:
-    """A sequence outgrows its prompt: eight tokens are no reason to hold eight entries for ever."""
-    budgets: list[list[int] | None] = [[10, 6], None, [4, 12]]
-    plan = make_plan(budgets, decode=phase_dict(budgets))
-    assert compute_budgets(plan, "prefill", 2).tolist() == [[2, 2], [2, 2]]
-    assert compute_budgets(plan, "decode", 2).tolist() == [[4, 4], [4, 4]]
-    assert compute_budgets(plan, "decode", 80).sum() == 64
+def with_policies(*policies: tuple[str, dict[str, Any]] | None) -> dict[str, Any]:
+    phase = phase_dict([None if policy is None else [4, 4] for policy in policies])
+    for layer, policy in zip(phase["layers"], policies, strict=True):
+        if policy is not None:
+            layer["policy"] = {"name": policy[0], "params": policy[1]}
+    return phase
+
+
+def test_budgets_are_compared_head_by_head() -> None:
+    before = make_plan([[10, 6], None, [4, 12]])
+    after = make_plan([[10, 7], [5, 5], [4, 12]], decode=phase_dict([None, None, [8, 8]]))
+    assert compare_plans(before, after)[1] == [
+        BudgetChange("prefill", 0, 1, 6, 7),
+        BudgetChange("prefill", 1, 0, None, 5),
+        BudgetChange("prefill", 1, 1, None, 5),
+        BudgetChange("decode", 2, 0, None, 8),
+        BudgetChange("decode", 2, 1, None, 8),
+    ]
+    with pytest.raises(IncompatibleError, match="other layers or heads"):
+        compare_plans(before, make_plan([[4, 4]]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"length": 50}, [("length", 40, 50)]),
+        ({"floor": 2}, [("floor", 4, 2)]),
+        ({"scaling": "fixed", "length": None}, [("scaling", "proportional", "fixed"), ("length", 40, None)]),
+        (
+            {"allocation": {"name": "lava", "params": {"layers": "planned"}}},
+            [("allocation", "static", "lava"), ("allocation.layers", None, "planned")],
+        ),
+        (
+            {"model": model_dict(weights_sha256="0" * 64)},
+            [("model.weights_sha256", model_dict()["weights_sha256"], "0" * 64)],
+        ),
+    ],
+)
+def test_settings_of_the_whole_plan(changes: dict[str, Any], expected: list[tuple[Any, ...]]) -> None:
+    changes = {"provenance": {**PROVENANCE, "seed": 8}, **changes}  # which does not matter
+    found = compare_plans(make_plan(), make_plan(**changes))
+    assert found == ([SettingChange(*change) for change in expected], [])
+
+
+def test_policies_and_parameters_are_grouped_by_layers() -> None:
+    snapkv, wider, h2o = ("snapkv", {"window": 4}), ("snapkv", {"window": 8}), ("h2o", {"sinks": 1})
+    before = make_plan([[4, 4]] * 4, prefill=with_policies(snapkv, snapkv, snapkv, snapkv))
+    after = make_plan([[4, 4]] * 4, prefill=with_policies(wider, h2o, snapkv, wider))
+    assert compare_plans(before, after)[0] == [
+        SettingChange("policy.window", 4, 8, "prefill", (0, 3)),
+        SettingChange("policy", "snapkv", "h2o", "prefill", (1,)),
+        SettingChange("policy.window", 4, None, "prefill", (1,)),
+        SettingChange("policy.sinks", None, 1, "prefill", (1,)),
+    ]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.parsing import describe_validation_error
 from kvsearch.plan import Plan
-from tests.plan.builders import PROVENANCE, make_plan, model, model_dict, phase_dict, plan_dict
+from tests.plan.builders import PROVENANCE, model, model_dict, phase_dict, plan_dict
 
 
 def problems(data: dict[str, Any]) -> list[str]:
@@ -20,22 +20,14 @@ def problems(data: dict[str, Any]) -> list[str]:
     return describe_validation_error(caught.value, "plan.json").split("\n  ")[1:]
 
 
-def test_a_missing_phase_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="no 'decode' phase, only prefill"):
-        make_plan().budgets("decode")
-
-
 BAD: list[tuple[dict[str, Any], str]] = [
     (plan_dict(total=33), "total: says 33, but the prefill budgets add up to 32: correct one of them"),
-    (plan_dict(prefill=None, decode=phase_dict([[4, 4]] * 3), total=1), "total: says 1, but the decode budgets add"),
     (plan_dict(total=32.0), "total: must be a whole number, not 32.0"),
-    (plan_dict(floor=-1), "floor: must be at least 0, not -1"),
     (plan_dict(floor=5), "prefill.layers.2.budget: is 4 at head 0, below the floor of 5 entries"),
     (plan_dict(length=11), "prefill.layers.2.budget: is 12 at head 1, above the length of 11 tokens"),
     (plan_dict(length=None), 'scaling: "proportional" needs a length'),
     (plan_dict(prefill=None), "decode: a plan needs at least one phase"),
     (plan_dict(prefill=phase_dict([None] * 3)), "prefill.layers: plans no layer"),
-    (plan_dict(extra=1), "extra: unknown key"),
     (plan_dict(prefill=phase_dict([[10, 6], None, [4, 12]], carry="fold")), "prefill.layers.0.carry: must be "),
     (
         plan_dict(decode=phase_dict([[10, 6], None, [4, 12]], carry="match")),
@@ -47,11 +39,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (plan_dict(model=model_dict(layers=4)), "prefill.layers: has 3 items, but model.layers is 4"),
     (plan_dict(model=model_dict(kv_heads=3)), "prefill.layers.0.budget: has 2 items, but model.kv_heads is 3"),
-    (plan_dict(model=model_dict(layers=30_000_000)), "model.layers: must be at most 1024"),
     (plan_dict([[10, 0], [4, 4]]), "prefill.layers.0.budget.1: must be at least 1, not 0"),
-    ({name: value for name, value in plan_dict().items() if name != "floor"}, "floor: is missing"),
     (plan_dict(provenance={**PROVENANCE, "settings": {"a": {}}}), "provenance.settings.a: must be a finite number"),
-    (plan_dict(provenance={**PROVENANCE, "kvsearch": "\ud800"}), "provenance.kvsearch: must be text"),
 ]
 
 
@@ -60,20 +49,6 @@ def test_each_mistake_is_named_by_its_place(data: dict[str, Any], expected: str)
     found = problems(data)
     assert any(line.startswith(expected) for line in found), found
     assert all("\n" not in line for line in found)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("model_type", "qwen3", "other architecture ("),
-        ("config_sha256", "0" * 64, "other configuration ("),
-        ("kv_heads", 4, "other kv heads per layer (2, here 4)"),
-        ("head_dim", 16, "other dimensions of a head ("),
-    ],
-)
-def test_a_difference_between_models_is_named(field: str, value: object, words: str) -> None:
-    difference = model().mismatch(model(**{field: value}))
-    assert difference.startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +69,6 @@ def test_another_dtype_is_told_from_another_model(made: str | None, here: str, e
     assert expected in str(caught.value)
     if "was made in" in expected:
         assert f"load it with --dtype {made}, or make plan.json again" in str(caught.value)
-
-
-def test_weights_may_be_allowed_to_differ() -> None:
-    tuned = model(weights_sha256="a" * 64)
-    assert model().mismatch(tuned, weights=False) is None
-    assert str(model().mismatch(tuned)).startswith("other weights (")
 
 
 def test_another_model_is_refused_with_both_hashes() -> None:

@@ -103,7 +103,7 @@ def present_queries(observation: Observation) -> Tensor:
     return observation.references.queries
 
 
-@fixed(40)
+@fixed(15)
 @given(prompts, st.integers(0, 99))
 def test_what_entries_carry(observation: Observation, seed: int) -> None:
     keep, counts, lengths = chosen(observation, seed)
@@ -128,7 +128,7 @@ def test_what_entries_carry(observation: Observation, seed: int) -> None:
     torch.testing.assert_close(other.log_weights.flip(0), log_weights, atol=1e-4, rtol=1e-4)
 
 
-@fixed(20)
+@fixed(10)
 @given(st.integers(0, 999), st.sampled_from([None, 3.0]))
 def test_reference_queries_are_answered_better(seed: int, softcap: float | None) -> None:
     observation = seen(seed, 1, 2, 2, 90, softcap=softcap, rotary=no_rope)
@@ -152,10 +152,6 @@ def test_learned_sinks_keep_their_share() -> None:
     heavy = match_attention(replace(observation, sinks=torch.full((1, 2), 12.0)), keep, counts, lengths)
     assert bool(heavy.log_weights.isfinite().all())
     assert not torch.allclose(heavy.values, plain.values, atol=1e-3)
-
-
-def test_halves_are_stored_as_halves() -> None:
-    observation = seen(4, 1, 2, 2, 70)
     half = replace(observation, keys=observation.keys.bfloat16(), values=observation.values.bfloat16())
-    carried = match_attention(half, *chosen(half, 5))
+    carried = match_attention(half, keep, counts, lengths)
     assert carried.values.dtype == carried.log_weights.dtype == torch.bfloat16

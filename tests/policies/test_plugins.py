@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,15 +14,12 @@ from torch import Tensor
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.core import plugins
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError
-from kvsearch.policies import Observation, Policy, create_policy, registry
+from kvsearch.core.errors import EnvironmentFault
+from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.runtime import Program, attach
-from kvsearch.runtime.attention import NAME, use_attention
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.search.bank.prepared import prefill
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.families import build, prompts
 
 LENGTH = 24
@@ -33,20 +28,15 @@ WRONG: dict[str, Callable[[Tensor], Any]] = {
     "nan": lambda scores: scores.masked_fill(scores == scores.amax(-1, keepdim=True), NAN),
     "inf": lambda scores: scores.masked_fill(scores == scores.amax(-1, keepdim=True), INF),
     "broadcast heads": lambda scores: scores[:, :1],
-    "broadcast entries": lambda scores: scores[..., :1],
     "half": lambda scores: scores.half(),
-    "meta": lambda scores: scores.to("meta"),
     "none": lambda _: None,
     "index": lambda scores: scores[99],
     "exit": lambda _: sys.exit(3),
-    "of its own": lambda _: {}["a\nb"],
 }
 SAID = {
-    "nan": "NaN or infinite in layer", "inf": "NaN or infinite in layer", "broadcast heads": "shape",
-    "broadcast entries": "shape", "half": "float16", "meta": "device meta",
+    "nan": "NaN or infinite in layer", "inf": "NaN or infinite in layer", "broadcast heads": "shape", "half": "float16",
     "none": "returned NoneType from score(), not a tensor",
     "index": "failed in score() (IndexError: ", "exit": "failed in score() (SystemExit: 3)",
-    "of its own": "failed in score() (KeyError: ",
 }  # fmt: skip
 
 
@@ -108,7 +98,7 @@ PATHS: dict[str, tuple[str, Allocation | None]] = {
 }  # fmt: skip
 
 
-@every_value(path=PATHS, wrong=WRONG)
+@in_turn(path=PATHS, wrong=WRONG)
 def test_scores_that_are_wrong_name_the_policy(model: Any, path: str, wrong: str) -> None:
     phases, allocation = PATHS[path]
     if (path, wrong) == ("scored anew", "broadcast heads"):
@@ -127,43 +117,3 @@ def test_decode_rules(model: Any, wrong: str) -> None:
         generate(model, program(model, Online(wrong), "decode"))
     assert said in str(caught.value)
     assert generate(model, program(model, Online(), "both")).shape[1] == LENGTH + 4
-
-
-@pytest.mark.parametrize("wrong", ["nan", "broadcast entries"])
-def test_what_a_search_shares(model: Any, wrong: str) -> None:
-    ids, _ = prompts(1, LENGTH)
-    layers = range(model.config.num_hidden_layers)
-    with use_attention(model, NAME), pytest.raises(EnvironmentFault, match="policy foreign of "):
-        prefill(model, {layer: (Foreign(wrong),) for layer in layers}, ids[0], 40)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), IncompatibleError("not for this model"), MemoryError()])
-def test_what_is_interrupted_said_on_purpose_or_too_large_is_not_its_fault(
-    model: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(WRONG, "other", Mock(side_effect=error))
-    with pytest.raises(type(error)) as caught:
-        generate(model, program(model, Foreign("other"), "prefill"))
-    assert caught.value is error
-
-
-def test_the_package_is_that_of_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Distribution:
-        name, version = "kvsearch-foreign", "1.2"
-
-    point = EntryPoint("foreign", f"{__name__}:Foreign", registry.GROUP)
-    object.__setattr__(point, "dist", Distribution)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
-    assert str(registry.policy_error(Foreign, "is odd")).startswith("policy foreign of kvsearch-foreign 1.2 is odd: ")
-
-
-def test_a_module_that_exits_when_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Leaving:
-        name, value, dist, module = "leaving", "leaving:Policy", None, "leaving"
-
-        def load(self) -> None:
-            sys.exit("no licence")
-
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [Leaving()])
-    with pytest.raises(EnvironmentFault, match=r"policy leaving of leaving cannot be imported \(SystemExit: no"):
-        create_policy("leaving")

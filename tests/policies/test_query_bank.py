@@ -130,13 +130,8 @@ def test_a_bank_is_chosen_of_the_queries(tokens: int, count: int, seed: int) -> 
             assert (apart.amin(-1) == 0).all()
             if found is apart_most:
                 assert len(set(apart.argmin(-1).tolist())) == min(count, tokens)
-
-
-def test_farthest_points_and_centres() -> None:
-    """Two clusters and one far point: the far one first; centres are of the clusters."""
-    line = torch.tensor([0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 20.0])
-    queries = line.view(1, 1, 1, -1, 1)
-    assert choose_farthest(queries, 3).flatten().tolist() == pytest.approx([20, 0, 5.2])
-    assert sorted(choose_by_k_means(queries, choose_farthest(queries, 3)).flatten().tolist()) == pytest.approx(
-        [0.1, 5.1, 20]
-    )
+    # two clusters and one far point: the far one first, and centres are of the clusters
+    line = torch.tensor([0.0, 0.1, 0.2, 5.0, 5.1, 5.2, 20.0]).view(1, 1, 1, -1, 1)
+    assert choose_farthest(line, 3).flatten().tolist() == pytest.approx([20, 0, 5.2])
+    centres = choose_by_k_means(line, choose_farthest(line, 3)).flatten()
+    assert sorted(centres.tolist()) == pytest.approx([0.1, 5.1, 20])

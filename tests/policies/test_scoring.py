@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given
@@ -19,45 +17,16 @@ CASE = Case(heads=6, group=2, length=40, pads=(0, 11), seed=1)
 ROW = 8 * 2 * 40  # bytes of logits and attention of a row of one kv head: two query heads, 40 keys
 
 
-@pytest.mark.parametrize(
-    ("scratch", "rows", "heads", "sequences"),
-    [
-        (1, 1, 1, 1), (2 * ROW, 2, 1, 1), (5 * ROW, 5, 1, 1), (3 * 5 * ROW, 5, 3, 1), (6 * 5 * ROW, 5, 6, 1),
-        (10**9, 5, 6, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("scratch", "rows"), [(1, {1}), (2 * ROW, {1, 2}), (10**9, {5})])
 def test_scratch_memory_changes_nothing_but_the_steps(
-    monkeypatch: pytest.MonkeyPatch, scratch: int, rows: int, heads: int, sequences: int
+    monkeypatch: pytest.MonkeyPatch, scratch: int, rows: set[int]
 ) -> None:
     policy = SnapKV(window=5, kernel=3)
     expected = policy.score(observe(policy, CASE))
     monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     observation = observe(policy, CASE)
     torch.testing.assert_close(policy.score(observation), expected, rtol=1e-6, atol=0)
-    steps = [
-        (part[0].indices(2)[:2], part[1].indices(6)[:2], tuple(probability.shape[-2:]))
-        for part, probability in iterate_window_rows(observation, 5)
-    ]
-    assert steps == [
-        ((first, first + sequences), (head, head + heads), (last - row, 35 + last))
-        for first in range(0, 2, sequences)
-        for head in range(0, 6, heads)
-        for row in range(0, 5, rows)
-        for last in [min(row + rows, 5)]
-    ]
-
-
-def test_a_row_of_a_sparse_prompt_may_see_any_column() -> None:
-    """Of five tokens the second and third are gone: three entries, and a window of two rows of four."""
-    observation = observe(SnapKV(window=4), Case(heads=1, group=1, length=3, pads=(0,), seed=4))
-    sparse = dataclasses.replace(
-        observation,
-        queries=torch.cat([observation.queries, observation.queries[:, :, :1]], 2),
-        token_index=torch.tensor([[0, 3, 4]]),
-        token_count=torch.tensor([5]),
-    )
-    found = torch.cat([rows for _, rows in iterate_window_rows(sparse, 4)], -2)[0, 0, 0]
-    assert ((found > 0) == torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)).all()
+    assert {part.shape[-2] for _, part in iterate_window_rows(observation, 5)} == rows
 
 
 class Largest(TorchDispatchMode):
@@ -80,6 +49,12 @@ def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with Largest() as largest:
         policy.score(observation)
     assert largest.elements == everything // 4
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(1, 4, 2048, 4, generator=generator), torch.randn(1, 2, 2048, 4, generator=generator)
+    monkeypatch.undo()
+    with Largest() as largest:
+        sum_columns(query, keys, torch.ones(1, 2048, dtype=torch.bool), 0.5)
+    assert largest.elements * 4 <= scoring.CACHE_BYTES
 
 
 def test_attention_of_the_window_is_that_of_a_dense_softmax() -> None:
@@ -93,15 +68,6 @@ def test_attention_of_the_window_is_that_of_a_dense_softmax() -> None:
     torch.testing.assert_close(parts.flatten(1, 2), dense)
     torch.testing.assert_close(average_window_attention(observation, 7), dense.mean(2).view(2, 6, 2, 40).mean(2))
     torch.testing.assert_close(average_window_attention(observation, 7, "max"), dense.mean(2).view(2, 6, 2, 40).amax(2))
-
-
-def test_soft_capped_logits() -> None:
-    observation = observe(SnapKV(window=2), Case(heads=1, group=1, length=3, pads=(0,), seed=4))
-    capped = dataclasses.replace(observation, softcap=0.5)
-    logits = 0.5 * torch.tanh(observation.queries @ observation.keys.transpose(-1, -2) * 0.5 / 0.5)
-    expected = logits[0, 0, 1].softmax(-1)
-    ((_, probability),) = iterate_window_rows(capped, 2)
-    torch.testing.assert_close(probability[0, 0, 0, 1], expected)
 
 
 @every_value(cache=[1, 8 * 2 * 40 * 7, 10**9], rows=[9, 40, 1], softcap=[None, 2.0])
@@ -121,14 +87,6 @@ def test_column_sums_are_those_of_a_dense_softmax(
         dense = dense.masked_fill(~real[:, None, 40 - rows :, None], 0.0)
         expected = dense.sum(2).view(2, 3, 2, 40).mean(2)
         torch.testing.assert_close(sum_columns(query, keys, real, 0.7, softcap), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_column_sums_never_hold_all_rows_at_once() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, keys = torch.randn(1, 4, 2048, 4, generator=generator), torch.randn(1, 2, 2048, 4, generator=generator)
-    with Largest() as largest:
-        sum_columns(query, keys, torch.ones(1, 2048, dtype=torch.bool), 0.5)
-    assert largest.elements * 4 <= scoring.CACHE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,12 @@ def batch(pads: int = PADS) -> tuple[Tensor, Tensor]:
     return prompts(BATCH, LENGTH, pads=pads)
 
 
-def more(count: int, seed: int = 1, rows: int = BATCH) -> Tensor:
-    return prompts(rows, count, seed=seed)[0]
+def more(count: int, seed: int = 1) -> Tensor:
+    return prompts(BATCH, count, seed=seed)[0]
 
 
-def ones(count: int, rows: int = BATCH) -> Tensor:
-    return torch.ones(rows, count, dtype=torch.long)
+def ones(count: int) -> Tensor:
+    return torch.ones(BATCH, count, dtype=torch.long)
 
 
 def said(output: Any) -> Iterator[Tensor]:
@@ -83,28 +83,7 @@ def _generating(name: str, **options: Any) -> None:
 _generating("greedy")
 _generating("sampling", do_sample=True, temperature=1.5, top_k=20)
 _generating("beams", num_beams=3)
-_generating("beam_sampling", num_beams=3, do_sample=True)
-_generating("several_sequences", do_sample=True, num_return_sequences=3)
-_generating("several_beams", num_beams=4, num_return_sequences=2)
 _generating("replies_that_end_early", eos_token_id=list(range(3, 60)), pad_token_id=PAD)
-_generating("repetition_penalty", repetition_penalty=1.3, no_repeat_ngram_size=2)
-_generating("min_length_and_processors", min_new_tokens=REPLY, eos_token_id=7, pad_token_id=PAD)
-_generating("in_chunks", prefill_chunk_size=7)
-_generating("in_chunks_with_a_last_token", prefill_chunk_size=23)
-_generating("dynamic_by_name", cache_implementation="dynamic")
-
-
-# what only `generate` reads: the model is called as in other modes
-OPTIONS = (
-    "sampling", "beam_sampling", "several_sequences", "several_beams", "repetition_penalty", "dynamic_by_name",
-    "min_length_and_processors", "in_chunks_with_a_last_token", "prompt_named_inputs",
-)  # fmt: skip
-
-
-@mode
-def prompt_named_inputs(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    yield from said(side.generate(None, inputs=ids, attention_mask=mask))
 
 
 @mode
@@ -112,20 +91,6 @@ def embeddings(side: Side) -> Iterator[Tensor]:
     ids, mask = batch()
     embedded = side.model.get_input_embeddings()(ids)
     yield from said(side.generate(None, inputs_embeds=embedded, attention_mask=mask))
-
-
-@mode
-def prompt_lookup(side: Side) -> Iterator[Tensor]:
-    ids = batch(pads=0)[0][:1].repeat(1, 2)
-    yield from said(side.generate(ids, attention_mask=torch.ones_like(ids), prompt_lookup_num_tokens=3))
-
-
-@mode
-def assistant(side: Side) -> Iterator[Tensor]:
-    ids = batch(pads=0)[0][:1]
-    helper = copy.deepcopy(side.model)
-    helper.set_attn_implementation("eager")
-    yield from said(side.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=helper))
 
 
 def _conversation(side: Side, hide: Callable[[Tensor, Tensor], Tensor] | None, **options: Any) -> Iterator[Tensor]:
@@ -158,17 +123,6 @@ def turns_in_which_replies_end_early(side: Side) -> Iterator[Tensor]:
 
 
 @mode
-def turns_with_an_inferred_mask(side: Side) -> Iterator[Tensor]:
-    """transformers makes the mask of a pad token that a reply happens to have."""
-    ids, cache = batch(pads=0)[0], side.cache()
-    ids[1, 9] = 5
-    for turn in range(2):
-        output = side.generate(ids, past_key_values=cache, pad_token_id=5 if turn else None)
-        yield from said(output)
-        ids = torch.cat([output.sequences, more(3, seed=turn)], 1)
-
-
-@mode
 def turns_that_hide_other_tokens_each(side: Side) -> Iterator[Tensor]:
     def hide(ids: Tensor, mask: Tensor) -> Tensor:
         hidden = mask.clone()
@@ -178,35 +132,6 @@ def turns_that_hide_other_tokens_each(side: Side) -> Iterator[Tensor]:
         return hidden
 
     yield from _conversation(side, hide)
-
-
-@mode
-def beams_after_a_mask_that_hides(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    cache = side.cache()
-    yield side.forward(cache, ids, mask)
-    cache.batch_repeat_interleave(3)
-    ids, mask = torch.cat([ids, more(4)], 1), torch.cat([mask, ones(4)], 1)
-    mask[:, 8:12] = 0
-    yield from said(side.generate(ids, attention_mask=mask, past_key_values=cache, num_beams=3))
-
-
-@mode
-def drafts_after_a_mask_that_hides(side: Side) -> Iterator[Tensor]:
-    ids = batch(pads=0)[0][:1].repeat(1, 2)
-    cache, mask = side.cache(ids.shape[1]), torch.ones_like(ids)
-    yield side.forward(cache, ids, mask)
-    ids, mask = torch.cat([ids, ids[:, :5]], 1), torch.cat([mask, ones(5, 1)], 1)
-    mask[:, 8:12] = 0
-    yield from said(side.generate(ids, attention_mask=mask, past_key_values=cache, prompt_lookup_num_tokens=3))
-
-
-@mode
-def token_by_token_without_masks(side: Side) -> Iterator[Tensor]:
-    ids, cache = batch(pads=0)[0], side.cache()
-    yield side.forward(cache, ids)
-    for step in range(REPLY):
-        yield side.forward(cache, more(1, seed=step))
 
 
 @mode
@@ -222,16 +147,6 @@ def masks_that_hide_what_was_read(side: Side) -> Iterator[Tensor]:
             shown[0, 7 + step : 12 + step] = 0
             shown[1, : 2 * step] = 0
         yield side.forward(cache, more(count, seed=step), shown)
-
-
-@mode
-def masks_that_hide_before_none_is_given(side: Side) -> Iterator[Tensor]:
-    ids, cache = batch(pads=0)[0], side.cache()
-    yield side.forward(cache, ids)
-    mask = ones(LENGTH + 3)
-    mask[:, 4:9] = 0
-    yield side.forward(cache, more(3), mask)
-    yield side.forward(cache, more(1), position_ids=torch.full((BATCH, 1), LENGTH + 3))
 
 
 @mode
@@ -266,18 +181,6 @@ def padded_questions(side: Side) -> Iterator[Tensor]:
 
 
 @mode
-def questions_padded_behind(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    cache = side.cache()
-    yield side.forward(cache, ids, mask)
-    asked = ones(4)
-    asked[0, 2:] = 0
-    mask = torch.cat([mask, asked], 1)
-    yield side.forward(cache, more(4), mask)[1:]
-    yield side.forward(cache, more(1), torch.cat([mask, ones(1)], 1))
-
-
-@mode
 def finished_sequences_are_fed_pads(side: Side) -> Iterator[Tensor]:
     ids, mask = batch()
     cache = side.cache()
@@ -287,62 +190,21 @@ def finished_sequences_are_fed_pads(side: Side) -> Iterator[Tensor]:
         yield side.forward(cache, more(1, seed=step), mask)[:1]
 
 
-def _changing(name: str, rows: list[int], change: Callable[[Any], Any]) -> None:
-    """A prompt and a hidden token, a change of the cache, and a question to the sequences that are there then."""
-
-    def run(side: Side) -> Iterator[Tensor]:
-        ids, mask = batch()
-        cache = side.cache()
-        yield side.forward(cache, ids, mask)
-        mask = torch.cat([mask, ones(2)], 1)
-        mask[:, 9] = 0
-        yield side.forward(cache, more(2), mask)
-        cache = change(cache)
-        mask = mask[rows]
-        for step, count in enumerate((1, 3)):
-            mask = torch.cat([mask, ones(count, len(rows))], 1)
-            yield side.forward(cache, more(count, seed=step, rows=len(rows)), mask)
-
-    run.__name__ = name
-    mode(run)
-
-
-def _called(method: str, argument: Any) -> Callable[[Any], Any]:
-    def change(cache: Any) -> Any:
-        getattr(cache, method)(argument)
-        return cache
-
-    return change
-
-
-_changing("sequences_reordered", [1, 0], _called("reorder_cache", torch.tensor([1, 0])))
-_changing("sequences_selected", [1], _called("batch_select_indices", torch.tensor([1])))
-_changing("sequences_repeated", [0, 0, 1, 1], _called("batch_repeat_interleave", 2))
-_changing("copied", [0, 1], copy.deepcopy)
-
-
 @mode
-def taken_back(side: Side) -> Iterator[Tensor]:
+def copied(side: Side) -> Iterator[Tensor]:
+    """A prompt and a hidden token, a copy in other rows, and a question to it."""
     ids, mask = batch()
     cache = side.cache()
     yield side.forward(cache, ids, mask)
-    hidden = torch.cat([mask, ones(4)], 1)
-    hidden[:, 8:11] = 0
-    question, asked = prompts(BATCH, 4, pads=2, seed=2)
-    yield side.forward(cache, more(4), hidden)
-    cache.crop(-4)
-    yield side.forward(cache, question, torch.cat([mask, asked], 1))[:, -1:]
-    cache.crop(-4)
-    yield side.forward(cache, more(2), torch.cat([mask, ones(2)], 1))
-
-
-@mode
-def iterated(side: Side) -> Iterator[Tensor]:
-    ids, cache = batch(pads=0)[0], side.cache()
-    side.forward(cache, ids)
-    for keys, values, _ in cache:
-        yield keys
-        yield values
+    mask = torch.cat([mask, ones(2)], 1)
+    mask[:, 9] = 0
+    yield side.forward(cache, more(2), mask)
+    cache = copy.deepcopy(cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    mask = mask.flip(0)
+    for step, count in enumerate((1, 3)):
+        mask = torch.cat([mask, ones(count)], 1)
+        yield side.forward(cache, more(count, seed=step), mask)
 
 
 @mode

@@ -1,4 +1,4 @@
-"""What code written for stock caches asks: keys and values, attention weights, positions."""
+"""What code written for stock caches asks: keys, values, attention weights, other rows, tokens taken back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME, use_attention
 from kvsearch.runtime.program import make_full_program
-from tests.families import build, prompts
+from tests.combinations import in_turn
+from tests.families import DEVICES, build, prompts
+from tests.runtime.helpers import assert_close, feed, one_by_one, random_eviction, running
 
 LENGTH = 20
 
@@ -51,15 +53,11 @@ def test_keys_and_values_are_those_of_a_stock_cache_where_nothing_is_evicted(mod
 def test_keys_of_which_some_are_gone_are_no_tensor(model: Any) -> None:
     ids, mask = prompts(2, LENGTH, pads=3)
     with use_attention(model, NAME):
-        for program, words in (
-            (eight(model), "8 to 8"),
-            (make_full_program(model), "17 to 20"),
-        ):
-            cache = PlanCache(model, program)
-            model(ids, attention_mask=mask, past_key_values=cache)
-            for name in ("keys", "values"):
-                with pytest.raises(UsageError, match=rf"layer 1 .* of 20 tokens its heads hold {words} entries"):
-                    getattr(cache.layers[1], name)
+        cache = PlanCache(model, eight(model))
+        model(ids, attention_mask=mask, past_key_values=cache)
+        for name in ("keys", "values"):
+            with pytest.raises(UsageError, match=r"layer 1 .* of 20 tokens its heads hold 8 to 8 entries"):
+                getattr(cache.layers[1], name)
 
 
 def test_attention_weights_are_empty_and_that_is_said(model: Any) -> None:
@@ -74,16 +72,87 @@ def test_attention_weights_are_empty_and_that_is_said(model: Any) -> None:
         assert planned.generate(ids, max_new_tokens=3).tolist() == found.sequences.tolist()
         with pytest.raises(UsageError, match="drop output_attentions"):
             planned.generate(ids, prompt_lookup_num_tokens=2, **asked)
-        with pytest.raises(UsageError, match="drop output_attentions"):
-            model.generate(ids, prompt_lookup_num_tokens=2, past_key_values=planned.new_cache(LENGTH), **asked)
-        assert planned.generate(ids, max_new_tokens=3, prompt_lookup_num_tokens=2).shape[1] == LENGTH + 3
 
 
-def test_more_tokens_than_positions_are_warned_about(model: Any, recwarn: pytest.WarningsRecorder) -> None:
-    ids, _ = prompts(1, LENGTH)
-    model.config.max_position_embeddings = LENGTH + 2
-    with attach(model, eight(model)) as planned:
-        planned.generate(ids, max_new_tokens=3)  # the last token is never read
-        assert not [one for one in recwarn if issubclass(one.category, KvsearchWarning)]
-        with pytest.warns(KvsearchWarning, match="23 tokens have passed, evicted ones counted.*for 22: "):
-            planned.generate(ids, max_new_tokens=4)
+# what is called, with which tensor or number, and which sequences that leaves
+REARRANGED: dict[str, tuple[str, Any, list[int]]] = {
+    "reorder": ("reorder_cache", [2, 0, 0], [2, 0, 0]),
+    "select": ("batch_select_indices", [1], [1]),
+    "select by mask": ("batch_select_indices", [True, False, True], [0, 2]),
+    "select backwards": ("batch_select_indices", [-1, 1], [2, 1]),
+    "repeat": ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+}
+
+
+def rearrange(way: str, cache: PlanCache, device: str) -> list[int]:
+    method, argument, rows = REARRANGED[way]
+    getattr(cache, method)(torch.tensor(argument, device=device) if isinstance(argument, list) else argument)
+    return rows
+
+
+@torch.no_grad()
+def step(model: Any, cache: PlanCache, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Logits of one decode step, [B, V]; the length of a sequence is its new token's position, the rest is padding."""
+    columns = torch.arange(cache.get_seq_length(), -1, -1, device=ids.device)
+    mask = (columns <= lengths[:, None]).long()
+    output = model(input_ids=ids, attention_mask=mask, position_ids=lengths[:, None], past_key_values=cache)
+    logits: torch.Tensor = output.logits[:, -1]
+    return logits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@in_turn(way=REARRANGED, appended=[3, 0])
+def test_rearranged_sequences_go_on_as_they_were(way: str, appended: int, device: str) -> None:
+    model = build("llama", device)
+    ids, mask = prompts(3, 30, pads=8, device=device)
+    eviction, answer = random_eviction(model, mask), prompts(3, 5, device=device, seed=1)[0]
+    with running(model, NAME):
+        straight, moved = (PlanCache(model, eviction.program) for _ in range(2))
+        for cache in (straight, moved):
+            feed(model, cache, [(ids, mask), *one_by_one(answer[:, :appended])])
+        rows = rearrange(way, moved, device)
+        assert torch.equal(moved.entries(), straight.entries()[:, rows])
+        for new, old in enumerate(rows):
+            assert moved.kept_positions(1, new, 1) == straight.kept_positions(1, old, 1)
+        lengths = mask.sum(-1) + appended
+        for position in range(appended, 5):
+            token = answer[:, position : position + 1]
+            expected = step(model, straight, token, lengths)
+            assert_close(step(model, moved, token[rows], lengths[rows]), expected[rows])
+            lengths = lengths + 1
+        assert moved.get_seq_length() == straight.get_seq_length()
+    moved.crop(-5)  # what came before the move can still be taken back
+    assert torch.equal(moved.entries(), straight.entries()[:, rows] - 5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_crop_takes_back_what_came_after_the_prompt(device: str) -> None:
+    model = build("llama", device)
+    ids, mask = prompts(2, 30, pads=8, device=device)
+    eviction, answer = random_eviction(model, mask), prompts(2, 6, device=device, seed=1)[0]
+    with running(model, NAME):
+        cache, short = (PlanCache(model, eviction.program) for _ in range(2))
+        feed(model, cache, [(ids, mask), *one_by_one(answer)])
+        feed(model, short, [(ids, mask), *one_by_one(answer[:, :2])])
+        cache.crop(torch.tensor(-3))  # a tensor, as assisted decoding passes
+        cache.crop(33)  # the length to keep, as before transformers 5.23
+        cache.crop(100)
+        cache.crop(0)
+        assert cache.get_seq_length() == 33
+        cache.crop(-1)
+        assert cache.get_seq_length() == 32
+        assert torch.equal(cache.entries(), short.entries())
+        lengths = mask.sum(-1) + 2
+        assert torch.equal(step(model, cache, answer[:, 5:], lengths), step(model, short, answer[:, 5:], lengths))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_prompt_cannot_be_taken_back(device: str) -> None:
+    model = build("gemma3", device)
+    ids, mask = prompts(1, 12, device=device)
+    with running(model, NAME):
+        cache = PlanCache(model, random_eviction(model, mask).program)
+        feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
+    with pytest.raises(UsageError, match="cannot take back 4 tokens: only 3 came after the prompt"):
+        cache.crop(-4)
+    assert {layer.get_seq_length() for layer in cache.layers} == {15}  # refused as a whole

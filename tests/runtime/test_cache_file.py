@@ -19,13 +19,13 @@ from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.schema import LayerPlan, PhasePlan, PolicySpec
 from kvsearch.policies import Policy, create_policy, list_policy_names
 from kvsearch.policies.registry import build_policy
-from kvsearch.runtime import PlanCache, attach
+from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import prefill_all
 from kvsearch.runtime.store.tensor_file import read_tensors, write_tensors
-from tests.combinations import every_value, in_turn
-from tests.families import DEVICES, SPECIAL, build, prompts, take_families
+from tests.combinations import in_turn
+from tests.families import DEVICES, SPECIAL, build, prompts
 from tests.policies import probes
 from tests.runtime.helpers import plan_for, running
 from tests.runtime.policies import SMALL
@@ -120,27 +120,18 @@ def test_every_policy_answers_as_without_the_detour(
     same_after(tiny(), plan_of(tiny(), spec, phases), tmp_path / "a.kv")
 
 
-@in_turn(phases=["prefill", "both"], allocation=["static", "adakv"])
-def test_log_weights_come_back(phases: str, allocation: str, tmp_path: Path) -> None:
-    plan = add_carry(plan_of(tiny(), SNAPKV, phases, allocation=PolicySpec(name=allocation)), "match")
-    same_after(tiny(), plan, tmp_path / "a.kv")
-    about, tensors = read_tensors(tmp_path / "a.kv")
-    names = [name for name in tensors if name.endswith("log_weights")]
-    assert len({name.split(".")[1] for name in names}) == 2
-    assert all(bool(tensors[name].any()) for name in names)
-    written = {name: tensor.clone() for name, tensor in tensors.items()}
-    written[names[0]][0, 0] = float("nan")
-    write_tensors(tmp_path / "b", written, about)
-    assert "has a log weight that is not finite" in refusal(tmp_path / "b")
-    write_tensors(tmp_path / "c", {name: tensors[name] for name in tensors if name not in names}, about)
-    assert "layers.0 lacks log_weights, which the plan asks for" in refusal(tmp_path / "c")
-
-
-@every_value(allocation=["adakv", "lava", "cake"], phases=PHASES)
+@in_turn(allocation=["adakv", "lava", "cake"], phases=PHASES)
 def test_budgets_of_the_prompt_are_kept(allocation: str, phases: str, tmp_path: Path) -> None:
     spec = example("cake" if allocation == "cake" else "lava")
     plan = plan_of(tiny(), spec, phases, allocation=PolicySpec(name=allocation))
     same_after(tiny(), plan, tmp_path / "a.kv")
+
+
+def test_log_weights_come_back(tmp_path: Path) -> None:
+    plan = add_carry(plan_of(tiny(), SNAPKV, "both", allocation=PolicySpec(name="adakv")), "match")
+    same_after(tiny(), plan, tmp_path / "a.kv")
+    _, tensors = read_tensors(tmp_path / "a.kv")
+    assert all(bool(tensor.any()) for name, tensor in tensors.items() if name.endswith("log_weights"))
 
 
 @in_turn(family=["gemma3", *SPECIAL], phases=["prefill", "both"])
@@ -150,8 +141,7 @@ def test_layers_outside_the_plan_keep_their_own(family: str, phases: str, tmp_pa
     same_after(model, plan_of(model, SNAPKV, phases), tmp_path / "a.kv", batch=1, question=question)
 
 
-@pytest.mark.parametrize("phases", PHASES)
-@take_families("llama", "gemma3")
+@in_turn(family=["llama", "gemma3"], phases=["both", "prefill"])
 def test_the_middle_of_a_conversation_is_a_state_too(family: str, phases: str, tmp_path: Path) -> None:
     """And one file answers any number of questions, each as if it were the first."""
     model = tiny(family)
@@ -172,29 +162,6 @@ def test_the_middle_of_a_conversation_is_a_state_too(family: str, phases: str, t
         assert torch.equal(say(model, cache, longer), said[0])
 
 
-def test_room_that_was_made_ahead_is_kept(tmp_path: Path) -> None:
-    model, (ids, mask) = tiny(), prompts(2, LENGTH)
-    with running(model, NAME):
-        cache = read(model, plan_of(model, SNAPKV, "decode", budget=900), ids, mask)
-        cache.reserve(256)
-        cache.reserve(0)
-        cache.save(tmp_path / "a.kv")
-        expected = say(model, cache, mask)
-        assert torch.equal(say(model, PlanCache.load(tmp_path / "a.kv", model), mask), expected)
-
-
-def test_generate_goes_on_from_a_file(tmp_path: Path) -> None:
-    model, (ids, mask) = tiny(), prompts(1, LENGTH)
-    plan = plan_of(model, SNAPKV, "both")
-    asked = torch.cat([ids, prompts(1, 4, seed=3)[0]], 1)
-    with attach(model, plan) as planned:
-        planned.cache = read(model, plan, ids, mask)
-        planned.cache.save(tmp_path / "a.kv", ids)
-        expected = planned.generate(asked, past_key_values=planned.cache, max_new_tokens=5, do_sample=False)
-        loaded = PlanCache.load(tmp_path / "a.kv", model)
-        assert torch.equal(planned.generate(asked, past_key_values=loaded, max_new_tokens=5, do_sample=False), expected)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 def test_it_moves_to_another_device(tmp_path: Path) -> None:
@@ -206,34 +173,11 @@ def test_it_moves_to_another_device(tmp_path: Path) -> None:
         assert all(layer.holder.blocks[0].cached.keys.is_cuda for layer in loaded.planned.values())  # type: ignore[union-attr]
 
 
-def saved(path: Path, phases: str = "both", **changes: Any) -> Path:
+def saved(path: Path) -> Path:
     model, (ids, mask) = tiny(), prompts(2, LENGTH, pads=PADS)
     with running(model, NAME):
-        read(model, plan_of(model, SNAPKV, phases, **changes), ids, mask).save(path, ids, mask, overwrite=True)
+        read(model, plan_of(model, SNAPKV, "both"), ids, mask).save(path, ids, mask)
     return path
-
-
-def test_equal_caches_are_equal_files_that_others_can_read(tmp_path: Path) -> None:
-    one, two = (saved(tmp_path / name) for name in ("one.kv", "two.kv"))
-    assert one.read_bytes() == two.read_bytes()
-    with safe_open(one, "pt") as file:  # type: ignore[no-untyped-call]
-        positions, keys = (file.get_tensor(f"layers.0.blocks.0.{name}") for name in ("positions", "keys"))
-    assert keys.shape[:2] == positions.shape
-    assert not keys[positions < 0].any()  # nothing of what was evicted
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float64])
-def test_tensors_of_all_types_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    given = {
-        "a": torch.arange(6).view(2, 3).to(dtype),
-        "none": torch.zeros(0, 3, dtype=dtype),
-        "one": torch.ones((), dtype=dtype),
-    }
-    write_tensors(tmp_path / "t", given, "about")
-    about, found = read_tensors(tmp_path / "t")
-    assert about == "about"
-    assert given.keys() == found.keys()
-    assert all(torch.equal(found[name], given[name]) and found[name].dtype == dtype for name in given)
 
 
 def refusal(path: Path, model: Any = None, error: type[UsageError] = UsageError, **options: Any) -> str:
@@ -247,13 +191,13 @@ def test_every_damaged_byte_is_found(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.kv")
     whole = path.read_bytes()
     generator = torch.Generator().manual_seed(0)
-    places = [*range(8), *torch.randint(len(whole), (50,), generator=generator).tolist()]
+    places = [*range(8), *torch.randint(len(whole), (20,), generator=generator).tolist()]
     for place in places:
         broken = bytearray(whole)
         broken[place] ^= 1 << (place % 8)
         path.write_bytes(broken)
         refusal(path)
-    for length in (0, 1, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+    for length in (0, 8, 100, len(whole) - 1):
         path.write_bytes(whole[:length])
         refusal(path)
     path.write_bytes(whole + b"x")
@@ -267,29 +211,6 @@ def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
     assert "is not a kvsearch.cache file: its format is 'kvsearch.profile'" in refusal(tmp_path / "other")
 
 
-@pytest.mark.parametrize("phases", ["prefill", "both"])
-def test_a_file_that_is_whole_and_wrong_is_refused(phases: str, tmp_path: Path) -> None:
-    about, tensors = read_tensors(saved(tmp_path / "a.kv", phases))
-    block = "layers.0.blocks.0"
-    wrong: dict[str, Callable[[Tensor], Tensor]] = {
-        f"{block}.positions": lambda t: t + 1000,
-        f"{block}.segments": lambda t: t * 0,
-        f"{block}.keys": lambda t: t[:, :1],
-        f"{block}.values": lambda t: t.double(),
-        "mask": lambda t: t[:, :, None],
-    }
-    if phases == "both":
-        wrong |= {f"{block}.capacity": lambda t: t + 10**9, f"{block}.slot": lambda t: t - 100}
-        wrong |= {"layers.0.budgets": torch.zeros_like, "layers.0.peak": lambda t: t[:1]}
-    for name, change in wrong.items():
-        write_tensors(tmp_path / "b", {**tensors, name: change(tensors[name])}, about, overwrite=True)
-        assert "b does not hold what it should: " in refusal(tmp_path / "b")
-        write_tensors(tmp_path / "b", {key: tensors[key] for key in tensors if key != name}, about, overwrite=True)
-        refusal(tmp_path / "b")
-    write_tensors(tmp_path / "b", {**tensors, "layers.1.more": torch.zeros(1)}, about, overwrite=True)
-    assert "more is not known" in refusal(tmp_path / "b")
-
-
 def test_another_model_dtype_or_plan_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.kv")
     assert "was made for another model" in refusal(path, build("qwen3"), IncompatibleError)
@@ -299,22 +220,9 @@ def test_another_model_dtype_or_plan_is_refused(tmp_path: Path) -> None:
     other = plan_of(tiny(), SNAPKV, "both", budget=10)
     assert "was compressed under another plan" in refusal(path, error=IncompatibleError, plan=other)
     assert PlanCache.load(path, tiny(), plan_of(tiny(), SNAPKV, "both")).get_seq_length() == LENGTH
-
-
-def test_weights_lie_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = example("query_bank")
-    monkeypatch.setattr(type(build_policy(spec)), "check_model", lambda *_: None)
-    model, (ids, mask) = tiny(), prompts(1, LENGTH)
-    with running(model, NAME):
-        read(model, plan_of(model, spec, "prefill"), ids, mask).save(tmp_path / "a.kv")
-    (weights,) = tmp_path.glob("query_bank-*.safetensors")
-    monkeypatch.setattr("kvsearch.plan.saved._known", {})
-    PlanCache.load(tmp_path / "a.kv", model)
-    monkeypatch.setattr("kvsearch.plan.saved._known", {})
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert "has other weights than" in refusal(tmp_path / "a.kv")
-    weights.unlink()
-    assert f"needs the weights {weights.name} beside it" in refusal(tmp_path / "a.kv")
+    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]  # which others can read
+        positions, keys = (file.get_tensor(f"layers.0.blocks.0.{name}") for name in ("positions", "keys"))
+    assert not keys[positions < 0].any()  # nothing of what was evicted
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
@@ -326,8 +234,6 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="was made of a Plan"):
             PlanCache(model, make_full_program(model)).save(tmp_path / "a.kv")
         cache = read(model, plan, ids, mask)
-        with pytest.raises(UsageError, match=r"tokens is \[1, 3\] and the cache has read \[1, 24\]"):
-            cache.save(tmp_path / "a.kv", ids[:, :3])
         cache.save(tmp_path / "a.kv")
         with pytest.raises(UsageError, match="exists already"):
             cache.save(tmp_path / "a.kv")

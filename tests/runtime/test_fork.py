@@ -12,12 +12,12 @@ from torch import Tensor
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.models.architecture import describe
-from kvsearch.policies import Observation, Policy, create_policy
+from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram, make_full_program
 from kvsearch.runtime.shared_prefill import can_join, join_caches, prefill_all
-from tests.families import DEVICES, EACH_FAMILY, build, prompts, take_families
+from tests.families import DEVICES, build, prompts, take_families
 from tests.runtime.helpers import assert_close, held_tokens, running
 from tests.runtime.policies import SMALL
 from tests.runtime.test_sharing import go_on, read
@@ -32,19 +32,17 @@ def programs(model: Any) -> list[Program]:
             dict.fromkeys(of, policy), lambda _: budget + np.arange(len(of))[:, None] + np.array([[0, 2]])
         )
 
-    snapkv, lava, h2o = SMALL["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"], create_policy("lava"), SMALL["h2o"]
+    snapkv, h2o = SMALL["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"], SMALL["h2o"]
     small = create_policy("lava", {"window": 3, "kernel": 3})
     return [
         make_full_program(model),
         Program(phase(snapkv, 9)),
-        Program(phase(snapkv, 14)),
         Program(phase(h2o, 9), phase(h2o, 9)),
         Program(None, phase(SMALL["tova"], 12)),
         Program(phase(small, 9), allocation=LAVaAllocation()),
         Program(phase(snapkv, 9), allocation=AdaKVAllocation()),
         Program(phase(small, 9), phase(small, 9), LAVaAllocation()),
         Program(phase(snapkv, 9, layers[len(layers) // 2 :])),
-        Program(phase(lava, 35)),
         Program(phase(SMALL["criticalkv{'window': 2, 'kernel': 3}"], 9)),
     ]
 
@@ -57,7 +55,7 @@ def fork(model: Any, made: list[Program], ids: Tensor, mask: Tensor) -> tuple[li
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@take_families("llama", "gemma2", "gemma3")
 def test_it_is_as_if_every_plan_had_run_alone(family: str, device: str) -> None:
     model = build(family, device)
     ids, mask = prompts(2, 40, pads=9, device=device)
@@ -111,24 +109,5 @@ def test_joined_caches_answer_as_each_does(family: str, device: str) -> None:
 
 def test_a_cache_that_evicts_while_decoding_cannot_join() -> None:
     model = build("llama")
-    caches, _ = fork(model, programs(model)[2:4], *prompts(1, 30))
+    caches, _ = fork(model, programs(model)[1:3], *prompts(1, 30))
     assert [can_join(cache) for cache in caches] == [True, False]
-
-
-def test_equal_policies_score_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama")
-    policy = type(SMALL["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"])
-    calls: list[int] = []
-    score = policy.score
-
-    def counted(self: Any, observation: Observation) -> Tensor:
-        calls.append(observation.layer)
-        return score(self, observation)
-
-    monkeypatch.setattr(policy, "score", counted)
-    made = [
-        Program.uniform(model, create_policy("snapkv", {"window": 4}), lambda _, budget=budget: budget)  # type: ignore[misc]
-        for budget in range(5, 15)
-    ]
-    fork(model, made, *prompts(1, 30))
-    assert calls == [0, 1, 2, 3]

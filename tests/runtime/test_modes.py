@@ -15,16 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch import attach
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.models.architecture import describe
-from kvsearch.runtime import Program
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program, attach
+from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from tests.combinations import every_value, in_turn
-from tests.families import FAMILIES, SPECIAL, build, prompts
-from tests.runtime.modes import BATCH, LENGTH, MODES, OPTIONS, Mode, Side, more, ones
+from tests.combinations import in_turn
+from tests.families import DEVICES, EACH_FAMILY, FAMILIES, SPECIAL, build, prompts
+from tests.runtime.helpers import held_tokens, random_eviction, reference, running
+from tests.runtime.modes import BATCH, LENGTH, MODES, Mode, Side, more, ones
 from tests.runtime.places import SLOW_PLACES, at
-from tests.runtime.policies import SMALL, for_model, policies_of
+from tests.runtime.policies import FIRST, KINDS, SMALL, for_model, policies_of
 
 ENOUGH = 10**6
 TOLERANCE = 1e-4
@@ -90,78 +92,43 @@ def evict(family: str, name: str, policy: str, phases: str) -> None:
     assert all(bool(part.isfinite().all()) for part in found or () if part.is_floating_point())
 
 
-@every_value(mode=MODES, phases=["prefill", "decode"])
+@in_turn(mode=MODES, phases=["prefill", "decode", "both"])
 def test_modes_are_as_over_a_stock_cache(mode: str, phases: str) -> None:
+    """And end well where something is evicted."""
     compare("llama", mode, "tova", phases)
-
-
-@every_value(mode=MODES, phases=["both", "prefill"])
-def test_modes_that_evict_end_well(mode: str, phases: str) -> None:
     evict("llama", mode, "h2o", phases)
 
 
-ALIKE, WINDOWED = FAMILIES[1:5], FAMILIES[5:]
-
-
-def turned() -> Iterator[tuple[str, str, str]]:
-    """Every family with every mode, in phases that take turns; of options of `generate`, which are no model's, some.
-
-    Families whose layers are those of llama share the modes.
-    """
-    for row, family in enumerate([*ALIKE, *WINDOWED, *SPECIAL]):
-        for column, mode in enumerate(MODES):
-            if family in ALIKE and column % len(ALIKE) != row:
-                continue
-            if family == "minimax" and "beam" in mode:
-                continue  # transformers' own cache for it does not reorder running states with the beams
-            if family not in ALIKE and mode in OPTIONS and (row + column) % 4:
-                continue
-            yield family, mode, PHASES[(row + column) % len(PHASES)]
+HIDING = ("masks_that_hide_what_was_read", "turns_that_hide_other_tokens_each", "beams", "gradients")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("family", "mode", "phases"), list(turned()))
-def test_modes_of_all_families(family: str, mode: str, phases: str) -> None:
-    compare(family, mode, "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}", phases)
-    evict(family, mode, "tova", phases)
+@in_turn(family=[*FAMILIES[1:], *SPECIAL], other=["turns_that_hide_other_tokens_each", "beams", "padded_questions"])
+def test_masks_in_all_families(family: str, other: str) -> None:
+    for mode in ("masks_that_hide_what_was_read", other):
+        if family == "minimax" and mode == "beams":
+            continue  # transformers' own cache for it does not reorder running states with the beams
+        compare(family, mode, "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}", "both")
+        evict(family, mode, "tova", "prefill")
 
 
-HIDING = ("masks_that_hide_what_was_read", "taken_back", "finished_sequences_are_fed_pads", "gradients")
-
-
-@in_turn(policy=policies_of(), mode=HIDING)
+@in_turn(policy=policies_of(FIRST[kind] for kind in KINDS), mode=HIDING)
 def test_masks_and_gradients_under_every_policy(policy: str, mode: str) -> None:
     compare("llama", mode, policy, "both")
     evict("llama", mode, policy, "both")
 
 
-@pytest.mark.parametrize("place", SLOW_PLACES)
-@pytest.mark.parametrize(("family", "phases"), [("llama", "both"), ("gemma2", "decode"), ("gpt_oss", "prefill")])
+@in_turn(family=["llama", "gemma2", "gpt_oss"], phases=["both", "decode", "prefill"], place=SLOW_PLACES)
 def test_masks_in_every_store(family: str, phases: str, place: str) -> None:
     with at(place):
         compare(family, "masks_that_hide_what_was_read", "streaming{'sinks': 2}", phases)
         evict(family, "masks_that_hide_what_was_read", "streaming{'sinks': 2}", phases)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("policy", ["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}", "streaming{'sinks': 2}", "keydiff"])
-def test_learned_sinks_in_half_precision(policy: str, dtype: torch.dtype) -> None:
-    model = build("gpt_oss").to(dtype)
-    ids, mask = prompts(2, LENGTH, pads=5)
-    with attach(model, program(model, policy, "decode", 9)) as planned:
-        output = planned.generate(
-            ids, attention_mask=mask, max_new_tokens=6, output_logits=True, return_dict_in_generate=True
-        )
-    assert all(bool(part.isfinite().all()) for part in output.logits)
-
-
 def wrong_masks() -> Iterator[tuple[str, Any, str]]:
     good = torch.cat([prompts(BATCH, LENGTH, pads=5)[1], ones(2)], 1)
     yield "too short", good[:, 1:], "attention_mask has 25 columns: 24 tokens were read and 2 come, so it takes 26"
-    yield "too long", torch.cat([good, ones(1)], 1), "attention_mask has 27 columns"
     yield "missing", None, "attention_mask shows padding of sequence 0, of which nothing was kept, or is missing"
-    yield "of ones", torch.ones_like(good), "attention_mask shows padding of sequence 0"
-    yield "empty", torch.zeros_like(good), "attention_mask hides every token of sequence 0"
     shows = good.clone()
     shows[0, 2] = 1
     yield "shows padding", shows, "attention_mask shows padding of sequence 0"
@@ -170,7 +137,6 @@ def wrong_masks() -> Iterator[tuple[str, Any, str]]:
     yield "hides a sequence", empty, "attention_mask hides every token of sequence 1"
     four = good[:, None, None].bool().repeat(1, 1, 2, 1)
     yield "not causal", four, "hides other tokens from one row than from the next"
-    yield "another width", four[..., 1:], "attention_mask is [2, 1, 2, 25]"
     yield "biases", torch.zeros(four.shape) - 0.5, "attention_mask adds numbers to logits"
 
 
@@ -192,3 +158,86 @@ def test_masks_that_cannot_be(case: tuple[str, Any, str], phases: str) -> None:
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
         assert torch.equal(side.forward(cache, more(2), good), side.forward(untouched, more(2), good))
+
+
+SOME_FAMILIES = ["llama", "qwen3", "gemma2", "gemma3"]
+
+DECODING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "beam sampling": {"do_sample": True, "num_beams": 3, "temperature": 1.5},
+    "several sequences": {"do_sample": True, "num_return_sequences": 3},
+    "several beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+}
+
+
+def snapkv(model: Any) -> Program:
+    return Program.uniform(model, create_policy("snapkv", {"window": 4, "kernel": 3}), lambda length: 12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@in_turn(family=EACH_FAMILY, way=DECODING)
+def test_evicted_prompts_generate_what_masking_does(family: str, way: str, device: str) -> None:
+    model = build(family, device)
+    ids, mask = prompts(2, 30, pads=6, device=device)
+    rows = DECODING[way].get("num_beams", 1)
+    sequences = rows if rows > 1 else DECODING[way].get("num_return_sequences", 1)
+    # transformers repeats every prompt for its beams or samples before the first forward pass
+    eviction = random_eviction(model, mask, seed=3)
+    for policy in eviction.program.policies:
+        object.__setattr__(policy, "scores", policy.scores.repeat_interleave(sequences, 0))
+    kept = {layer: chosen.repeat_interleave(sequences, 0) for layer, chosen in eviction.kept.items()}
+    options = {**DECODING[way], "attention_mask": mask, "max_new_tokens": 8}
+    with attach(model, eviction.program) as planned:
+        torch.manual_seed(5)
+        tokens = planned.generate(ids, **options)
+    torch.manual_seed(5)
+    with reference(model, kept) as full:
+        assert torch.equal(tokens, model.generate(ids, past_key_values=full, **options))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@in_turn(family=SOME_FAMILIES, tokens=[1, 3, 7])
+def test_prompt_lookup_decoding_equals_plain_decoding(family: str, tokens: int, device: str) -> None:
+    """A repetitive prompt is drafted from at once: the first forward pass holds more than the prompt."""
+    model = build(family, device)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10] * 8], device=device)
+    with attach(model, snapkv(model), graphs=False) as planned:
+        plain = planned.generate(ids, max_new_tokens=16, do_sample=False)
+        kept = {layer: planned.cache.kept_positions(layer)[:12] for layer in planned.cache.planned}
+        assisted = planned.generate(ids, max_new_tokens=16, do_sample=False, prompt_lookup_num_tokens=tokens)
+        assert torch.equal(assisted, plain)
+        for layer in planned.cache.planned:
+            assert planned.cache.kept_positions(layer)[:12] == kept[layer]
+            assert len(planned.cache.kept_positions(layer)) == 12 + 15
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@in_turn(
+    family=SOME_FAMILIES,
+    chunk=[1, 7, 13, 40, 64],  # 40 = 3 * 13 + 1: the last chunk has one token
+    policy=["snapkv", "expected_attention", "keydiff"],
+)
+def test_chunked_prefill_equals_one_pass(family: str, chunk: int, policy: str, device: str) -> None:
+    model = build(family, device)
+    ids, mask = prompts(2, 40, pads=6, device=device)
+    program = Program.uniform(model, create_policy(policy), lambda length: length // 3)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    with attach(model, program) as planned:
+        expected = planned.generate(ids, **options)
+        one_pass = planned.cache
+        actual = planned.generate(ids, prefill_chunk_size=chunk, **options)
+        assert planned.cache is not one_pass
+        for layer in planned.cache.planned:
+            assert held_tokens(planned.cache, layer, 2, 2) == held_tokens(one_pass, layer, 2, 2)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_drafts_need_to_know_where_the_prompt_ends(device: str) -> None:
+    model = build("llama", device)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10] * 8], device=device)
+    with running(model, NAME), pytest.raises(UsageError, match="give PlanCache the prompt_length"):
+        model.generate(ids, past_key_values=PlanCache(model, snapkv(model)), prompt_lookup_num_tokens=3,
+                       max_new_tokens=8, do_sample=False)  # fmt: skip

@@ -16,6 +16,7 @@ from kvsearch.runtime.attention import run_attention, use_attention
 from kvsearch.runtime.layer import MONITOR_ROWS
 from kvsearch.runtime.shared_prefill import read_prompts
 from tests import tiny
+from tests.combinations import in_turn
 from tests.families import prompts
 
 PROMPTS = [prompts(1, length)[0][0] for length in (60, 41, 7)]  # the last is shorter than the window of queries
@@ -50,8 +51,7 @@ def make_plan(loaded: LoadedModel, **changes: Any) -> Plan:
     return tiny.plan_for(loaded, budgets, scaling="fixed", length=None, **changes)
 
 
-@pytest.mark.parametrize("chunk", [None, 9])
-@pytest.mark.parametrize("allocation", ["static", "adakv", "lava"])
+@in_turn(allocation=["static", "adakv", "lava"], chunk=[9, None])
 def test_it_is_what_transformers_attends_to(model: LoadedModel, allocation: str, chunk: int | None) -> None:
     """Whatever decides the budgets, of padded prompts, read whole or in parts."""
     plan = make_plan(model, allocation=PolicySpec(name=allocation))
@@ -66,15 +66,9 @@ def test_it_is_what_transformers_attends_to(model: LoadedModel, allocation: str,
 
 
 def test_it_is_measured_where_it_is_wanted(model: LoadedModel) -> None:
-    cache = read(model, make_plan(model))
+    cache, measured = (read(model, make_plan(model), monitor=monitor) for monitor in (False, True))
+    assert torch.equal(cache.entries(), measured.entries())
     with pytest.raises(UsageError, match=r"measured where it is wanted: PlanCache\(model, plan, monitor=True\)"):
         _ = cache.evicted_mass
     with pytest.raises(UsageError, match="run the model on the whole prompt first"):
         _ = PlanCache(model.model, make_plan(model), monitor=True).evicted_mass
-
-
-def test_it_changes_nothing_that_is_kept(model: LoadedModel) -> None:
-    plan = make_plan(model)
-    with_it, without = read(model, plan, monitor=True), read(model, plan)
-    assert torch.equal(with_it.entries(), without.entries())
-    assert with_it.kept_positions(0, 0, 0) == without.kept_positions(0, 0, 0)

@@ -13,14 +13,12 @@ from transformers import GenerationConfig
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import run_attention
-from kvsearch.runtime.decode import next_tokens
 from kvsearch.runtime.decode.next_tokens import (
     PROCESSORS,
     UNFOLLOWED,
     WARPERS,
     Draws,
     NextTokens,
-    describe_generation_settings,
 )
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import read
@@ -67,15 +65,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "begin_suppress_tokens": {"begin_suppress_tokens": [reply[0] for reply in PLAIN]},
     "guidance_scale": {"guidance_scale": 3.0},
     "several": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "suppress_tokens": [FIRST]},
-    "repetition_penalty": {"repetition_penalty": 1.8},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
     "bad_words_ids": {"bad_words_ids": [[FIRST, SECOND], [PLAIN[1][2]]]},
-    "min_length": {"min_length": len(WHOLE[0]) + 4, "eos_token_id": SECOND},
     "min_new_tokens": {"min_new_tokens": 4, "eos_token_id": SECOND},
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 2},
-    "suppress_tokens": {"suppress_tokens": [FIRST, PLAIN[1][1]]},
     "sequence_bias": {"sequence_bias": [[[SECOND], -20.0], [[7, 9], 5.0], [[7], 5.0]]},
 }
 
@@ -88,23 +83,9 @@ def test_replies_are_those_of_generate(name: str) -> None:
     ending = model_with(eos_token_id=settings["eos_token_id"])
     assert expected != [generated(ending, ids, limit) for ids, limit in zip(WHOLE, NEW, strict=True)]
     assert replies(model, CONTEXTS, QUESTIONS, NEW) == expected
-    for row, reply in enumerate(expected):
-        assert replies(model, [CONTEXTS[row]], [QUESTIONS[row]], [NEW[row]]) == [reply]
+    assert replies(model, CONTEXTS[:1], QUESTIONS[:1], NEW[:1]) == expected[:1]
     with run_attention(model):  # the same tokens as a prompt that goes on by itself
         assert read(model, PlanCache(model, make_full_program(model)), WHOLE, stops_of(model)).reply(NEW) == expected
-
-
-def test_without_processors_nothing_is_asked_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model wants of sampling does not make its replies drawn."""
-    neutral = {name: value for name, value in PROCESSORS.items() if value is not None}
-    sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
-    model = model_with(eos_token_id=None, max_length=20, **sampling, **neutral)
-    assert describe_generation_settings(model) is None
-    monkeypatch.setattr(next_tokens, "make_logits_processors", None)
-    logits = torch.randn(4, 9)
-    choose = NextTokens(model, WHOLE, NEW)
-    assert choose(logits).flatten().tolist() == logits.argmax(-1).tolist()
-    assert replies(model, CONTEXTS, QUESTIONS, NEW) == PLAIN
 
 
 def test_every_option_that_makes_a_processor_is_known() -> None:
@@ -140,14 +121,10 @@ def test_drawn_replies_follow_what_else_a_config_says_of_drawing() -> None:
 def test_a_config_that_generate_refuses_is_refused_in_one_line() -> None:
     with pytest.raises(IncompatibleError, match=r"generation config cannot be followed: .*strictly positive float"):
         replies(model_with(repetition_penalty=2), CONTEXTS, QUESTIONS, NEW)
-    with pytest.raises(IncompatibleError, match="generation config cannot be followed"):
-        replies(model_with(bad_words_ids=[[10**6]]), CONTEXTS, QUESTIONS, NEW)
-
-
-def test_what_is_not_followed_is_said() -> None:
-    model = model_with(eos_token_id=None, num_beams=4, token_healing=True)
     with pytest.warns(KvsearchWarning, match="num_beams 4, token_healing True: replies here do not follow that"):
-        assert replies(model, CONTEXTS, QUESTIONS, NEW) == PLAIN
+        assert (
+            replies(model_with(eos_token_id=None, num_beams=4, token_healing=True), CONTEXTS, QUESTIONS, NEW) == PLAIN
+        )
 
 
 @first_value("drawn", [True, False])
@@ -155,7 +132,7 @@ def test_what_is_not_followed_is_said() -> None:
 def test_rows_that_leave_a_batch_change_nothing_for_those_processed_with_them(name: str, drawn: bool) -> None:
     """Prompts of one length share processors, some of which remember how many rows there were."""
     model = model_with(eos_token_id=None, **OPTIONS[name])
-    contexts = [prompts(1, 30, seed=seed)[0][0] for seed in range(6)]
+    contexts = [prompts(1, 30, seed=seed)[0][0] for seed in range(4)]
 
     def said(rows: Sequence[int]) -> list[list[int]]:
         held = read(model, PlanCache(model, make_full_program(model)), [contexts[row] for row in rows], set())
@@ -164,6 +141,6 @@ def test_rows_that_leave_a_batch_change_nothing_for_those_processed_with_them(na
         return held.reply([20] * len(rows))
 
     with run_attention(model):
-        together = said(range(6))
+        together = said(range(4))
         assert len({len(reply) for reply in together}) >= 3
-        assert [said([row])[0] for row in range(6)] == together
+        assert [said([row])[0] for row in range(4)] == together

@@ -62,24 +62,12 @@ def test_no_sequence_depends_on_its_neighbours_and_all_ways_agree() -> None:
             for layer in alone.planned:
                 assert held_tokens(alone, layer, 1, 2)[0] == held_tokens(together, layer, 2, 2)[row]
     with attach(model, program) as planned:
+        with pytest.raises(UsageError, match="give `generate` the attention_mask"):
+            planned.generate(ids, pad_token_id=0, max_new_tokens=1, do_sample=False)
         planned.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)
         for layer in planned.cache.planned:
             kept = [planned.cache.kept_positions(layer, 1, head)[:12] for head in range(2)]
             assert kept == [together.kept_positions(layer, 1, head) for head in range(2)]
-
-
-def test_sequences_that_generate_copies_and_padding_that_it_is_not_told_of() -> None:
-    """Every beam keeps what its prompt keeps; padding is no part of a prompt."""
-    model, (ids, mask) = build("llama"), prompts(2, LENGTH, pads=7)
-    program = Program.uniform(model, create_policy("kvzip", {"chunk": CHUNK, "protect": 2}), lambda _: 12)
-    kept = []
-    with attach(model, program) as planned:
-        for beams in (1, 2):
-            planned.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, num_beams=beams)
-            kept.append([planned.cache.kept_positions(1, row * beams, 0)[:12] for row in range(2)])
-        with pytest.raises(UsageError, match="give `generate` the attention_mask"):
-            planned.generate(ids, pad_token_id=0, max_new_tokens=1, do_sample=False)
-    assert kept[0] == kept[1]
 
 
 def test_where_it_cannot_be_read_again() -> None:

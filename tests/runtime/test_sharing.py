@@ -23,12 +23,12 @@ from kvsearch.policies import Observation, Policy, create_policy, rank_under
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.runtime.sharing import EntryPool, Sharing
+from kvsearch.runtime.sharing import Sharing
 from kvsearch.signals.attention_rows import measure_dispersion
 from tests.budgets.known import OfScores
-from tests.combinations import every_value, in_turn
+from tests.combinations import in_turn
 from tests.examples import at_most
-from tests.families import DEVICES, EACH_FAMILY, build, prompts
+from tests.families import DEVICES, build, prompts
 from tests.runtime.helpers import assert_close, columns, feed, one_by_one, reference, running
 from tests.runtime.policies import SMALL
 
@@ -68,42 +68,17 @@ def shared(model: Any, policy: Policy, allocation: Allocation, budget: int, deco
     return Program(phase(budget), None if decode is None else phase(decode), allocation)
 
 
-def entries_of(pool: EntryPool) -> Tensor:
-    """Entries held per sequence and kv head, [B, Hkv]."""
-    held = torch.zeros(len(pool.tokens) * pool.heads, dtype=torch.int64)
-    for part in pool.parts:
-        held[part.block.segments] = torch.from_numpy(part.counts)
-    return held.view(len(pool.tokens), pool.heads)
+def record(monkeypatch: pytest.MonkeyPatch) -> dict[int, Observation]:
+    """The observations of the forward passes that follow, by layer."""
+    observations: dict[int, Observation] = {}
+    end = Sharing.end
 
+    def ending(sharing: Sharing, index: int, observation: Observation) -> None:
+        observations[index] = observation
+        end(sharing, index, observation)
 
-class Recorded:
-    """Observations of a forward pass by layer, and entries held [B] beside a dense layer: when its own are packed, too.
-
-    The others have made room before.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.observations: dict[int, Observation] = {}
-        self.held: list[Tensor] = []
-        end, take = Sharing.end, EntryPool.take
-
-        def ending(sharing: Sharing, index: int, observation: Observation) -> None:
-            self.observations[index] = observation
-            self.sharing = sharing
-            end(sharing, index, observation)
-            self.note()
-
-        def taking(*given: Any) -> EntryPool:
-            pool = take(*given)
-            self.note(pool)
-            return pool
-
-        monkeypatch.setattr(Sharing, "end", ending)
-        monkeypatch.setattr(EntryPool, "take", taking)
-
-    def note(self, *more: EntryPool) -> None:
-        pools = [*(pool for pool, _, _ in self.sharing.waiting.values()), *more]
-        self.held += [torch.stack([entries_of(pool) for pool in pools]).sum((0, 2))] if pools else []
+    monkeypatch.setattr(Sharing, "end", ending)
+    return observations
 
 
 def read(model: Any, program: Program, ids: Tensor, mask: Tensor) -> PlanCache:
@@ -156,7 +131,7 @@ def decided_at_the_end(
     return budgets, kept
 
 
-@at_most(60)
+@at_most(25)
 @given(
     st.integers(0, 2**20), st.sampled_from(list(ALLOCATIONS)), st.sampled_from(SINGLE), st.integers(1, 45),
     st.integers(1, 60), st.integers(0, 12),
@@ -166,7 +141,7 @@ def test_any_budget_and_length(seed: int, how: str, name: str, budget: int, leng
     ids, mask = prompts(2, length, pads=min(pads, length - 1), seed=seed)
     program = shared(model, SMALL[name], ALLOCATIONS[how], budget)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        recorded = Recorded(monkeypatch)
+        observations = record(monkeypatch)
         cache = read(model, program, ids, mask)
     table = program.prefill.table(length)  # type: ignore[union-attr]
     protected = SMALL[name].sink_count + SMALL[name].recent_count
@@ -175,17 +150,16 @@ def test_any_budget_and_length(seed: int, how: str, name: str, budget: int, leng
         assert np.minimum(table, tokens).sum() <= total <= min(table.sum(), tokens * table.size)
         entries = cache.entries()[:, sequence]
         assert entries.sum() == total
-        assert all(held[sequence] <= total + 3 * 2 for held in recorded.held), "beside one dense layer: the pool"
         if budget < min(protected, tokens):
             continue
-        budgets, kept = decided_at_the_end(program, recorded.observations, sequence, table)
+        budgets, kept = decided_at_the_end(program, observations, sequence, table)
         assert entries.tolist() == budgets.tolist()
         for layer, heads in kept.items():
             assert [cache.kept_positions(layer, sequence, head) for head in range(len(heads))] == heads
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@every_value(how=["adakv", "lava", "cake"], family=EACH_FAMILY)
+@in_turn(family=["llama", "gemma2", "gemma3"], how=["adakv", "lava", "cake"])
 def test_decoding_equals_masking(how: str, family: str, device: str) -> None:
     model = uneven(family, device)
     ids, mask = prompts(2, 30, pads=5, device=device)
@@ -216,32 +190,8 @@ def test_decode_budgets_follow_the_prompt(how: str, name: str) -> None:
     go_on(model, cache, ids[:, :12], mask)
     assert (cache.most_entries() <= after + 1).all()
     assert cache.entries().sum() <= after.sum()
-
-
-@pytest.mark.parametrize("decode", [None, 20])
-def test_a_budget_above_the_prompt_keeps_everything(decode: int | None) -> None:
-    """Of the prompt, and while decoding of what follows, until the total is reached."""
-    model = uneven()
-    ids, mask = prompts(2, 16, pads=5)
-    for allocation in ALLOCATIONS.values():
-        cache = read(model, shared(model, SMALL[SINGLE[0]], allocation, 20, decode), ids, mask)
-        assert (cache.entries().sum(0) == 4 * mask.sum(-1)[:, None]).all()
-        go_on(model, cache, ids[:, :4], mask)
-        assert (cache.entries().sum(0) == 4 * (mask.sum(-1)[:, None] + 4)).all()
-
-
-@pytest.mark.parametrize("how", list(ALLOCATIONS))
-def test_decode_budgets_add_up_to_the_total(how: str) -> None:
-    model = uneven()
-    for length in (6, 14, 40):
-        ids, mask = prompts(2, length, pads=3)
-        program = shared(model, SMALL[SINGLE[0]], ALLOCATIONS[how], 9, decode=9)
-        cache = read(model, program, ids, mask)
-        limits = [layer.holder.rule.budgets.sum() for layer in cache.planned.values()]  # type: ignore[union-attr]
-        assert sum(limits) == 2 * program.decode.table(length).sum()  # type: ignore[union-attr]
-        before = cache.entries().sum((0, 2))
-        go_on(model, cache, ids[:, :1], mask)
-        assert (cache.entries().sum((0, 2)) >= before).all(), "nothing leaves before the total is reached"
+    limits = [layer.holder.rule.budgets.sum() for layer in cache.planned.values()]  # type: ignore[union-attr]
+    assert sum(limits) == 2 * program.decode.table(40).sum()  # type: ignore[union-attr]
 
 
 def test_negative_scores_have_no_entropy() -> None:
@@ -266,12 +216,12 @@ def test_scores_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_drafted_tokens_need_final_budgets() -> None:
     model = build("llama")
     ids, mask = prompts(1, 30)
-    for allocation, refused in ((LAVaAllocation(), True), (AdaKVAllocation(), False)):
-        cache = PlanCache(model, shared(model, SMALL[SINGLE[0]], allocation, 9), prompt_length=26)
-        with running(model, NAME), torch.no_grad():
-            if not refused:
-                model(ids, attention_mask=mask, past_key_values=cache)
-                assert cache.entries().sum() == 88 + 8 * 4
-                continue
-            with pytest.raises(UsageError, match="prompt lookup and assisted decoding draft tokens"):
-                model(ids, attention_mask=mask, past_key_values=cache)
+    lava, adakv = (
+        PlanCache(model, shared(model, SMALL[SINGLE[0]], allocation, 9), prompt_length=26)
+        for allocation in (LAVaAllocation(), AdaKVAllocation())
+    )
+    with running(model, NAME), torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=adakv)
+        assert adakv.entries().sum() == 88 + 8 * 4
+        with pytest.raises(UsageError, match="prompt lookup and assisted decoding draft tokens"):
+            model(ids, attention_mask=mask, past_key_values=lava)

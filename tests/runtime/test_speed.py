@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvsearch.models.work import StageCost, Work
-from kvsearch.policies.h2o import H2O
-from kvsearch.policies.kvzip import KVzip
-from kvsearch.policies.snapkv import SnapKV
-from kvsearch.runtime import Program, speed
-from kvsearch.runtime.program import make_full_program
+from kvsearch.runtime import speed
 from kvsearch.runtime.speed import Speed
 from tests import tiny
 
@@ -80,18 +74,6 @@ def test_steps_of_decoding_take_longer_for_more_replies(clock: Passes) -> None:
     assert found.seconds(work) == pytest.approx(10 * (START + 3 * (0.25 + READ)), rel=0.02)
 
 
-def test_a_busy_machine_is_told(clock: Passes) -> None:
-    clock.factors = iter([9.0, 1.0, 1.0, 2.0])  # the first pass of all does not count
-    found = Speed(clock.model)
-    assert found.is_busy
-    assert found.range_of(60.0) == (pytest.approx(40.0), pytest.approx(120.0))
-
-
-def test_work_adds_up() -> None:
-    work = Work.over([10, 20], behind=100) + Work.replying(24) * 2 + Work(seconds=3) + Work.over([5], times=3)
-    assert work == Work(2 + 3, 30 + 48 + 15, 250 + 37.5, 3000, 6, 48, 3, 20)
-
-
 def test_contexts_take_as_much_longer_as_the_first_one_does(clock: Passes) -> None:
     works = [Work.over([50]), Work.over([100]), Work.over([50])]
     plain = Speed.at_length(clock.model, 100)
@@ -102,30 +84,3 @@ def test_contexts_take_as_much_longer_as_the_first_one_does(clock: Passes) -> No
     total = speed.scale_to_first(clock.model, works, measure_first)
     assert (total.passes, total.tokens) == (3, 200)  # counts stay
     assert plain.seconds(total) == pytest.approx(3 * sum(plain.seconds(work) for work in works))
-
-
-def test_programs_of_each_kind_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's compression is timed for policies, shared budgets and carried entries; budgets make no new kind."""
-    loaded = tiny.loaded("llama")
-    speed.SPEEDS.pop(loaded.model, None)
-    timed: list[list[Program]] = []
-
-    def time_compressions(_: Any, programs: Sequence[Program], length: int) -> list[float]:
-        timed.append(list(programs))
-        return [length * 2.0**number for number in range(len(programs))]
-
-    monkeypatch.setattr(speed, "time_compressions", time_compressions)
-    few, many = (Program.uniform(loaded.model, SnapKV(window=2), partial(min, entries)) for entries in (8, 16))
-    carrying = replace(few, prefill=replace(few.prefill, carries={0: "match"}))
-    full = make_full_program(loaded.model)
-    assert speed.estimate_compression(loaded.model, [full, few, carrying, many], 300) == 1 + 2 + 4 + 2  # per token
-    assert speed.estimate_compression(loaded.model, [carrying], 300) == 4
-    assert speed.estimate_compression(loaded.model, [carrying], 310) == 4  # about as long
-    assert timed == [[full, many, carrying]]
-
-
-def test_compressing_takes_time() -> None:
-    """Policies that need column sums or a second reading are timed, too, each on its own."""
-    model = tiny.loaded("llama").model
-    programs = [Program.uniform(model, policy, partial(min, 16)) for policy in (SnapKV(window=2), H2O(), KVzip())]
-    assert all(seconds > 0 for seconds in speed.time_compressions(model, programs, 64))

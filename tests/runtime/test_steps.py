@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from kvsearch.runtime.decode import steps
 from kvsearch.runtime.decode.steps import CudaGraphs
 from kvsearch.runtime.stock import CACHE
 from tests.families import DEVICES, build, prompts
-from tests.runtime.policies import FIRST, SMALL, for_model, policies_of
+from tests.runtime.policies import SMALL, for_model, policies_of
 from tests.runtime.recorder import Recorder, capturing
 
 TOKENS = 20
@@ -102,13 +102,6 @@ class TestCaptured:
         assert recorder.log.count("dropped") >= recorder.log.count("captured")  # none into a pool that is in use
         assert recorder.log.count("replayed") > TOKENS // 2
 
-    def test_what_is_drawn_is_the_same(self) -> None:
-        drawn = [say(planned(), do_sample=True, temperature=2.0)]
-        with recorded() as recorder:
-            drawn.append(say(planned(), do_sample=True, temperature=2.0))
-        assert torch.equal(*drawn)
-        assert recorder.log.count("replayed") > TOKENS // 2
-
     @pytest.mark.parametrize("decode", [False, True])
     def test_a_conversation_goes_on(self, decode: bool) -> None:
         """What was captured of one turn leaves the cache as others leave it: to be cropped, saved and continued."""
@@ -124,13 +117,6 @@ class TestCaptured:
                 run.cache.crop(-2)
             found.append((ids.tolist(), run.cache.entries().tolist(), run.cache.kept_positions(0)))
         assert found[0] == found[1] == found[2]
-
-    def test_the_model_stays_as_it_is(self) -> None:
-        before = dict(vars(model()))
-        with recorded():
-            say(planned())
-        assert vars(model()).keys() == before.keys()
-        assert type(model()).__call__ is torch.nn.Module.__call__
 
 
 class TestCompiled:
@@ -149,27 +135,17 @@ class TestCompiled:
         return made
 
     @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
-    @pytest.mark.parametrize("decode", [False, pytest.param(True, marks=pytest.mark.nightly)])
-    def test_replies_are_the_same(self, decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_replies_are_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-        run = planned(decode=decode, compile=True)
-        expected = say(planned(decode=decode))
+        run = planned(compile=True)
+        expected = say(planned())
         assert torch.equal(say(run), expected)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert 0 < graphs <= 2
         assert torch.equal(say(run), expected)  # another cache takes what was compiled
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-
-    @pytest.mark.nightly
-    @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
-    @pytest.mark.parametrize("name", ["h2o", "d2o", "snapkv"])
-    def test_a_compiler_makes_the_same_of_every_kind_of_rule(self, name: str) -> None:
-        torch._dynamo.reset()
-        policy = for_model(SMALL[FIRST[name]])
-        program = Program.of_policy(model(), policy, dict.fromkeys(("prefill", "decode"), lambda _: BUDGETS))
-        assert torch.equal(say(attach(model(), program, compile=True)), say(attach(model(), program)))
 
     def test_what_is_captured_was_compiled(self, calls: list[str]) -> None:
         expected = say(planned())
@@ -177,12 +153,6 @@ class TestCompiled:
             assert torch.equal(say(planned(compile=True)), expected)
         assert len(calls) == recorder.log.count("run") + recorder.log.count("captured") > 0
         assert recorder.log.count("replayed") > TOKENS // 2
-
-    def test_steps_that_cannot_be_captured_are_compiled_still(self, calls: list[str]) -> None:
-        expected = say(planned())
-        with capturing(Waiting(TOKENS)), pytest.warns(KvsearchWarning, match="without CUDA graphs"):
-            assert torch.equal(say(planned(compile=True)), expected)
-        assert len(calls) == TOKENS - 1
 
     def test_a_compiler_that_fails_is_said_and_done_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fault = Unsupported("no C++ compiler\nis here\n\nSet TORCHDYNAMO_VERBOSE=1")
@@ -195,6 +165,7 @@ class TestCompiled:
     def test_steps_that_change_shape_are_not_compiled(self, calls: list[str]) -> None:
         with pytest.warns(KvsearchWarning, match="not compiled: `exact` attention"):
             say(planned(decode=False, exact=True, compile=True))
+        assert usual(max_new_tokens=8, min_new_tokens=8).log == []  # too few to be worth it
         say(planned(compile=True), max_new_tokens=8, min_new_tokens=8)
         assert calls == []
 
@@ -206,7 +177,6 @@ class TestNotCaptured:
             ({"num_beams": 2}, "sequences are rearranged"),
             ({"prompt_lookup_num_tokens": 3, "decode": False, "batch": 1}, "several tokens come at a time"),
             ({"output_hidden_states": True}, "output_hidden_states asks for would be overwritten"),
-            ({"exact": True, "decode": False}, "`exact` attention"),
             ({"family": "gemma3"}, "leaves alone have caches that move"),
         ],
     )
@@ -217,9 +187,6 @@ class TestNotCaptured:
         assert "captured" not in recorder.log
         assert len([one for one in said if "without CUDA graphs" in str(one.message)]) == 1
 
-    def test_few_tokens_are_not_worth_it(self) -> None:
-        assert usual(max_new_tokens=8, min_new_tokens=8).log == []
-
     def test_a_step_that_cannot_be_captured_is_run(self) -> None:
         broken, expected = Recorder(), say(planned())
         fault = RuntimeError("operation not permitted when stream is capturing\nand more")
@@ -227,14 +194,15 @@ class TestNotCaptured:
         with capturing(broken), pytest.warns(KvsearchWarning, match=r"capturing\)$"):
             assert torch.equal(say(planned()), expected)
 
-    @pytest.mark.parametrize("times", [1, TOKENS])
-    def test_a_step_that_waits_for_the_device_is_not_captured(self, times: int) -> None:
+    def test_a_step_that_waits_for_the_device_is_not_captured(self) -> None:
         """A first step may wait for what is made once."""
-        waiting, expected = Waiting(times), say(planned())
-        warned = pytest.warns(KvsearchWarning, match="waits for the device in every step")
-        with capturing(waiting), nullcontext() if times == 1 else warned:
+        once, always, expected = Waiting(1), Waiting(TOKENS), say(planned())
+        with capturing(once):
             assert torch.equal(say(planned()), expected)
-        assert ("captured" in waiting.log) == (times == 1)
+        with capturing(always), pytest.warns(KvsearchWarning, match="waits for the device in every step"):
+            assert torch.equal(say(planned()), expected)
+        assert "captured" in once.log
+        assert "captured" not in always.log
 
     def test_a_model_that_looks_at_lengths_is_not_replayed(self) -> None:
         """Its code would go on with the length of the step that was captured."""
