@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import heapq
 import itertools
 from typing import ClassVar
 
@@ -159,3 +160,57 @@ def test_equals_enumeration(table: Floats) -> None:
         assert budgets.sum() == total
         assert (budgets >= floors).all()
         assert eviction_loss(table, budgets).sum() == pytest.approx(least, abs=1e-9)
+
+
+def test_a_perfect_ranking_assumed_costs_importance() -> None:
+    # LU-KV's ablation: solve as if the ranking were the oracle's, then evict with the ranking.
+    assert cut_blocks(sort_as_oracle(SECOND), 5, np.zeros((1, 2), dtype=int)).tolist() == [[3, 2]]
+    assert value(SECOND, np.array([[3, 2]])) == 8
+    assert value(SECOND, MarginalSolver(sort_as_oracle(SECOND)).solve(5)) == 8
+    assert MarginalSolver(SECOND).solve(5).tolist() == [[4, 1]]
+    assert value(SECOND, np.array([[4, 1]])) == 11
+
+
+def reference(table: Floats, floors: Ints, total: int) -> Ints:
+    """The split rule as it is stated: a heap of next blocks, then single head against brute-force density greedy."""
+    rows = table.reshape(-1, table.shape[-1])
+    prefix = [np.concatenate([[0.0], np.cumsum(row)]) for row in rows]
+    budgets = floors.ravel().copy()
+    runs: list[list[tuple[float, int]]] = []
+    for row, floor in zip(rows, budgets, strict=True):
+        gains = marginal_gains(row[floor:])
+        cuts = [0, *(np.flatnonzero(np.diff(gains)) + 1).tolist(), len(gains)]
+        runs.append([(gains[a], b - a) for a, b in itertools.pairwise(cuts) if b > a])
+    heap = [(-run[0][0], run[0][1], head, 0) for head, run in enumerate(runs) if run]
+    heapq.heapify(heap)
+    left = int(total - budgets.sum())
+    while heap and heap[0][1] <= left:
+        _, size, head, index = heapq.heappop(heap)
+        budgets[head] += size
+        left -= size
+        if index + 1 < len(runs[head]):
+            slope, size = runs[head][index + 1]
+            heapq.heappush(heap, (-slope, size, head, index + 1))
+    if not left:
+        return budgets.reshape(floors.shape)
+    single, spread = budgets.copy(), budgets.copy()
+    fits = [h for h in range(len(rows)) if budgets[h] + left <= table.shape[-1]]
+    single[max(fits, key=lambda h: prefix[h][budgets[h] + left] - prefix[h][budgets[h]])] += left
+    while left:
+        moves = [(h, k) for h in range(len(rows)) for k in range(1, min(left, len(rows[h]) - spread[h]) + 1)]
+        head, step = max(moves, key=lambda m: (prefix[m[0]][spread[m[0]] + m[1]] - prefix[m[0]][spread[m[0]]]) / m[1])
+        spread[head] += step
+        left -= step
+    better = value(table, spread.reshape(floors.shape)) > value(table, single.reshape(floors.shape))
+    return (spread if better else single).reshape(floors.shape)
+
+
+@given(st.integers(0, 2**32), st.integers(0, 3))
+def test_equals_the_rule_as_stated(seed: int, floor: int) -> None:
+    # Continuous importance, so that no two candidates tie.
+    rng = np.random.default_rng(seed)
+    table = heavy_tailed(rng, (int(rng.integers(1, 4)), int(rng.integers(1, 5)), int(rng.integers(3, 24))))
+    floors = np.full(table.shape[:2], floor)
+    solver = MarginalSolver(table, floors)
+    for total in rng.integers(solver.least, solver.most + 1, 6).tolist():
+        assert (solver.solve(total) == reference(table, floors, total)).all()
