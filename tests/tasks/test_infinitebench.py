@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.tasks.catalog import find_tasks
+from kvsearch.core.errors import KvsearchWarning
 from kvsearch.tasks.longbench import INFINITEBENCH_SPECS, INFINITEBENCH_TASKS, InfiniteBenchTask
 
 BOOKS = ["Anna", "Ben", "Cleo", "Dora"]
@@ -55,8 +54,6 @@ def test_answers_come_in_several_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "problem"),
     [
-        ("passkey", {"context": " "}, "with an empty context"),
-        ("passkey", {"input": ""}, "without a question"),
         ("passkey", {"answer": []}, "without an answer"),
         ("code_debug", {}, "without 2 to 4 options"),
         ("code_debug", {"options": BOOKS, "answer": "Emil"}, "whose answer is none of the options"),
@@ -68,12 +65,3 @@ def test_rows_that_cannot_be_used(name: str, changes: dict[str, Any], problem: s
         rows = load(tmp_path, name, good, {**good, **row(options=good["options"]), **changes} if name == "passkey"
                     else row(**changes)).rows  # fmt: skip
     assert len(rows) == 1
-
-
-def test_unknown_names_and_folders_without_files(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown InfiniteBench dataset 'passkeys'; did you mean 'passkey'"):
-        InfiniteBenchTask("passkeys")
-    with pytest.raises(UsageError, match="unknown infinitebench task 'math_calc'"):
-        find_tasks("infinitebench:math_calc")
-    with pytest.raises(UsageError, match="has no passkey, data/passkey"):
-        _ = InfiniteBenchTask("passkey", tmp_path).rows

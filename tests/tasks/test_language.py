@@ -26,7 +26,7 @@ from tests.examples import fixed
 from tests.tasks.solver import FACTS, Sentence, answer, evidence, sentences
 
 LENGTHS = (512, 1024, 2048)
-few = fixed(40)
+few = fixed(15)
 tasks = pytest.mark.parametrize("task", FORMS)
 seeds = st.integers(0, 2**32)
 

@@ -43,13 +43,6 @@ def test_a_question_has_its_choices_and_is_scored_by_the_letter(tmp_path: Path) 
     assert load_shared_rows.cache_info().misses == 1
 
 
-def test_the_official_wording_may_be_given(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.json"
-    prompts.write_text(json.dumps({"v2_short": "{context} Question: {input} Letter?"}))
-    (example,) = LongBenchV2Task("v2_short", write(tmp_path, row()), prompts=prompts).examples(1, 0)
-    assert example.queries[0].question.startswith("Question: Who?\nChoices:")
-
-
 def test_rows_that_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.warns(KvsearchWarning, match="1 of 2 rows left out: 1 with a choice that is empty"):
         assert len(LongBenchV2Task("v2_short", write(tmp_path, row(), row(choice_B=" "))).rows) == 1

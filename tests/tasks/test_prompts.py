@@ -80,19 +80,6 @@ def test_a_template_can_be_left_out() -> None:
     assert not PromptFormat.of(tokenizer(), Listed("t", (), chat=True)).chat  # there is none
 
 
-def test_the_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = chat_tokenizer()
-    rendered: list[dict[str, Any]] = []
-    apply = made.apply_chat_template
-    monkeypatch.setattr(made, "apply_chat_template", lambda *given, **how: rendered.append(how) or apply(*given, **how))
-    prompt = PromptFormat(made)
-    for text in ("the bell", "the fox"):
-        prompt.context(text)
-        prompt.question(text)
-    assert len(rendered) == 2  # once more to see what it does with white space
-    assert rendered[0]["enable_thinking"] is False
-
-
 def test_a_template_s_date_does_not_move() -> None:
     """As Llama 3.2's, which would ask the clock."""
     dated = "{% if date_string is not defined %}{% set date_string = strftime_now('%d') %}{% endif %}{{ date_string }} "

@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 import kvsearch
 from kvsearch.calibration.prompts import encode_prompts, make_task_data
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import load
 from kvsearch.tasks.base import Example
-from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode, hash_example, make_token_counter
 from kvsearch.tasks.retain import GROUPS, RETAIN_FORMS, RetainTask
 from kvsearch.tasks.splits import ALL, SPLITS
@@ -84,25 +83,6 @@ def test_examples_are_those_of_split_and_seed_and_more_begin_with_fewer(name: st
             assert len(hashes) == 4
             assert not hashes & known
             known |= hashes
-
-
-def test_bad_settings(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="json: 60 tokens are too few"):
-        examples("json", length=60)
-    with pytest.raises(UsageError, match="unknown retain task 'jsn'; did you mean 'json'"):
-        find_tasks("retain:jsn")
-    with pytest.raises(UsageError, match="there is no file"):
-        RetainTask("json", haystack=tmp_path / "none")
-    with pytest.raises(UsageError, match="unknown split 'reports'"):
-        RetainTask("json", split="reports")
-
-
-def test_a_haystack_of_the_users(tmp_path: Path) -> None:
-    story = tmp_path / "story.txt"
-    story.write_text("The ferry was late. Nobody minded.")
-    (task,) = find_tasks("retain:secret", {"haystack": story, "length": (200,)})
-    (example,) = task.examples(1, 0, words)
-    assert set(example.context.split()) == {"The", "ferry", "was", "late.", "Nobody", "minded."}
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
