@@ -24,7 +24,6 @@ from kvsearch.config.options import (
     Params,
     Repeated,
     Seeded,
-    drop_alternatives,
     merge_params,
     option,
 )
@@ -54,12 +53,6 @@ class Brewing(Shared, Seeded):
     params: Params = option({}, "A setting.", flag="--set", repeated=True)
     output: Path | None = option(None, "Where.", short="-o", recorded=False)
     strength: float | None = option(None, "How strong.")
-
-
-class Narrower(Brewing):
-    """A job that narrows a field of another: it is still offered as that says."""
-
-    heat: Literal["low"] = "low"
 
 
 def brew(options: Brewing, console: Console) -> None:
@@ -179,13 +172,6 @@ def test_a_configuration_is_a_recipe(tmp_path: Path) -> None:
         Brewing.of(config)
 
 
-def test_a_narrowed_field_is_offered_as_before() -> None:
-    assert Narrower.list_options().keys() == Brewing.list_options().keys()
-    assert Narrower.list_options()["heat"][1] == Brewing.list_options()["heat"][1]
-    with pytest.raises(UsageError, match="--heat: "):
-        Narrower.of(leaf="assam", heat="high")
-
-
 def test_a_job_is_a_function_with_the_same_options(tmp_path: Path) -> None:
     heard: list[Reporter] = []
 
@@ -224,12 +210,6 @@ def test_parameters_are_merged_one_by_one() -> None:
     assert merge_params({"params": 5}, {"params": ["x=1"]}, None)["params"] == 5, (
         "what is wrong in a recipe stays wrong"
     )
-
-
-def test_one_size_takes_the_place_of_another() -> None:
-    stated = {"budget": 64, "cups": 1}
-    assert drop_alternatives(dict(stated), {"ratio": 0.5}, ("budget", "ratio")) == {"cups": 1}
-    assert drop_alternatives(dict(stated), {"cups": 2}, ("budget", "ratio")) == stated
 
 
 def test_what_belongs_to_the_command_cannot_be_in_a_recipe(tmp_path: Path) -> None:

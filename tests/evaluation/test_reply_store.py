@@ -13,7 +13,6 @@ import pytest
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.evaluation import runner
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.methods import parse_methods
 from kvsearch.evaluation.ready_methods import prepare_methods
@@ -24,7 +23,7 @@ from kvsearch.models.fingerprint import hash_tokenizer
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
-from kvsearch.runs.identity import CONFIG, LEDGER, SCHEMA
+from kvsearch.runs.identity import CONFIG, LEDGER
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import Reading, encode_tasks
 from tests import tiny
@@ -73,21 +72,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("protocol", "phases", "memory"),
-    [
-        (QUESTION_AGNOSTIC, "prefill", None),
-        # every method replies alone: many lines
-        pytest.param(QUESTION_AWARE, "both", None, marks=pytest.mark.nightly),
-        pytest.param(QUESTION_AGNOSTIC, "prefill", 60_000, marks=pytest.mark.nightly),  # prompts are read several times
-    ],
-)
-def test_a_run_goes_on_to_the_same_report(
-    model: LoadedModel, tmp_path: Path, protocol: Protocol, phases: str, memory: int | None
-) -> None:
+def test_a_run_goes_on_to_the_same_report(model: LoadedModel, tmp_path: Path) -> None:
     """Cut between lines of the ledger, and in the middle of them."""
-    tasks = TASKS if phases == "prefill" else TASKS[1:]
-    one = evaluation(model, "pyramid,lava", phases, tasks, protocol=protocol, max_memory=memory)
+    one = evaluation(model, "pyramid,lava")
     whole = report(one.run())
     assert report(kept(one, tmp_path / "run")) == whole
     data = (tmp_path / "run" / LEDGER).read_bytes()
@@ -105,24 +92,6 @@ def told(line: bytes) -> list[Any]:
     """A line but for what depends on the clock."""
     samples = json.loads(line)["samples"]
     return [{name: value for name, value in item.items() if "seconds" not in name} for item in samples]
-
-
-@pytest.mark.nightly
-def test_only_methods_that_are_new_are_compressed(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ReplyStore(tmp_path / "l") as ledger:
-        known = evaluation(model, "pyramid").run(store=ledger).samples
-        compressed: set[str] = set()
-        compress = runner.compress_prompts
-        monkeypatch.setattr(
-            runner,
-            "compress_prompts",
-            lambda model, programs, *rest: compressed.update(programs) or compress(model, programs, *rest),
-        )
-        both = evaluation(model, "pyramid,lava").run(store=ledger).samples
-    assert compressed == {"lava@8", "lava@0.6"}
-    assert set(known) < set(both)
 
 
 def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path) -> None:
@@ -147,22 +116,6 @@ def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept(generous, tmp_path / "run")
-
-
-def test_the_configuration_is_there_first_and_says_everything(model: LoadedModel, tmp_path: Path) -> None:
-    one = evaluation(model)
-    begin(tmp_path / "run", one)
-    written = json.loads((tmp_path / "run" / CONFIG).read_text())
-    assert (written["schema"], written["job"]) == (SCHEMA, "evaluate")
-    config = written["content"]
-    assert config["model"] == model.fingerprint.model_dump(exclude={"dtype"})
-    assert (config["dtype"], config["device"], config["protocol"]) == ("float32", "cpu", "question-agnostic")
-    assert (config["seed"], config["batch"], config["samples"], config["max_memory"]) == (3, 2, 20, None)
-    assert set(config["versions"]) == {"kvsearch", "torch", "transformers"}
-    assert config["methods"]["lava@8"]["allocation"]["name"] == "lava"
-    assert config["methods"]["lava@8"]["sha256"] != config["methods"]["lava@0.6"]["sha256"]
-    assert config["tasks"]["one"]["questions"] == 6
-    assert (tmp_path / "run" / LEDGER).read_bytes() == b""
 
 
 @pytest.mark.parametrize(

@@ -38,26 +38,12 @@ def width(estimate: Estimate) -> float:
     return estimate.high - estimate.low
 
 
-def test_contexts_are_the_clusters() -> None:
-    """Twenty contexts of twenty questions that agree are twenty observations, not four hundred."""
-    agreeing = one(summarize(samples([[float(i % 2)] * 20 for i in range(20)]), "plan"))
-    assert width(agreeing) == pytest.approx(2 * 2.08 * 0.5 / np.sqrt(20), rel=0.05)
-    mixed = one(summarize(samples([[0.0, 1.0] * 10] * 20), "plan"))
-    assert mixed.mean == 0.5
-    assert width(mixed) == pytest.approx(width(agreeing) / 3.4, rel=0.05)
-
-
-@pytest.mark.parametrize("contexts", range(1, MIN_CONTEXTS_FOR_INTERVAL))
-def test_few_contexts_have_a_mean_but_no_interval(contexts: int) -> None:
+def test_few_contexts_have_a_mean_but_no_interval() -> None:
+    contexts = MIN_CONTEXTS_FOR_INTERVAL - 1
     score = one(summarize(samples([[0.0, 1.0]] * contexts), "plan"))
     assert (score.mean, score.contexts) == (0.5, contexts)
     assert math.isnan(score.low)
     assert math.isnan(score.high)
-    difference = contrast_scores(
-        samples([[1.0]] * contexts) + samples([[0.0]] * contexts, "other"), {"plan": 1, "other": -1}
-    )
-    assert (difference.mean, difference.wins, difference.contexts) == (1.0, contexts, contexts)
-    assert math.isnan(difference.low)
 
 
 def paired(change: Callable[[float], float], seed: int = 0) -> Row:

@@ -108,16 +108,6 @@ def test_models_that_need_transformers_alone(family: str, tmp_path: Path) -> Non
         require_equal(model, plan, folder_of(plan, tmp_path / policy))
 
 
-def test_beams_and_bfloat16(tmp_path: Path) -> None:
-    model = build("llama").to(torch.bfloat16)
-    plan = plan_of(model)
-    folder = folder_of(plan, tmp_path / "made")
-    with kvsearch.attach(model, plan) as planned:
-        settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "num_beams": 2}
-        theirs = planned.generate(**prompts(), **settings)
-    assert torch.equal(replies(model, folder, num_beams=2), theirs)
-
-
 @pytest.mark.nightly
 def test_it_needs_no_kvsearch(tmp_path: Path) -> None:
     """A moved folder, in a process that cannot import kvsearch."""

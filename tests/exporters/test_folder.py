@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import kvsearch
 from kvsearch.commands.export import write_files
-from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import find_resource
 from kvsearch.exporters.base import ExportInputs
 from kvsearch.exporters.folder import Folder
@@ -42,18 +42,6 @@ def test_its_card_says_what_it_is(tmp_path: Path) -> None:
     assert "Keeps 8 entries per kv head on average, 32 in 4 heads, for prompts of 40 tokens; budgets follow" in text
 
 
-def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
-    path = folder(tmp_path, make_plan())
-    with pytest.raises(UsageError, match="--force"):
-        folder(tmp_path, make_plan())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file"):
-        write_files(Folder().export(make_plan(), ExportInputs()), tmp_path / "file", force=True)
-    (path / "plan.json").unlink()
-    with pytest.raises(UsageError, match=r"there is no file .*deploy/plan\.json"):
-        kvsearch.load_plan(path)
-
-
 def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = folder(tmp_path, make_plan()), []
 
@@ -66,13 +54,6 @@ def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pyte
     assert asked == [("somebody/plan", ["plan.json", "*.safetensors"])]
     with pytest.raises(UsageError, match=r"no file somebody/plan\.json"):
         kvsearch.load_plan("somebody/plan.json")
-
-
-def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(EnvironmentFault, match="no file or folder somebody/nothing, and the hub") as caught:
-        kvsearch.load_plan("somebody/nothing")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

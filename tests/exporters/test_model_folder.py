@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import kvsearch
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.plan import Plan
 from kvsearch.plan.saved import MODEL_KEY, save_plan
 from tests.cli.conftest import done, invoke
@@ -65,17 +63,6 @@ def test_a_plan_is_found_beside_its_model(folder: Path, tmp_path: Path) -> None:
         assert pipe("a b c", max_new_tokens=2, do_sample=False)
 
 
-def test_transformers_keeps_the_key(folder: Path, tmp_path: Path) -> None:
-    export(folder, "small")
-    of(folder).save_pretrained(tmp_path / "copy")
-    copy = of(tmp_path / "copy")
-    assert getattr(copy.config, MODEL_KEY) == getattr(of(folder).config, MODEL_KEY)
-    with pytest.raises(UsageError, match=r"copy/kvsearch/plan\.json is not the plan that the config\.json beside it"):
-        kvsearch.attach(copy)
-    shutil.copytree(folder / "kvsearch", tmp_path / "copy" / "kvsearch")
-    assert kvsearch.attach(copy).program is not None
-
-
 def test_several_plans_by_size(folder: Path, tmp_path: Path) -> None:
     assert export(folder, "small")[0] == export(folder, "large")[0] == 0
     model = of(folder)
@@ -114,18 +101,6 @@ def test_no_place_outside_the_folder_is_written(folder: Path) -> None:
     assert export(folder, "small", "--force")[0] == 0
     assert not (folder.parents[1] / "stolen.json").exists()
     assert (folder / "kvsearch" / "stolen.json").exists()
-
-
-def test_two_plans_of_one_size(folder: Path, tmp_path: Path) -> None:
-    export(folder, "small")
-    export(folder, "large")
-    other = plan_of(loaded(), SMALL, floor=2)
-    save_plan(other, tmp_path / "other.json")
-    code, _, error = export(folder, "other")
-    assert (code, error.count("\n")) == (2, 1)
-    assert "plan.json exists: choose another folder, or --force to replace it" in error
-    assert export(folder, "other", "--force")[0] == 0
-    assert kvsearch.load_plan("auto", of(folder), size=0.8) == other
 
 
 def test_a_model_that_has_changed_since_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -177,9 +152,3 @@ def test_generate_finds_it(folder: Path) -> None:
     given = json.loads(invoke(*arguments, "--plan", folder.parent / "small.json")[1])
     assert found == given
     assert found["entries"] < full["entries"]
-
-
-def test_the_key_makes_no_other_model(folder: Path) -> None:
-    before = compute_fingerprint(of(folder))
-    export(folder, "small")
-    assert compute_fingerprint(of(folder)) == before

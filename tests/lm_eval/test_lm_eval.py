@@ -14,14 +14,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
-from kvsearch.evaluation.likelihood import score
+from kvsearch.core.errors import IncompatibleError, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import run_attention
-from kvsearch.runtime.program import make_full_program
-from kvsearch.runtime.shared_prefill import read
+from kvsearch.runtime import Program
 from tests.combinations import every_value
 from tests.lm_eval.folder import DOCUMENTS, rows, write_folder
 from tests.tiny import chat_tokenizer, document, loaded, plan_for
@@ -148,32 +144,6 @@ def test_what_the_cache_held_is_counted(model: LoadedModel, manager: TaskManager
     assert chosen["tokens"] == pytest.approx((sum(lengths) - DOCUMENTS + 1) / (DOCUMENTS + 1))
 
 
-def test_replies_are_those_of_the_compressed_prompt(model: LoadedModel) -> None:
-    texts = [" ".join(document(length, seed).words[1:]) for seed, length in enumerate((60, 90, 40))]
-    got = planned(model).generate_until([prompt(text, max_gen_toks=8) for text in texts])
-    for text, reply in zip(texts, got, strict=True):
-        ids = torch.tensor(model.tokenizer(text)["input_ids"])
-        with run_attention(model.model):
-            alone = read(model.model, PlanCache(model.model, program(model)), [ids], {2}).reply([8])[0]
-        assert reply == model.tokenizer.decode(alone, skip_special_tokens=True)
-    assert got != PlannedLM(model, make_full_program(model.model)).generate_until([prompt(text) for text in texts])
-
-
-def test_likelihoods_are_those_on_the_compressed_context(model: LoadedModel) -> None:
-    text = " ".join(document(80, 1).words[1:])
-    asked = [request(text, f" {choice}") for choice in ("amber", "code amber bell", "vote")]
-    lm = planned(model)
-    got = lm.loglikelihood(asked)
-    context = model.tokenizer(text)["input_ids"]
-    answers = [model.tokenizer(item.args[1], add_special_tokens=False)["input_ids"] for item in asked]
-    with run_attention(model.model):
-        ((expected, entries),) = score(model.model, program(model), [context], [answers])
-    assert got == expected
-    assert lm.held["toy"]["entries"] == entries
-    everything = PlannedLM(model, make_full_program(model.model)).loglikelihood(asked)
-    assert all(abs(one[0] - other[0]) > 10 * CLOSE for one, other in zip(got, everything, strict=True))
-
-
 def test_requests_are_answered_in_their_order(model: LoadedModel) -> None:
     texts = [" ".join(document(20 + 9 * seed, seed).words[1:]) for seed in range(7)]
     prompts = [prompt(text, until=["bell"] if number % 2 else []) for number, text in enumerate(texts)]
@@ -284,12 +254,6 @@ def test_tasks_that_cannot_run_are_refused_when_they_are_loaded(
     assert "\n" not in str(caught.value)
 
 
-def test_a_dataset_that_must_be_fetched(manager: TaskManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EnvironmentFault, match="the dataset of task 'small_remote' cannot be read: check the network"):
-        load_tasks(manager, ["small_remote"])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -315,19 +279,6 @@ def test_texts_without_tokens_or_room(model: LoadedModel) -> None:
         lm.loglikelihood([request("code", f" {WORDS}")])
     assert lm.loglikelihood([request(WORDS, " a b c d e f g h")])[0][0] < 0
     assert [lm.held["toy"][name] for name in ("prompts", "truncated", "single_tokens")] == [1, 1, 1]
-
-
-def test_texts_without_a_start(model: LoadedModel) -> None:
-    tokenizer = chat_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = None
-    tokenizer.bos_token = tokenizer.eos_token = None
-    lm = planned(replace(model, tokenizer=tokenizer))
-    assert lm.eot_token_id is None
-    with pytest.raises(IncompatibleError, match="the context is empty, and the tokenizer has no start of a text"):
-        lm.loglikelihood([request("", " amber")])
-    with pytest.raises(IncompatibleError, match="the prompt is empty once it is tokenised"):
-        lm.generate_until([prompt("")])
-    assert len(lm.generate_until([prompt(WORDS)])[0].split()) == 6
 
 
 def test_the_document_that_breaks_a_model_is_named() -> None:
@@ -366,32 +317,6 @@ def test_a_task_that_fails_is_not_our_bug(model: LoadedModel, manager: TaskManag
         evaluate_tasks(model, small_plan(model), manager, load_tasks(manager, ["small_failing"]), limit=1)
 
 
-def test_our_bug_is_not_blamed_on_the_harness(
-    model: LoadedModel, manager: TaskManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("ours")
-
-    monkeypatch.setattr("kvsearch.lm_eval.model.score", fail)
-    with pytest.raises(RuntimeError, match="ours"):
-        evaluate_tasks(model, small_plan(model), manager, load_tasks(manager, ["small_choose"]), limit=1)
-    assert model.model.config._attn_implementation == "sdpa"
-
-
 def test_numbers_that_json_lacks_become_null() -> None:
     found = {"a": float("nan"), "b": [float("-inf"), 1.5], "c": {1}, "d": torch.float32}
     assert as_plain(found) == {"a": None, "b": [None, 1.5], "c": [1], "d": "torch.float32"}
-
-
-def test_a_repetition_penalty_gives_what_it_gives_the_harness_own_model(manager: TaskManager) -> None:
-    model = loaded("llama", tie_word_embeddings=False)
-    plain = evaluate_tasks(model, full_plan(model), manager, load_tasks(manager, NAMES[:1]), samples=True)
-    model.model.generation_config.repetition_penalty = 1.4
-    ours = evaluate_tasks(model, full_plan(model), manager, load_tasks(manager, NAMES[:1]), samples=True)
-    own = HFLM(model.model, tokenizer=model.tokenizer, batch_size=1)
-    theirs = as_plain(simple_evaluate(model=own, tasks=load_tasks(manager, NAMES[:1]), task_manager=manager))
-    replies = [
-        [sample["resps"] for sample in results["samples"]["small_generate"]] for results in (ours, theirs, plain)
-    ]
-    assert replies[0] == replies[1] != replies[2]
-    assert ours["kvsearch"]["generation"] == {"repetition_penalty": 1.4}

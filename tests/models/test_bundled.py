@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -13,7 +11,6 @@ from torch.nn.functional import kl_div
 from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.prompts import encode_prompts
-from kvsearch.core.resources import find_resource
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.loading import BUNDLED, LoadedModel, load
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
@@ -23,29 +20,10 @@ from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
 from scripts.train_bundled import tokenizer
 
-PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-
 
 @pytest.fixture(scope="module", params=BUNDLED)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return load(request.param)
-
-
-@pytest.mark.parametrize("name", BUNDLED)
-def test_it_is_shipped_with_its_card_and_its_training_and_small(name: str) -> None:
-    files = {path.name: path.stat().st_size for path in find_resource(f"data/{name}").iterdir()}
-    assert set(files) == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json", "training.jsonl",
-    }  # fmt: skip
-    assert sum(files.values()) < 1_500_000
-    wheel = tomllib.loads(PYPROJECT.read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel["force-include"]["data"] == "kvsearch/_resources/data"
-
-
-def test_both_have_one_vocabulary() -> None:
-    one, other = (find_resource(f"data/{name}") / "tokenizer.json" for name in BUNDLED)
-    assert one.read_bytes() == other.read_bytes()
 
 
 def test_the_full_cache_answers(loaded: LoadedModel) -> None:

@@ -69,17 +69,6 @@ def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> 
         assert len(there) == len(table.rows)
 
 
-@pytest.mark.parametrize(
-    "table", [table for table in PAPER_TABLES.values() if table.pictures], ids=lambda table: table.name
-)
-def test_a_picture_has_a_side_of_the_table_for_each_axis(table: PaperTable) -> None:
-    for picture in table.pictures:
-        assert {picture.lines, picture.over, picture.each} == {"block", "row", "column"}
-        assert len(picture.labels) in (2, 3)
-        re.compile(picture.of)
-    assert len({picture.name for picture in table.pictures}) == len(table.pictures)
-
-
 def _names(method: str, sizes: list[str], blocks: list[str]) -> set[str]:
     return {method.format(size=size, block=block) for size in sizes for block in blocks or [""]}
 
@@ -102,16 +91,6 @@ def test_numbers_are_of_the_rows_and_their_average(table: PaperTable) -> None:
         if whole is None or not values:
             continue
         assert (abs(fmean(values.values()) - whole) < 0.011) != ((table.name, model, block, row) in SLIPS)
-
-
-def test_columns_of_numbers_are_tasks() -> None:
-    from kvsearch.tasks.catalog import find_tasks
-
-    for table in PAPER_TABLES.values():
-        if table.view == "scores" and "tasks.*" in table.columns:
-            spec = table.paper["asks"][0]["tasks"].replace("ruler", "ruler:no-qa").replace("no-qa:no-qa", "no-qa")
-            names = {task.name for task in find_tasks(spec)} | {"average", "qa_1", "qa_2"}
-            assert {column for *_, column in numbers(table.name)} <= names, table.name
 
 
 def test_a_model_is_known_by_the_last_part_of_its_name() -> None:

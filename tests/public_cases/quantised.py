@@ -1,12 +1,11 @@
-"""Checkpoints and models as peft, bitsandbytes and torchao make them: python -m tests.public_cases.quantised NAME DIR
+"""Checkpoints and models as peft, bitsandbytes and torchao make them, by python -m tests.public_cases.quantised
 
-The packages are in a folder of their own (`scripts/bootstrap.py`), so each check runs in a process that has it on its
+The packages are in a folder of their own (`scripts/bootstrap.py`), so the checks run in processes that have it on their
 path; tests/public_cases/test_quantised.py starts them.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -24,6 +23,7 @@ from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.fingerprint import compute_fingerprint, hash_weights
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.models.weights import count_stored_bytes, list_named_tensors
+from tests.cli.conftest import invoke
 from tests.models.layouts import projections
 from tests.models.test_weights import kept, weighted
 from tests.tiny import tokenizer
@@ -39,20 +39,9 @@ def saved(folder: Path, model: Any = None) -> Path:
     return folder
 
 
-def reads(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Generate with a folder by the command."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvsearch",
-        "generate",
-        str(folder),
-        "--prompt",
-        "recall mark",
-        "--max-new-tokens",
-        "3",
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def reads(folder: Path) -> tuple[int, str, str]:
+    """Generate with a folder by the command: exit code, output and errors."""
+    return invoke("generate", folder, "--prompt", "recall mark", "--max-new-tokens", 3)
 
 
 def read_in_bits(folder: Path, **config: Any) -> Any:
@@ -84,7 +73,7 @@ def lora(model: Any, **changes: Any) -> Any:
 
 def adapters_are_seen(folder: Path) -> None:
     """As in the merged model; switched off they are not there. Names of PEFT are shown nowhere."""
-    for changes in ({}, {"use_dora": True}, {"lora_bias": True}):
+    for changes in ({"use_dora": True}, {"lora_bias": True}):
         base = weighted()
         for attention in projections(base):
             attention.o_proj.bias = nn.Parameter(torch.randn(64))
@@ -124,10 +113,10 @@ def adapter_folders_are_named(folder: Path) -> None:
     wrapped = lora(AutoModelForCausalLM.from_pretrained(saved(folder / "base"), dtype=torch.float32))
     wrapped.save_pretrained(folder / "tuned")
     tokenizer().save_pretrained(folder / "tuned")
-    refused = reads(folder / "tuned")
-    assert refused.returncode == IncompatibleError.exit_code, refused.stderr
-    assert "is an adapter (LoRA or another of PEFT's) of the model " + repr(str(folder / "base")) in refused.stderr
-    assert refused.stderr.count("\n") == 1, refused.stderr
+    code, _, talk = reads(folder / "tuned")
+    assert code == IncompatibleError.exit_code, talk
+    assert "is an adapter (LoRA or another of PEFT's) of the model " + repr(str(folder / "base")) in talk
+    assert talk.count("\n") == 1, talk
     base = hash_weights(load(str(folder / "base")).model)
     saved(folder / "tuned", weighted())
     both = load(str(folder / "tuned"))
@@ -211,18 +200,19 @@ def torchao_checkpoints_load(folder: Path) -> None:
         saved(folder / kind, model)
         again = load(str(folder / kind), LoadOptions(device="cpu"))
         assert again.fingerprint.weights_sha256 == hash_weights(model)
-        done = reads(folder / kind)
-        assert done.returncode == 0, done.stderr
+        code, _, talk = reads(folder / kind)
+        assert code == 0, talk
     assert len(hashes) == (3 if torch.cuda.is_available() else 2)  # the first two hold the same
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {
-    check.__name__: check
-    for check in (
-        adapters_are_seen, adapters_have_fingerprints, adapter_folders_are_named, virtual_tokens_are_refused,
-        eight_bits_are_dequantised, four_bits_are_dequantised, four_bits_calibrate_or_say_why, torchao_checkpoints_load,
-    )
-}  # fmt: skip
+CHECKS: dict[str, tuple[Callable[[Path], None], ...]] = {
+    "peft": (adapters_are_seen, adapters_have_fingerprints, adapter_folders_are_named, virtual_tokens_are_refused),
+    "bitsandbytes": (eight_bits_are_dequantised, four_bits_are_dequantised, four_bits_calibrate_or_say_why),
+    "torchao": (torchao_checkpoints_load,),
+}
 
 if __name__ == "__main__":
-    CHECKS[sys.argv[1]](Path(sys.argv[2]))
+    for check in CHECKS[sys.argv[1]]:
+        place = Path(sys.argv[2]) / check.__name__
+        place.mkdir()
+        check(place)

@@ -8,16 +8,13 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.report import draw
 from kvsearch.report.charts import make_score_figures
-from kvsearch.report.evaluation import score_table
-from kvsearch.report.figures import Figure, HeatMap, LineChart, Series, make_layer_map
-from kvsearch.report.screen import WIDEST_PAGE
+from kvsearch.report.figures import Figure, HeatMap, LineChart, Series
 from kvsearch.report.table import Table
 from tests.evaluation.results import rendered
 from tests.report.test_tables import comparison
@@ -98,15 +95,6 @@ def test_pictures_are_written_the_same_each_time(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
-def test_charts_side_by_side_are_written_the_same_each_time(tmp_path: Path) -> None:
-    for suffix in (".svg", ".pdf"):
-        for name in ("a", "b"):
-            draw.write_row([FIGURES[0], FIGURES[0]], (tmp_path / name).with_suffix(suffix))
-        data = (tmp_path / "a").with_suffix(suffix).read_bytes()
-        assert data == (tmp_path / "b").with_suffix(suffix).read_bytes()
-    assert (tmp_path / "a.svg").read_text().count("<!-- entries -->") == 2
-
-
 def test_names_are_data_for_matplotlib_too() -> None:
     name = "$x^{$ \\frac{ \x1b[2J {0}"
     lines = LineChart(name, "y", (Series(name, (1.0, 2.0), (1.0, 2.0)), Series("b", (1.0, 2.0), (2.0, 1.0))))
@@ -132,24 +120,3 @@ def test_every_cell_is_there_at_any_width(columns: int, width: int) -> None:
         assert len(re.findall(rf"\b(?:f|u){n}\.25\b", text)) == 2
     names = text.count("uniform:snapkv")
     assert names == sum(line.split()[:1] == ["method"] for line in text.splitlines())  # in every block
-
-
-def test_more_heads_than_anybody_reads() -> None:
-    body = make_layer_map({"": np.full((200, 100), 3)}, range(200), "entries", "{:.0f}", total="sum")
-    text = rendered([Figure("map", "entries", "", body)], 140)
-    assert "20,000 cells are too many for a map: --json has them all" in text
-    rows = [line.split() for line in text.splitlines()]
-    assert ["199", "300"] in rows
-    assert not any("h0" in row for row in rows)
-
-
-def test_scores_on_the_screen_have_intervals() -> None:
-    table = score_table(comparison(), by_task=False, intervals=True)
-    assert "95% interval" in table.title
-    assert all(re.fullmatch(r"\d+\.\d\d \[\d+\.\d, \d+\.\d\]", row[1].text) for row in table.groups[1][1])
-    plain = score_table(comparison(), by_task=False)
-    assert [[cell.best for cell in row] for row in table.groups[2][1]] == [
-        [cell.best for cell in row] for row in plain.groups[2][1]
-    ]
-    for width in (60, 120, WIDEST_PAGE):
-        assert "…" not in rendered([table], width)

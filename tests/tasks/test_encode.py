@@ -107,7 +107,7 @@ def test_the_longest_question_decides_for_all_of_a_context() -> None:
 
 
 def test_a_question_that_leaves_no_room() -> None:
-    with pytest.raises(IncompatibleError, match="task t, example k, question 0: 2 tokens .* within 9 tokens"):
+    with pytest.raises(IncompatibleError, match=r"task t, example k, question 0: 2 tokens .* within 9 tokens"):
         encode(tiny.tokenizer(), task(), [example()], None, 9)
 
 
