@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.evaluation.methods import make_direct_plan
 from kvsearch.plan import PHASES, Size
 from kvsearch.plan.arithmetic import compute_budgets
-from kvsearch.plan.size import LAID_OUT
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from tests import tiny
@@ -48,13 +45,3 @@ def test_a_pyramid_of_a_ratio_stays_within_the_prompt() -> None:
     budgets = np.array(plan.budgets("prefill"))
     assert budgets.sum() == 12 * 8
     assert np.abs(budgets[:, 0] - [16, 40 / 3, 32 / 3, 8]).max() < 1
-
-
-@pytest.mark.parametrize("allocator", [EVEN, Pyramid(4, 2)])
-def test_a_ratio_needs_no_length(allocator: Any) -> None:
-    """Whatever length the budgets are laid out for, the plan keeps that share of the prompt at hand."""
-    loaded = tiny.loaded()
-    policy = create_policy("h2o", {"recent": 2})
-    plan = make_direct_plan(loaded, policy, Size(ratio=0.3), PHASES["prefill"], allocator)
-    assert (plan.scaling, plan.length) == ("proportional", LAID_OUT)
-    assert plan.total == round(0.7 * LAID_OUT) * plan.heads

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -27,15 +26,12 @@ from kvsearch.runtime.eviction import collect_needs
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies
 from kvsearch.runtime.stock import CACHE
-from kvsearch.signals.attention_rows import attention_change
 from kvsearch.tasks.base import Query
-from kvsearch.testing.policy_contract import properties
 from tests import tiny
 from tests.combinations import in_turn
 from tests.evaluation.results import rendered
 from tests.families import build, prompts
 from tests.runtime.helpers import columns, feed, one_by_one, running
-from tests.runtime.layers import Layer, Scene, scenes
 from tests.runtime.policies import SMALL
 
 LENGTH, COUNT = 40, 7  # tokens of a context, and of what follows
@@ -169,29 +165,6 @@ def test_losses_are_those_of_the_real_cache_in_the_first_layer(method: str, fami
     torch.testing.assert_close(losses["loss"], expected, atol=2e-4, rtol=1e-4)
     assert losses["loss"][1:].min() > 1e-3
     assert ("bound" not in losses) == (method in MERGING)
-
-
-@in_turn(name=["h2o", "tova", SNAPKV, "keydiff"], phases=["prefill", "decode", "both"])
-def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str) -> None:
-    policy = SMALL[name]
-
-    @properties
-    @given(scenes().filter(lambda scene: not any(scene.pads) and not scene.carries))
-    def same(scene: Scene) -> None:
-        layer = Layer(scene)
-        prefill, decode = (layer.rule(policy) if phases in (phase, "both") else None for phase in ("prefill", "decode"))
-        followed = layer.followed(layer.observation(policy))
-        found, full = followed.replay(prefill, decode), followed.replay(None, None)
-        length, count = scene.length, scene.tokens
-        assert found.shown.shape == (len(scene.pads), scene.heads, count, length + count)
-        assert torch.equal(full.shown[0, 0], torch.ones(count, length + count).tril(length).bool())
-        assert not (found.shown & ~full.shown).any()
-        change, _ = attention_change(
-            layer.tokens()[0], layer.key, layer.value, found.shown, layer.logits.scaling, scene.softcap
-        )
-        torch.testing.assert_close(change, full.outputs - found.outputs, atol=1e-5, rtol=1e-4)
-
-    same()
 
 
 @in_turn(method=METHODS, family=["llama", "gemma2", "gemma3"])

@@ -13,7 +13,6 @@ import pytest
 from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, make_blocks, summarize
-from kvsearch.report.charts import make_score_figures
 from kvsearch.report.evaluation import describe_best, make_tables
 from kvsearch.report.table import to_latex, to_markdown
 from kvsearch.results.evaluation import EvaluationResult
@@ -140,15 +139,3 @@ def test_they_are_written_and_read_and_old_files_have_none() -> None:
     assert "score in percent" in make_tables(old)[0].title
     assert describe_best(old).startswith("highest scores: ")
     assert "nats" not in result_of(answers()).as_json()["full"]
-
-
-def test_a_chart_of_text_is_in_nats() -> None:
-    larger = {label.replace("@8", "@0.5"): [value / 2 for value in more] for label, more in EXCESS.items()}
-    both = {**EXCESS, **larger}
-    [figure] = make_score_figures(result_of(texts(excess=both)))
-    assert "lower is better" in figure.body.y
-    full, h2o, _ = figure.body.series
-    assert (full.name, full.y) == ("full", (0.0,))
-    assert sorted(h2o.y) == [pytest.approx(0.15), pytest.approx(0.3)]
-    assert min(h2o.low) == pytest.approx(0.15 - REACH / 2, abs=1e-4)
-    assert figure.title.startswith("Loss above the full cache against entries kept")

@@ -17,15 +17,14 @@ from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.methods import parse_methods
 from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
-from kvsearch.evaluation.runner import KeptReplies, describe_environment, hash_rows
+from kvsearch.evaluation.runner import KeptReplies
 from kvsearch.evaluation.samples import Sample
-from kvsearch.models.fingerprint import hash_tokenizer
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runs.identity import CONFIG, LEDGER
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.encode import Reading, encode_tasks
+from kvsearch.tasks.encode import Reading
 from tests import tiny
 from tests.evaluation.results import json_of
 
@@ -176,22 +175,3 @@ def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) ->
     ]
     assert one_key not in others
     assert len(set(others)) == len(others)
-
-
-def test_hashes_of_tokenizers_and_rows(model: LoadedModel) -> None:
-    assert hash_tokenizer(model.tokenizer) == hash_tokenizer(tiny.loaded().tokenizer)
-    assert hash_tokenizer(tiny.chat_tokenizer()) != hash_tokenizer(model.tokenizer)
-    longer = tiny.loaded().tokenizer
-    longer.add_tokens(["unheard"])
-    assert hash_tokenizer(longer) != hash_tokenizer(model.tokenizer)
-
-    def rows(task: tiny.Listed) -> str:
-        return hash_rows(encode_tasks(model, [task], 9)[0])
-
-    first, *rest = TASKS[0].rows
-    right = replace(first, queries=(replace(first.queries[0], answers=("anchor",)), *first.queries[1:]))
-    changes: list[dict[str, Any]] = [{"rows": (right, *rest)}, {"stops": ("x",)}, {"prompt": "mark {question}"}]
-    changed = [replace(TASKS[0], **change) for change in changes]
-    assert len({rows(task) for task in [TASKS[0], *changed]}) == 4
-    assert rows(replace(TASKS[0], name="other")) == rows(TASKS[0])
-    assert describe_environment(model)["dtype"] == "float32"

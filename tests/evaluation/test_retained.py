@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,9 +14,7 @@ from kvsearch.evaluation.ready_methods import prepare_with_baselines
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import RETAINED, measure_retained_gap, summarize_retained
 from kvsearch.models.loading import LoadedModel
-from kvsearch.report.selections import describe_retained
 from kvsearch.results.evaluation import EvaluationResult
-from kvsearch.runs.estimates import Estimate
 from kvsearch.tasks.retain import RETAIN
 from tests import tiny
 from tests.evaluation.results import tables_of
@@ -86,22 +83,6 @@ def test_the_gap_to_what_is_kept_of_other_scores() -> None:
     assert even.low < 0 < even.high
     assert measure_retained_gap(DONE, "plan") is None
     assert measure_retained_gap(OTHER, "plan") is None
-
-
-def selection(gap: Estimate | None) -> Mock:
-    report = Mock(retained={"plan": Estimate(0.4, 0.3, 0.5)}, retained_gap=gap)
-    return Mock(report=report, chosen=Mock(written="plan"))
-
-
-def test_a_plan_that_forgets_more_than_it_loses() -> None:
-    assert describe_retained(selection(Estimate(0.45, 0.2, 0.7))) == (
-        "plan keeps 40% of what the full cache does of retain:* (formats, instructions, refusals), which is 45 points "
-        "[20, 70] less than it keeps of the other scores: keep more, or look at its replies before it is used where "
-        "that matters"
-    )
-    assert describe_retained(selection(Estimate(0.45, -0.1, 1.0))) is None
-    assert describe_retained(selection(Estimate(0.45, math.nan, math.nan))) is None
-    assert describe_retained(selection(None)) is None
 
 
 @pytest.fixture(scope="module")

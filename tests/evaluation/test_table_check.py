@@ -16,7 +16,7 @@ from kvsearch.calibration.options import LukvOptions
 from kvsearch.calibration.tables import CHECKED_RATIOS, FOLDS, HELD_OUT, MIN_CONTEXTS_TO_JUDGE, assign_folds
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation import table_check
-from kvsearch.evaluation.table_check import check_table, describe_harmful_table
+from kvsearch.evaluation.table_check import check_table
 from kvsearch.plan import Profile, load_profile, save_profile
 from kvsearch.plan.profile import TableCheck
 from tests import tiny
@@ -85,13 +85,6 @@ def checked(profile: Profile, *verdicts: Any) -> Profile:
         for ratio, verdict in zip(CHECKED_RATIOS, verdicts, strict=True)
     )
     return replace(profile, metadata=profile.metadata.model_copy(update={"checks": checks}))
-
-
-def test_the_nearest_ratio_counts(measured: Any) -> None:
-    profile = checked(measured[2], "harmful", "unproven", "useful")
-    assert describe_harmful_table(measured[2], 0.8) is None
-    for ratio, harmful in ((0.2, True), (0.8, True), (0.85, True), (0.88, False), (0.99, False)):
-        assert (describe_harmful_table(profile, ratio) is not None) == harmful
 
 
 def test_export_refuses_a_table_that_lost(measured: Any, tmp_path: Path) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
-from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.methods import parse_methods
 from kvsearch.evaluation.ready_methods import prepare_methods
@@ -25,7 +23,6 @@ from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
 from kvsearch.tasks.base import Sampling, Task
 from kvsearch.tasks.maths import TracedTask
-from kvsearch.tasks.user_files import TextTask
 from tests import tiny
 
 LIMIT = 20
@@ -122,17 +119,6 @@ def test_a_reply_depends_on_its_own_seed(model: LoadedModel, task: TracedTask, f
     assert len(few(replace(DRAWN, seed=8)).items() & several.items()) < 6
     assert few(Sampling(1e-4), 1) == few(Sampling(5.0, top_p=1e-6), 1) == few(None, 1)
     assert few(samples=1, batch=1, protocol=QUESTION_AWARE) == few(samples=1, batch=4, protocol=QUESTION_AWARE)
-
-
-def test_what_cannot_be_drawn(model: LoadedModel, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the cat sees the dog . " * 200)
-    with pytest.raises(UsageError, match="task text has texts without replies: ask it without --temperature"):
-        evaluation(model, TextTask.load(tmp_path / "text.txt", 64))
-    (row,) = tiny.listed((60, 2)).rows
-    turns = tiny.Listed("turns", (replace(row, turns=True),))
-    with pytest.raises(UsageError, match="task turns asks in turns, once each: ask it without --temperature and --rep"):
-        evaluation(model, turns)
-    assert evaluation(model, turns, Sampling(0.5)).replies == 2 * len(row.queries)
 
 
 def test_tokens_are_drawn_by_their_chances() -> None:

@@ -168,6 +168,16 @@ def test_streaming_heads_come_back_from_gates() -> None:
     assert exporter.read(found.files, plan.model, 1000).tolist() == [[1000, 68], [68, 1000]]
 
 
+@given(st.lists(budget_rows, min_size=1, max_size=4), st.integers(1, 60))
+def test_heads_that_keep_as_many_are_told_apart(budgets: list[list[int] | None], recent: int) -> None:
+    plan = plan_of(budgets, "streaming", {"sinks": 2})
+    exporter, found = exported("duo", plan)
+    held = exporter.read(found.files, plan.model, PROMPT_LENGTH)
+    whole = (held == PROMPT_LENGTH).sum()
+    streaming = held.min()
+    assert abs(held.sum() - found.total) <= (PROMPT_LENGTH - streaming) / 2 or whole in (0, held.size)
+
+
 def test_heads_that_keep_as_much_share_pages() -> None:
     """Which heads share a page, by the rules of the engine's loader, on four heads with P = 2."""
     _, found = exported("tangram", plan_of([[100, 20], [40, 80]], "keydiff"))

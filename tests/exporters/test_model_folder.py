@@ -136,14 +136,6 @@ def test_what_is_not_there_or_damaged_is_one_line(folder: Path) -> None:
             kvsearch.attach(model)
 
 
-def test_a_place_outside_the_folder_is_not_read(folder: Path) -> None:
-    export(folder, "small")
-    model = of(folder)
-    getattr(model.config, MODEL_KEY)["0.8"]["file"] = "../../small.json"
-    with pytest.raises(UsageError, match=r"kvsearch/small\.json is not the plan"):
-        kvsearch.attach(model)
-
-
 def test_generate_finds_it(folder: Path) -> None:
     arguments = ("generate", folder, "--context", "a b c d " * 20, "--prompt", "a", "--max-new-tokens", "2", "--json")
     full = json.loads(invoke(*arguments)[1])

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from kvsearch.core.errors import IncompatibleError, KvsearchError, KvsearchWarning, UsageError
+from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.runtime import Program
@@ -294,29 +294,6 @@ def test_the_document_that_breaks_a_model_is_named() -> None:
         lm.generate_until(asked)
 
 
-STRICT = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
-    "{% endfor %}"
-)
-
-
-def test_a_system_message_that_the_template_refuses(model: LoadedModel) -> None:
-    lm = planned(replace(model, tokenizer=chat_tokenizer(STRICT)))
-    said = [{"role": "system", "content": "code"}, {"role": "user", "content": "amber"}]
-    with pytest.warns(KvsearchWarning, match="refuses system messages") as warned:
-        assert lm.apply_chat_template(said) == "amber"
-        assert lm.apply_chat_template(said) == "amber"
-    assert len(warned) == 1
-    never = planned(replace(model, tokenizer=chat_tokenizer("{{ raise_exception('never') }}")))
-    with pytest.raises(IncompatibleError, match=r"the chat template of model 'tiny' fails \(TemplateError: never\)"):
-        never.apply_chat_template(said[1:])
-
-
 def test_a_task_that_fails_is_not_our_bug(model: LoadedModel, manager: TaskManager) -> None:
     with pytest.raises(UsageError, match=r"lm-evaluation-harness gave up \(RuntimeError: no such luck\)"):
         evaluate_tasks(model, small_plan(model), manager, load_tasks(manager, ["small_failing"]), limit=1)
-
-
-def test_numbers_that_json_lacks_become_null() -> None:
-    found = {"a": float("nan"), "b": [float("-inf"), 1.5], "c": {1}, "d": torch.float32}
-    assert as_plain(found) == {"a": None, "b": [None, 1.5], "c": [1], "d": "torch.float32"}

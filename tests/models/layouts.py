@@ -64,36 +64,6 @@ class Gptq(Projection):
         return ((codes - zeros[self.g_idx.long()]) * self.scales.float()[self.g_idx.long()]).T
 
 
-class BlockFloat8(nn.Linear):
-    """Fine-grained float8: a scale for every block of weights, and inputs rounded to float8, too."""
-
-    block = 24  # which divides neither side
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=False)
-        weight = linear.weight.detach()
-        rows, columns = (-(-size // self.block) for size in weight.shape)
-        blocks = [
-            [block.abs().max() / 448 for block in row.split(self.block, 1)] for row in weight.split(self.block, 0)
-        ]
-        scale = torch.tensor(blocks)
-        assert scale.shape == (rows, columns)
-        self.weight = nn.Parameter((weight / self.spread(scale)).to(torch.float8_e4m3fn), requires_grad=False)
-        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
-
-    def spread(self, scale: Tensor) -> Tensor:
-        wide = scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
-        return wide[: self.out_features, : self.in_features]
-
-    def dequantised(self) -> Tensor:
-        return self.weight.float() * self.spread(self.weight_scale_inv)
-
-    def forward(self, states: Tensor) -> Tensor:
-        scale = states.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448
-        rounded = (states / scale).to(torch.float8_e4m3fn).float() * scale
-        return F.linear(rounded, self.dequantised()).to(states.dtype)
-
-
 class Adapted(nn.Module):
     """LoRA: a base layer, and two small matrices that add to it."""
 
@@ -120,7 +90,6 @@ class Adapted(nn.Module):
 LAYOUTS: dict[str, Callable[[nn.Linear], Any]] = {
     "EETQ": RowScaled,
     "GPTQ": Gptq,
-    "float8 in blocks": BlockFloat8,
     "LoRA": Adapted,
     "LoRA on GPTQ": lambda linear: Adapted(Gptq(linear)),
 }

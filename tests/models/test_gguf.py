@@ -166,26 +166,6 @@ def test_a_full_disk_leaves_no_part_of_a_model(
     assert not (tmp_path / "folder").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_every_command_takes_a_file(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
-    source, data = tiny[0], tmp_path / "texts.jsonl"
-    asked = [{"context": f"{n} {TEXT[:120]}", "question": "who?", "answers": ["a"]} for n in range(8)]
-    data.write_text("\n".join(map(json.dumps, asked)))
-    tasks = ("--tasks", f"jsonl:{data}")
-    few = (*tasks, "--samples", 2)
-    plan = plan_of(source, tmp_path / "plan.json")
-    done("calibrate", source, "--policy", "streaming", "--normalization", "layer", *tasks, "--questions", 2,
-         "--answer-tokens", 2, "--no-check", "-o", tmp_path / "cal")  # fmt: skip
-    done("export", tmp_path / "cal", "--ratio", 0.5, "--to", "folder", "-o", tmp_path / "deploy")
-    done("export", tmp_path / "cal", "--ratio", 0.5, "--to", "model", "-o", tmp_path / "model")
-    done("evaluate", source, "--plan", plan, *few, "-o", tmp_path / "scores")
-    done("headroom", source, "--ratio", 0.5, *few, "-o", tmp_path / "headroom")
-    done("compress", source, "--plan", plan, "--context", TEXT[:200], "-o", tmp_path / "context.kv")
-    done("generate", source, "--cache", tmp_path / "context.kv", "--prompt", "who?", "--max-new-tokens", 1)
-    done("verify", tmp_path)
-
-
 def test_a_model_that_transformers_has_loaded_is_attached(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
     plan = kvsearch.load_plan(plan_of(tiny[0], tmp_path / "plan.json"))
     model = AutoModelForCausalLM.from_pretrained(tiny[0].parent, gguf_file=tiny[0].name).eval()

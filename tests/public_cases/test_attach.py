@@ -133,16 +133,6 @@ def test_batches() -> None:
             assert len(beams) == 4
 
 
-def test_a_model_whose_factors_stay_is_read_anew_by_its_code_all_the_same() -> None:
-    model = build("phi3", **SHAPE, original_max_position_embeddings=SWITCH)
-    with attach(model, holding(model)) as planned:
-        with pytest.raises(IncompatibleError, match="drops the cache when a sequence passes 64 tokens"):
-            planned.generate(prompts(60), max_new_tokens=6)
-        for length in (60, 70):
-            said = generated(planned, prompts(length), 5)
-            assert planned.cache.get_seq_length() == length + len(said) - 1
-
-
 @pytest.mark.parametrize("make", [longrope_llama, dynamic_llama])
 def test_loops_of_ones_own(make: Callable[[], Any], tmp_path: Path) -> None:
     model = make()
@@ -238,19 +228,6 @@ def test_the_model_itself_refuses_other_caches_while_it_is_attached(model: Any) 
     assert generated(model, ids, 4) == own != said
 
 
-def test_where_a_model_returns_itself_the_planned_one_is_returned(model: Any, planned: Any) -> None:
-    ids = prompts(60)
-    said = generated(planned, ids, 4)
-    for same in (planned.to("cpu"), planned.eval(), planned.float(), planned.cpu(), planned.requires_grad_(False)):
-        assert same is planned
-    assert generated(planned.train().eval(), ids, 4) == said
-    assert planned.half() is planned
-    assert model.dtype == torch.float16
-    planned.bfloat16().generate(ids, max_new_tokens=2)
-    assert planned.cache.entries().unique().tolist() == [21]
-    assert planned.get_input_embeddings() is model.get_input_embeddings()
-
-
 def test_a_call_is_a_forward_pass_under_the_plan(model: Any) -> None:
     ids = prompts(60)
     with torch.no_grad():
@@ -277,12 +254,6 @@ def test_a_call_is_a_forward_pass_under_the_plan(model: Any) -> None:
         torch.testing.assert_close(positional.logits, full.logits)
     with pytest.raises(UsageError, match="as a context manager"):
         planned(ids)
-
-
-def test_a_call_that_leaves_the_cache_alone_is_refused(model: Any) -> None:
-    model.gradient_checkpointing_enable()
-    with attach(model, holding(model)) as planned, pytest.raises(IncompatibleError, match="has read 0 of 60 tokens"):
-        planned.train()(prompts(60))
 
 
 # --- what a checkpoint says of caches ---------------------------------------------------------------------------------

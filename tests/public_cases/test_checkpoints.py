@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase, dynamic_module_utils
+from transformers import dynamic_module_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsearch
@@ -326,13 +325,3 @@ def test_what_kvsearch_put_into_a_model_is_its_own_fault(raised_in: str, monkeyp
     with pytest.raises(Exception) as caught:
         kvsearch_frame(lambda: model(torch.tensor([[1, 2]])))
     assert find_culprit(caught.value) is None
-
-
-def test_a_checked_tokenizer_is_the_tokenizer_otherwise() -> None:
-    loaded = tiny.loaded()
-    again = pickle.loads(pickle.dumps(loaded.tokenizer))
-    assert isinstance(loaded.tokenizer, PreTrainedTokenizerBase)
-    assert len(again) == len(tiny.tokenizer())
-    assert again.eos_token_id == loaded.tokenizer.eos_token_id
-    assert again(["the fox", "a"])["input_ids"] == tiny.tokenizer()(["the fox", "a"])["input_ids"]
-    assert again("the fox", return_tensors="pt")["input_ids"].shape[0] == 1

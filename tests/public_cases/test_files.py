@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import bz2
-import csv
 import gzip
-import io
 import json
 import lzma
 import os
@@ -77,13 +75,6 @@ def test_what_is_no_text_is_named_in_one_line(data: bytes, words: str, tmp_path:
         assert words in str(caught.value)
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value), number
-
-
-def test_tables_without_rows_are_parquet(tmp_path: Path) -> None:
-    frame = pandas.DataFrame({"text": ["one"]})
-    for rows, compression in ((frame, "zstd"), (frame[:0], None), (frame[:0], "snappy")):
-        path = write(tmp_path / "rows", rows.to_parquet(index=False, compression=compression))
-        assert read_file(path) == rows.to_dict("records")
 
 
 def test_what_is_unpacked_has_a_limit(tmp_path: Path) -> None:
@@ -270,18 +261,6 @@ def test_what_a_table_leaves_empty_is_not_given(tmp_path: Path) -> None:
         task = JsonlTask.load(write(tmp_path / "rows", content))
         queries = [query for example in task.rows for query in example.queries]
         assert sorted((query.category, query.max_new_tokens, query.prefix) for query in queries) == sorted(told)
-
-
-def test_a_cell_has_one_answer_or_a_list(tmp_path: Path) -> None:
-    def load(cell: str) -> tuple[str, ...]:
-        content = io.StringIO()
-        csv.writer(content).writerows([["context ", "question", "answers"], ["c", "Who?", cell]])
-        return JsonlTask.load(write(tmp_path / "rows.csv", content.getvalue())).rows[0].queries[0].answers
-
-    assert load(" the mayor, or so ") == ("the mayor, or so",)
-    assert load('["a", " b"]') == load("['a', 'b']") == load('["a","b"]') == ("a", "b")
-    with pytest.raises(UsageError, match=r"row 1: answers: begins with \[ and is no list"):
-        load("['a' 'b']")  # as NumPy writes it, which Python would read as one text
 
 
 @pytest.mark.parametrize("content", [{"data": ROWS}, {"train": ROWS, "test": ROWS}, {"context": {"0": "a"}}])

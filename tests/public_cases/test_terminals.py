@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from kvsearch.cli import app
 from kvsearch.cli.console import LOGGER, set_up_log
-from kvsearch.cli.streams import StandardOutput
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.plan.saved import save_plan
 from tests import tiny
@@ -34,17 +33,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     named = replace(model, fingerprint=model.fingerprint.model_copy(update={"name": NAME}))
     save_plan(tiny.plan_for(named, [[40, 40]] * 4), path)
     return path
-
-
-@needs_full
-def test_an_error_of_standard_output_is_told_once() -> None:
-    """What follows is not refused again, when the process ends."""
-    full = StandardOutput(FULL.open("w"))
-    full.write("a")
-    with pytest.raises(OSError, match="standard output"):
-        full.flush()
-    full.write("b")
-    full.flush()
 
 
 @needs_full

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,22 +65,6 @@ def test_an_axis_that_begins_above_zero_says_so(lowest: float, label: str) -> No
     lines = LineChart("x", "score, %", (Series("a", (1.0, 2.0), (lowest, 95.0)),))
     (axes,) = draw.draw(Figure("f", "f", "", lines)).axes
     assert axes.get_ylabel() == label
-
-
-def test_names_of_plans_are_apart_and_what_was_written_is_bold() -> None:
-    from matplotlib.text import Text
-
-    candidates = [Series(f"c{at}", (64.0, 128.0), (90.0 + at / 10, 95.0), role="candidate") for at in range(5)]
-    written = Series("c3", (64.0,), (90.3,), (80.0,), (96.0,), role="written")
-    body = LineChart("entries", "score, %", (*LINES.series[:1], *candidates, written), log_x=True, full=1000.0)
-    picture = draw.draw(Figure("f", "f", "", body))
-    picture.draw_without_rendering()
-    (axes,) = picture.axes
-    names = {text.get_text().split()[0]: text for text in axes.texts}
-    heights = sorted(Text.get_window_extent(names[f"c{at}"]).y0 for at in range(5))  # without the line to the point
-    assert all(after - before > 10 for before, after in pairwise(heights))
-    assert [name for name, text in names.items() if text.get_fontweight() == "bold"] == ["c3"]
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["64\n6.4%", "128\n13%"]
 
 
 def test_pictures_are_written_the_same_each_time(tmp_path: Path) -> None:

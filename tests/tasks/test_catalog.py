@@ -141,11 +141,3 @@ def test_options_that_do_not_fit(spec: str, options: dict[str, Any], problem: st
     with pytest.raises(UsageError, match=problem) as caught:
         find_tasks(spec, options)
     assert "\n" not in str(caught.value)
-
-
-def test_splits_that_are_told_can_be_had(files: dict[str, Path]) -> None:
-    for facts in describe_tasks("synthetic:vote+ruler:vt+longbench:trec+gsm8k+niah"):
-        for split in facts.splits:
-            assert find_tasks(facts.spec, {"split": split})
-        with pytest.raises(UsageError, match="unknown split"):
-            find_tasks(facts.spec, {"split": "none"})

@@ -148,32 +148,11 @@ def test_keys_of_one_text_have_one_context() -> None:
     assert name_contexts([made]) == {("t", key): name for key, name in made.contexts.items()}
 
 
-def test_an_empty_answer_among_others_is_left_out() -> None:
-    """It would be found in every reply."""
-    made = encode(
-        tiny.tokenizer(), task(metric="contains"), [example(TEXT, Query("? vote", ("anchor", " ", "bell", "")))]
-    )
-    (question,) = made.prompts[0].questions
-    assert question.query == Query("? vote", ("anchor", "bell"))
-    assert made.task.score("the fox", question.query) == 0
-    assert made.coverage.excluded == {}
-
-
 def test_a_task_of_which_nothing_is_left() -> None:
     with pytest.raises(UsageError, match=r"task t has no usable question \(empty answer: 1\)"):
         encode(tiny.tokenizer(), task(), [example(TEXT, Query("? vote", ("",)))])
     with pytest.raises(UsageError, match=r"task t has no usable question \(it has no examples\)"):
         encode(tiny.tokenizer(), task(), [])
-
-
-def test_all_tasks_are_cut_to_the_same_limit() -> None:
-    rows = [example(key=str(number)) for number in range(3)]
-    made = encode_tasks(tiny.loaded(), [task(*rows, name="a"), task(example("the bell"), name="b")], 2, 0, 20)
-    assert [entry.coverage for entry in made] == [
-        Coverage("a", "listed", 2, 2, 2, 2, 2, {}, shortest=13, longest=13),
-        Coverage("b", "listed", 2, 1, 1, 0, 1, {}, shortest=3, longest=3),
-    ]
-    assert {len(prompt.context) for prompt in made[0].prompts} == {13}
 
 
 @pytest.mark.parametrize(

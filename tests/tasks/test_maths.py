@@ -12,8 +12,6 @@ import pytest
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.maths import CUE, INSTRUCTION, SHOTS, Gsm8kTask, TracedTask
-from kvsearch.tasks.prompts import PromptFormat
-from tests.tiny import chat_tokenizer
 
 ROW = {"question": "Ann has 2 hens and buys 3. How many?", "answer": "Ann has 2 + 3 = <<2+3=5>>5 hens.\n#### 5"}
 
@@ -113,10 +111,3 @@ def test_problems_that_cannot_be_asked(tmp_path: Path) -> None:
         row = {name: value for name, value in MATH.items() if name != missing}
         with pytest.raises(UsageError, match=f"row 1 of math500 of .* has no column '{missing}'"):
             _ = TracedTask("math500", write(tmp_path, row)).rows
-
-
-def test_models_may_think_in_traces_alone(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer("{{ messages[0]['content'] }} {% if enable_thinking %}amber{% else %}bell{% endif %}")
-    task = TracedTask("math500", write(tmp_path, MATH))
-    asked = [PromptFormat.of(tokenizer, each).question("code")[0].tolist() for each in (task, Gsm8kTask())]
-    assert [tokenizer.decode(ids) for ids in asked] == ["code amber", "code bell"]

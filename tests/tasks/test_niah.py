@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.niah import DEPTH_PERCENTS, LENGTHS, NEEDLE_TEXT, GridCell, NiahTask, spread_cells
 from tests.examples import at_most
@@ -89,14 +89,6 @@ def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st
     for taken, steps in (([c.length for c in some], range(1, lengths + 1)), ([c.depth for c in some], range(depths))):
         times = [taken.count(step) for step in steps]
         assert max(times) - min(times) <= 1
-
-
-def test_a_part_of_the_grid_is_not_taken_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
-    with pytest.warns(KvsearchWarning, match="niah: 20 of 40 cells are asked.*: ask for 40 samples to fill the grid"):
-        examples = NiahTask().examples(20, 0, count)
-    assert len({example.key for example in examples}) == 20
-    NiahTask().examples(40, 0, count)
-    assert not recwarn.list
 
 
 @pytest.mark.filterwarnings("ignore:niah")

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText, cut_at_stop, find_stop
-from kvsearch.tasks.synthetic.language import BOS
-from scripts.train_bundled import TOKEN_ID, tokenizer
+from scripts.train_bundled import tokenizer
 from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
-
-BOS_ID = TOKEN_ID[BOS]
 
 
 def plain(prompt: str = " {question}") -> PromptFormat:
@@ -52,21 +49,6 @@ def test_the_standard_prompt() -> None:
     parts = ["\x01C", "\n\nQuestion: Q?\nAnswer:", " A"]
     assert list(map(text_of, (context, question, answer))) == parts
     assert list(map(text_of, (prompt.context("C"), prompt.question("Q?"), prompt.answer("A")))) == parts
-
-
-def test_with_a_chat_template_context_question_and_answer_make_one_conversation() -> None:
-    prompt = PromptFormat(chat_tokenizer())
-    assert prompt.chat
-    context, question = prompt.context("the calm fox ."), prompt.question("? vote")
-    assert words(context) == "<bos> recall the calm fox ."
-    assert words(question) == "? vote . mark ="
-    assert words(prompt.answer("anchor .")) == "anchor ."
-    rendered = chat_tokenizer().apply_chat_template(
-        [{"role": "user", "content": "the calm fox .\n\n? vote"}], add_generation_prompt=True, tokenize=False
-    )
-    whole = chat_tokenizer()(rendered, add_special_tokens=False)["input_ids"]
-    assert torch.cat([context, question], 1)[0].tolist() == whole
-    assert whole.count(BOS_ID) == 1  # the template writes it, the tokenizer must not
 
 
 def test_a_template_can_be_left_out() -> None:

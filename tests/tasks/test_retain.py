@@ -145,13 +145,6 @@ def test_a_calibration_reads_the_rule_too(tmp_path: Path) -> None:
         assert loaded.tokenizer.decode(prompt.ids[0]) == f"<system>{example.system}<user>{example.context}"
 
 
-@pytest.mark.slow
-def test_an_evaluation(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", TEMPLATE)
-    found = kvsearch.evaluate(model, tasks="retain:refusal", **ASKED)
-    assert {task.task: task.metric for task in found.tasks} == {"subject": "refusal", "secret": "refusal"}
-
-
 def test_a_model_without_a_chat_template(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", None)
     with pytest.raises(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import zipfile
 from pathlib import Path
@@ -81,12 +80,6 @@ def test_parts_of_a_split_are_joined_in_order(tmp_path: Path) -> None:
     assert load_rows(DATA, tmp_path) == ROWS
 
 
-def test_a_folder_with_the_archive(tmp_path: Path) -> None:
-    archive(tmp_path / "data.zip", "data/small.jsonl")
-    assert load_rows(ZIPPED, tmp_path) == ROWS
-    assert "has no small, data/small, small/test, small/test-* (.jsonl" in refusal(DATA, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
@@ -161,11 +154,3 @@ def test_what_the_hub_refuses(
     if isinstance(error, ConnectionError):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         assert "cannot be fetched: check the network" in refusal(DATA, REPO, EnvironmentFault)
-
-
-def test_the_one_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    kept = tmp_path / "datasets--owner--data"
-    write(kept / "snapshots" / ("a" * 40) / "small.jsonl", lines())
-    write(kept / "refs" / "main", "a" * 40)
-    assert load_rows(dataclasses.replace(DATA, file="small.jsonl"), REPO) == ROWS

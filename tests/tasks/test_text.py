@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.runner import reply_to_batch, run_encoded
 from kvsearch.models.architecture import describe
@@ -44,11 +43,6 @@ def test_splits_share_no_window_even_where_a_text_repeats_itself(text: str) -> N
     contexts = [{window.context for window in part} for part in drawn]
     assert sum(map(len, contexts)) == len(set.union(*contexts))
     assert sum(map(len, drawn)) == len(TextTask("t", text, 100).examples(1000, 0, len))
-
-
-def test_a_short_text_is_refused() -> None:
-    with pytest.raises(UsageError, match="t has about 3 tokens, and a window needs 188: give more text, or lower"):
-        TextTask("t", "abc", length=100).examples(1, 0, len)
 
 
 def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:

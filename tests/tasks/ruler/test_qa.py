@@ -11,8 +11,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.qa import QaQuestion, read_hotpot
-from tests.tasks.ruler.helpers import hotpot, paragraph, squad, words, written
+from tests.tasks.ruler.helpers import hotpot, squad, words, written
 
 
 def task(folder: Path, name: str = "qa_1", **options: Any) -> RulerTask:
@@ -29,12 +28,6 @@ def number_of(text: str) -> int:
     found = re.search(r"Place(\d+)", text)
     assert found
     return int(found[1])
-
-
-def test_a_hotpot_file(tmp_path: Path) -> None:
-    file = read_hotpot(hotpot(tmp_path, questions=2, each=3))
-    assert file.documents[4] == f"Town 4\n{paragraph(4)} The end."
-    assert file.questions[1] == QaQuestion("Which town built in 1003?", ("Place3",), (3, 4, 5))
 
 
 @pytest.mark.parametrize("length", [512, 2048])

@@ -42,15 +42,6 @@ def test_every_depth_comes_once_in_forty_needles(needles: int) -> None:
         assert sorted(depths) == [place / 39 for place in range(40)]
 
 
-def test_streams_cycles_and_purposes_draw_differently() -> None:
-    starts = (("s", 0), ("s", 40), ("t", 0))
-    dealt = [[Stream(name, start + index).draw_depths(1) for index in range(40)] for name, start in starts]
-    assert dealt[0] not in dealt[1:]
-    drawn = {Stream(name, index).make_rng(use).random() for name in "st" for index in (0, 1) for use in "ab"}
-    assert len(drawn) == 8
-    assert Stream("s", 0).make_rng("a").random() in drawn
-
-
 def essay(folder: Path, text: str) -> Essay:
     path = folder / "essay.txt"
     path.write_text(text, encoding="utf-8")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvsearch.models.loading import load
 from kvsearch.tasks.synthetic.suite import SyntheticTask
-from scripts.train_bundled import RETRIEVING, retrieving_layer, spread, tokenizer, train
+from scripts.train_bundled import tokenizer, train
 
 
 def test_it_survives_being_saved(tmp_path: Path) -> None:
@@ -23,19 +21,6 @@ def test_it_survives_being_saved(tmp_path: Path) -> None:
     text = SyntheticTask("multikey", 512).examples(1, 0)[0].context
     assert again(text)["input_ids"] == tokenizer()(text)["input_ids"]
     assert again.padding_side == "left"
-
-
-@pytest.mark.nightly
-def test_the_layer_that_retrieves_is_found_and_spread() -> None:
-    model = load("bundled").model
-    layer = retrieving_layer(model, random.Random(0), 128)
-    attention = model.model.layers[layer].self_attn
-    before, kept = attention.o_proj.weight.clone(), model.model.layers[layer + 1].mlp.up_proj.weight.clone()
-    assert spread(model, layer) == range(3, 6)
-    for index in range(3, 6):
-        assert torch.allclose(model.model.layers[index].self_attn.o_proj.weight * RETRIEVING, before)
-        assert torch.equal(model.model.layers[index].self_attn.k_proj.weight, attention.k_proj.weight)
-    assert torch.equal(model.model.layers[layer + 1].mlp.up_proj.weight, kept)
 
 
 @pytest.mark.slow
