@@ -30,16 +30,16 @@ from kvsearch.plan.saved import save_plan
 from kvsearch.policies import create_policy
 from kvsearch.runtime.stock import CACHE
 from tests.cli.conftest import invoke
+from tests.combinations import first_value
 from tests.families import TINY, build
 from tests.plan.builders import make_plan, phase_dict
 
 LENGTH, CONTEXT, NEW = 72, 60, 12
 POLICIES: list[tuple[str, dict[str, Any]]] = [
-    ("snapkv", {"window": 8}), ("snapkv", {"window": 8, "protect": 2, "pooling": "avg", "group": "max", "sinks": 2}),
-    ("h2o", {}), ("h2o", {"recent": 3, "sinks": 1}), ("keydiff", {"sinks": 2, "window": 3}), ("streaming", {}),
+    ("h2o", {"recent": 3, "sinks": 1}), ("streaming", {}), ("keydiff", {"sinks": 2, "window": 3}),
+    ("snapkv", {"window": 8, "protect": 2, "pooling": "avg", "group": "max", "sinks": 2}),
     ("expected_attention", {"future": 16}),
 ]  # fmt: skip
-EACH = [pytest.param(*policy, marks=[] if policy[0] in ("h2o",) else [pytest.mark.nightly]) for policy in POLICIES]
 
 
 def plan_of(model: Any, policy: str = "snapkv", params: dict[str, Any] | None = None, **changes: Any) -> Plan:
@@ -87,7 +87,7 @@ def require_equal(model: Any, plan: Plan, folder: str, **settings: Any) -> None:
         torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("policy", "params"), EACH)
+@first_value(("policy", "params"), POLICIES)
 def test_replies_are_those_of_attach(policy: str, params: dict[str, Any], tmp_path: Path) -> None:
     model = build("llama")
     before = model.config._attn_implementation
@@ -102,10 +102,9 @@ def test_replies_are_those_of_attach(policy: str, params: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("family", [name for name in TINY if name in {*planned_generate.MODELS, "gemma3"} - {"llama"}])
 def test_models_that_need_transformers_alone(family: str, tmp_path: Path) -> None:
     model = build(family)
-    for policy in ("snapkv", "expected_attention"):
-        plan = plan_of(model, policy, {"window": 8}, scaling="fixed")
-        assert planned_generate.needs_kvsearch(plan.model_dump(mode="json")) is None
-        require_equal(model, plan, folder_of(plan, tmp_path / policy))
+    plan = plan_of(model, "expected_attention", {"window": 8}, scaling="fixed")
+    assert planned_generate.needs_kvsearch(plan.model_dump(mode="json")) is None
+    require_equal(model, plan, folder_of(plan, tmp_path / "made"))
 
 
 @pytest.mark.nightly
@@ -208,9 +207,7 @@ def test_a_plan_of_another_model_is_one_line(tmp_path: Path) -> None:
     ("settings", "problem"),
     [
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens and the plan of this folder exclude each other"),
-        ({"prefill_chunk_size": 8}, "prefill_chunk_size and the plan of this folder exclude each other"),
         ({"use_cache": False}, "brings its own cache: drop use_cache=False"),
-        ({"cache_implementation": "static"}, "brings its own cache"),
         ({"context_length": LENGTH}, f"context_length={LENGTH}: give input_ids that have more tokens"),
         ({"context_length": 9, "num_beams": 2}, "context_length is for one reply"),
         ({"attention_mask": torch.ones(2, LENGTH).long().tril(LENGTH - 2)}, "pad batches on the left"),

@@ -23,7 +23,7 @@ from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.run import finish_run, mark_unfinished, write_json
 from tests import tiny
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.plan.builders import make_plan, phase_dict
 
 
@@ -83,7 +83,7 @@ def flipped(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-@every_value(
+@in_turn(
     name=[CONFIG, LEDGER, "samples.csv", "report.json"],
     damage=[
         lambda path: flipped(path, path.stat().st_size // 3),
