@@ -16,7 +16,6 @@ from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.methods.base import CalibrationMethod
 from kvsearch.methods.ratio_tables import LukvMethod
 from kvsearch.plan.methods import CALIBRATION_METHODS, create_method, find_writer
-from kvsearch.policies.registry import list_baselines, list_fitted, list_rivals
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.tasks.catalog import describe_tasks, find_tasks, load_catalog
 from kvsearch.tasks.described import read_task
@@ -24,13 +23,6 @@ from kvsearch.tasks.niah import NiahTask
 from tests.cli.conftest import done
 
 Install = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Quiet(SnapKV):
-    """A policy derived from a baseline, which says nothing of itself."""
-
-    name: ClassVar[str] = "quiet"
 
 
 @dataclass(frozen=True)
@@ -57,13 +49,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
 
     return register
-
-
-def test_a_policy_is_in_the_lists_that_its_own_class_asks_for(install: Install) -> None:
-    before = list_baselines(), list_rivals(), list_fitted()
-    install("kvsearch.policies", quiet=f"{__name__}:Quiet", loud=f"{__name__}:Loud", broken="no.such.module:X")
-    assert list_baselines() == (*before[0], "loud")
-    assert (list_rivals(), list_fitted()) == before[1:]
 
 
 def test_a_task_of_another_package(install: Install) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Split, estimate_reply_tokens, prepare
+from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.ready_methods import check_plans, prepare_with_baselines
 from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.report.table import to_markdown
 from kvsearch.tasks.base import Example, Query, Task
-from kvsearch.tasks.encode import Question
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 from tests import tiny
 from tests.evaluation.results import as_if, json_of, tables_of
@@ -96,26 +93,6 @@ def test_what_is_refused(plans: Any, given: list[Path], names: tuple[str, ...], 
         check_plans(plans, given, names)
 
 
-def test_as_json(result: Evaluation) -> None:
-    data = json_of(result)
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert data["schema"] == "kvsearch.evaluation/1"
-    assert (data["model"], data["subject"], data["protocol"]) == ("tiny", "mine", "question-agnostic")
-    assert data["full"]["held"]["entries"] == result.held["full"].entries
-    assert data["averages"] == {"macro": ["one", "two"]}
-    (block,) = data["blocks"]
-    assert block["size"] is None
-    assert [method["name"] for method in block["methods"]] == result.labels[1:]
-    mine = block["methods"][0]
-    assert mine["held"]["entries"] == result.held["mine"].entries
-    assert set(mine["definition"]) == {"plan"}
-    assert set(mine["scores"]["tasks"]["one"]) == {"mean", "low", "high", "contexts"}
-    kinds = {kind: list(found) for kind, found in mine["scores"].items()}
-    assert kinds == {"tasks": ["one", "two"], "categories": ["listed", "other"], "averages": ["macro"]}
-    counted = {name: data["tasks"][1][name] for name in ("wanted", "found", "contexts", "truncated", "excluded")}
-    assert counted == {"wanted": 3, "found": 2, "contexts": 2, "truncated": 0, "excluded": {}}
-
-
 def test_json_compares_every_method_with_the_subject(result: Evaluation) -> None:
     (block,) = json_of(result)["blocks"]
     mine, *others = block["methods"]
@@ -177,10 +154,3 @@ def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -
     assert note not in replace(told, samples=[replace(one, most=248) for one in told.samples]).notes
     longer = as_if(replace(told, samples=samples), decode_entries={}).notes[-1]
     assert ", as their replies differ in length, mean entries: flat 248" in longer
-
-
-@pytest.mark.parametrize(("right", "limit", "expected"), [(5, 128, 10), (5, 7, 7), (0, 30, 30)])
-def test_a_forecast_guesses_replies_by_right_ones(right: int, limit: int, expected: int) -> None:
-    tokens = torch.zeros(right, dtype=torch.int64)
-    question = Question(0, Query("what?", answers=("that",), max_new_tokens=limit), ids=tokens, right=tokens)
-    assert estimate_reply_tokens(question) == expected

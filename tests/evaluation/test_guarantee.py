@@ -58,13 +58,6 @@ def test_without_a_loss_the_bound_is_exact(contexts: int, points: float) -> None
     assert find_shown_bound(none, 0.95) == math.ceil(bound * 1000) / 1000
 
 
-@pytest.mark.parametrize(("bound", "contexts"), [(0.01, 299), (0.02, 149), (0.025, 119), (0.05, 59), (0.5, 5)])
-def test_the_contexts_that_a_wish_needs(bound: float, contexts: int) -> None:
-    assert count_needed_contexts(bound, 0.95) == contexts
-    assert find_allowed_loss(contexts - 1, bound, 0.95) is None
-    assert 0 <= (find_allowed_loss(contexts, bound, 0.95) or 0) < bound
-
-
 def test_the_stake_worked_by_hand() -> None:
     """Coins show what Hoeffding's bound does: 300 contexts allow six that lose all at a bound of five points."""
     allowed = find_allowed_loss(300, 0.05, 0.95)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import collect_needs
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies
 from kvsearch.runtime.stock import CACHE
-from kvsearch.tasks.base import Query
 from tests import tiny
 from tests.combinations import in_turn
 from tests.evaluation.results import rendered
@@ -221,19 +218,6 @@ def test_means_over_the_tokens_that_follow(protocol: Any, model: LoadedModel) ->
         losses = torch.cat(expected[row.layer])
         assert row.queries == len(losses)
         assert row.loss == pytest.approx(losses.mean().item(), rel=1e-4)
-
-
-def test_the_models_own_reply_is_followed_where_it_is_right(model: LoadedModel) -> None:
-    """An answer that begins the reply is one: the losses are those of the whole reply, not of that answer."""
-    row = dataclasses.replace(TASK.rows[0], queries=(Query("recall", ("x",), 5),))
-    question = ForcedQuestions(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), frozenset({2}), "")
-    [((reply,),)] = parted_replies(model, [[question]])
-    said = [model.tokenizer.decode(reply[:count]) for count in (1, 5)]
-    tasks = [tiny.Listed("x", (dataclasses.replace(row, queries=(Query("recall", (text,), 5),)),)) for text in said]
-    plan = {"snapkv": program(model.model, "snapkv")}
-    whole, part = measure_losses(model, plan, tasks[1:], 1, answers="given"), measure_losses(model, plan, tasks[:1], 1)
-    assert part == whole
-    assert measure_losses(model, plan, tasks[:1], 1, answers="given") != whole
 
 
 def test_a_model_that_computes_nan() -> None:

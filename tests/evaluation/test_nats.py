@@ -115,15 +115,6 @@ def test_a_text_is_shown_in_nats_and_never_in_percent() -> None:
     )
 
 
-def test_beside_questions_a_text_has_a_table_of_its_own() -> None:
-    scores, nats, differences, _ = make_tables(result_of([*texts(), *answers()]))
-    assert scores.header == ["method", MACRO, "qa", "c"]
-    assert nats.header[:3] == ["method", "story", "story - h2o"]
-    assert differences.header == ["method", MACRO, "c", "tasks"]
-    told = "story: the full cache has a perplexity of 54.6, 4.0000 nats per token; its score in averages is 100 less"
-    assert any(note.startswith(told) for note in scores.notes)
-
-
 def test_they_are_written_and_read_and_old_files_have_none() -> None:
     result = result_of(texts())
     written = result.as_json()

@@ -69,13 +69,12 @@ def by_question(samples: Sequence[Sample]) -> dict[tuple[str, str, int], Sample]
     return {(sample.method, sample.key, sample.question): sample for sample in samples}
 
 
-@first_value("protocol", PROTOCOLS)
-def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel, protocol: Protocol) -> None:
+def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel) -> None:
     """Of two words, so that no single token is one; some replies have it, some do not."""
-    whole = by_question(run(model, programs(model), [LONG], 4, protocol=protocol))
+    whole = by_question(run(model, programs(model), [LONG], 4))
     told = whole["third", "3", 1].reply.split()
     stop, never = f"{told[2]} {told[3]}", "anchor bell anchor"
-    stopped = run(model, programs(model), [dataclasses.replace(LONG, stops=(never, stop))], 4, protocol=protocol)
+    stopped = run(model, programs(model), [dataclasses.replace(LONG, stops=(never, stop))], 4)
     ended = 0
     for key, sample in by_question(stopped).items():
         before, found, _ = whole[key].reply.partition(stop)
@@ -85,10 +84,9 @@ def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel, protocol: Pro
     assert 0 < ended < len(stopped)
 
 
-@first_value("protocol", PROTOCOLS)
-def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel, protocol: Protocol) -> None:
+def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel) -> None:
     """With its last answer, whatever the others in the batch do; not where what follows may change the score."""
-    whole = by_question(run(model, programs(model), [LONG], 4, protocol=protocol))
+    whole = by_question(run(model, programs(model), [LONG], 4))
     rows = []
     for row in LONG.rows:
         queries = []
@@ -98,7 +96,7 @@ def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel, p
         rows.append(dataclasses.replace(row, queries=tuple(queries)))
     right = dataclasses.replace(LONG, rows=tuple(rows), metric="string_match_all")
     settled = 0
-    for key, sample in by_question(run(model, programs(model), [right], 4, protocol=protocol)).items():
+    for key, sample in by_question(run(model, programs(model), [right], 4)).items():
         reply = whole[key].reply
         query = next(row for row in rows if row.key == key[1]).queries[key[2]]
         assert sample.score == right.score(reply, query)
@@ -109,7 +107,7 @@ def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel, p
         assert sample.reply.split() == words[:ends]
     assert settled >= len(rows)
     taking_back = dataclasses.replace(right, metric="niah_recall")
-    for key, sample in by_question(run(model, programs(model), [taking_back], 4, protocol=protocol)).items():
+    for key, sample in by_question(run(model, programs(model), [taking_back], 4)).items():
         assert sample.reply == whole[key].reply
 
 
@@ -189,7 +187,7 @@ def many(model: LoadedModel) -> dict[str, Program]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol", [QUESTION_AGNOSTIC, pytest.param(QUESTION_AWARE, marks=pytest.mark.nightly)])
+@first_value("protocol", PROTOCOLS)
 def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Protocol) -> None:
     """However short memory is."""
     programs = many(model)

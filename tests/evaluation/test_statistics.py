@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -44,23 +44,6 @@ def test_few_contexts_have_a_mean_but_no_interval() -> None:
     assert (score.mean, score.contexts) == (0.5, contexts)
     assert math.isnan(score.low)
     assert math.isnan(score.high)
-
-
-def paired(change: Callable[[float], float], seed: int = 0) -> Row:
-    scores = np.random.default_rng(seed).random((30, 2)).tolist()
-    other = [[change(score) for score in row] for row in scores]
-    return summarize(samples(scores) + samples(other, "other"), "plan")[0]
-
-
-def test_identical_methods_do_not_differ() -> None:
-    row = paired(lambda score: score)
-    difference = row.differences["other"]
-    assert (difference.mean, difference.wins, difference.ties, difference.losses) == (0.0, 0, 60, 0)
-    assert difference.high == -difference.low == pytest.approx(2.0395 * np.sqrt(2) / 32, rel=1e-4)
-    assert row.scores["plan"] == row.scores["other"]
-    less = paired(lambda score: score - 0.125).differences["other"]
-    assert less.mean == pytest.approx(0.125)
-    assert 0 < less.low < less.high < 2 * width(row.scores["plan"])
 
 
 def test_a_difference_by_hand() -> None:

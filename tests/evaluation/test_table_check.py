@@ -13,7 +13,7 @@ import torch
 import kvsearch
 from kvsearch.calibration import lukv
 from kvsearch.calibration.options import LukvOptions
-from kvsearch.calibration.tables import CHECKED_RATIOS, FOLDS, HELD_OUT, MIN_CONTEXTS_TO_JUDGE, assign_folds
+from kvsearch.calibration.tables import CHECKED_RATIOS, FOLDS, HELD_OUT, assign_folds
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation import table_check
 from kvsearch.evaluation.table_check import check_table
@@ -101,12 +101,6 @@ def test_export_refuses_a_table_that_lost(measured: Any, tmp_path: Path) -> None
     kvsearch.export(path, ratio=0.9, output=tmp_path / "other.json")
     save_profile(measured[2], tmp_path / "old.safetensors")  # one without checks, as all were
     kvsearch.export(tmp_path / "old.safetensors", ratio=0.8, output=tmp_path / "old.json")
-
-
-def test_too_few_contexts_are_not_checked(measured: Any) -> None:
-    model, data, _ = measured
-    few = replace(data, contexts=data.contexts[: MIN_CONTEXTS_TO_JUDGE - 1])
-    assert HELD_OUT not in calibrate_lukv(model, few, OPTIONS.make_policy(), OPTIONS).arrays
 
 
 @pytest.mark.nightly

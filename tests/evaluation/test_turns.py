@@ -67,12 +67,6 @@ def test_without_a_question_the_context_goes_on(model: LoadedModel) -> None:
     assert reply.context_tokens == len(CONTEXT.split())  # its last token is not compressed, it starts the reply
 
 
-def test_nothing_to_compress(model: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="nothing to compress"):
-        answer(model, None, "", "", "{question}", 6)
-    assert answer(model, None, "", "? vote", "{question}", 6).context_tokens == 1  # <bos> alone
-
-
 APART = listed((60, 3), (90, 1), (75, 2))  # contexts, questions and replies of different lengths
 TURNS = replace(APART, rows=tuple(replace(row, turns=True) for row in APART.rows))
 

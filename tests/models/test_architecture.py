@@ -95,17 +95,6 @@ def test_output_weights_per_query_head() -> None:
     torch.testing.assert_close(summed, module.o_proj(heads.flatten()), atol=1e-5, rtol=1e-5)  # type: ignore[operator]
 
 
-def test_output_weights_by_other_names() -> None:
-    """`dense`, `out_proj`; a module without any of them is an error in one line."""
-    for family in ("phi", "gpt_neox", "lfm2"):
-        model = build(family)
-        shape, modules = describe(model), find_attention_modules(model)
-        weight = read_output_weight(modules[shape.full_layers[0]], shape.query_heads)
-        assert weight.shape == (shape.query_heads, shape.head_dim, shape.hidden_size)
-    with pytest.raises(IncompatibleError, match="Linear has no output projection under a name that is known here"):
-        read_output_weight(nn.Linear(2, 2), 1)
-
-
 def test_the_attention_of_hybrids() -> None:
     """Only layers that have attention have an attention module; layers keep their index."""
     model = build("jamba")

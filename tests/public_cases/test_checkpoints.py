@@ -15,10 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import dynamic_module_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import kvsearch
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.foreign import CheckpointError, blame_checkpoint, find_culprit
-from kvsearch.models.loading import load
 from tests import tiny
 from tests.cli.conftest import invoke
 
@@ -83,16 +81,6 @@ def test_a_token_that_the_model_was_not_resized_for(folder: Path) -> None:
     assert f"its last id is {last}: " in said
     assert "the text '<|document|> the calm fox" in said
     assert f"Question: {MARK}" in complaint(folder, "--prompt", MARK)
-
-
-def test_rows_without_a_token_do_no_harm(folder: Path) -> None:
-    tokenizer = add_token(folder)
-    model = load(str(folder)).model
-    model.resize_token_embeddings(len(tokenizer) + 7)
-    reply, *_ = kvsearch.generate(
-        model, tokenizer=tokenizer, context=f"{MARK} the calm fox . " * 20, prompt=["the"], max_new_tokens=2
-    )
-    assert reply.context_tokens > 20
 
 
 @pytest.mark.nightly

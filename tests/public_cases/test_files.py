@@ -6,8 +6,6 @@ import bz2
 import gzip
 import json
 import lzma
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import pytest
 from kvsearch.calibration.data import load_calibration_data
 from kvsearch.config.recipes import read_recipe
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import read_text
 from kvsearch.tasks.given import read_text_argument
 from kvsearch.tasks.metrics import SCORERS
 from kvsearch.tasks.rows import read_file
@@ -75,22 +72,6 @@ def test_what_is_no_text_is_named_in_one_line(data: bytes, words: str, tmp_path:
         assert words in str(caught.value)
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value), number
-
-
-def test_what_is_unpacked_has_a_limit(tmp_path: Path) -> None:
-    path = write(tmp_path / "zeros.gz", gzip.compress(b"0" * (3 << 20)))
-    with pytest.raises(UsageError, match="is larger than the 2097152 bytes"):
-        read_text(path, max_bytes=2 << 20)
-
-
-def test_a_pipe_is_read_as_a_file(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for read in (lambda: read_text_argument(f"@{pipe}"), lambda: TextTask.load(pipe).text):
-        writer = threading.Thread(target=pipe.write_text, args=(TEXT,))
-        writer.start()
-        assert read() == TEXT
-        writer.join()
 
 
 def test_an_empty_file_is_nothing_to_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import make_difference_table, make_tables, score_table, write_tables
-from kvsearch.report.table import Cell, Table, to_latex, to_markdown
+from kvsearch.report.table import Cell, Table, to_latex
 from kvsearch.results.evaluation import EvaluationResult, make_needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
@@ -123,20 +123,6 @@ SMALL = Table(
     ],
     ("all & sundry",),
 )  # fmt: skip
-
-
-def test_markdown() -> None:
-    assert to_markdown(SMALL).splitlines() == [
-        r"**m_1: 50% \| more**",
-        "",
-        "| method | a_1 |",
-        "| --- | ---: |",
-        "| full | 1.00 |",
-        "| *8 a\\|b* |  |",
-        "| ada-2 | **-1.00 [-2.00, +3.00]** |",
-        "",
-        "- all & sundry",
-    ]
 
 
 def test_latex() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.longbench import LongBenchV2Task
 from kvsearch.tasks.rows import load_shared_rows
 
 
@@ -41,12 +40,3 @@ def test_a_question_has_its_choices_and_is_scored_by_the_letter(tmp_path: Path) 
     with pytest.raises(UsageError, match=r"v2_medium of .* has no usable row"):
         medium.examples(5, 0, len)
     assert load_shared_rows.cache_info().misses == 1
-
-
-def test_rows_that_cannot_be_asked(tmp_path: Path) -> None:
-    with pytest.warns(KvsearchWarning, match="1 of 2 rows left out: 1 with a choice that is empty"):
-        assert len(LongBenchV2Task("v2_short", write(tmp_path, row(), row(choice_B=" "))).rows) == 1
-    lacking = {key: value for key, value in row().items() if key != "choice_D"}
-    for wrong, said in ((lacking, "of v2_short .* has no column 'choice_D'"), (row(answer="E"), "row 1: answer")):
-        with pytest.raises(UsageError, match=said):
-            LongBenchV2Task("v2_short", write(tmp_path, wrong)).examples(1, 0)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import IncompatibleError
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText, cut_at_stop, find_stop
 from scripts.train_bundled import tokenizer
 from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
@@ -119,13 +118,6 @@ def test_a_reply_is_cut_where_it_ended(text: str, stops: list[str]) -> None:
     assert find_stop(cut_at_stop(text, stops), stops) is None
     if stops:
         assert cut_at_stop(text, stops) == cut_at_stop(text, stops).lstrip()
-
-
-def test_a_template_that_drops_the_message() -> None:
-    prompt = PromptFormat(chat_tokenizer("{{ bos_token }} mark ="))
-    for ask in (prompt.context, prompt.question):
-        with pytest.raises(IncompatibleError, match="drops the user's message"):
-            ask("x")
 
 
 def test_an_empty_question_and_answer() -> None:

@@ -63,10 +63,9 @@ def test_the_rule_comes_first_and_the_answer_is_in_the_question(name: str) -> No
 
 
 @forms
-@pytest.mark.parametrize("tokenizer", ["words", "bpe"])
-def test_lengths(name: str, tokenizer: str) -> None:
+def test_lengths(name: str) -> None:
     """At most `length`, and no whole sentence less."""
-    count = count_of(tokenizer)
+    count = count_of("bpe")
     for example in RetainTask(name, 600).examples(2, 0, count):
         (query,) = example.queries
         used = sum(map(count, (example.system, example.context, query.question, query.prefix))) + query.max_new_tokens

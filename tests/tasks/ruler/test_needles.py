@@ -89,15 +89,3 @@ def test_the_rest_is_the_story(name: str, tmp_path: Path) -> None:
     rest = NEEDLE.sub("", body(example)).split()
     assert rest == list(islice(cycle(path.read_text().split()), len(rest)))
     assert len(rest) > 0.4 * 512
-
-
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_multikey_2"])
-def test_depths_are_even(name: str) -> None:
-    """Forty examples have their needle at forty depths, counted in sentences, from the first to the last."""
-    depths = []
-    for example in RulerTask(name, 2048).examples(40, 0, words):
-        (answer,) = example.queries[0].answers
-        before, after = body(example).split(answer)
-        depths.append(words(before) / words(before + after))
-    expected = [place / 39 for place in range(40)]
-    assert max(abs(one - other) for one, other in zip(sorted(depths), expected, strict=True)) < 0.04

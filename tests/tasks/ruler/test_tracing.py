@@ -64,16 +64,3 @@ def test_the_length_of_the_example(sizes: tuple[int, int], count: TokenCount) ->
         solved = halves(example)[0]
         bare = "\n".join(line for line in solved.split("\n") if not line.startswith(NOISE_SENTENCES[0]))
         assert 0.9 * longest <= count(solved) <= longest or (solved == bare and longest == 128)
-
-
-def test_assignments_are_spread() -> None:
-    """The first to the fifth assignment of 160 examples lie around the sixths of the text."""
-    places: list[list[float]] = [[], [], [], [], []]
-    for example in made(1024, samples=160):
-        text = halves(example)[1]
-        for order, name in enumerate(example.queries[0].answers):
-            places[order].append(text.index(f"LET {name}") / len(text))
-    means = [sum(some) / len(some) for some in places]
-    assert [round(mean * 6) for mean in means] == [1, 2, 3, 4, 5]
-    assert min(places[0]) < 0.05
-    assert max(places[4]) > 0.95
