@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 import kvsearch
@@ -29,19 +27,6 @@ def folder(tmp_path: Path, plan: Plan) -> Path:
     return path
 
 
-def test_its_card_says_what_it_is(tmp_path: Path) -> None:
-    path = folder(tmp_path, make_plan()) / "README.md"
-    text = path.read_text()
-    data = yaml.safe_load(text.split("---\n")[1])
-    assert data == {
-        "base_model": "toy",
-        "library_name": "kvsearch",
-        "tags": ["kvsearch", "kv-cache", "kv-cache-compression"],
-    }
-    assert ModelCard.load(path).data.to_dict() == data  # as the hub reads it
-    assert "Keeps 8 entries per kv head on average, 32 in 4 heads, for prompts of 40 tokens; budgets follow" in text
-
-
 def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = folder(tmp_path, make_plan()), []
 
@@ -58,12 +43,11 @@ def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %} recall"])
-def test_its_script_answers_as_generate_does(template: str | None, tmp_path: Path) -> None:
-    """The context is compressed before the prompts are read, which go through a chat template where there is one."""
+def test_its_script_answers_as_generate_does(tmp_path: Path) -> None:
+    """The context is compressed before the prompts are read, which go through a chat template."""
     model = Path(shutil.copytree(find_resource("data/bundled-redundant"), tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %} recall"
     tokenizer.save_pretrained(model)
     path = tmp_path / "plan.json"
     plan = ("plan", "uniform", model, "--policy", "snapkv:window=8", "--ratio", 0.7, "--length", 256, "-o", path)

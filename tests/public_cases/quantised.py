@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
@@ -88,26 +87,6 @@ def adapters_are_seen(folder: Path) -> None:
     assert not any("base_" in name for name, _ in list_named_tensors(wrapped))
 
 
-def adapters_have_fingerprints(folder: Path) -> None:
-    """An adapter counts while it is active, under whatever label it was loaded; a saved one is the same when loaded."""
-    peft = import_module("peft")
-    base = weighted()
-    made = hash_weights(base)
-    wrapped = lora(deepcopy(base), modules_to_save=["lm_head"])
-    adapted = hash_weights(wrapped)
-    assert adapted != made
-    with wrapped.disable_adapter():
-        assert hash_weights(wrapped) == made
-    assert hash_weights(lora(deepcopy(base), modules_to_save=["lm_head"], lora_alpha=33)) != adapted
-    wrapped.save_pretrained(folder / "adapter")
-    again = peft.PeftModel.from_pretrained(deepcopy(base), folder / "adapter", adapter_name="other").eval()
-    assert hash_weights(again) == adapted
-    plain = lora(deepcopy(base))
-    merged = hash_weights(deepcopy(plain).merge_and_unload())
-    plain.merge_adapter()
-    assert hash_weights(plain) == merged != made
-
-
 def adapter_folders_are_named(folder: Path) -> None:
     """An adapter without its model, as trainers leave it; one beside its model, which transformers puts on it."""
     wrapped = lora(AutoModelForCausalLM.from_pretrained(saved(folder / "base"), dtype=torch.float32))
@@ -121,14 +100,6 @@ def adapter_folders_are_named(folder: Path) -> None:
     saved(folder / "tuned", weighted())
     both = load(str(folder / "tuned"))
     assert both.fingerprint.weights_sha256 == hash_weights(both.model) not in (base,)
-
-
-def virtual_tokens_are_refused(folder: Path) -> None:
-    peft = import_module("peft")
-    model = weighted()
-    made = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
-    with pytest.raises(IncompatibleError, match="LlamaForCausalLM is not supported: its adapter puts virtual tokens"):
-        kept(made, CRITICAL, folder)
 
 
 def eight_bits_are_dequantised(folder: Path) -> None:
@@ -165,27 +136,12 @@ def four_bits_are_dequantised(folder: Path) -> None:
         assert count_stored_bytes(four.modules()) < count_stored_bytes(model.modules())
 
 
-def four_bits_calibrate_or_say_why(folder: Path) -> None:
-    model = weighted(intermediate_size=128)  # bitsandbytes on a CPU takes multiples of its blocks
-    four = read_in_bits(saved(folder / "m", model), load_in_4bit=True)
-    rows = folder / "q.jsonl"
-    text = "recall mark . " * 60
-    rows.write_text(f'{{"context": "{text}", "question": "recall", "answers": ["mark"], "max_new_tokens": 2}}\n' * 4)
-    common = {"tokenizer": tokenizer(), "method": "lukv", "tasks": f"jsonl:{rows}", "samples": 2, "check": False}
-    kvsearch.calibrate(four, output=str(folder / "layer"), normalization="layer", **common)
-    try:
-        kvsearch.calibrate(four, output=str(folder / "error"), **common)
-    except IncompatibleError as error:
-        assert "Linear4bit pass no gradients back on cpu" in str(error)
-
-
 def torchao_checkpoints_load(folder: Path) -> None:
     """Tensor subclasses: read by the command, run under plans, counted and hashed by what they hold."""
     quantization = import_module("torchao.quantization")
     source = saved(folder / "m")
-    kinds = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig")
     hashes = set()
-    for kind in kinds:
+    for kind in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig"):
         config = TorchAoConfig(getattr(quantization, kind)())
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=config)
         weights = [attention.o_proj.weight.dequantize() for attention in projections(model)]
@@ -202,12 +158,12 @@ def torchao_checkpoints_load(folder: Path) -> None:
         assert again.fingerprint.weights_sha256 == hash_weights(model)
         code, _, talk = reads(folder / kind)
         assert code == 0, talk
-    assert len(hashes) == (3 if torch.cuda.is_available() else 2)  # the first two hold the same
+    assert len(hashes) == 2
 
 
 CHECKS: dict[str, tuple[Callable[[Path], None], ...]] = {
-    "peft": (adapters_are_seen, adapters_have_fingerprints, adapter_folders_are_named, virtual_tokens_are_refused),
-    "bitsandbytes": (eight_bits_are_dequantised, four_bits_are_dequantised, four_bits_calibrate_or_say_why),
+    "peft": (adapters_are_seen, adapter_folders_are_named),
+    "bitsandbytes": (eight_bits_are_dequantised, four_bits_are_dequantised),
     "torchao": (torchao_checkpoints_load,),
 }
 

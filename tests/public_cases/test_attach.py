@@ -46,11 +46,6 @@ def phi3() -> Any:
     return build("phi3", **SHAPE, original_max_position_embeddings=SWITCH, rope_parameters=dict(LONGROPE))
 
 
-def phimoe() -> Any:
-    rope = {**LONGROPE, "short_mscale": 1.0, "long_mscale": 1.3}
-    return build("phimoe", **SHAPE, original_max_position_embeddings=SWITCH, rope_parameters=rope)
-
-
 def longrope_llama() -> Any:
     """A model whose code in transformers goes on with its cache where the factors change."""
     return llama(rope_parameters=dict(LONGROPE))
@@ -76,7 +71,7 @@ def generated(model: Any, ids: Tensor, new: int, **options: Any) -> list[int]:
 
 # --- rotary factors that change with the length -----------------------------------------------------------------------
 
-LONG = (phi3, phimoe, longrope_llama)
+LONG = (phi3, longrope_llama)
 
 
 @in_turn(make=LONG, length=[40, 65, 70])

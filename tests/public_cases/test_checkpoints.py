@@ -140,16 +140,6 @@ def wrong_shape(folder: Path) -> None:
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"][:5].clone()}, path, {"format": "pt"})
 
 
-def weights_in(file: str, content: str) -> Callable[[Path], Any]:
-    """Put a file with this content into the place of the weights."""
-
-    def change(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / file).write_text(content)
-
-    return change
-
-
 def written(file: str, content: str | bytes) -> Callable[[Path], Any]:
     data = content if isinstance(content, bytes) else content.encode()
     return lambda folder: (folder / file).write_bytes(data)
@@ -160,22 +150,14 @@ def edited(file: str, **changes: Any) -> Callable[[Path], None]:
 
 
 GENERATION, TOKENIZER, CONFIG = "generation_config.json", "tokenizer_config.json", "config.json"
-INDEX = "model.safetensors.index.json"
 FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "generation config of no JSON": (written(GENERATION, "{oops"), "its generation_config.json: Expecting"),
     "an end that is a word": (edited(GENERATION, eos_token_id="</s>"), "must be a token id, .* not '</s>'"),
     "tokenizer config of no JSON": (written(TOKENIZER, "{oops"), "its tokenizer: Expecting"),
     "an end of another type": (edited(TOKENIZER, eos_token=5), "its tokenizer: Special token eos_token"),
-    "a newer tokenizer": (edited("tokenizer.json", model={"type": "Tomorrow"}), "its tokenizer: "),
-    "an unknown activation": (edited(CONFIG, hidden_act="nobody"), "KeyError: 'nobody'"),
     "a shape of another model": (wrong_shape, r"model.norm.weight is \[5\] in its files, and \[64\] by its config"),
     "a pointer to a large file": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
                                   "its weights or code: .*header"),
-    "weights of no pickle": (weights_in("pytorch_model.bin", "-"), "its weights or code: Weights only load failed"),
-    "an index of shards that are away": (
-        weights_in(INDEX, '{"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
-        "its weights or code: .*model-00001-of-00002",
-    ),
 }  # fmt: skip
 EVERY_TIME = ("generation config of no JSON", "an end that is a word", "a shape of another model")
 

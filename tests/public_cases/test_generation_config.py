@@ -74,12 +74,11 @@ def chatting(template: str = CHAT, special: bool = True) -> tuple[Any, Any]:
     return saying(tokenizer, [*ids(":"), *said, *ids(TURN), *after, tokenizer.eos_token_id]), tokenizer
 
 
-@pytest.mark.parametrize("penalty", [1.3, 1.8])
-def test_generate_says_what_the_model_says_with_its_own_configuration(tmp_path: Path, penalty: float) -> None:
+def test_generate_says_what_the_model_says_with_its_own_configuration(tmp_path: Path) -> None:
     tokenizer = byte_level()
     model = llama(tokenizer)
     plain = kvsearch.generate(model, tokenizer=tokenizer, prompt=[TEXT[:300]], max_new_tokens=12)[0].text
-    model.generation_config.repetition_penalty = penalty
+    model.generation_config.repetition_penalty = 1.3
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -121,14 +120,12 @@ ENDS = {
     "none at all": (CHAT.replace(TURN, ""), None),
     "the tokenizer's own": (CHAT.replace(TURN, "</s>"), "</s>"),
     "behind white space": (CHAT.replace(TURN, " \n" + TURN), TURN),
-    "words come first": (CHAT.replace(TURN, " end " + TURN), None),
     "another one behind it": (CHAT.replace(TURN, TURN + "</s>"), TURN),
     "a template without replies": (
         "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('users only') }}{% endif %}"
         "{{ m.content }}" + TURN + "{% endfor %}",
         None,
     ),
-    "a template that drops replies": ("{{ messages[0].content }}" + TURN, None),
 }
 
 
