@@ -17,16 +17,7 @@ from kvsearch.cli.command import Verb, describe_flags, make_group
 from kvsearch.cli.console import Console
 from kvsearch.commands.public import job
 from kvsearch.commands.reporter import NullReporter, Reporter
-from kvsearch.config.options import (
-    SIZE,
-    JobOptions,
-    Listed,
-    Params,
-    Repeated,
-    Seeded,
-    merge_params,
-    option,
-)
+from kvsearch.config.options import SIZE, JobOptions, Listed, Params, Repeated, Seeded, merge_params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.runs.identity import RunConfig
 

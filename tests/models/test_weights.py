@@ -14,11 +14,7 @@ import kvsearch
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import read_output_weight
 from kvsearch.models.fingerprint import hash_weights
-from kvsearch.models.weights import (
-    count_stored_bytes,
-    list_named_tensors,
-    read_effective_weight,
-)
+from kvsearch.models.weights import count_stored_bytes, list_named_tensors, read_effective_weight
 from tests.families import build
 from tests.models.layouts import LAYOUTS, Gptq, RowScaled, in_float, projections, quantised
 from tests.tiny import loaded, wrap

@@ -12,12 +12,7 @@ from kvsearch.papers.tables import Picture, find_table
 from kvsearch.report import charts
 from kvsearch.report.charts import make_table_figures
 from kvsearch.report.figures import LineChart, Series
-from kvsearch.report.paper_table import (
-    MeasuredCell,
-    ReproducedTable,
-    compare_solvers,
-    make_reproduced_table,
-)
+from kvsearch.report.paper_table import MeasuredCell, ReproducedTable, compare_solvers, make_reproduced_table
 from kvsearch.report.table import to_markdown
 from kvsearch.runs.estimates import Estimate
 
