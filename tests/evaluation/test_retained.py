@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.names import FULL
-from kvsearch.evaluation.ready_methods import prepare_with_baselines
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import RETAINED, measure_retained_gap, summarize_retained
-from kvsearch.models.loading import LoadedModel
-from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.tasks.retain import RETAIN
-from tests import tiny
-from tests.evaluation.results import tables_of
 from tests.evaluation.test_statistics import samples
 
 
@@ -83,26 +76,3 @@ def test_the_gap_to_what_is_kept_of_other_scores() -> None:
     assert even.low < 0 < even.high
     assert measure_retained_gap(DONE, "plan") is None
     assert measure_retained_gap(OTHER, "plan") is None
-
-
-@pytest.fixture(scope="module")
-def comparison(model: LoadedModel) -> Evaluation:
-    tasks = [replace(tiny.listed((50, 1), (48, 1), name=name), category=RETAIN) for name in ("kept", "cannot")]
-    plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
-    split = Split([*tasks, tiny.listed((52, 1), (44, 1), name="other")], samples=2, batch=2)
-    ready = prepare_with_baselines(model, plans, ["snapkv"], "mine")
-    scores = {("kept", FULL): 1.0, ("kept", "mine"): 0.25, ("other", FULL): 1.0, ("other", "mine"): 1.0}
-    done = prepare(model, ready, "mine", split).run()
-    return replace(done, samples=[replace(s, score=scores.get((s.task, s.method), 0.0)) for s in done.samples])
-
-
-def test_tables_have_a_column(comparison: Evaluation) -> None:
-    scores, differences, _ = tables_of(comparison)
-    assert scores.header == ["method", "macro", RETAINED, "kept", "cannot", "other", RETAIN, "listed"]
-    cells = {row[0].text: row[2].text for row in scores.rows}
-    assert cells == {FULL: "100.00", "mine": "25.00", "snapkv": "0.00"}
-    assert "cannot: the full cache does it in 0%, below 50%: not counted in 'retained'" in scores.notes
-    assert differences.header[:3] == ["method", "macro", RETAINED]
-    result = EvaluationResult.of(comparison)
-    assert result.averages[RETAINED] == ("kept",)
-    assert EvaluationResult.model_validate(result.as_json()).as_json() == result.as_json()

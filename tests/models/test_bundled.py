@@ -1,20 +1,14 @@
-"""The bundled models: both answer from the full cache, one retrieves in one layer, one in three."""
+"""The bundled models: both answer from the full cache."""
 
 from __future__ import annotations
 
 from statistics import fmean
 
 import pytest
-import torch
-from torch.nn.functional import kl_div
 
-from kvsearch.calibration.data import find_default_data, load_calibration_data
-from kvsearch.calibration.importance import ImportancePass
-from kvsearch.calibration.prompts import encode_prompts
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.loading import BUNDLED, LoadedModel, load
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
-from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.program import make_full_program
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
@@ -31,31 +25,3 @@ def test_the_full_cache_answers(loaded: LoadedModel) -> None:
     assert loaded.tokenizer("the calm fox .")["input_ids"] == tokenizer()("the calm fox .")["input_ids"]
     samples = run_encoded(loaded, {"full": make_full_program(loaded.model)}, encoded, QUESTION_AGNOSTIC)
     assert fmean(sample.score for sample in samples) >= 0.95
-
-
-@pytest.mark.nightly
-@torch.no_grad()
-def test_how_many_layers_retrieve(loaded: LoadedModel) -> None:
-    """Nats that answers lose when one layer sees nothing but the ends of the context, and when none sees more."""
-    data = load_calibration_data(find_default_data(loaded.name)).limit_questions(4)
-    single, joint = torch.zeros(loaded.model.config.num_hidden_layers), 0.0
-    with run_attention(loaded.model):
-        for prompt in encode_prompts(loaded, data):
-            passed = ImportancePass(loaded.model, [], prompt.ids)
-            ends = torch.zeros(loaded.model.config.num_key_value_heads, prompt.length, dtype=torch.bool)
-            ends[:, :4] = ends[:, -8:] = True
-            keep = dict.fromkeys(range(len(single)), ends)
-            for after in prompt.continuations:
-                full = passed.logits_seeing(after.tokens, {})[after.predicting].log_softmax(-1)
-                changed = [
-                    passed.logits_seeing(after.tokens, seen)[after.predicting].log_softmax(-1)
-                    for seen in (*({layer: ends} for layer in keep), keep)
-                ]
-                *alone, together = (float(kl_div(part, full, reduction="sum", log_target=True)) for part in changed)
-                single += torch.tensor(alone)
-                joint += together
-    assert joint > 4 * 10
-    if loaded.name == "bundled":
-        assert single.max() > 0.8 * joint
-    else:
-        assert single.sum() < 0.1 * joint

@@ -128,32 +128,6 @@ def test_batches() -> None:
             assert len(beams) == 4
 
 
-@pytest.mark.parametrize("make", [longrope_llama, dynamic_llama])
-def test_loops_of_ones_own(make: Callable[[], Any], tmp_path: Path) -> None:
-    model = make()
-    ids = prompts(66)
-    with attach(model, holding(model)) as planned, torch.no_grad():
-        cache = planned.new_cache()
-        model(ids[:, :63], past_key_values=cache)
-        model(ids[:, 63:64], past_key_values=cache)
-        with pytest.raises(IncompatibleError, match="do not fit 1 more"):
-            model(ids[:, 64:65], past_key_values=cache)
-        assert cache.get_seq_length() == 64
-        chunks = planned.new_cache(prompt_length=66)
-        model(ids[:, :40], past_key_values=chunks)
-        with pytest.raises(IncompatibleError, match="do not fit 26 more"):
-            model(ids[:, 40:], past_key_values=chunks)
-        with pytest.raises(IncompatibleError, match=BEYOND):
-            planned(ids[:, 64:65], past_key_values=cache)
-        whole = planned.new_cache()
-        model(ids[:, :65], past_key_values=whole)
-        if make is dynamic_llama:  # every length has factors of its own
-            with pytest.raises(IncompatibleError, match=r"do not fit 1 more: read the prompt anew$"):
-                model(ids[:, 65:], past_key_values=whole)
-        else:
-            model(ids[:, 65:], past_key_values=whole)
-
-
 def test_loops_of_kvsearch() -> None:
     """What is asked, forced or scored after a prompt is refused before the prompt is gone on with, or read."""
     model = longrope_llama()

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from kvsearch.papers.tables import Picture, find_table
-from kvsearch.report import charts
-from kvsearch.report.charts import make_table_figures
-from kvsearch.report.figures import LineChart, Series
-from kvsearch.report.paper_table import MeasuredCell, ReproducedTable, compare_solvers, make_reproduced_table
+from kvsearch.report.paper_table import MeasuredCell, ReproducedTable, compare_solvers
 from kvsearch.report.table import to_markdown
-from kvsearch.runs.estimates import Estimate
 
 CELLS = (
     MeasuredCell("Full", "average", 90.0, paper=91.0),
@@ -61,47 +53,4 @@ def test_every_cell_is_a_line_of_the_csv() -> None:
     assert made().as_json()["cells"][4] == {
         "row": "B", "column": "vt", "value": None, "block": "128 entries", "key": "128", "low": None, "high": None,
         "text": "left out", "paper": None, "ranked": False,
-    }  # fmt: skip
-
-
-def test_a_selection_is_beside_the_papers() -> None:
-    table = find_table("polykv-table1")
-    finalists = [SimpleNamespace(name="cosine"), SimpleNamespace(name="ppl")]
-    scores = {"full": 0.9, "cake": 0.5, "cosine": 0.6, "ppl": 0.4}
-    chosen = {"best": "cake", "winner": None, "written": "cake", "verdict": "baseline", "leader": finalists[0]}
-    selection = SimpleNamespace(
-        chosen=SimpleNamespace(**chosen, list_foremost=lambda kind, count: finalists[:count]),
-        report=SimpleNamespace(scores={name: Estimate(mean, mean, mean) for name, mean in scores.items()}),
-    )
-    finished = replace(table.stages(table.bundled)[1], result=selection, remarks=("d2o is left out: why",))
-    content = {"model": "Qwen/Qwen3-8B", "options": {}, "stages": ()}
-    found = make_reproduced_table(table, [finished], content, short=False, own_tasks=False)
-    other = make_reproduced_table(table, [finished], {**content, "model": "m"}, short=False, own_tasks=False)
-    assert all(cell.paper is None for cell in other.cells)
-    rows = [line for line in to_markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]
-    assert rows == [
-        "| LongBench | 90.00 | 50.00 (cake) | 60.00 (cosine) | 40.00 to 60.00 | +10.00 | baseline |",
-        "| LongBench, paper | 49.11 | 47.01 | 47.54 |  | 0.54 |  |",
-    ]
-    assert found.notes[0] == "d2o is left out: why"
-    assert found.notes[1] == "LongBench: no strategy beats the best single policy beyond doubt, the plan is cake"
-
-
-def pictured(monkeypatch: pytest.MonkeyPatch, picture: Picture, cells: tuple[MeasuredCell, ...]) -> dict[str, object]:
-    monkeypatch.setattr(charts, "PAPER_TABLES", {"x-table1": SimpleNamespace(pictures=(picture,))})
-    return {figure.name: figure.body for figure in make_table_figures(made(cells))}
-
-
-def test_a_picture_has_lines_over_the_numbers_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = (
-        MeasuredCell("Full", "a b", 90.0), MeasuredCell("X", "a b", 60.0, "1,024 entries"),
-        MeasuredCell("X", "a b", 40.0, "128 entries"), MeasuredCell("X", "c", 1.0, "128 entries", "", 0.5, 2.0),
-        MeasuredCell("X", "d", None, "128 entries"), MeasuredCell("X", "other", 3.0, "128 entries"),
-    )  # fmt: skip
-    picture = Picture("f", "Figure 1", "row", "block", "column", ("entries", "score"), of="a b|c|d")
-    assert pictured(monkeypatch, picture, cells) == {
-        "f-a-b": LineChart("entries", "score", (
-            Series("Full", (), (90.0,), style="level", role="muted"), Series("X", (128.0, 1024.0), (40.0, 60.0)),
-        )),
-        "f-c": LineChart("entries", "score", (Series("X", (128.0,), (1.0,), (0.5,), (2.0,)),)),
     }  # fmt: skip

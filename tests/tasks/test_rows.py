@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -115,12 +114,6 @@ def test_the_archive_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "is not downloaded" in refusal(ZIPPED, REPO, revision="b" * 40)
 
 
-def hub_error(name: str, message: str) -> Exception:
-    response = SimpleNamespace(headers={}, request=None)
-    error: Exception = getattr(huggingface_hub.errors, name)(message, response=response)
-    return error
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "problem"),
     [
@@ -133,12 +126,6 @@ def hub_error(name: str, message: str) -> Exception:
             datasets.exceptions.DatasetNotFoundError("Dataset 'owner/data' doesn't\nexist"),
             UsageError,
             "'owner/data' is no file or folder here and no dataset of the hub that can be read (Dataset 'owner/data'",
-        ),
-        (hub_error("RevisionNotFoundError", "no v9"), UsageError, "no dataset of the hub that can be read (no v9"),
-        (
-            ValueError("BuilderConfig 'small' not found"),
-            UsageError,
-            "has no readable 'small', split 'test' (BuilderConfig",
         ),
         (ConnectionError("Couldn't reach"), UsageError, "is not downloaded: leave --offline out"),
     ],
