@@ -69,12 +69,13 @@ def options_of(spec: str) -> dict[str, Any]:
 
 def contracts() -> Iterator[tuple[str, type[TaskContract]]]:
     """Yield a contract of every task that makes its examples, and of one dataset by each metric of a kind."""
-    forms = {}
+    known = set[Any]()
     for spec in sorted(ENTRIES, key=lambda spec: spec not in FIRST):
         entry = ENTRIES[spec]
-        form = (entry.kind, entry.metric) if "data" in entry.reads and spec not in FIRST else spec
-        forms.setdefault(form, spec)
-    for spec in forms.values():
+        form = (entry.kind, entry.metric) if "data" in entry.reads else spec
+        if form in known and spec not in FIRST:
+            continue
+        known.add(form)
         name = f"Test_{spec.replace(':', '_')}"
         options = property(lambda self: options_of(self.spec))
         kind = type(name, (TaskContract,), {"spec": spec, "options": options, "in_order": spec != NEEDLE})
