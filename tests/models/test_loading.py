@@ -22,7 +22,7 @@ from kvsearch.models.loading import LoadOptions, load
 from tests import tiny
 
 OFFLINE = LoadOptions(offline=True)
-WEIGHTS = "model.safetensors"
+WEIGHTS, GENERATION, NORM = "model.safetensors", "generation_config.json", "model.norm.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -144,12 +144,16 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
     return damage
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
+def edited(file: str, **changes: Any) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
-        found = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**found, **changes}))
+        found = json.loads((path / file).read_text())
+        (path / file).write_text(json.dumps({**found, **changes}))
 
     return damage
+
+
+def written(file: str, content: str) -> Callable[[Path], Any]:
+    return lambda path: (path / file).write_text(content)
 
 
 def halve(path: Path) -> None:
@@ -168,8 +172,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         tensors(lambda found: found.pop("model.layers.1.mlp.up_proj.weight")),
         r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight",
     ),
-    "broken JSON": (lambda path: (path / "config.json").write_text("{"), "cannot be loaded: .*not a valid JSON"),
-    "an encoder-decoder": (config(model_type="t5"), "cannot be loaded: .*Unrecognized configuration class"),
+    "a shape of another model": (
+        tensors(lambda found: found.update({NORM: found[NORM][:5].clone()})),
+        r"model.norm.weight is \[5\] in its files, and \[64\] by its config",
+    ),
+    "a pointer to a large file": (
+        written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"),
+        "its weights or code: .*header",
+    ),
+    "broken JSON": (written("config.json", "{"), "cannot be loaded: .*not a valid JSON"),
+    "an encoder-decoder": (edited("config.json", model_type="t5"), "cannot be loaded: .*Unrecognized configuration"),
+    "a generation config of no JSON": (written(GENERATION, "{oops"), "its generation_config.json: Expecting"),
+    "an end that is a word": (edited(GENERATION, eos_token_id="</s>"), "must be a token id, .* not '</s>'"),
+    "an end of another type": (edited("tokenizer_config.json", eos_token=5), "its tokenizer: Special token eos_token"),
 }
 
 
