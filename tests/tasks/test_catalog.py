@@ -17,6 +17,7 @@ from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.user_files import JsonlTask
+from tests.examples import at_most
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery", "niah_turns")
 
@@ -62,6 +63,7 @@ def test_a_file(tmp_path: Path, name: str) -> None:
     assert (task.name, other.name) == (path.stem, "niah")
 
 
+@at_most(15)
 @given(st.lists(st.sampled_from([spec for spec in (*ENTRIES, *SETS) if "ruler:qa_" not in spec and spec != "ruler"])))
 def test_any_specs_joined(specs: list[str]) -> None:
     expected = [member for spec in specs or ["gsm8k"] for member in SETS.get(spec, (spec,))]
