@@ -32,6 +32,7 @@ from kvsearch.plan import Plan, canonical_json
 from kvsearch.report.plans import describe_guarantee
 from tests.combinations import in_turn
 from tests.evaluation.test_statistics import samples
+from tests.examples import at_most
 from tests.plan.builders import make_plan
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def test_hoeffding_bentkus_worked_by_hand() -> None:
     assert compute_hoeffding_bentkus(1.0, 10, 0.5) == 1.0
 
 
+@at_most(20)
 @given(st.lists(st.sampled_from([0.0, 0.0, 0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=80), st.floats(0.01, 0.9))
 def test_whatever_hoeffding_shows_is_shown(values: list[float], bound: float) -> None:
     losses = np.array(values)

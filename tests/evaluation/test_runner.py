@@ -191,7 +191,7 @@ def many(model: LoadedModel) -> dict[str, Program]:
 def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Protocol) -> None:
     """However short memory is."""
     programs = many(model)
-    encoded = encode_tasks(model, [TASK], 4)
+    encoded = encode_tasks(model, [TASK], 2)
     alone = {method: run_encoded(model, {method: one}, encoded, protocol, 3) for method, one in programs.items()}
     expected = sorted([sample for samples in alone.values() for sample in samples], key=PLACE)
     for memory in (None, 1, 40_000):

@@ -17,7 +17,6 @@ from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.statistics import find_student_quantile
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.plan import Size
-from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.report.evaluation import make_csv_rows, make_trace_table
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
@@ -117,8 +116,7 @@ def test_a_reply_depends_on_its_own_seed(model: LoadedModel, task: TracedTask, f
     assert len(few(batch=1).items() & several.items()) == 12
     assert len(few(replace(DRAWN, replies=1)).items() & several.items()) == 4
     assert len(few(replace(DRAWN, seed=8)).items() & several.items()) < 6
-    assert few(Sampling(1e-4), 1) == few(Sampling(5.0, top_p=1e-6), 1) == few(None, 1)
-    assert few(samples=1, batch=1, protocol=QUESTION_AWARE) == few(samples=1, batch=4, protocol=QUESTION_AWARE)
+    assert few(Sampling(1e-4), 1) == few(None, 1)
 
 
 def test_tokens_are_drawn_by_their_chances() -> None:

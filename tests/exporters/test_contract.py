@@ -23,6 +23,7 @@ from kvsearch.plan.arithmetic import add_carry
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.testing import ExporterContract
 from kvsearch.testing.exporter_contract import HEADS, PROMPT_LENGTH, budget_rows, plan_policies, plan_rows
+from tests.examples import at_most
 from tests.exporters.simulations import OPTIONS, SIMULATIONS, options_of
 from tests.plan.builders import make_plan, phase_dict
 
@@ -119,6 +120,7 @@ def test_less_than_the_window_of_headkv_is_a_loss() -> None:
 
 
 @pytest.mark.parametrize("name", [*WHOLE, "tangram"])
+@at_most(15)
 @given(plan_rows, plan_policies, st.booleans())
 def test_entries_that_a_file_does_not_name_are_counted(
     name: str, budgets: list[list[int] | None], policy: tuple[str, dict[str, Any]], fixed: bool
@@ -135,6 +137,7 @@ def test_entries_that_a_file_does_not_name_are_counted(
 
 
 @pytest.mark.parametrize("name", TOLD_SHARES)
+@at_most(20)
 @given(st.lists(budget_rows, min_size=1, max_size=5))
 def test_shares_of_a_total_come_back(name: str, budgets: list[list[int] | None]) -> None:
     plan = plan_of(budgets)
@@ -168,6 +171,7 @@ def test_streaming_heads_come_back_from_gates() -> None:
     assert exporter.read(found.files, plan.model, 1000).tolist() == [[1000, 68], [68, 1000]]
 
 
+@at_most(20)
 @given(st.lists(budget_rows, min_size=1, max_size=4), st.integers(1, 60))
 def test_heads_that_keep_as_many_are_told_apart(budgets: list[list[int] | None], recent: int) -> None:
     plan = plan_of(budgets, "streaming", {"sinks": 2})
@@ -190,6 +194,7 @@ def test_heads_that_keep_as_much_share_pages() -> None:
     assert found.describe()[0].endswith("240 of 240 entries (100.0%)")
 
 
+@at_most(20)
 @given(plan_rows)
 def test_clusters_hold_every_head_once(budgets: list[list[int] | None]) -> None:
     _, found = exported("tangram", plan_of(budgets))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,7 +43,9 @@ def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_its_script_answers_as_generate_does(tmp_path: Path) -> None:
+def test_its_script_answers_as_generate_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The context is compressed before the prompts are read, which go through a chat template."""
     model = Path(shutil.copytree(find_resource("data/bundled-redundant"), tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -57,9 +59,10 @@ def test_its_script_answers_as_generate_does(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the calm fox greets the nurse in barn . silver : helmet trumpet . " * 40)
     asked = ["--context", f"@{tmp_path / 'text.txt'}", "--prompt", "silver :", "--prompt", "the calm"]
     words = [*asked, "--device", "cpu", "--max-new-tokens", "8"]
-    script = [sys.executable, str(Path(folder) / "generate.py"), *words]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    monkeypatch.setattr(sys, "argv", [str(Path(folder) / "generate.py"), *words])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    said = capsys.readouterr().out
     code, replies, _ = invoke("generate", model, "--plan", folder, *words)
-    assert (done.returncode, done.stdout) == (code, replies) == (0, replies), done.stderr
+    assert (code, said) == (0, replies)
     assert len(replies.splitlines()) >= 2
     assert "--tasks jsonl:YOUR.jsonl" in (Path(folder) / "README.md").read_text()

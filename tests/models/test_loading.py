@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.models import loading
+from kvsearch.models.foreign import CheckpointError
 from kvsearch.models.loading import LoadOptions, load
 from tests import tiny
 
@@ -183,7 +184,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "broken JSON": (written("config.json", "{"), "cannot be loaded: .*not a valid JSON"),
     "an encoder-decoder": (edited("config.json", model_type="t5"), "cannot be loaded: .*Unrecognized configuration"),
     "a generation config of no JSON": (written(GENERATION, "{oops"), "its generation_config.json: Expecting"),
-    "an end that is a word": (edited(GENERATION, eos_token_id="</s>"), "must be a token id, .* not '</s>'"),
     "an end of another type": (edited("tokenizer_config.json", eos_token=5), "its tokenizer: Special token eos_token"),
 }
 
@@ -195,6 +195,11 @@ def test_damaged_directories(damage: str, copy: Path) -> None:
     message = refusal(copy, IncompatibleError)
     assert re.search(problem, message)
     assert repr(str(copy)) in message
+
+
+def test_an_end_that_is_a_word(copy: Path) -> None:
+    edited(GENERATION, eos_token_id="</s>")(copy)
+    assert "must be a token id, or a list of them, not '</s>'" in refusal(copy, CheckpointError)
 
 
 @pytest.mark.parametrize("device", ["cpuu", "meta", "cuda:99"])
