@@ -193,10 +193,6 @@ def model() -> LoadedModel:
     return tiny.loaded("gemma3")
 
 
-def programs(model: LoadedModel) -> dict[str, Program]:
-    return {name: program(model.model, name) for name in ("snapkv", "lava", "d2o")}
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_means_over_the_tokens_that_follow(protocol: Any, model: LoadedModel) -> None:
     plan = program(model.model, "snapkv")

@@ -1,4 +1,4 @@
-"""Losses on text in nats per token: by hand, in every table, file, page and sentence, and in files without them."""
+"""Losses on text in nats per token: by hand, in tables and sentences, and in files without them."""
 
 from __future__ import annotations
 

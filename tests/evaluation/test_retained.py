@@ -1,4 +1,4 @@
-"""What is kept of formats, instructions and refusals: shares of what the full cache does, and what stands in tables."""
+"""What is kept of formats, instructions and refusals: shares of what the full cache does."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,17 @@ def test_a_plan_is_found_beside_its_model(folder: Path, tmp_path: Path) -> None:
         assert found.cache.entries().max() <= SMALL + 5
         pipe = pipeline("text-generation", model=found, tokenizer=loaded().tokenizer)
         assert pipe("a b c", max_new_tokens=2, do_sample=False)
+
+
+def test_transformers_keeps_the_key(folder: Path, tmp_path: Path) -> None:
+    export(folder, "small")
+    of(folder).save_pretrained(tmp_path / "copy")
+    copy = of(tmp_path / "copy")
+    assert getattr(copy.config, MODEL_KEY) == getattr(of(folder).config, MODEL_KEY)
+    with pytest.raises(UsageError, match=r"copy/kvsearch/plan\.json is not the plan that the config\.json beside it"):
+        kvsearch.attach(copy)
+    shutil.copytree(folder / "kvsearch", tmp_path / "copy" / "kvsearch")
+    assert kvsearch.attach(copy).program is not None
 
 
 def test_several_plans_by_size(folder: Path, tmp_path: Path) -> None:
