@@ -19,7 +19,7 @@ from scripts.bundled_calibration import calibration_file
 from scripts.train_bundled import ASKED, CONTEXTS, TOKENS_PER_STEP, training_document
 
 DOCUMENTS = 30
-DRAWN_ROWS = 8  # of the log, each of 50 steps
+DRAWN_ROWS = 3  # of the log, each of 50 steps
 TRAINING_SEED = 0  # the default of the training script
 PUBLISHED = {
     "single": "e9b72a656d655d93",
