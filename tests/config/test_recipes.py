@@ -10,19 +10,11 @@ from kvsearch.commands.calibrate import CalibrateOptions
 from kvsearch.commands.evaluate import EvaluateOptions
 from kvsearch.commands.evolve import EvolveOptions
 from kvsearch.commands.run import RunOptions
-from kvsearch.config.recipes import JOBS, find_recipe, find_shipped_recipe, list_shipped_recipes, read_description
+from kvsearch.config.recipes import find_recipe, find_shipped_recipe, list_shipped_recipes, read_description
 from kvsearch.core.errors import UsageError
-from kvsearch.core.resources import find_resource
 
 OPTIONS = {"calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "run": RunOptions}
 MODELS = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-32b")
-
-
-def test_all_that_is_shipped_is_listed() -> None:
-    assert [*OPTIONS] == [*JOBS]
-    assert {path.resolve() for path in list_shipped_recipes().values()} == {
-        path.resolve() for path in find_resource("recipes").rglob("*.yaml")
-    }
 
 
 @pytest.mark.parametrize("name", list_shipped_recipes())
@@ -32,17 +24,6 @@ def test_a_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> Non
     assert found.model_dump()["output"] == tmp_path / "x"
     assert len(read_description(list_shipped_recipes()[name])) > 20
     assert find_recipe(name, job) == find_recipe(stem, job) == list_shipped_recipes()[name]
-
-
-def test_what_no_recipe_may_hold_is_missing_in_the_command() -> None:
-    with pytest.raises(UsageError, match=r"^--output is missing: directory of the run$"):
-        RunOptions.of("bundled", model="bundled")
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_every_model_has_recipes_of_every_paper(model: str) -> None:
-    made = {f"calibrate/{method}-{model}" for method in ("lukv", "lava", "polykv")}
-    assert made | {f"evolve/evolkv-{model}", f"run/{model}"} <= list_shipped_recipes().keys()
 
 
 def test_names_of_several_commands_and_of_none(tmp_path: Path) -> None:

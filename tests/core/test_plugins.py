@@ -13,12 +13,9 @@ import pytest
 
 from kvsearch.core import plugins
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.exporters import create_exporter, list_targets
-from kvsearch.exporters.budget_tables import VLLM
 from kvsearch.methods.base import CalibrationMethod
 from kvsearch.methods.ratio_tables import LukvMethod
-from kvsearch.plan.methods import CALIBRATION_METHODS, create_method, find_writer, name_methods_with
-from kvsearch.policies.registry import list_baselines, list_fitted, list_rivals
+from kvsearch.plan.methods import CALIBRATION_METHODS, create_method, find_writer
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.tasks.catalog import describe_tasks, find_tasks, load_catalog
 from kvsearch.tasks.described import read_task
@@ -26,13 +23,6 @@ from kvsearch.tasks.niah import NiahTask
 from tests.cli.conftest import done
 
 Install = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Quiet(SnapKV):
-    """A policy derived from a baseline, which says nothing of itself."""
-
-    name: ClassVar[str] = "quiet"
 
 
 @dataclass(frozen=True)
@@ -50,10 +40,6 @@ class Mine(LukvMethod):
     name = "mine"
 
 
-class Other(VLLM):
-    name = "other"
-
-
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Register entry points of a group, NAME=VALUE, in place of the installed ones."""
@@ -63,21 +49,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
 
     return register
-
-
-def test_a_policy_is_in_the_lists_that_its_own_class_asks_for(install: Install) -> None:
-    before = list_baselines(), list_rivals(), list_fitted()
-    install("kvsearch.policies", quiet=f"{__name__}:Quiet", loud=f"{__name__}:Loud", broken="no.such.module:X")
-    assert list_baselines() == (*before[0], "loud")
-    assert (list_rivals(), list_fitted()) == before[1:]
-
-
-def test_built_in_policies_are_compared_in_their_order() -> None:
-    """The order of results, which names in profiles and reports follow."""
-    scores = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
-    assert list_rivals() == (*scores, "criticalkv", "defensivekv")
-    assert list_baselines() == (*scores, "streaming", "criticalkv", "defensivekv", "scissorhands", "cam", "d2o")
-    assert list_fitted() == ("probe", "query_bank", "kvzap")
 
 
 def test_a_task_of_another_package(install: Install) -> None:
@@ -104,17 +75,6 @@ def test_a_method_of_another_package(install: Install) -> None:
     with pytest.raises(EnvironmentFault, match=r"method wrong of .* is no CalibrationMethod"):
         create_method("wrong")
     assert type(find_writer("uninstalled")) is CalibrationMethod
-
-
-def test_a_target_of_another_package(install: Install) -> None:
-    install("kvsearch.exporters", other=f"{__name__}:Other")
-    assert list_targets()[-1] == "other"
-    assert isinstance(create_exporter("other"), Other)
-
-
-def test_messages_name_the_methods_that_write_an_array() -> None:
-    assert name_methods_with("evicted_ratio") == "lukv, lava, cake, adakv"
-    assert name_methods_with("query_mean") == "query_statistics"
 
 
 MINE = """

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Split, estimate_reply_tokens, prepare
+from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.ready_methods import check_plans, prepare_with_baselines
 from kvsearch.evaluation.statistics import MIN_CONTEXTS_FOR_INTERVAL
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.report.table import to_markdown
-from kvsearch.runs.estimates import Estimate, find_doubt
 from kvsearch.tasks.base import Example, Query, Task
-from kvsearch.tasks.encode import Question
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 from tests import tiny
 from tests.evaluation.results import as_if, json_of, tables_of
@@ -97,54 +93,6 @@ def test_what_is_refused(plans: Any, given: list[Path], names: tuple[str, ...], 
         check_plans(plans, given, names)
 
 
-def test_methods(result: Evaluation) -> None:
-    assert result.labels == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
-    assert (result.loaded.name, result.subject, result.split.seed) == ("tiny", "mine", 5)
-    (block,) = result.blocks
-    assert (block.size, list(block.methods)) == (None, result.labels[1:])
-    told = [(row.task, row.kind) for row in block.rows]
-    assert told == [
-        ("one", "task"), ("two", "task"), ("listed", "category"), ("other", "category"), ("macro", "average"),
-    ]  # fmt: skip
-    assert block.overall is block.rows[-1]
-    for row in block.rows:
-        assert list(row.scores) == result.labels
-        assert list(row.differences) == [method for method in result.labels if method != "mine"]
-
-
-def test_every_method_but_the_full_cache_holds_the_same(result: Evaluation) -> None:
-    held = dict(result.held)
-    full = held.pop("full")
-    mine = held["mine"]
-    assert len({footprint.entries for footprint in held.values()}) == 1
-    assert mine.entries == pytest.approx(full.entries * 120 / 320, abs=1)
-    assert full.most > full.entries
-    assert mine.most - mine.entries == pytest.approx(full.most - full.entries)
-    assert mine.bytes < full.bytes / 2
-    one = [sample for sample in result.samples if sample.method == "full"]
-    assert full.entries == sum(8 * sample.context_tokens for sample in one) / len(one)
-
-
-def test_as_json(result: Evaluation) -> None:
-    data = json_of(result)
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert data["schema"] == "kvsearch.evaluation/1"
-    assert (data["model"], data["subject"], data["protocol"]) == ("tiny", "mine", "question-agnostic")
-    assert data["full"]["held"]["entries"] == result.held["full"].entries
-    assert data["averages"] == {"macro": ["one", "two"]}
-    (block,) = data["blocks"]
-    assert block["size"] is None
-    assert [method["name"] for method in block["methods"]] == result.labels[1:]
-    mine = block["methods"][0]
-    assert mine["held"]["entries"] == result.held["mine"].entries
-    assert set(mine["definition"]) == {"plan"}
-    assert set(mine["scores"]["tasks"]["one"]) == {"mean", "low", "high", "contexts"}
-    kinds = {kind: list(found) for kind, found in mine["scores"].items()}
-    assert kinds == {"tasks": ["one", "two"], "categories": ["listed", "other"], "averages": ["macro"]}
-    counted = {name: data["tasks"][1][name] for name in ("wanted", "found", "contexts", "truncated", "excluded")}
-    assert counted == {"wanted": 3, "found": 2, "contexts": 2, "truncated": 0, "excluded": {}}
-
-
 def test_json_compares_every_method_with_the_subject(result: Evaluation) -> None:
     (block,) = json_of(result)["blocks"]
     mine, *others = block["methods"]
@@ -161,18 +109,6 @@ def test_json_compares_every_method_with_the_subject(result: Evaluation) -> None
         for covered in json_of(result)["tasks"]:
             found = other["differences"]["tasks"][covered["task"]]
             assert found["wins"] + found["ties"] + found["losses"] == covered["questions"]
-
-
-def test_settings_that_differ_stand_above_the_scores(model: LoadedModel) -> None:
-    plan = tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])
-    told = studied(model, {"mine": plan}, ("snapkv", "streaming"), TASKS[:1])
-    assert told.different == (
-        "settings differ: kernel 3 (mine), 7 (snapkv); sinks 2 (mine), 4 (snapkv, streaming); "
-        "window 4 (mine), 32 (snapkv)"
-    )
-    assert tables_of(told)[0].above == (told.different,)
-    assert json_of(told)["different_settings"] == told.different
-    assert studied(model, {"mine": plan}, ("uniform",), TASKS[:1]).different is None
 
 
 def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
@@ -205,23 +141,6 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     assert whole.notes[:-1] == [whole.doubt]  # and the one context that task two lacks
 
 
-@pytest.mark.parametrize(
-    ("mean", "contexts", "words"),
-    [
-        (0.1, 1, None),
-        (0.0, 1, "scores 0.00, but on 1 context that may be chance: ask about 8 or more with --samples"),
-        (0.05, 7, "scores 0.05, but on 7 contexts that may be chance"),
-        (0.05, 8, "scores 0.05: these questions cannot tell methods apart on this model, ask others with --tasks"),
-        (0.0, None, "scores 0.00: these questions cannot tell methods apart"),
-    ],
-)
-def test_few_contexts_do_not_tell_what_the_full_cache_can_do(
-    mean: float, contexts: int | None, words: str | None
-) -> None:
-    doubt = find_doubt(Estimate(mean, 0.0, 1.0, contexts=contexts))
-    assert doubt is None if words is None else words in str(doubt)
-
-
 def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -> None:
     plan = tiny.plan_for(model, [[30, 30]] * 4, scaling="fixed", length=80)
     same = {"prefill": plan.prefill, "decode": plan.prefill}
@@ -235,25 +154,3 @@ def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -
     assert note not in replace(told, samples=[replace(one, most=248) for one in told.samples]).notes
     longer = as_if(replace(told, samples=samples), decode_entries={}).notes[-1]
     assert ", as their replies differ in length, mean entries: flat 248" in longer
-
-
-def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: LoadedModel) -> None:
-    """What a decode phase leaves is another number than what is held after the context."""
-    flat = tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80)
-    steep = tiny.plan_for(model, [[70, 70], [10, 10]] * 2, scaling="fixed", length=80)
-    steep = Plan.model_validate({**steep.model_dump(), "decode": flat.prefill})
-    alike = studied(model, {"one": steep, "two": steep}, (), TASKS[:1])
-    assert not [note for note in alike.notes if "while they reply" in note]
-    assert (alike.phases, alike.decode_entries) == ("both", {"one": 320.0, "two": 320.0})
-    differ = as_if(alike, decode_entries={"one": 320.0, "two": 300.4})
-    assert differ.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two 300"
-    mixed = as_if(alike, decode_entries={"one": 320.0})
-    assert mixed.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two all"
-    assert json_of(alike)["phases"] == "both"
-
-
-@pytest.mark.parametrize(("right", "limit", "expected"), [(5, 128, 10), (5, 7, 7), (0, 30, 30)])
-def test_a_forecast_guesses_replies_by_right_ones(right: int, limit: int, expected: int) -> None:
-    tokens = torch.zeros(right, dtype=torch.int64)
-    question = Question(0, Query("what?", answers=("that",), max_new_tokens=limit), ids=tokens, right=tokens)
-    assert estimate_reply_tokens(question) == expected

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.evaluation.methods import make_direct_plan, parse_allocation
-from kvsearch.plan import PHASES, ModelFingerprint, PolicySpec, Size
+from kvsearch.evaluation.methods import make_direct_plan
+from kvsearch.plan import PHASES, Size
 from kvsearch.plan.arithmetic import compute_budgets
-from kvsearch.plan.build import PhaseChoice, build_plan
-from kvsearch.plan.origin import Provenance
-from kvsearch.plan.size import LAID_OUT
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from tests import tiny
-from tests.plan.builders import PROVENANCE, model_dict
 
 EVEN = Uniform()
 
 
 @pytest.mark.parametrize("phases", PHASES)
 def test_a_fixed_budget_in_each_combination_of_phases(phases: str) -> None:
+    """Layers that are not planned keep everything."""
     model = tiny.loaded("gemma3")
     plan = make_direct_plan(model, create_policy("h2o", {"recent": 3}), Size(budget=20), PHASES[phases], EVEN)
     assert (plan.prefill is not None, plan.decode is not None) == (phases != "decode", phases != "prefill")
@@ -50,36 +45,3 @@ def test_a_pyramid_of_a_ratio_stays_within_the_prompt() -> None:
     budgets = np.array(plan.budgets("prefill"))
     assert budgets.sum() == 12 * 8
     assert np.abs(budgets[:, 0] - [16, 40 / 3, 32 / 3, 8]).max() < 1
-
-
-def test_allocations_are_read_from_text() -> None:
-    assert parse_allocation("static") is None
-    assert parse_allocation(" lava ") == parse_allocation("lava:layers=dynamic,heads=dynamic")
-    made = parse_allocation("lava:floor_share=0,heads=equal")
-    assert (made.name, made.parameters()["floor_share"], made.heads, made.layers) == ("lava", 0.0, "equal", "dynamic")
-
-
-MODEL = ModelFingerprint.model_validate(model_dict(layers=4, kv_heads=2))
-ORIGIN = Provenance.model_validate(PROVENANCE)
-POLICIES = (PolicySpec(name="snapkv"), PolicySpec(name="tova"))
-CHOSEN = PhaseChoice(POLICIES, np.array([[3, 4], [5, 6]]))
-
-
-def test_layers_that_are_not_planned_keep_everything() -> None:
-    later = CHOSEN._replace(budgets=CHOSEN.budgets + 1)
-    plan = build_plan(MODEL, (1, 2), {"prefill": CHOSEN, "decode": later}, ORIGIN, 3)
-    assert plan.budgets("prefill") == (None, (3, 4), (5, 6), None)
-    assert plan.budgets("decode") == (None, (4, 5), (6, 7), None)
-    assert [layer.policy for layer in plan.phase("decode").layers if layer is not None] == list(POLICIES)
-    assert (plan.total, plan.floor, plan.scaling, plan.length, plan.provenance) == (18, 3, "fixed", None, ORIGIN)
-    assert plan.allocation.name == "static"
-
-
-@pytest.mark.parametrize("allocator", [EVEN, Pyramid(4, 2)])
-def test_a_ratio_needs_no_length(allocator: Any) -> None:
-    """Whatever length the budgets are laid out for, the plan keeps that share of the prompt at hand."""
-    loaded = tiny.loaded()
-    policy = create_policy("h2o", {"recent": 2})
-    plan = make_direct_plan(loaded, policy, Size(ratio=0.3), PHASES["prefill"], allocator)
-    assert (plan.scaling, plan.length) == ("proportional", LAID_OUT)
-    assert plan.total == round(0.7 * LAID_OUT) * plan.heads

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from kvsearch.evaluation.likelihood import Likelihood, score
 from kvsearch.policies import create_policy
-from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime import Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import make_full_program
-from tests.combinations import every_value
-from tests.families import EACH_FAMILY, build, prompts
-from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
+from tests.combinations import in_turn
+from tests.families import build, prompts, take_families
+from tests.runtime.helpers import feed, random_eviction, reference, running
 from tests.runtime.test_replies import both_phases
 
 CLOSE = 1e-4
-families = pytest.mark.parametrize("family", EACH_FAMILY)
+families = take_families("llama", "gemma2", "gemma3")
 
 
 def ids(length: int, seed: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def test_a_full_cache_agrees_with_one_dense_pass(family: str) -> None:
             assert_same(answer, told(logits[0], text))
 
 
-@every_value(family=EACH_FAMILY, program=[third, both_phases])
+@in_turn(family=["llama", "gemma3"], program=[third, both_phases])
 def test_a_batch_scores_as_its_contexts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
     model = build(family)
     together = scored(model, program(model), CONTEXTS, TEXTS)
@@ -89,19 +89,6 @@ def test_a_batch_scores_as_its_contexts_do_alone(family: str, program: Callable[
             (((alone,), held),) = scored(model, program(model), [context], [[text]])
             assert_same(answer, alone)
             assert entries == held
-
-
-@every_value(family=["llama", "gemma2", "gemma3"], program=[third, both_phases])
-def test_texts_are_scored_as_if_fed_token_by_token(family: str, program: Callable[[Any], Program]) -> None:
-    model = build(family)
-    context, text = CONTEXTS[0], TEXTS[0][2]
-    with running(model, NAME):
-        cache, lead = PlanCache(model, program(model)), torch.tensor([context[:-1]])
-        later = one_by_one(torch.tensor([[context[-1], *text[:-1]]]))
-        logits = feed(model, cache, [(lead, torch.ones_like(lead)), *later])
-    expected = told(torch.cat(logits[1:], 1), text)
-    (((answer,), _),) = scored(model, program(model), [context], [[text]])
-    assert_same(answer, expected)
 
 
 @families

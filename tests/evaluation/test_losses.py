@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -18,24 +16,19 @@ from kvsearch.evaluation.losses import QueryLosses, make_layer_rules, measure_lo
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.architecture import describe, find_attention_modules
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
+from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC
 from kvsearch.policies.random import RandomEviction
 from kvsearch.report.evaluation import average_over_tasks, make_losses_table
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import collect_needs
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies
 from kvsearch.runtime.stock import CACHE
-from kvsearch.signals.attention_rows import attention_change
-from kvsearch.tasks.base import Query
-from kvsearch.testing.policy_contract import properties
 from tests import tiny
 from tests.combinations import in_turn
 from tests.evaluation.results import rendered
-from tests.families import EACH_FAMILY, build, prompts
-from tests.runtime.helpers import columns, feed, one_by_one, random_eviction, running
-from tests.runtime.layers import Layer, Scene, scenes
+from tests.families import build, prompts
+from tests.runtime.helpers import columns, feed, one_by_one, running
 from tests.runtime.policies import SMALL
 
 LENGTH, COUNT = 40, 7  # tokens of a context, and of what follows
@@ -130,7 +123,7 @@ def held(model: Any, plan: Program, context: Tensor) -> dict[int, Tensor]:
     return {layer: shown[0] for layer, shown in kept.items()}
 
 
-@in_turn(method=["random", "snapkv", "lava", "adakv"], family=EACH_FAMILY)
+@in_turn(method=["random", "snapkv", "lava", "adakv"], family=["llama", "gemma2", "gemma3", "phi3"])
 def test_losses_are_those_of_masked_eager_attention(method: str, family: str) -> None:
     model = build(family)
     context, following = tokens()
@@ -141,17 +134,6 @@ def test_losses_are_those_of_masked_eager_attention(method: str, family: str) ->
     for layer, losses in found.items():
         torch.testing.assert_close(losses["loss"], expected[layer], atol=1e-4, rtol=1e-4)
         assert losses["loss"].min() > 1e-3
-
-
-def test_a_bias_of_the_output_projection_cancels() -> None:
-    model = build("llama", attention_bias=True)
-    for module in find_attention_modules(model).values():
-        torch.nn.init.normal_(module.o_proj.bias)  # type: ignore[union-attr, arg-type]
-    context, following = tokens()
-    plan = random_eviction(model, torch.ones_like(context))
-    expected = brute_force(model, {layer: kept[0] for layer, kept in plan.kept.items()}, context, following)
-    for layer, losses in losses_of(model, plan.program, context, following).items():
-        torch.testing.assert_close(losses["loss"], expected[layer], atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -182,33 +164,10 @@ def test_losses_are_those_of_the_real_cache_in_the_first_layer(method: str, fami
     assert ("bound" not in losses) == (method in MERGING)
 
 
-@in_turn(name=["h2o", "tova", SNAPKV, "keydiff"], phases=["prefill", "decode", "both"])
-def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str) -> None:
-    policy = SMALL[name]
-
-    @properties
-    @given(scenes().filter(lambda scene: not any(scene.pads) and not scene.carries))
-    def same(scene: Scene) -> None:
-        layer = Layer(scene)
-        prefill, decode = (layer.rule(policy) if phases in (phase, "both") else None for phase in ("prefill", "decode"))
-        followed = layer.followed(layer.observation(policy))
-        found, full = followed.replay(prefill, decode), followed.replay(None, None)
-        length, count = scene.length, scene.tokens
-        assert found.shown.shape == (len(scene.pads), scene.heads, count, length + count)
-        assert torch.equal(full.shown[0, 0], torch.ones(count, length + count).tril(length).bool())
-        assert not (found.shown & ~full.shown).any()
-        change, _ = attention_change(
-            layer.tokens()[0], layer.key, layer.value, found.shown, layer.logits.scaling, scene.softcap
-        )
-        torch.testing.assert_close(change, full.outputs - found.outputs, atol=1e-5, rtol=1e-4)
-
-    same()
-
-
-@in_turn(method=METHODS, family=EACH_FAMILY)
+@in_turn(method=METHODS, family=["llama", "gemma2", "gemma3"])
 def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> None:
     model = build(family)
-    for seed, budget in [(0, 3), (1, 11), (2, 30)]:
+    for seed, budget in [(0, 3), (1, 11)]:
         for losses in losses_of(model, program(model, method, budget), *tokens(seed)).values():
             assert (losses["loss"] <= losses["bound_by_head"] * (1 + 1e-4)).all()
             assert (losses["bound_by_head"] <= losses["bound"] * (1 + 1e-5)).all()
@@ -217,54 +176,21 @@ def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> 
             assert losses["evicted_mass"].max() > 0
 
 
-@in_turn(method=[*METHODS, "tova, decode only", "cam, prompt only"], dtype=[torch.float32, torch.bfloat16])
-def test_budgets_above_the_length_lose_nothing(method: str, dtype: torch.dtype) -> None:
-    model = build("llama").to(dtype)
+@pytest.mark.parametrize("method", [*METHODS, "tova, decode only", "cam, prompt only"])
+def test_budgets_above_the_length_lose_nothing(method: str) -> None:
+    model = build("llama")
     budget = 10**4 if method == "cake, decode" else LENGTH + COUNT  # layers share it, some get less
     for losses in losses_of(model, program(model, method, budget), *tokens()).values():
         for values in losses.values():
             assert values.tolist() == [0.0] * COUNT
 
 
-@pytest.mark.parametrize("method", MERGING)
-def test_merging_loses_nothing_where_nothing_leaves(method: str) -> None:
-    for losses in losses_of(build("llama"), program(build("llama"), method, LENGTH + COUNT), *tokens()).values():
-        assert losses["loss"].max() < 1e-3  # of outputs of some hundred; token by token rounds differently
-        assert losses["evicted_mass"].tolist() == [0.0] * COUNT
-
-
 TASK = tiny.listed((60, 3), (48, 1), name="one")
-OTHER = tiny.listed((52, 2), name="two")
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
-def model(request: pytest.FixtureRequest) -> LoadedModel:
-    return tiny.loaded(request.param)
-
-
-def programs(model: LoadedModel) -> dict[str, Program]:
-    return {name: program(model.model, name) for name in ("snapkv", "lava", "d2o")}
-
-
-def test_rows_come_by_task_layer_and_method(model: LoadedModel) -> None:
-    before, told = model.model.config._attn_implementation, []
-    rows = measure_losses(
-        model, programs(model), [TASK, OTHER], 2, progress=lambda done, total: told.append((done, total))
-    )
-    assert model.model.config._attn_implementation == before
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    layers = describe(model.model).full_layers
-    assert [(row.task, row.layer, row.method) for row in rows] == [
-        (task, layer, method) for task in ("one", "two") for layer in layers for method in programs(model)
-    ]
-    for row in rows:
-        assert row.loss > 0
-        assert 0 < row.evicted_mass < 1
-        if row.method == "d2o":
-            assert row.bound is row.bound_by_head is row.ratio is None
-        else:
-            assert row.loss < row.bound_by_head <= row.bound
-            assert row.ratio == pytest.approx(row.loss / row.bound)
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded("gemma3")
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -290,19 +216,6 @@ def test_means_over_the_tokens_that_follow(protocol: Any, model: LoadedModel) ->
         assert row.loss == pytest.approx(losses.mean().item(), rel=1e-4)
 
 
-def test_the_models_own_reply_is_followed_where_it_is_right(model: LoadedModel) -> None:
-    """An answer that begins the reply is one: the losses are those of the whole reply, not of that answer."""
-    row = dataclasses.replace(TASK.rows[0], queries=(Query("recall", ("x",), 5),))
-    question = ForcedQuestions(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), frozenset({2}), "")
-    [((reply,),)] = parted_replies(model, [[question]])
-    said = [model.tokenizer.decode(reply[:count]) for count in (1, 5)]
-    tasks = [tiny.Listed("x", (dataclasses.replace(row, queries=(Query("recall", (text,), 5),)),)) for text in said]
-    plan = {"snapkv": program(model.model, "snapkv")}
-    whole, part = measure_losses(model, plan, tasks[1:], 1, answers="given"), measure_losses(model, plan, tasks[:1], 1)
-    assert part == whole
-    assert measure_losses(model, plan, tasks[:1], 1, answers="given") != whole
-
-
 def test_a_model_that_computes_nan() -> None:
     model = tiny.loaded()
     with torch.no_grad():
@@ -326,18 +239,7 @@ def test_every_task_weighs_the_same_in_the_table() -> None:
     assert [(row.layer, row.method) for row in average_over_tasks(ROWS)] == [(0, "mine"), (0, "merged"), (3, "mine")]
     assert average_over_tasks(ROWS)[0] == LayerLoss("one, two", "mine", 0, 40, 3.0, 0.5, 12.0, 6.0)
     assert average_over_tasks(ROWS)[1:] == ROWS[1:3]
-
-
-def test_the_table() -> None:
     text = rendered([make_losses_table("tiny", QUESTION_AGNOSTIC, ROWS)])
     lines = [line.split() for line in text.splitlines()]
     assert ["0", "mine", "3", "12", "6", "0.250", "0.5000"] in lines
     assert ["0", "merged", "1", "-", "-", "-", "0.2500"] in lines
-    assert ["3", "mine", "120", "480", "360", "0.250", "0.5000"] in lines
-    assert "tiny: layer attention output loss, L1 (question-agnostic)" in text
-    for note in ("tokens of question and answer", "then over 2 tasks", "do not add up", "merges entries"):
-        assert note in text
-    alone = rendered([make_losses_table("tiny", QUESTION_AWARE, ROWS[:1])])
-    assert "tokens of the answer" in alone
-    assert "tasks" not in alone
-    assert "merges" not in alone

@@ -1,9 +1,7 @@
-"""Losses on text in nats per token: by hand, in every table, file, page and sentence, and in files without them."""
+"""Losses on text in nats per token: by hand, in tables and sentences, and in files without them."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,13 +13,9 @@ import pytest
 from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, make_blocks, summarize
-from kvsearch.report import selections
-from kvsearch.report.artifacts import _plan_scores
-from kvsearch.report.charts import make_score_figures
-from kvsearch.report.evaluation import describe_best, make_csv_rows, make_nats_table, make_tables
-from kvsearch.report.scores import list_headroom_parts, make_progress_table
-from kvsearch.report.table import Table, to_latex, to_markdown
-from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
+from kvsearch.report.evaluation import describe_best, make_tables
+from kvsearch.report.table import to_latex, to_markdown
+from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.estimates import TextLoss
 from kvsearch.tasks.base import Coverage
 from kvsearch.tasks.metrics.likelihood import FORCED, format_losses, likelihood
@@ -100,11 +94,6 @@ def test_a_mean_over_texts_weighs_every_text_the_same() -> None:
     assert math.isnan(single.low)  # one window says nothing of its variance
 
 
-def test_only_text_has_losses() -> None:
-    rows = {row.task: row for row in summarize([*texts(), *answers()], "full")}
-    assert {name for name, row in rows.items() if row.nats} == {"story", "text"}
-
-
 def test_a_text_is_shown_in_nats_and_never_in_percent() -> None:
     result = result_of(texts())
     first, held = make_tables(result, on_screen=True)
@@ -126,32 +115,6 @@ def test_a_text_is_shown_in_nats_and_never_in_percent() -> None:
     )
 
 
-def test_beside_questions_a_text_has_a_table_of_its_own() -> None:
-    scores, nats, differences, _ = make_tables(result_of([*texts(), *answers()]))
-    assert scores.header == ["method", MACRO, "qa", "c"]
-    assert nats.header[:3] == ["method", "story", "story - h2o"]
-    assert differences.header == ["method", MACRO, "c", "tasks"]
-    told = "story: the full cache has a perplexity of 54.6, 4.0000 nats per token; its score in averages is 100 less"
-    assert any(note.startswith(told) for note in scores.notes)
-
-
-def test_several_texts_have_their_mean_first() -> None:
-    table = make_nats_table(result_of([*texts(), *texts("log")]))
-    assert table.header[:5] == ["method", MACRO, f"{MACRO} - h2o", "story", "story - h2o"]
-
-
-def test_every_loss_is_a_row_of_the_csv() -> None:
-    rows = [row for row in csv.DictReader(make_csv_rows(result_of(texts())).splitlines()) if row["kind"] == "nats"]
-    told = [(row["method"], row["column"], row["subject"]) for row in rows if row["column"] == "story"]
-    assert told == [
-        ("full", "story", "full"), ("h2o", "story", "full"), ("cake", "story", "h2o"), ("cake", "story", "full"),
-    ]  # fmt: skip
-    full, h2o, cake, above = (row for row in rows if row["column"] == "story")
-    assert (float(full["score"]), float(full["difference"])) == (4.0, 0.0)
-    assert (float(h2o["score"]), float(h2o["difference"])) == (pytest.approx(4.3), pytest.approx(0.3))
-    assert (float(cake["difference"]), float(above["difference"])) == (pytest.approx(0.1), pytest.approx(0.4))
-
-
 def test_they_are_written_and_read_and_old_files_have_none() -> None:
     result = result_of(texts())
     written = result.as_json()
@@ -167,51 +130,3 @@ def test_they_are_written_and_read_and_old_files_have_none() -> None:
     assert "score in percent" in make_tables(old)[0].title
     assert describe_best(old).startswith("highest scores: ")
     assert "nats" not in result_of(answers()).as_json()["full"]
-
-
-def test_a_chart_of_text_is_in_nats() -> None:
-    larger = {label.replace("@8", "@0.5"): [value / 2 for value in more] for label, more in EXCESS.items()}
-    both = {**EXCESS, **larger}
-    [figure] = make_score_figures(result_of(texts(excess=both)))
-    assert "lower is better" in figure.body.y
-    full, h2o, _ = figure.body.series
-    assert (full.name, full.y) == ("full", (0.0,))
-    assert sorted(h2o.y) == [pytest.approx(0.15), pytest.approx(0.3)]
-    assert min(h2o.low) == pytest.approx(0.15 - REACH / 2, abs=1e-4)
-    assert figure.title.startswith("Loss above the full cache against entries kept")
-
-
-def test_headroom_on_text_is_in_nats() -> None:
-    rows = tuple(summarize([*texts(), *texts("log")], "full"))
-    result = HeadroomResult(model="m", ratio=0.8, methods=("full", "h2o@8"), rows=rows, asked=())
-    [table] = list_headroom_parts(HeadroomResult.model_validate(json.loads(json.dumps(result.model_dump(mode="json")))))
-    assert isinstance(table, Table)
-    assert table.title.startswith("m: nats per token above the full cache, lower is better, with 80% evicted")
-    assert [cell.text for cell in table.rows[-1]] == ["average", "10", "0.0000", "0.3000"]
-    asked = HeadroomResult(model="m", ratio=0.8, methods=("full",), rows=tuple(summarize(answers(), "full")), asked=())
-    assert [type(part) for part in list_headroom_parts(asked)] == [Table, str]
-
-
-def test_a_run_that_is_not_finished_has_losses_so_far() -> None:
-    table = make_progress_table(texts()[:7])
-    assert table.header == ["method", "story", "mean nats above full so far"]
-    assert [row[2].text for row in table.rows] == ["0.0000", "0.1500"]
-    assert make_progress_table([*texts(), *answers()]).header[-1] == "mean score so far"
-
-
-def test_metrics_of_a_card_are_in_nats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selections, "describe_selection", lambda choice: ["It is written."])
-    monkeypatch.setattr(selections, "make_report_table", lambda choice: Table("Report", ["method"], []))
-    nats = summarize(texts(), "cake@8")[-1].nats
-    report = SimpleNamespace(nats=nats, asked=SimpleNamespace(questions=4))
-    choice: Any = SimpleNamespace(
-        report=report, chosen=SimpleNamespace(written="h2o@8", best="cake@8", winner="h2o@8"), loss=None
-    )
-    metrics = _plan_scores(choice, None).metrics
-    excess = nats["h2o@8"].excess
-    assert {name.split(" [")[0]: value for name, value in metrics.items()} == {
-        "loss above the full cache, nats per token": excess,
-        "loss of the full cache, nats per token": nats["full"].loss,
-        "loss above the full cache of cake@8, the best baseline, nats per token": nats["cake@8"].excess,
-    }
-    assert f"{excess.low:.4f}" in next(iter(metrics))

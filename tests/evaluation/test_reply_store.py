@@ -13,20 +13,18 @@ import pytest
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.evaluation import runner
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.methods import parse_methods
 from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
-from kvsearch.evaluation.runner import KeptReplies, describe_environment, hash_rows
+from kvsearch.evaluation.runner import KeptReplies
 from kvsearch.evaluation.samples import Sample
-from kvsearch.models.fingerprint import hash_tokenizer
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
-from kvsearch.runs.identity import CONFIG, LEDGER, SCHEMA
+from kvsearch.runs.identity import CONFIG, LEDGER
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.encode import Reading, encode_tasks
+from kvsearch.tasks.encode import Reading
 from tests import tiny
 from tests.evaluation.results import json_of
 
@@ -73,21 +71,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("protocol", "phases", "memory"),
-    [
-        (QUESTION_AGNOSTIC, "prefill", None),
-        # every method replies alone: many lines
-        pytest.param(QUESTION_AWARE, "both", None, marks=pytest.mark.nightly),
-        pytest.param(QUESTION_AGNOSTIC, "prefill", 60_000, marks=pytest.mark.nightly),  # prompts are read several times
-    ],
-)
-def test_a_run_goes_on_to_the_same_report(
-    model: LoadedModel, tmp_path: Path, protocol: Protocol, phases: str, memory: int | None
-) -> None:
+def test_a_run_goes_on_to_the_same_report(model: LoadedModel, tmp_path: Path) -> None:
     """Cut between lines of the ledger, and in the middle of them."""
-    tasks = TASKS if phases == "prefill" else TASKS[1:]
-    one = evaluation(model, "pyramid,lava", phases, tasks, protocol=protocol, max_memory=memory)
+    one = evaluation(model, "pyramid,lava")
     whole = report(one.run())
     assert report(kept(one, tmp_path / "run")) == whole
     data = (tmp_path / "run" / LEDGER).read_bytes()
@@ -105,24 +91,6 @@ def told(line: bytes) -> list[Any]:
     """A line but for what depends on the clock."""
     samples = json.loads(line)["samples"]
     return [{name: value for name, value in item.items() if "seconds" not in name} for item in samples]
-
-
-@pytest.mark.nightly
-def test_only_methods_that_are_new_are_compressed(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ReplyStore(tmp_path / "l") as ledger:
-        known = evaluation(model, "pyramid").run(store=ledger).samples
-        compressed: set[str] = set()
-        compress = runner.compress_prompts
-        monkeypatch.setattr(
-            runner,
-            "compress_prompts",
-            lambda model, programs, *rest: compressed.update(programs) or compress(model, programs, *rest),
-        )
-        both = evaluation(model, "pyramid,lava").run(store=ledger).samples
-    assert compressed == {"lava@8", "lava@0.6"}
-    assert set(known) < set(both)
 
 
 def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path) -> None:
@@ -147,22 +115,6 @@ def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept(generous, tmp_path / "run")
-
-
-def test_the_configuration_is_there_first_and_says_everything(model: LoadedModel, tmp_path: Path) -> None:
-    one = evaluation(model)
-    begin(tmp_path / "run", one)
-    written = json.loads((tmp_path / "run" / CONFIG).read_text())
-    assert (written["schema"], written["job"]) == (SCHEMA, "evaluate")
-    config = written["content"]
-    assert config["model"] == model.fingerprint.model_dump(exclude={"dtype"})
-    assert (config["dtype"], config["device"], config["protocol"]) == ("float32", "cpu", "question-agnostic")
-    assert (config["seed"], config["batch"], config["samples"], config["max_memory"]) == (3, 2, 20, None)
-    assert set(config["versions"]) == {"kvsearch", "torch", "transformers"}
-    assert config["methods"]["lava@8"]["allocation"]["name"] == "lava"
-    assert config["methods"]["lava@8"]["sha256"] != config["methods"]["lava@0.6"]["sha256"]
-    assert config["tasks"]["one"]["questions"] == 6
-    assert (tmp_path / "run" / LEDGER).read_bytes() == b""
 
 
 @pytest.mark.parametrize(
@@ -223,22 +175,3 @@ def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) ->
     ]
     assert one_key not in others
     assert len(set(others)) == len(others)
-
-
-def test_hashes_of_tokenizers_and_rows(model: LoadedModel) -> None:
-    assert hash_tokenizer(model.tokenizer) == hash_tokenizer(tiny.loaded().tokenizer)
-    assert hash_tokenizer(tiny.chat_tokenizer()) != hash_tokenizer(model.tokenizer)
-    longer = tiny.loaded().tokenizer
-    longer.add_tokens(["unheard"])
-    assert hash_tokenizer(longer) != hash_tokenizer(model.tokenizer)
-
-    def rows(task: tiny.Listed) -> str:
-        return hash_rows(encode_tasks(model, [task], 9)[0])
-
-    first, *rest = TASKS[0].rows
-    right = replace(first, queries=(replace(first.queries[0], answers=("anchor",)), *first.queries[1:]))
-    changes: list[dict[str, Any]] = [{"rows": (right, *rest)}, {"stops": ("x",)}, {"prompt": "mark {question}"}]
-    changed = [replace(TASKS[0], **change) for change in changes]
-    assert len({rows(task) for task in [TASKS[0], *changed]}) == 4
-    assert rows(replace(TASKS[0], name="other")) == rows(TASKS[0])
-    assert describe_environment(model)["dtype"] == "float32"

@@ -21,28 +21,20 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.runtime.decode.replies import find_stop_tokens
 from kvsearch.runtime.program import estimate_prompt_bytes, make_full_program
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks, force_replies
 from kvsearch.tasks.metrics.likelihood import FORCED, read_loss
 from kvsearch.tasks.synthetic.language import WORDS
 from tests import tiny
-from tests.combinations import first_value
-from tests.evaluation.results import PLACE, without_bytes
+from tests.combinations import first_value, in_turn
+from tests.evaluation.results import PLACE
 from tests.tiny import run
 
 
 def third(model: Any, window: int = 4) -> Program:
     policy = create_policy("snapkv", {"window": window, "kernel": 3, "sinks": 2})
     return Program.uniform(model, policy, lambda length: max(7, length // 3))
-
-
-@pytest.mark.parametrize(("configured", "expected"), [(None, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8}), (0, {0, 2})])
-def test_stop_tokens(configured: Any, expected: set[int]) -> None:
-    model = tiny.loaded()
-    model.model.generation_config.eos_token_id = configured
-    assert find_stop_tokens(model) == expected
 
 
 TASK = tiny.listed((60, 3), (90, 1), (75, 2), (64, 4))
@@ -64,30 +56,6 @@ def test_what_a_sample_says_about_memory(model: LoadedModel) -> None:
         assert type(sample.score) is float
 
 
-def test_scores_are_those_of_the_replies(model: LoadedModel) -> None:
-    samples = run(model, programs(model), [TASK], 2)
-    right = {(s.key, s.question): s.reply for s in samples if s.method == "third"}
-    rows = tuple(
-        dataclasses.replace(
-            row,
-            queries=tuple(
-                dataclasses.replace(q, answers=("never", right[row.key, i])) for i, q in enumerate(row.queries)
-            ),
-        )
-        for row in TASK.rows[:2]
-    )
-    again = run(model, programs(model), [tiny.Listed("listed", rows)], 2)
-    assert {s.score for s in again if s.method == "third"} == {1.0}
-    assert all(s.score == float(s.reply == right[s.key, s.question]) for s in again)
-
-
-def test_a_tokenizer_without_padding_token(model: LoadedModel) -> None:
-    bare = LoadedModel("bare", model.model, tiny.tokenizer(), model.fingerprint)
-    bare.tokenizer.pad_token = None
-    expected = without_bytes(run(model, programs(model), [TASK], 4))
-    assert without_bytes(run(bare, programs(model), [TASK], 4)) == expected
-
-
 LONG = dataclasses.replace(
     TASK,
     rows=tuple(
@@ -101,13 +69,12 @@ def by_question(samples: Sequence[Sample]) -> dict[tuple[str, str, int], Sample]
     return {(sample.method, sample.key, sample.question): sample for sample in samples}
 
 
-@first_value("protocol", PROTOCOLS)
-def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel, protocol: Protocol) -> None:
+def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel) -> None:
     """Of two words, so that no single token is one; some replies have it, some do not."""
-    whole = by_question(run(model, programs(model), [LONG], 4, protocol=protocol))
+    whole = by_question(run(model, programs(model), [LONG], 4))
     told = whole["third", "3", 1].reply.split()
     stop, never = f"{told[2]} {told[3]}", "anchor bell anchor"
-    stopped = run(model, programs(model), [dataclasses.replace(LONG, stops=(never, stop))], 4, protocol=protocol)
+    stopped = run(model, programs(model), [dataclasses.replace(LONG, stops=(never, stop))], 4)
     ended = 0
     for key, sample in by_question(stopped).items():
         before, found, _ = whole[key].reply.partition(stop)
@@ -117,25 +84,9 @@ def test_a_reply_is_cut_at_the_first_stop_text(model: LoadedModel, protocol: Pro
     assert 0 < ended < len(stopped)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_generation_ends_with_the_stop_text(model: LoadedModel, protocol: Protocol) -> None:
-    one = dataclasses.replace(LONG, rows=LONG.rows[1:2])
-    full = {"full": make_full_program(model.model)}
-    (whole,) = run(model, full, [one], 1, protocol=protocol)
-    stop = whole.reply.split()[1]
-    assert whole.reply_tokens == 12
-    fed: list[int] = []
-    handle = model.model.register_forward_pre_hook(lambda *_: fed.append(1))
-    (cut,) = run(model, full, [dataclasses.replace(one, stops=(stop,))], 1, protocol=protocol)
-    handle.remove()
-    assert len(fed) == (3 if protocol == QUESTION_AGNOSTIC else 2)  # what is read, and one token of two
-    assert cut.most == whole.most - 10 * 8
-
-
-@first_value("protocol", PROTOCOLS)
-def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel, protocol: Protocol) -> None:
+def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel) -> None:
     """With its last answer, whatever the others in the batch do; not where what follows may change the score."""
-    whole = by_question(run(model, programs(model), [LONG], 4, protocol=protocol))
+    whole = by_question(run(model, programs(model), [LONG], 4))
     rows = []
     for row in LONG.rows:
         queries = []
@@ -145,7 +96,7 @@ def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel, p
         rows.append(dataclasses.replace(row, queries=tuple(queries)))
     right = dataclasses.replace(LONG, rows=tuple(rows), metric="string_match_all")
     settled = 0
-    for key, sample in by_question(run(model, programs(model), [right], 4, protocol=protocol)).items():
+    for key, sample in by_question(run(model, programs(model), [right], 4)).items():
         reply = whole[key].reply
         query = next(row for row in rows if row.key == key[1]).queries[key[2]]
         assert sample.score == right.score(reply, query)
@@ -156,13 +107,13 @@ def test_a_reply_ends_once_nothing_can_take_its_score_back(model: LoadedModel, p
         assert sample.reply.split() == words[:ends]
     assert settled >= len(rows)
     taking_back = dataclasses.replace(right, metric="niah_recall")
-    for key, sample in by_question(run(model, programs(model), [taking_back], 4, protocol=protocol)).items():
+    for key, sample in by_question(run(model, programs(model), [taking_back], 4)).items():
         assert sample.reply == whole[key].reply
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("place", ["context", "question"])
-@pytest.mark.parametrize("method", ["full", "third"])
+@in_turn(
+    protocol=PROTOCOLS, place=["context", "question", "question", "context"], method=["full", "third", "third", "full"]
+)
 def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str, method: str) -> None:
     broken = tiny.loaded()
     with torch.no_grad():
@@ -212,13 +163,12 @@ def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel, tmp_path: Pa
         assert list(bad.samples.values()) == [dataclasses.replace(sample, score=0.0) for sample in samples]
 
 
-@pytest.mark.parametrize("value", [1.5, -0.25, float("nan")])
-def test_a_score_outside_0_and_1_is_refused(value: float, model: LoadedModel) -> None:
+def test_a_score_outside_0_and_1_is_refused(model: LoadedModel) -> None:
     class Wrong(tiny.Listed):
         def score(self, reply: str, query: Query) -> float:
-            return value
+            return float("nan")
 
-    with pytest.raises(UsageError, match=rf"^task odd, example 0, question 0: its metric gives {value:g}, scores are"):
+    with pytest.raises(UsageError, match=r"^task odd, example 0, question 0: its metric gives nan, scores are"):
         run(model, {"full": make_full_program(model.model)}, [Wrong("odd", TASK.rows)], 1)
 
 
@@ -237,11 +187,11 @@ def many(model: LoadedModel) -> dict[str, Program]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol", [QUESTION_AGNOSTIC, pytest.param(QUESTION_AWARE, marks=pytest.mark.nightly)])
+@first_value("protocol", PROTOCOLS)
 def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Protocol) -> None:
     """However short memory is."""
     programs = many(model)
-    encoded = encode_tasks(model, [TASK], 4)
+    encoded = encode_tasks(model, [TASK], 2)
     alone = {method: run_encoded(model, {method: one}, encoded, protocol, 3) for method, one in programs.items()}
     expected = sorted([sample for samples in alone.values() for sample in samples], key=PLACE)
     for memory in (None, 1, 40_000):
@@ -312,10 +262,9 @@ def test_replies_that_may_pass_a_change_of_rotary_factors_are_refused_before_any
         run_encoded(model, methods, crossing, QUESTION_AGNOSTIC, 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_own_replies_of_the_full_cache_are_teacher_forced_where_they_are_right(family: str) -> None:
+def test_own_replies_of_the_full_cache_are_teacher_forced_where_they_are_right() -> None:
     """A model may find the given wording unlikely where it says the same in its own words."""
-    model = tiny.loaded(family)
+    model = tiny.loaded("gemma3")
     full = {"full": make_full_program(model.model)}
     own = {(sample.key, sample.question): sample.reply for sample in run(model, full, [TASK], 4)}
 

@@ -40,13 +40,6 @@ def test_what_a_plan_has_seen_is_counted(model: LoadedModel) -> None:
     assert seen.as_json()["chosen"] == {"contexts": 2, "asked_here": 2}
 
 
-def test_a_plan_that_was_only_reported_on_them_is_clean(model: LoadedModel) -> None:
-    seen = seen_by(model, ContextRecord(reported=ContextSet.of(HASHES), chosen=ContextSet.of(OTHERS[:9])))
-    assert seen.warning is None
-    assert seen.notes == ["it was chosen on 9 contexts"]
-    assert seen_by(model, ContextRecord()).notes == []
-
-
 def test_what_is_not_known_is_said(model: LoadedModel) -> None:
     unknown, part = seen_by(model, None), seen_by(model, ContextRecord(complete=False))
     assert unknown.notes == [

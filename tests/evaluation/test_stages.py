@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Split, prepare
-from kvsearch.evaluation.methods import Size, parse_methods
-from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import open_stage
 from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
-from tests import tiny
 
 ONE = RunConfig(job="select", content={"seed": 1})
 OTHER = RunConfig(job="select", content={"seed": 2})
@@ -51,18 +47,3 @@ def test_without_force_nothing_is_thrown_away(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=words), open_stage(place, ONE):
             pass
         assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-
-
-def test_what_changes_replies_by_rounding_alone() -> None:
-    """Another batch, other methods and another metric make no other stage."""
-    model, tasks = tiny.loaded(), [tiny.listed((60, 3), (48, 1))]
-
-    def config(methods: str, batch: int, digest: str) -> RunConfig:
-        ready = prepare_methods(model, parse_methods(methods, ["window=3"]), [Size(8)], "prefill")
-        one = prepare(model, ready, ready[1].name, Split(tasks, batch=batch))
-        return one.stage_config("select", profile_sha256=digest)
-
-    first = config("pyramid,lava", 2, "a")
-    assert (first.job, first.execution["batch"], "methods" in first.content) == ("select", 2, False)
-    assert config("pyramid,tova", 3, "a").difference(first) is None
-    assert config("pyramid,tova", 3, "b").difference(first) == "profile_sha256 is 'a' there, 'b' here"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,43 +38,12 @@ def width(estimate: Estimate) -> float:
     return estimate.high - estimate.low
 
 
-def test_contexts_are_the_clusters() -> None:
-    """Twenty contexts of twenty questions that agree are twenty observations, not four hundred."""
-    agreeing = one(summarize(samples([[float(i % 2)] * 20 for i in range(20)]), "plan"))
-    assert width(agreeing) == pytest.approx(2 * 2.08 * 0.5 / np.sqrt(20), rel=0.05)
-    mixed = one(summarize(samples([[0.0, 1.0] * 10] * 20), "plan"))
-    assert mixed.mean == 0.5
-    assert width(mixed) == pytest.approx(width(agreeing) / 3.4, rel=0.05)
-
-
-@pytest.mark.parametrize("contexts", range(1, MIN_CONTEXTS_FOR_INTERVAL))
-def test_few_contexts_have_a_mean_but_no_interval(contexts: int) -> None:
+def test_few_contexts_have_a_mean_but_no_interval() -> None:
+    contexts = MIN_CONTEXTS_FOR_INTERVAL - 1
     score = one(summarize(samples([[0.0, 1.0]] * contexts), "plan"))
     assert (score.mean, score.contexts) == (0.5, contexts)
     assert math.isnan(score.low)
     assert math.isnan(score.high)
-    difference = contrast_scores(
-        samples([[1.0]] * contexts) + samples([[0.0]] * contexts, "other"), {"plan": 1, "other": -1}
-    )
-    assert (difference.mean, difference.wins, difference.contexts) == (1.0, contexts, contexts)
-    assert math.isnan(difference.low)
-
-
-def paired(change: Callable[[float], float], seed: int = 0) -> Row:
-    scores = np.random.default_rng(seed).random((30, 2)).tolist()
-    other = [[change(score) for score in row] for row in scores]
-    return summarize(samples(scores) + samples(other, "other"), "plan")[0]
-
-
-def test_identical_methods_do_not_differ() -> None:
-    row = paired(lambda score: score)
-    difference = row.differences["other"]
-    assert (difference.mean, difference.wins, difference.ties, difference.losses) == (0.0, 0, 60, 0)
-    assert difference.high == -difference.low == pytest.approx(2.0395 * np.sqrt(2) / 32, rel=1e-4)
-    assert row.scores["plan"] == row.scores["other"]
-    less = paired(lambda score: score - 0.125).differences["other"]
-    assert less.mean == pytest.approx(0.125)
-    assert 0 < less.low < less.high < 2 * width(row.scores["plan"])
 
 
 def test_a_difference_by_hand() -> None:

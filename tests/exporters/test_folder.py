@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
 import kvsearch
 from kvsearch.commands.export import write_files
-from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import find_resource
 from kvsearch.exporters.base import ExportInputs
 from kvsearch.exporters.folder import Folder
@@ -27,31 +25,6 @@ def folder(tmp_path: Path, plan: Plan) -> Path:
     path = tmp_path / "deploy"
     write_files(Folder().export(plan, ExportInputs()), path, force=False)
     return path
-
-
-def test_its_card_says_what_it_is(tmp_path: Path) -> None:
-    path = folder(tmp_path, make_plan()) / "README.md"
-    text = path.read_text()
-    data = yaml.safe_load(text.split("---\n")[1])
-    assert data == {
-        "base_model": "toy",
-        "library_name": "kvsearch",
-        "tags": ["kvsearch", "kv-cache", "kv-cache-compression"],
-    }
-    assert ModelCard.load(path).data.to_dict() == data  # as the hub reads it
-    assert "Keeps 8 entries per kv head on average, 32 in 4 heads, for prompts of 40 tokens; budgets follow" in text
-
-
-def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
-    path = folder(tmp_path, make_plan())
-    with pytest.raises(UsageError, match="--force"):
-        folder(tmp_path, make_plan())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file"):
-        write_files(Folder().export(make_plan(), ExportInputs()), tmp_path / "file", force=True)
-    (path / "plan.json").unlink()
-    with pytest.raises(UsageError, match=r"there is no file .*deploy/plan\.json"):
-        kvsearch.load_plan(path)
 
 
 def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,21 +41,15 @@ def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pyte
         kvsearch.load_plan("somebody/plan.json")
 
 
-def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(EnvironmentFault, match="no file or folder somebody/nothing, and the hub") as caught:
-        kvsearch.load_plan("somebody/nothing")
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %} recall"])
-def test_its_script_answers_as_generate_does(template: str | None, tmp_path: Path) -> None:
-    """The context is compressed before the prompts are read, which go through a chat template where there is one."""
+def test_its_script_answers_as_generate_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The context is compressed before the prompts are read, which go through a chat template."""
     model = Path(shutil.copytree(find_resource("data/bundled-redundant"), tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %} recall"
     tokenizer.save_pretrained(model)
     path = tmp_path / "plan.json"
     plan = ("plan", "uniform", model, "--policy", "snapkv:window=8", "--ratio", 0.7, "--length", 256, "-o", path)
@@ -92,9 +59,10 @@ def test_its_script_answers_as_generate_does(template: str | None, tmp_path: Pat
     (tmp_path / "text.txt").write_text("the calm fox greets the nurse in barn . silver : helmet trumpet . " * 40)
     asked = ["--context", f"@{tmp_path / 'text.txt'}", "--prompt", "silver :", "--prompt", "the calm"]
     words = [*asked, "--device", "cpu", "--max-new-tokens", "8"]
-    script = [sys.executable, str(Path(folder) / "generate.py"), *words]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    monkeypatch.setattr(sys, "argv", [str(Path(folder) / "generate.py"), *words])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    said = capsys.readouterr().out
     code, replies, _ = invoke("generate", model, "--plan", folder, *words)
-    assert (done.returncode, done.stdout) == (code, replies) == (0, replies), done.stderr
+    assert (code, said) == (0, replies)
     assert len(replies.splitlines()) >= 2
     assert "--tasks jsonl:YOUR.jsonl" in (Path(folder) / "README.md").read_text()

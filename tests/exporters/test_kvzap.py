@@ -66,17 +66,6 @@ def test_scores_are_the_same(width: int, tmp_path: Path) -> None:
     assert not exported.losses
 
 
-def test_heads_that_look_at_places_are_a_loss() -> None:
-    model, profile = made()
-    arrays = {name: np.array(array) for name, array in profile.arrays.items()}
-    arrays["linear"][1, 0, -1] = 1
-    exported = KvpressKvzap().export(Profile(profile.metadata, arrays), ExportInputs(model=model.model))
-    heads = profile.arrays["bias"].size
-    assert exported.describe() == [
-        f"1 of {heads} heads keep an even spread of entries, and the surrogate cannot see places"
-    ]
-
-
 def test_what_is_not_linear_in_hidden_states_is_refused() -> None:
     model, profile = made()
     with pytest.raises(UsageError, match="give --model"):

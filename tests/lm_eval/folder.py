@@ -85,12 +85,6 @@ def write_folder(folder: Path) -> Path:
     _write(folder, "small_failing", {**CHOOSE, "process_results": "FUNCTION"})
     failing = folder / "small_failing.yaml"
     failing.write_text(failing.read_text().replace("FUNCTION", "!function code.fail"))
-    group = {
-        "group": "small_group",
-        "task": ["small_choose", "small_shots"],
-        "aggregate_metric_list": [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}],
-    }
-    (folder / "small_group.yaml").write_text(yaml.safe_dump(group))
     return folder
 
 

@@ -26,8 +26,6 @@ JOBS: dict[str, type[JobOptions]] = {
     "scale": ScaleOptions, "select": SelectOptions, "validate": ValidateOptions, "uniform": UniformOptions,
     "pyramid": PyramidOptions, "bench": BenchOptions,
 }  # fmt: skip
-FORMS = [(table, scale) for table in PAPER_TABLES.values() for scale in (table.paper, table.bundled)]
-NAMED = [f"{table.name}-{form}" for table in PAPER_TABLES.values() for form in ("paper", "bundled")]
 # averages that the papers print beside scores which have another mean
 SLIPS = {
     ("lava-table2", "Mistral-7B", "128", "CAKE"), ("lava-table6", "Qwen2.5-7B", "256", "SnapKV"),
@@ -37,47 +35,32 @@ SLIPS = {
 LEFT_OUT = {"lava-mistral": "passage_count", "lava-llama3": "vcsum"}
 
 
-@pytest.mark.parametrize(("table", "scale"), FORMS, ids=NAMED)
-def test_every_stage_has_options_of_its_job(table: PaperTable, scale: Scale) -> None:
-    stages, before = table.stages(scale), set[str]()
-    for stage in stages:
-        needed = set(re.findall(r"\{([\w-]+)\}", f"{dict(stage.options)} {stage.methods}"))
-        assert needed <= before
-        assert stage.name not in before
-        before.add(stage.name)
-        job = JOBS[stage.job]
-        named = {"model": "bundled", "output": "out.json"}
-        job.of(**{name: value for name, value in named.items() if name in job.model_fields}, **stage.options)
-
-
-@pytest.mark.parametrize(("table", "scale"), FORMS, ids=NAMED)
-def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> None:
-    stages = table.stages(scale)
-    methods = {method.partition("={")[0] for stage in stages for method in stage.methods}
-    plans = {stage.name for stage in stages if stage.job not in ("calibrate", "validate", "evaluate", "bench")}
-    plans.add("DynamicCache")  # the full one, of costs
-    sizes = [str(size) for size in (*scale["budgets"], *scale["ratios"])]
-    blocks = [ask.get("block", "") for ask in scale["asks"]]
-    there = [row for row in table.rows if _names(row, sizes, blocks) & (methods | plans)]
-    if table.view == "profiles":
-        assert set(table.rows) < {stage.name for stage in stages}
-    elif table.view == "signals":
-        assert set(table.rows) == {"cosine", "ppl", "entropy"}
-    elif table.name == "evolkv-group-size":  # both forms in one list
-        assert len(there) in (5, 6)
-    else:
-        assert len(there) == len(table.rows)
-
-
-@pytest.mark.parametrize(
-    "table", [table for table in PAPER_TABLES.values() if table.pictures], ids=lambda table: table.name
-)
-def test_a_picture_has_a_side_of_the_table_for_each_axis(table: PaperTable) -> None:
-    for picture in table.pictures:
-        assert {picture.lines, picture.over, picture.each} == {"block", "row", "column"}
-        assert len(picture.labels) in (2, 3)
-        re.compile(picture.of)
-    assert len({picture.name for picture in table.pictures}) == len(table.pictures)
+@pytest.mark.parametrize("table", PAPER_TABLES.values(), ids=PAPER_TABLES)
+def test_every_stage_has_options_of_its_job_and_every_row_a_method_or_a_plan(table: PaperTable) -> None:
+    for scale in (table.paper, table.bundled):
+        stages, before = table.stages(scale), set[str]()
+        for stage in stages:
+            needed = set(re.findall(r"\{([\w-]+)\}", f"{dict(stage.options)} {stage.methods}"))
+            assert needed <= before
+            assert stage.name not in before
+            before.add(stage.name)
+            job = JOBS[stage.job]
+            named = {"model": "bundled", "output": "out.json"}
+            job.of(**{name: value for name, value in named.items() if name in job.model_fields}, **stage.options)
+        methods = {method.partition("={")[0] for stage in stages for method in stage.methods}
+        plans = {stage.name for stage in stages if stage.job not in ("calibrate", "validate", "evaluate", "bench")}
+        plans.add("DynamicCache")  # the full one, of costs
+        sizes = [str(size) for size in (*scale["budgets"], *scale["ratios"])]
+        blocks = [ask.get("block", "") for ask in scale["asks"]]
+        there = [row for row in table.rows if _names(row, sizes, blocks) & (methods | plans)]
+        if table.view == "profiles":
+            assert set(table.rows) < {stage.name for stage in stages}
+        elif table.view == "signals":
+            assert set(table.rows) == {"cosine", "ppl", "entropy"}
+        elif table.name == "evolkv-group-size":  # both forms in one list
+            assert len(there) in (5, 6)
+        else:
+            assert len(there) == len(table.rows)
 
 
 def _names(method: str, sizes: list[str], blocks: list[str]) -> set[str]:
@@ -102,16 +85,6 @@ def test_numbers_are_of_the_rows_and_their_average(table: PaperTable) -> None:
         if whole is None or not values:
             continue
         assert (abs(fmean(values.values()) - whole) < 0.011) != ((table.name, model, block, row) in SLIPS)
-
-
-def test_columns_of_numbers_are_tasks() -> None:
-    from kvsearch.tasks.catalog import find_tasks
-
-    for table in PAPER_TABLES.values():
-        if table.view == "scores" and "tasks.*" in table.columns:
-            spec = table.paper["asks"][0]["tasks"].replace("ruler", "ruler:no-qa").replace("no-qa:no-qa", "no-qa")
-            names = {task.name for task in find_tasks(spec)} | {"average", "qa_1", "qa_2"}
-            assert {column for *_, column in numbers(table.name)} <= names, table.name
 
 
 def test_a_model_is_known_by_the_last_part_of_its_name() -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import re
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.report import draw
 from kvsearch.report.charts import make_score_figures
-from kvsearch.report.evaluation import score_table
-from kvsearch.report.figures import Figure, HeatMap, LineChart, Series, make_layer_map
-from kvsearch.report.screen import WIDEST_PAGE
+from kvsearch.report.figures import Figure, HeatMap, LineChart, Series
 from kvsearch.report.table import Table
 from tests.evaluation.results import rendered
 from tests.report.test_tables import comparison
@@ -71,22 +67,6 @@ def test_an_axis_that_begins_above_zero_says_so(lowest: float, label: str) -> No
     assert axes.get_ylabel() == label
 
 
-def test_names_of_plans_are_apart_and_what_was_written_is_bold() -> None:
-    from matplotlib.text import Text
-
-    candidates = [Series(f"c{at}", (64.0, 128.0), (90.0 + at / 10, 95.0), role="candidate") for at in range(5)]
-    written = Series("c3", (64.0,), (90.3,), (80.0,), (96.0,), role="written")
-    body = LineChart("entries", "score, %", (*LINES.series[:1], *candidates, written), log_x=True, full=1000.0)
-    picture = draw.draw(Figure("f", "f", "", body))
-    picture.draw_without_rendering()
-    (axes,) = picture.axes
-    names = {text.get_text().split()[0]: text for text in axes.texts}
-    heights = sorted(Text.get_window_extent(names[f"c{at}"]).y0 for at in range(5))  # without the line to the point
-    assert all(after - before > 10 for before, after in pairwise(heights))
-    assert [name for name, text in names.items() if text.get_fontweight() == "bold"] == ["c3"]
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["64\n6.4%", "128\n13%"]
-
-
 def test_pictures_are_written_the_same_each_time(tmp_path: Path) -> None:
     written = draw.write_figures(FIGURES, tmp_path / "a")
     assert [path.name for path in written[:3]] == ["lines.pdf", "lines.png", "lines.csv"]
@@ -96,15 +76,6 @@ def test_pictures_are_written_the_same_each_time(tmp_path: Path) -> None:
     draw.write_figures(FIGURES[:1], tmp_path / "b")
     for path in written[:3]:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-
-
-def test_charts_side_by_side_are_written_the_same_each_time(tmp_path: Path) -> None:
-    for suffix in (".svg", ".pdf"):
-        for name in ("a", "b"):
-            draw.write_row([FIGURES[0], FIGURES[0]], (tmp_path / name).with_suffix(suffix))
-        data = (tmp_path / "a").with_suffix(suffix).read_bytes()
-        assert data == (tmp_path / "b").with_suffix(suffix).read_bytes()
-    assert (tmp_path / "a.svg").read_text().count("<!-- entries -->") == 2
 
 
 def test_names_are_data_for_matplotlib_too() -> None:
@@ -132,24 +103,3 @@ def test_every_cell_is_there_at_any_width(columns: int, width: int) -> None:
         assert len(re.findall(rf"\b(?:f|u){n}\.25\b", text)) == 2
     names = text.count("uniform:snapkv")
     assert names == sum(line.split()[:1] == ["method"] for line in text.splitlines())  # in every block
-
-
-def test_more_heads_than_anybody_reads() -> None:
-    body = make_layer_map({"": np.full((200, 100), 3)}, range(200), "entries", "{:.0f}", total="sum")
-    text = rendered([Figure("map", "entries", "", body)], 140)
-    assert "20,000 cells are too many for a map: --json has them all" in text
-    rows = [line.split() for line in text.splitlines()]
-    assert ["199", "300"] in rows
-    assert not any("h0" in row for row in rows)
-
-
-def test_scores_on_the_screen_have_intervals() -> None:
-    table = score_table(comparison(), by_task=False, intervals=True)
-    assert "95% interval" in table.title
-    assert all(re.fullmatch(r"\d+\.\d\d \[\d+\.\d, \d+\.\d\]", row[1].text) for row in table.groups[1][1])
-    plain = score_table(comparison(), by_task=False)
-    assert [[cell.best for cell in row] for row in table.groups[2][1]] == [
-        [cell.best for cell in row] for row in plain.groups[2][1]
-    ]
-    for width in (60, 120, WIDEST_PAGE):
-        assert "…" not in rendered([table], width)

@@ -11,21 +11,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from kvsearch.commands.export import write_files
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.methods import Size, parse_methods
 from kvsearch.evaluation.ready_methods import prepare_methods
 from kvsearch.evaluation.reply_store import REPLY_FILES, open_run
 from kvsearch.evaluation.samples import write_samples
-from kvsearch.exporters.base import ExportedFiles
 from kvsearch.plan import save_plan
-from kvsearch.report.integrity import CHECKSUM_MISMATCH, Verification
+from kvsearch.report.integrity import Verification
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.run import finish_run, mark_unfinished, write_json
 from tests import tiny
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.plan.builders import make_plan, phase_dict
 
 
@@ -85,7 +83,7 @@ def flipped(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-@every_value(
+@in_turn(
     name=[CONFIG, LEDGER, "samples.csv", "report.json"],
     damage=[
         lambda path: flipped(path, path.stat().st_size // 3),
@@ -143,30 +141,6 @@ def test_files_that_stand_for_themselves(tmp_path: Path) -> None:
     ):
         (tmp_path / "mine.json").write_text(text.replace(old, new))
         assert words in problem(tmp_path, "mine.json")
-
-
-def test_weights_are_those_of_their_name(tmp_path: Path) -> None:
-    from hashlib import sha256
-
-    data = save({"x": np.zeros(3, np.float32)})
-    path = tmp_path / f"probe-{sha256(data).hexdigest()[:12]}.safetensors"
-    path.write_bytes(data)
-    assert states(Verification([path])) == {path.name: "whole"}
-    flipped(path, len(data) - 1)
-    assert "has other weights than its name says" in problem(tmp_path, path.name)
-
-
-def test_files_in_the_form_of_another_tool_are_known_by_their_checksums(tmp_path: Path) -> None:
-    files = {"config.json": b'{"input_dim": 8}', "model.safetensors": save({"weight": np.zeros(2)})}
-    write_files(ExportedFiles(files, ()), tmp_path / "made", force=False)
-    assert [(one.state, one.what) for one in Verification([tmp_path / "made"]).artefacts] == [
-        ("whole", "checksums of 2 files"), ("whole", "a file"), ("whole", "a file"),
-    ]  # fmt: skip
-    flipped(tmp_path / "made" / "config.json", 3)
-    assert problem(tmp_path / "made", "config.json") == CHECKSUM_MISMATCH
-    shutil.rmtree(tmp_path / "made")
-    (tmp_path / "config.json").write_text('{"schema": "kvsearch.run/0"}')
-    assert problem(tmp_path, "config.json").startswith("is no configuration of a run")
 
 
 def test_files_of_others_are_left_alone(run: Path, tmp_path: Path) -> None:

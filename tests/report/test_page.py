@@ -13,11 +13,10 @@ from markupsafe import Markup
 
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Series
-from kvsearch.report.page import draw_svg, group_by_model, make_data_link, render
+from kvsearch.report.page import group_by_model, make_data_link, render
 from kvsearch.report.table import Cell, Table
 from tests.examples import at_most
 from tests.report.reader import Reader
-from tests.report.test_figures import FIGURES
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e{{ 7 * 7 }}\x07\"'&"
 
@@ -83,19 +82,6 @@ def test_a_run_begins_with_what_to_deploy_then_score_against_entries_names_and_t
     assert text.count("written plan") == 2  # for a desk and for a phone
     assert page.count('class="wide"') == page.count('class="narrow"') == 1
     assert "ratio 0.8" not in text
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
-def test_figures_are_in_the_ink_of_the_page_and_always_the_same(figure: Figure) -> None:
-    drawing = draw_svg(figure, "f1")
-    assert drawing.startswith("<svg ")
-    assert 'fill="currentColor"' in drawing
-    assert "#000000" not in drawing
-    assert " style=" not in drawing
-    assert drawing == draw_svg(figure, "f1")
-    ids, others = ({one["id"] for _, one in Reader(draw_svg(figure, at)).found if "id" in one} for at in ("f1", "f2"))
-    assert not ids & others
 
 
 @at_most(40)

@@ -19,13 +19,13 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import make_difference_table, make_tables, score_table, write_tables
-from kvsearch.report.table import Cell, Table, to_csv, to_latex, to_markdown
+from kvsearch.report.table import Cell, Table, to_latex
 from kvsearch.results.evaluation import EvaluationResult, make_needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.tasks.base import Coverage
 from kvsearch.tasks.niah import GridCell
-from tests.evaluation.results import as_if, rendered
+from tests.evaluation.results import as_if
 
 MEANS = {  # of two tasks of one category and one of another
     "full": (1.0, 0.8, 0.6), "uniform@8": (0.5, 0.25, 0.125), "lava@8": (0.625, 0.25, 0.0),
@@ -86,18 +86,6 @@ def test_scores_in_percent_with_the_best_of_each_block() -> None:
     ]
 
 
-def test_equal_numbers_are_equally_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed alike is marked alike, and not at all where no method is worse."""
-    rows = shown(score_table(comparison(), by_task=False))
-    assert [row[1] for row in rows] == ["80.00", "29.17", "29.17", "*50.00", "41.67"]
-    for label in ("h2o@8", "tova@8"):
-        monkeypatch.setitem(MEANS, label, (0.625, 0.0, 0.0))
-    # blocks are of neighbours in the list
-    monkeypatch.setattr(f"{__name__}.MEANS", dict(sorted(MEANS.items(), key=lambda item: item[0].endswith("0.5"))))
-    rows = shown(score_table(comparison()))[1:5]
-    assert [row[2] for row in rows] == ["50.00", "*62.50", "*62.50", "*62.50"]
-
-
 def test_columns() -> None:
     assert score_table(comparison(), by_task=False).header == ["method", "macro", "qa", "code"]
     named = comparison(paper=("a_1", "c"), other=("c", "a_1"), whole=("c", "b", "a_1"))
@@ -137,20 +125,6 @@ SMALL = Table(
 )  # fmt: skip
 
 
-def test_markdown() -> None:
-    assert to_markdown(SMALL).splitlines() == [
-        r"**m_1: 50% \| more**",
-        "",
-        "| method | a_1 |",
-        "| --- | ---: |",
-        "| full | 1.00 |",
-        "| *8 a\\|b* |  |",
-        "| ada-2 | **-1.00 [-2.00, +3.00]** |",
-        "",
-        "- all & sundry",
-    ]
-
-
 def test_latex() -> None:
     assert to_latex(SMALL).splitlines() == [
         r"\begin{table}",
@@ -181,19 +155,6 @@ def test_csv_has_every_number(tmp_path: Path) -> None:
     assert {(row["protocol"], row["phases"]) for row in rows} == {("question-agnostic", "prefill")}
     (own,) = (row for row in rows if (row["size"], row["method"], row["column"]) == ("8", "uniform", "qa"))
     assert (own["kind"], own["difference"], own["wins"]) == ("category", "", "")
-
-
-def test_what_must_be_known_to_read_a_table_stands_above_it() -> None:
-    made = Table.plain("scores", ["method", "score"], [["uniform", "1"]], notes=("below",), above=("sinks differ",))
-    for text in (to_markdown(made), rendered([made])):
-        assert text.index("scores") < text.index("sinks differ") < text.index("uniform") < text.index("below")
-    assert "scores. Sinks differ. Below." in to_latex(made)
-
-
-def test_csv_has_the_headings_of_groups() -> None:
-    assert to_csv(SMALL).splitlines() == [
-        "group,method,a_1", ",full,1.00", '"8 a|b",ada-2,"-1.00 [-2.00, +3.00]"',
-    ]  # fmt: skip
 
 
 def sample(method: str, length: int, depth: int, score: float, task: str = "niah") -> Sample:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.tasks.given import read_text_argument, resolve_example
+from kvsearch.tasks.given import resolve_example
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.synthetic.language import WORDS
 from tests.tasks import solver
@@ -32,14 +30,3 @@ def test_other_models_need_a_text() -> None:
     assert resolve_example("m", None, "Q", 0) == ("Q", "", "{question}")
     with pytest.raises(UsageError, match="nothing to read: give --context"):
         resolve_example("m", None, None, 0)
-
-
-def test_text_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("été\n", encoding="utf-8")
-    assert read_text_argument(f"@{tmp_path / 'text.txt'}") == "été\n"
-    assert read_text_argument("me@home") == "me@home"
-    assert read_text_argument("") == ""
-    with pytest.raises(UsageError, match="there is no file"):
-        read_text_argument(f"@{tmp_path / 'gone.txt'}")
-    with pytest.raises(UsageError, match="is a folder"):
-        read_text_argument(f"@{tmp_path}")

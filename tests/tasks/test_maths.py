@@ -12,8 +12,6 @@ import pytest
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.maths import CUE, INSTRUCTION, SHOTS, Gsm8kTask, TracedTask
-from kvsearch.tasks.prompts import PromptFormat
-from tests.tiny import chat_tokenizer
 
 ROW = {"question": "Ann has 2 hens and buys 3. How many?", "answer": "Ann has 2 + 3 = <<2+3=5>>5 hens.\n#### 5"}
 
@@ -40,13 +38,6 @@ def test_an_example(tmp_path: Path) -> None:
     assert whole.endswith(f"\n{CUE}\n")
 
 
-@pytest.mark.parametrize("shots", [0, 1, len(SHOTS)])
-def test_the_number_of_worked_examples(shots: int, tmp_path: Path) -> None:
-    (example,) = Gsm8kTask(source=write(tmp_path, ROW), shots=shots).rows
-    assert example.context.count(CUE) == shots
-    assert example.context.startswith(INSTRUCTION)
-
-
 def test_the_worked_examples_are_right() -> None:
     for shot in SHOTS:
         sums = re.findall(r"([\d.]+) ([-+*/]) ([\d.]+) = ([\d.]+)", shot["solution"])
@@ -56,14 +47,6 @@ def test_the_worked_examples_are_right() -> None:
             assert value.get(sign, float(one) / float(two)) == float(result.rstrip("."))
         assert sums[-1][-1].rstrip(".") == shot["answer"]
     assert len({shot["question"] for shot in SHOTS}) == len(SHOTS)
-
-
-@pytest.mark.parametrize(
-    ("gold", "number"), [("72", "72"), ("1,234,000", "1234000"), ("-3", "-3"), ("2.50", "2.50"), ("5 ", "5")]
-)
-def test_answers(gold: str, number: str, tmp_path: Path) -> None:
-    (example,) = Gsm8kTask(source=write(tmp_path, {"question": "q", "answer": f"Thus.\n#### {gold}"})).rows
-    assert example.queries[0].answers == (number,)
 
 
 def test_the_right_reply_solves_the_problem_as_the_worked_examples_do(tmp_path: Path) -> None:
@@ -120,14 +103,6 @@ def test_a_problem_of_aime(row: dict[str, Any], tmp_path: Path) -> None:
     assert task.score("\\boxed{73.0}", query) == 1
 
 
-@pytest.mark.parametrize("name", TracedTask.specs)
-def test_where_the_hub_has_them(name: str, tmp_path: Path) -> None:
-    dataset = TracedTask(name).dataset
-    assert dataset.file in (None, "test.jsonl")
-    path = write(tmp_path, AIME if name == "aime24" else MATH, name=f"{dataset.files[0]}.jsonl")
-    assert len(TracedTask(name, tmp_path).rows) == len(TracedTask(name, path).rows) == 1
-
-
 def test_problems_that_cannot_be_asked(tmp_path: Path) -> None:
     task = TracedTask("math500", write(tmp_path, {**MATH, "answer": " "}, MATH, {**MATH, "problem": ""}))
     with pytest.warns(KvsearchWarning, match="2 of 3 rows left out: 1 without an answer, 1 with an empty context"):
@@ -136,10 +111,3 @@ def test_problems_that_cannot_be_asked(tmp_path: Path) -> None:
         row = {name: value for name, value in MATH.items() if name != missing}
         with pytest.raises(UsageError, match=f"row 1 of math500 of .* has no column '{missing}'"):
             _ = TracedTask("math500", write(tmp_path, row)).rows
-
-
-def test_models_may_think_in_traces_alone(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer("{{ messages[0]['content'] }} {% if enable_thinking %}amber{% else %}bell{% endif %}")
-    task = TracedTask("math500", write(tmp_path, MATH))
-    asked = [PromptFormat.of(tokenizer, each).question("code")[0].tolist() for each in (task, Gsm8kTask())]
-    assert [tokenizer.decode(ids) for ids in asked] == ["code amber", "code bell"]

@@ -9,13 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import IncompatibleError
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText, cut_at_stop, find_stop
-from kvsearch.tasks.synthetic.language import BOS
-from scripts.train_bundled import TOKEN_ID, tokenizer
+from scripts.train_bundled import tokenizer
 from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
-
-BOS_ID = TOKEN_ID[BOS]
 
 
 def plain(prompt: str = " {question}") -> PromptFormat:
@@ -54,21 +50,6 @@ def test_the_standard_prompt() -> None:
     assert list(map(text_of, (prompt.context("C"), prompt.question("Q?"), prompt.answer("A")))) == parts
 
 
-def test_with_a_chat_template_context_question_and_answer_make_one_conversation() -> None:
-    prompt = PromptFormat(chat_tokenizer())
-    assert prompt.chat
-    context, question = prompt.context("the calm fox ."), prompt.question("? vote")
-    assert words(context) == "<bos> recall the calm fox ."
-    assert words(question) == "? vote . mark ="
-    assert words(prompt.answer("anchor .")) == "anchor ."
-    rendered = chat_tokenizer().apply_chat_template(
-        [{"role": "user", "content": "the calm fox .\n\n? vote"}], add_generation_prompt=True, tokenize=False
-    )
-    whole = chat_tokenizer()(rendered, add_special_tokens=False)["input_ids"]
-    assert torch.cat([context, question], 1)[0].tolist() == whole
-    assert whole.count(BOS_ID) == 1  # the template writes it, the tokenizer must not
-
-
 def test_a_template_can_be_left_out() -> None:
     prompt = PromptFormat(chat_tokenizer(), " {question}", template=False)
     assert not prompt.chat
@@ -78,19 +59,6 @@ def test_a_template_can_be_left_out() -> None:
     unwanted = PromptFormat.of(chat_tokenizer(), Listed("t", (), "= {question}", chat=False))
     assert [words(made.question("? vote")) for made in (wanted, unwanted)] == ["? vote . mark =", "= ? vote"]
     assert not PromptFormat.of(tokenizer(), Listed("t", (), chat=True)).chat  # there is none
-
-
-def test_the_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = chat_tokenizer()
-    rendered: list[dict[str, Any]] = []
-    apply = made.apply_chat_template
-    monkeypatch.setattr(made, "apply_chat_template", lambda *given, **how: rendered.append(how) or apply(*given, **how))
-    prompt = PromptFormat(made)
-    for text in ("the bell", "the fox"):
-        prompt.context(text)
-        prompt.question(text)
-    assert len(rendered) == 2  # once more to see what it does with white space
-    assert rendered[0]["enable_thinking"] is False
 
 
 def test_a_template_s_date_does_not_move() -> None:
@@ -150,13 +118,6 @@ def test_a_reply_is_cut_where_it_ended(text: str, stops: list[str]) -> None:
     assert find_stop(cut_at_stop(text, stops), stops) is None
     if stops:
         assert cut_at_stop(text, stops) == cut_at_stop(text, stops).lstrip()
-
-
-def test_a_template_that_drops_the_message() -> None:
-    prompt = PromptFormat(chat_tokenizer("{{ bos_token }} mark ="))
-    for ask in (prompt.context, prompt.question):
-        with pytest.raises(IncompatibleError, match="drops the user's message"):
-            ask("x")
 
 
 def test_an_empty_question_and_answer() -> None:

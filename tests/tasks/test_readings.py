@@ -20,7 +20,7 @@ from kvsearch.runtime.program import make_full_program
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, hash_tokens, make_readings
 from tests import tiny
-from tests.combinations import every_value, first_value
+from tests.combinations import first_value, in_turn
 from tests.evaluation.results import without_bytes
 from tests.tiny import run
 
@@ -64,8 +64,10 @@ def whole_prompt(tokenizer: Any, task: tiny.Listed, sample: Sample) -> torch.Ten
     return torch.tensor([tokenizer(f"{row.context} {query.question}{query.prefix}")["input_ids"]])
 
 
-@every_value(
-    family=["llama", "qwen3", "gemma2", "gemma3"], task=[PLAIN, PREFIX, replace(PREFIX, chat=True)], protocol=PROTOCOLS
+@in_turn(
+    family=["llama", "qwen3", "gemma2", "gemma3", "llama", "gemma3"],
+    task=[PLAIN, PREFIX, replace(PREFIX, chat=True)],
+    protocol=PROTOCOLS,
 )
 def test_a_full_cache_replies_as_plain_generation_does(family: str, task: tiny.Listed, protocol: Protocol) -> None:
     model = build(family, chat=True)
@@ -99,7 +101,7 @@ def programs(model: LoadedModel) -> dict[str, Program]:
 
 
 @pytest.mark.slow
-@first_value(("family", "protocol"), [("llama", PROTOCOLS[0]), ("llama", PROTOCOLS[1]), ("gemma3", PROTOCOLS[0])])
+@first_value(("family", "protocol"), [("llama", PROTOCOLS[1]), ("gemma3", PROTOCOLS[0])])
 def test_the_size_of_a_batch_changes_nothing(family: str, protocol: Protocol) -> None:
     model = build(family)
     alone = run(model, programs(model), [PREFIX], 4, batch=1, protocol=protocol)

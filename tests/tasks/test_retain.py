@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 import kvsearch
 from kvsearch.calibration.prompts import encode_prompts, make_task_data
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import load
 from kvsearch.tasks.base import Example
-from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode, hash_example, make_token_counter
 from kvsearch.tasks.retain import GROUPS, RETAIN_FORMS, RetainTask
 from kvsearch.tasks.splits import ALL, SPLITS
@@ -64,10 +63,9 @@ def test_the_rule_comes_first_and_the_answer_is_in_the_question(name: str) -> No
 
 
 @forms
-@pytest.mark.parametrize("tokenizer", ["words", "bpe"])
-def test_lengths(name: str, tokenizer: str) -> None:
+def test_lengths(name: str) -> None:
     """At most `length`, and no whole sentence less."""
-    count = count_of(tokenizer)
+    count = count_of("bpe")
     for example in RetainTask(name, 600).examples(2, 0, count):
         (query,) = example.queries
         used = sum(map(count, (example.system, example.context, query.question, query.prefix))) + query.max_new_tokens
@@ -84,25 +82,6 @@ def test_examples_are_those_of_split_and_seed_and_more_begin_with_fewer(name: st
             assert len(hashes) == 4
             assert not hashes & known
             known |= hashes
-
-
-def test_bad_settings(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="json: 60 tokens are too few"):
-        examples("json", length=60)
-    with pytest.raises(UsageError, match="unknown retain task 'jsn'; did you mean 'json'"):
-        find_tasks("retain:jsn")
-    with pytest.raises(UsageError, match="there is no file"):
-        RetainTask("json", haystack=tmp_path / "none")
-    with pytest.raises(UsageError, match="unknown split 'reports'"):
-        RetainTask("json", split="reports")
-
-
-def test_a_haystack_of_the_users(tmp_path: Path) -> None:
-    story = tmp_path / "story.txt"
-    story.write_text("The ferry was late. Nobody minded.")
-    (task,) = find_tasks("retain:secret", {"haystack": story, "length": (200,)})
-    (example,) = task.examples(1, 0, words)
-    assert set(example.context.split()) == {"The", "ferry", "was", "late.", "Nobody", "minded."}
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -163,13 +142,6 @@ def test_a_calibration_reads_the_rule_too(tmp_path: Path) -> None:
     assert data.hashes == [hash_example(example)[0] for example in examples_of_it]
     for prompt, example in zip(encode_prompts(loaded, data), examples_of_it, strict=True):
         assert loaded.tokenizer.decode(prompt.ids[0]) == f"<system>{example.system}<user>{example.context}"
-
-
-@pytest.mark.slow
-def test_an_evaluation(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", TEMPLATE)
-    found = kvsearch.evaluate(model, tasks="retain:refusal", **ASKED)
-    assert {task.task: task.metric for task in found.tasks} == {"subject": "refusal", "secret": "refusal"}
 
 
 def test_a_model_without_a_chat_template(tmp_path: Path) -> None:

@@ -31,14 +31,6 @@ def parts(items: list[int], shares: Shares = SHARES) -> dict[str, list[int]]:
     return found
 
 
-def test_shares_of_a_hundred() -> None:
-    found = parts(list(range(100)))
-    assert {split: len(items) for split, items in found.items()} == {"train": 20, "select": 20, "report": 60}
-    assert found["train"] != list(range(20))  # shuffled before they are cut
-    assert all(items == sorted(items) for items in found.values())
-    assert select_split([3, 1, 2], ALL, lambda item: item, "mine") == [3, 1, 2]
-
-
 @given(
     st.lists(st.integers(0, 50), min_size=1, max_size=60, unique=True),
     st.sampled_from([SHARES, (0.5, 0.5, 0.0), (0.0, 0.0, 1.0), (0.1, 0.2, 0.7)]),
@@ -61,15 +53,13 @@ def test_no_split_divides_a_group(items: list[tuple[int, int]]) -> None:
     assert sum(map(len, found)) == len(items)
 
 
-def test_an_empty_split() -> None:
+def test_what_is_no_split() -> None:
     with pytest.raises(UsageError, match=r"'train' of mine is empty: .* 0.2 : 0.2 : 0.6 into .*, and it has 1 in all"):
         select_split(["one"], "train", lambda item: item, "mine")
-
-
-def test_a_split_that_is_none() -> None:
     known = r"unknown split 'trian'; did you mean 'train'\? \(known: train, select, report, all\)"
     with pytest.raises(UsageError, match=known):
         check_split("trian")
+    assert select_split([3, 1, 2], ALL, lambda item: item, "mine") == [3, 1, 2]
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 5))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.names import FULL
 from kvsearch.evaluation.runner import reply_to_batch, run_encoded
 from kvsearch.models.architecture import describe
@@ -40,39 +37,12 @@ def test_windows_follow_each_other_and_end_with_words() -> None:
     assert len(WORDS) - len(whole) < 300
 
 
-def test_a_text_without_spaces_is_cut_anywhere() -> None:
-    windows = TextTask("t", "好" * 1000, length=100).examples(1000, 0, len)
-    assert [len(window.context) for window in windows] == [100] * 5
-
-
 @pytest.mark.parametrize("text", [WORDS, f"{WORDS} " * 3])
 def test_splits_share_no_window_even_where_a_text_repeats_itself(text: str) -> None:
     drawn = [TextTask("t", text, 100, split).examples(1000, 0, len) for split in ("train", "select", "report")]
     contexts = [{window.context for window in part} for part in drawn]
     assert sum(map(len, contexts)) == len(set.union(*contexts))
     assert sum(map(len, drawn)) == len(TextTask("t", text, 100).examples(1000, 0, len))
-
-
-def test_a_short_text_is_refused() -> None:
-    with pytest.raises(UsageError, match="t has about 3 tokens, and a window needs 188: give more text, or lower"):
-        TextTask("t", "abc", length=100).examples(1, 0, len)
-
-
-def test_rows_are_joined(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("Köln\n", encoding="utf-8")
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    assert TextTask.load(tmp_path / "a.txt").text == "Köln\n"
-    assert TextTask.load(tmp_path / "b.jsonl").text == "one\n\ntwo"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [("a.txt", " \n", "is empty"), ("a.jsonl", '{"question": "x"}', "rows without a text")],
-)
-def test_files_without_text_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UsageError, match=message):
-        TextTask.load(tmp_path / name)
 
 
 def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,16 @@ def score(metric: str, reply: str, answers: str | tuple[str, ...], options: tupl
     return SCORERS[metric](reply, Query("a question", listed, options=options))
 
 
-@pytest.mark.parametrize(("metrics", "case"), [(metrics, case) for metrics, cases in CASES.items() for case in cases])
-def test_cases(metrics: str, case: list[Any]) -> None:
-    reply, answers, *more = case
-    options = tuple(more.pop(0)) if isinstance(more[0], list) else ()
+@pytest.mark.parametrize("metrics", CASES)
+def test_cases(metrics: str) -> None:
     names = metrics.split()
-    expected = more if len(more) == len(names) else more * len(names)
-    given_answers = answers if isinstance(answers, str) else tuple(answers)
-    for name, value in zip(names, expected, strict=True):
-        assert score(name, reply, given_answers, options) == pytest.approx(float(Fraction(value)), abs=CLOSE), name
+    for reply, answers, *more in CASES[metrics]:
+        options = tuple(more.pop(0)) if isinstance(more[0], list) else ()
+        expected = more if len(more) == len(names) else more * len(names)
+        given_answers = answers if isinstance(answers, str) else tuple(answers)
+        for name, value in zip(names, expected, strict=True):
+            found = score(name, reply, given_answers, options)
+            assert found == pytest.approx(float(Fraction(value)), abs=CLOSE), (name, reply, answers)
 
 
 def test_every_metric_has_cases() -> None:
@@ -120,42 +120,10 @@ def test_edit_similarity_is_fuzzywuzzys(line: str, answer: str) -> None:
         assert score("edit_similarity", line, answer) == fuzz.ratio(line, answer) / 100
 
 
-@given(st.permutations(("a", "b", "ab", "ba", "c")), st.text("abc ", max_size=8), st.sampled_from(("ab", "c")))
-def test_parts_of_the_answer_can_only_lower_the_score(classes: list[str], reply: str, answer: str) -> None:
-    others = [name for name in classes if name in reply and (name == answer or name not in answer)]
-    best = 1 / len(others) if answer in others else 0
-    assert 0 <= score("classification", reply, answer, tuple(classes)) <= best
-
-
-@given(reply=st.text(alphabet="ABCD answeris:.\n", max_size=20))
-def test_at_most_one_option_is_chosen_by_a_single_letter(reply: str) -> None:
-    if sum(letter in reply for letter in "ABCD") == 1:
-        assert sum(score("choice", reply, book, BOOKS) for book in BOOKS) <= 1
-
-
-SOME = st.lists(st.sampled_from(["red", "fox", "on", "a", "day."]), min_size=1, max_size=6)
-
-
-@given(reply=SOME, more=SOME, answer=SOME)
-def test_more_words_never_lower_the_recall(reply: list[str], more: list[str], answer: list[str]) -> None:
-    short = score("niah_recall", " ".join(reply), " ".join(answer))
-    assert 0 <= short <= score("niah_recall", " ".join(more + reply), " ".join(answer)) <= 1
-
-
 @given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "It is {}.", "${:,}", "9 + {:,}", "#### {:,}\n8"]))
 def test_integers_in_any_form(number: int, form: str) -> None:
     assert score("gsm8k", form.format(number), str(number)) == 1
     assert score("gsm8k", form.format(number), str(number + 1)) == 0
-
-
-@given(st.decimals(-(10**6), 10**6, places=2), st.sampled_from(["{}", "{:,}", "= {:,} dollars."]))
-def test_decimals_in_any_form(number: Decimal, form: str) -> None:
-    assert score("gsm8k", form.format(number), str(number)) == 1
-
-
-@given(st.integers(0, 10**9))
-def test_the_official_scorer_reads_plain_integers(number: int) -> None:
-    assert score("gsm8k_official", f"The answer is {number}.", f"#### {number:,}") == 1
 
 
 def test_very_long_runs_of_digits() -> None:
@@ -171,17 +139,12 @@ def test_very_long_runs_of_digits() -> None:
         ("retrieval", "paragraph 12", (), "names no paragraph"),
         ("retrieval_zh", "段落 12", (), "must contain '段落12'"),
         ("niah_recall", " ", (), "an answer is blank"),
-        ("niah_recall_lava", " ", (), "an answer is blank"),
         ("first_number", "three", (), "'three' is not a number"),
         ("integer_boxed", "7/2", (), "the answer '7/2' is no integer"),
-        *(("gsm8k", answer, (), "has no number") for answer in ("", "many", "####", "#### many")),
+        ("gsm8k", "#### many", (), "has no number"),
+        *(("gsm8k_official", answer, (), "is no number") for answer in ("", "1.2.3", "It is 42", "#### 007")),
         *(
-            ("gsm8k_official", answer, (), "is no number")
-            for answer in ("", "many", "####", "#### many", "1.2.3", "It is 42", "...", "#### 007")
-        ),
-        *(
-            (metric, "Cleo", options, "must be one of 2 to 4 options, got Cleo")
-            for metric in ("choice", "choice_of_function")
+            ("choice", "Cleo", options, "must be one of 2 to 4 options, got Cleo")
             for options in ((), ("Cleo",), ("Anna", "Ben"), (*BOOKS, "Cleo"))
         ),
     ],
@@ -201,10 +164,10 @@ def test_every_metric_takes_any_reply(name: str, reply: str) -> None:
     assert 0 <= SCORERS[name](reply, query) <= 1
 
 
-@pytest.mark.parametrize("name", SCORERS)
-def test_a_question_without_answers(name: str) -> None:
-    with pytest.raises(UsageError, match="the question 'who' has no answers to score a reply against"):
-        SCORERS[name]("a reply", Query("who", (), options=("a",)))
+def test_a_question_without_answers() -> None:
+    for scorer in SCORERS.values():
+        with pytest.raises(UsageError, match="the question 'who' has no answers to score a reply against"):
+            scorer("a reply", Query("who", (), options=("a",)))
 
 
 def test_unknown_names() -> None:

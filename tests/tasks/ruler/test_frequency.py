@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.ruler.frequency import LEAST_CODED, compute_word_counts
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.tasks.ruler.helpers import bpe, whole, words
 
 
@@ -28,10 +28,10 @@ def lists(example: Example) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("length", "common", "rare", "solved_common", "solved_rare"),
-    [(512, 6, 1, 3, 1), (2048, 6, 1, 3, 1), (4095, 6, 1, 3, 1), (4096, 30, 3, 10, 3), (8192, 30, 3, 10, 3)],
+    ("length", "common", "rare", "solved_common", "solved_rare"), [(4095, 6, 1, 3, 1), (4096, 30, 3, 10, 3)]
 )
 def test_how_often_words_come(length: int, common: int, rare: int, solved_common: int, solved_rare: int) -> None:
+    """Even a reader who counts letters anywhere, the solved list included, finds the answers and no others."""
     for example in RulerTask("cwe", length).examples(3, 0, words):
         (query,) = example.queries
         solved, answer, asked = lists(example)
@@ -42,19 +42,8 @@ def test_how_often_words_come(length: int, common: int, rare: int, solved_common
         assert sorted(answer) == sorted(word for word, times in shown.items() if times == solved_common)
         assert set(shown.values()) == {solved_common, solved_rare}
         assert len(shown) == (40 if length >= 4096 else 20)
-
-
-@pytest.mark.parametrize("length", [512, 2048, 8192, 32768])
-def test_common_words_are_the_top_ten_of_the_whole_text(length: int) -> None:
-    """Even a reader who counts letters anywhere, the solved list included, finds them and no others."""
-    for example in RulerTask("cwe", length).examples(3, 1, words):
-        (query,) = example.queries
-        solved, answer, asked = lists(example)
         assert {word for word, _ in Counter(solved + answer + asked).most_common(10)} == set(query.answers)
         assert not set(solved) & set(asked)
-        others = (set(solved) | set(asked)) - set(query.answers)
-        assert not [(word, other) for word in query.answers for other in others if word in other]
-        assert not [(a, b) for a in query.answers for b in query.answers if a != b and a in b]
         for word in query.answers:
             assert whole(example).count(word) == asked.count(word)
 
@@ -81,7 +70,7 @@ def test_the_third_and_the_fourth_word_differ(n: int) -> None:
         assert counts[0] > counts[1] > counts[2] > counts[3] > (*counts[4:], 0)[0]
 
 
-@every_value(length=[512, 2048, 8192], count=[words, bpe()])
+@in_turn(length=[512, 8192], count=[words, bpe()])
 def test_coded_words(length: int, count: object) -> None:
     for example in RulerTask("fwe", length).examples(4, 0, count):  # type: ignore[arg-type]
         (query,) = example.queries

@@ -1,4 +1,4 @@
-"""The eight niah tasks: what is hidden is what is asked, and nowhere else."""
+"""The niah tasks and variable tracking: what is hidden is what is asked, and nowhere else."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.tasks.base import Example
+from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.catalog import describe_tasks
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.needles import NIAH, NOISE_SENTENCES
-from tests.combinations import every_value
-from tests.tasks.ruler.helpers import whole, words
+from kvsearch.tasks.ruler.needles import LONGEST_EXAMPLE, NIAH, NOISE_SENTENCES
+from tests.combinations import in_turn
+from tests.tasks.ruler.helpers import bpe, whole, words
 
 NEEDLE = re.compile(r"One secret (number|uuid) of (\S+) is (\S+)\.(?=\s|$)")
 NUMBER, WORD = r"[1-9][0-9]{6}", r"[a-z]+-[a-z]+"
@@ -49,8 +49,9 @@ def answers(example: Example) -> list[str]:
     return [answer for query in example.queries for answer in query.answers]
 
 
-@every_value(name=NIAH, length=[512, 2048, 8192])
+@in_turn(name=NIAH, length=[512, 2048, 8192])
 def test_what_is_hidden(name: str, length: int) -> None:
+    """Each value once, each key in its own needles only, no answer in the question, no key inside another one."""
     needles, queries, key_form, value_form = EXPECTED[name]
     for example in RulerTask(name, length).examples(6, 0, words):
         told = [(key, value) for _, key, value in NEEDLE.findall(body(example))]
@@ -64,23 +65,12 @@ def test_what_is_hidden(name: str, length: int) -> None:
             share = len(right) // len(keys)
             of_key = sorted(value for other, value in told if other == key)
             assert sorted(right[number * share : (number + 1) * share]) == of_key
-
-
-@every_value(name=NIAH, length=[512, 8192])
-def test_nothing_is_there_by_accident(name: str, length: int) -> None:
-    """Each value once, each key in its own needles only, no answer in the question, no key inside another one."""
-    for example in RulerTask(name, length).examples(3, 1, words):
-        told = [(key, value) for _, key, value in NEEDLE.findall(body(example))]
-        right = answers(example)
+            assert body(example).count(key) == len(of_key) == share
+            assert whole(example).count(key) == len(of_key) + 2
         values = [value for _, value in told]
         assert len(set(values)) == len(values)
         assert not {key for key, _ in told} & set(values)
-        for answer in right:
-            assert whole(example).count(answer) == 1
-        for key in asked(example):
-            of_key = len(right) / len(asked(example))
-            assert body(example).count(key) == sum(other == key for other, _ in told) == of_key
-            assert whole(example).count(key) == body(example).count(key) + 2
+        assert all(whole(example).count(answer) == 1 for answer in right)
 
 
 def test_turns_ask_for_one_key_each() -> None:
@@ -95,36 +85,63 @@ def test_turns_ask_for_one_key_each() -> None:
 def test_the_rest_is_the_story(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("The sea was grey. Nobody sang! " * 3)
-    for length in (512, 8192):
-        (example,) = RulerTask(name, length, haystack=path).examples(1, 0, words)
-        rest = NEEDLE.sub("", body(example)).split()
-        assert rest == list(islice(cycle(path.read_text().split()), len(rest)))
-        assert len(rest) > 0.4 * length
+    (example,) = RulerTask(name, 512, haystack=path).examples(1, 0, words)
+    rest = NEEDLE.sub("", body(example)).split()
+    assert rest == list(islice(cycle(path.read_text().split()), len(rest)))
+    assert len(rest) > 0.4 * 512
 
 
-def test_the_rest_is_noise() -> None:
-    (example,) = RulerTask("niah_single_1", 2048).examples(1, 0, words)
-    lines = [line for line in body(example).split("\n") if not NEEDLE.fullmatch(line)]
-    assert set(lines[:-1]) == {" ".join(NOISE_SENTENCES)}
-    assert " ".join(NOISE_SENTENCES).startswith(lines[-1])
+# --- one chain of five variables, behind a solved one -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["niah_multikey_2", "niah_multikey_3"])
-def test_the_rest_is_needles(name: str) -> None:
-    (example,) = RulerTask(name, 2048).examples(1, 0, words)
-    lines = body(example).split("\n")
-    assert len(lines) > 150
-    assert all(NEEDLE.fullmatch(line) for line in lines)
-    assert len({line.split()[4] for line in lines}) == len(lines)
+def traced(length: int, count: TokenCount = words, samples: int = 8) -> list[Example]:
+    return RulerTask("vt", length).examples(samples, 0, count)
 
 
-@pytest.mark.parametrize("name", ["niah_single_1", "niah_single_2", "niah_multikey_2"])
-def test_depths_are_even(name: str) -> None:
-    """Forty examples have their needle at forty depths, counted in sentences, from the first to the last."""
-    depths = []
-    for example in RulerTask(name, 4096).examples(40, 0, words):
-        (answer,) = example.queries[0].answers
-        before, after = body(example).split(answer)
-        depths.append(words(before) / words(before + after))
-    expected = [place / 39 for place in range(40)]
-    assert max(abs(one - other) for one, other in zip(sorted(depths), expected, strict=True)) < 0.04
+def halves(example: Example) -> tuple[str, str]:
+    """The solved example and the text that is asked about."""
+    solved, text = example.context.split("\n\n")
+    return solved, text
+
+
+def solve(text: str) -> dict[str, list[str]]:
+    """Value to variables, by carrying out the assignments line by line."""
+    held: dict[str, str] = {}
+    for left, right in re.findall(r"^LET (\S+) = (\S+)$", text, re.MULTILINE):
+        assert left not in held
+        held[left] = held.get(right, right)
+    values: dict[str, list[str]] = {}
+    for name, value in held.items():
+        values.setdefault(value, []).append(name)
+    return values
+
+
+@pytest.mark.parametrize("length", [512, 4096])
+def test_the_answer_is_what_the_assignments_give(length: int) -> None:
+    """Behind a solved example of other variables; names occur in their assignments alone."""
+    for example in traced(length):
+        (query,) = example.queries
+        solved, text = halves(example)
+        ((value, names),) = solve(text).items()
+        assert tuple(names) == query.answers
+        assert len(names) == 5
+        assert all(re.fullmatch("[A-Z]{5}", name) for name in names)
+        assert re.fullmatch("[1-9][0-9]{4}", value)
+        assert value in query.question
+        assert query.prefix.endswith(f"the 5 variables with the value {value} are")
+        ((value, others),) = solve(solved).items()
+        assert solved.endswith(f"with the value {value} are {', '.join(others)}")
+        assert all(re.fullmatch("[A-Z]{3}", name) for name in others)
+        assert value not in text + query.question
+        assert [whole(example).count(name) for name in names] == [2, 2, 2, 2, 1]
+        noise = " ".join(line for line in text.split("\n")[1:] if not line.startswith("LET"))
+        assert set(noise.split(". ")) <= {sentence.rstrip(".") for sentence in NOISE_SENTENCES} | set(NOISE_SENTENCES)
+
+
+@in_turn(sizes=[(512, 128), (1024, 256), (8192, LONGEST_EXAMPLE)], count=[words, bpe()])
+def test_the_length_of_the_example(sizes: tuple[int, int], count: TokenCount) -> None:
+    length, longest = sizes
+    for example in traced(length, count, 3):
+        solved = halves(example)[0]
+        bare = "\n".join(line for line in solved.split("\n") if not line.startswith(NOISE_SENTENCES[0]))
+        assert 0.9 * longest <= count(solved) <= longest or (solved == bare and longest == 128)
