@@ -64,6 +64,67 @@ class Gptq(Projection):
         return ((codes - zeros[self.g_idx.long()]) * self.scales.float()[self.g_idx.long()]).T
 
 
+class Packed(Projection):
+    """compressed-tensors: packed codes, their scales and the shape as parameters."""
+
+    group = 32
+
+    def quantise(self, weight: Tensor) -> None:
+        grouped = weight.reshape(self.out_features, -1, self.group)
+        scale = grouped.abs().amax(-1, keepdim=True) / 7
+        codes = (grouped / scale).round().to(torch.int32).reshape(weight.shape) + 8
+        self.weight_packed = nn.Parameter(packed(codes.T).T.contiguous(), requires_grad=False)
+        self.weight_scale = nn.Parameter(scale[..., 0], requires_grad=False)
+        self.weight_shape = nn.Parameter(torch.tensor(weight.shape), requires_grad=False)
+
+    def dequantised(self) -> Tensor:
+        return (unpacked(self.weight_packed.T).T - 8) * self.weight_scale.repeat_interleave(self.group, 1)
+
+
+class Hqq(Projection):
+    """HQQ: codes in a parameter, scales and zero points in a dictionary beside it."""
+
+    def quantise(self, weight: Tensor) -> None:
+        low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        scale = (high - low) / 255
+        self.W_q = nn.Parameter(((weight - low) / scale).round().to(torch.uint8), requires_grad=False)
+        self.meta = {"scale": scale, "zero": -low / scale, "shape": weight.shape}
+
+    def dequantised(self) -> Tensor:
+        zero: Any = self.meta["zero"]
+        return (self.W_q.float() - zero) * self.meta["scale"]  # type: ignore[operator]
+
+
+class BlockFloat8(nn.Linear):
+    """Fine-grained float8: a scale for every block of weights, and inputs rounded to float8, too."""
+
+    block = 24  # which divides neither side
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        weight = linear.weight.detach()
+        rows, columns = (-(-size // self.block) for size in weight.shape)
+        blocks = [
+            [block.abs().max() / 448 for block in row.split(self.block, 1)] for row in weight.split(self.block, 0)
+        ]
+        scale = torch.tensor(blocks)
+        assert scale.shape == (rows, columns)
+        self.weight = nn.Parameter((weight / self.spread(scale)).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+
+    def spread(self, scale: Tensor) -> Tensor:
+        wide = scale.repeat_interleave(self.block, 0).repeat_interleave(self.block, 1)
+        return wide[: self.out_features, : self.in_features]
+
+    def dequantised(self) -> Tensor:
+        return self.weight.float() * self.spread(self.weight_scale_inv)
+
+    def forward(self, states: Tensor) -> Tensor:
+        scale = states.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448
+        rounded = (states / scale).to(torch.float8_e4m3fn).float() * scale
+        return F.linear(rounded, self.dequantised()).to(states.dtype)
+
+
 class Adapted(nn.Module):
     """LoRA: a base layer, and two small matrices that add to it."""
 
@@ -90,6 +151,9 @@ class Adapted(nn.Module):
 LAYOUTS: dict[str, Callable[[nn.Linear], Any]] = {
     "EETQ": RowScaled,
     "GPTQ": Gptq,
+    "compressed-tensors": Packed,
+    "HQQ": Hqq,
+    "float8 in blocks": BlockFloat8,
     "LoRA": Adapted,
     "LoRA on GPTQ": lambda linear: Adapted(Gptq(linear)),
 }

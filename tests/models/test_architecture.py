@@ -42,7 +42,7 @@ def test_the_shape_of_a_model(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        *((family, {}) for family in ("llama", "gemma2", "gemma3")),
+        *((family, {}) for family in FAMILIES),
         ("llama", {"rope_parameters": YARN}),
         ("llama", {"rope_parameters": LLAMA3}),
         ("phi3", {"rope_parameters": PARTIAL}),
@@ -69,7 +69,7 @@ def test_unrotate_undoes_the_models_own_rotation(family: str, changes: dict[str,
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@families
 def test_tables_are_those_of_full_attention_layers(family: str) -> None:
     model = build(family)
     positions = torch.arange(20)
@@ -85,8 +85,15 @@ def test_tables_are_those_of_full_attention_layers(family: str) -> None:
         assert not torch.allclose(cos, local[0][0])
 
 
-def test_output_weights_per_query_head() -> None:
-    model = build("qwen2")
+def test_tables_of_a_half_precision_model_are_not_rounded() -> None:
+    cos, sin = RotaryTables(build("llama").to(torch.bfloat16), 0)(torch.arange(300))
+    assert cos.dtype == sin.dtype == torch.float32
+    torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
+
+
+@families
+def test_output_weights_per_query_head(family: str) -> None:
+    model = build(family)
     shape, module = describe(model), find_attention_modules(model)[0]
     weight = read_output_weight(module, shape.query_heads)
     assert weight.shape == (shape.query_heads, shape.head_dim, shape.hidden_size)
@@ -95,11 +102,38 @@ def test_output_weights_per_query_head() -> None:
     torch.testing.assert_close(summed, module.o_proj(heads.flatten()), atol=1e-5, rtol=1e-5)  # type: ignore[operator]
 
 
+def test_layers_without_rotary_embedding() -> None:
+    """SmolLM3 leaves the rotary embedding out of some layers, Jamba has none."""
+    positions, states = torch.arange(5), torch.randn(1, 2, 5, 8)
+    for model, layer, turns in ((build("smollm3"), 0, True), (build("smollm3"), 1, False), (build("jamba"), 1, False)):
+        cos, sin = RotaryTables(model, layer)(positions)
+        assert torch.equal(unrotate(states, cos[None], sin[None]), states) != turns
+
+
+def test_output_weights_by_other_names() -> None:
+    """`dense`, `out_proj`; a module without any of them is an error in one line."""
+    for family in ("phi", "gpt_neox", "lfm2"):
+        model = build(family)
+        shape, modules = describe(model), find_attention_modules(model)
+        weight = read_output_weight(modules[shape.full_layers[0]], shape.query_heads)
+        assert weight.shape == (shape.query_heads, shape.head_dim, shape.hidden_size)
+    with pytest.raises(IncompatibleError, match="Linear has no output projection under a name that is known here"):
+        read_output_weight(nn.Linear(2, 2), 1)
+
+
 def test_the_attention_of_hybrids() -> None:
     """Only layers that have attention have an attention module; layers keep their index."""
     model = build("jamba")
     assert list(find_attention_modules(model)) == [1, 3]
     assert describe(model).kinds == ("linear_attention", "full_attention") * 2
+
+
+def test_a_model_whose_layers_are_not_known() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(IncompatibleError, match="no decoder with layers of attention found"):
+        find_decoder(model)
 
 
 def test_text_models_inside_multimodal_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -103,6 +104,45 @@ def test_a_file_is_the_model_that_was_written(tiny: tuple[Path, Any, Any], tmp_p
     assert reply.entries < reply.full_entries
 
 
+def test_the_header_of_a_file_is_read_once(tiny: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large vocabulary in it takes most of the time of loading: it was read for every part of a model."""
+    from gguf import GGUFReader
+
+    made: list[str] = []
+    make = GGUFReader.__init__
+    monkeypatch.setattr(GGUFReader, "__init__", lambda reader, path: [made.append(path), make(reader, path)][1])
+    load(str(tiny[0]))
+    assert len(made) == 1
+    load(str(tiny[0]))
+    assert len(made) == 2  # a file that was changed is another one
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("computes", [True, False])
+def test_what_the_processor_computes_in_is_the_default(
+    tiny: tuple[Path, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computes: bool
+) -> None:
+    path, model, tokenizer = tiny
+    monkeypatch.setattr("kvsearch.models.loading.has_bfloat16", lambda: computes)
+    monkeypatch.setattr("kvsearch.models.loading.find_best_device", lambda: "cpu")
+    stored = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16" if computes else "float16"}
+    wanted = {path: "bfloat16" if computes else "float32"}
+    for dtype, default in stored.items():
+        folder = tmp_path / dtype
+        copy.deepcopy(model).to(getattr(torch, dtype)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        wanted[folder] = default
+    for source, default in wanted.items():
+        for weights in (True, False):
+            loaded = load(str(source), weights=weights)
+            assert str(loaded.model.dtype) == f"torch.{default}"
+            assert bool(loaded.remark) == (source.name != "float32")
+    _, talk = done("generate", path, "--context", TEXT[:200], "--prompt", "who?", "--max-new-tokens", 1)
+    assert talk.startswith(f"{path}: in {wanted[path]}, as ")
+    _, talk = done("generate", path, "--context", TEXT[:200], "--prompt", "who?", "--dtype", "float32")
+    assert ": in " not in talk
+
+
 def plan_of(source: object, path: Path) -> Path:
     """A plan file of twelve entries a head."""
     done("plan", "uniform", source, "--policy", "snapkv:window=4", "--budget", 12, "-o", path)
@@ -110,8 +150,10 @@ def plan_of(source: object, path: Path) -> Path:
 
 
 @pytest.mark.nightly
-def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
-    dtype = "bfloat16"
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(
+    tiny: tuple[Path, Any, Any], tmp_path: Path, dtype: str
+) -> None:
     source, plan, folder = tiny[0], plan_of(tiny[0], tmp_path / "plan.json"), tmp_path / "new" / "folder"
     words = ("export", plan, "--to", "model", "-o", folder, "--dtype", dtype)
     done(*words, "--dry-run")
@@ -141,8 +183,40 @@ def test_a_plan_is_exported_with_the_model_as_an_ordinary_folder(tiny: tuple[Pat
         assert planned.cache.entries().max() <= 12 + 2
     done("verify", folder)
     card = ModelCard.load(folder / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers", "pipeline_tag": "text-generation",
+        "tags": ["kvsearch", "kv-cache", "kv-cache-compression"],
+    }  # fmt: skip
     assert f"The weights are those of tiny.gguf, dequantised to {dtype}." in card.text
     assert "Keeps 12 entries per kv head on average, 96 in 8 heads" in card.text
+
+
+@pytest.mark.nightly
+def test_where_no_folder_of_a_model_can_be_made(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    plan, folder = plan_of(tiny[0], tmp_path / "plan.json"), tmp_path / "folder"
+    export = ("export", plan, "--to", "model", "--dtype", "float32", "-o")
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("mine")
+    code, _, talk = invoke(*export, folder)
+    assert (code, talk.count("\n")) == (2, 1)
+    assert "tokenizer.json exists: choose another folder, or --force to replace it" in talk
+    code, _, talk = invoke(*export, tiny[0])
+    assert (code, talk.count("\n")) == (2, 1)
+    assert "is a file: give a directory to write to" in talk
+    other = json.loads(plan.read_text())
+    other["model"]["name"] = "a/folder"
+    plan.write_text(json.dumps(other))
+    code, _, talk = invoke(*export, tmp_path / "new")
+    assert (code, talk.count("\n")) == (2, 1)
+    assert "give that of the model, or a new one and --model, and the model is saved there, too" in talk
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "plan.json"]
+    assert [file.name for file in folder.iterdir()] == ["tokenizer.json"]
+    done(*export, tmp_path / "new", "--model", tiny[0])
+    other["model"]["weights_sha256"] = "0" * 64
+    plan.write_text(json.dumps(other))
+    code, _, talk = invoke(*export, tmp_path / "newer", "--model", tiny[0])
+    assert (code, talk.count("\n")) == (4, 1)
+    assert not (tmp_path / "newer").exists()
 
 
 def test_a_full_disk_leaves_no_part_of_a_model(
@@ -162,16 +236,40 @@ def test_a_full_disk_leaves_no_part_of_a_model(
     assert not (tmp_path / "folder").exists()
 
 
-def test_a_model_that_transformers_has_loaded_is_attached(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_every_command_takes_a_file(tiny: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    source, data = tiny[0], tmp_path / "texts.jsonl"
+    asked = [{"context": f"{n} {TEXT[:120]}", "question": "who?", "answers": ["a"]} for n in range(8)]
+    data.write_text("\n".join(map(json.dumps, asked)))
+    tasks = ("--tasks", f"jsonl:{data}")
+    few = (*tasks, "--samples", 2)
+    plan = plan_of(source, tmp_path / "plan.json")
+    done("calibrate", source, "--policy", "streaming", "--normalization", "layer", *tasks, "--questions", 2,
+         "--answer-tokens", 2, "--no-check", "-o", tmp_path / "cal")  # fmt: skip
+    done("export", tmp_path / "cal", "--ratio", 0.5, "--to", "folder", "-o", tmp_path / "deploy")
+    done("export", tmp_path / "cal", "--ratio", 0.5, "--to", "model", "-o", tmp_path / "model")
+    done("evaluate", source, "--plan", plan, *few, "-o", tmp_path / "scores")
+    done("headroom", source, "--ratio", 0.5, *few, "-o", tmp_path / "headroom")
+    done("compress", source, "--plan", plan, "--context", TEXT[:200], "-o", tmp_path / "context.kv")
+    done("generate", source, "--cache", tmp_path / "context.kv", "--prompt", "who?", "--max-new-tokens", 1)
+    done("verify", tmp_path)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_model_that_transformers_has_loaded_is_attached(
+    tiny: tuple[Path, Any, Any], tmp_path: Path, dense: bool
+) -> None:
     plan = kvsearch.load_plan(plan_of(tiny[0], tmp_path / "plan.json"))
-    model = AutoModelForCausalLM.from_pretrained(tiny[0].parent, gguf_file=tiny[0].name).eval()
+    how = gguf.make_loading_arguments(tiny[0]) if dense else {}
+    model = AutoModelForCausalLM.from_pretrained(tiny[0].parent, gguf_file=tiny[0].name, **how).eval()
     ids = tiny[2](TEXT[:200], return_tensors="pt").input_ids
     with kvsearch.attach(model, plan) as planned:
         planned.generate(ids, max_new_tokens=2, do_sample=False)
         assert planned.cache.entries().max() <= 12 + 2
 
 
-@pytest.mark.parametrize("command", ["run", "plan uniform", "generate"])
+@pytest.mark.parametrize("command", ["run", "calibrate", "headroom", "evaluate", "plan uniform", "generate"])
 def test_a_file_that_was_cut_short_is_one_line_and_leaves_nothing(
     command: str, tiny: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
@@ -180,6 +278,9 @@ def test_a_file_that_was_cut_short_is_one_line_and_leaves_nothing(
     output = ("-o", tmp_path / "out")
     more: dict[str, tuple[object, ...]] = {
         "run": ("--budget", 12, "--tasks", "ruler:niah_single_2", *output),
+        "calibrate": ("--policy", "streaming", *output),
+        "headroom": ("--ratio", 0.5, *output),
+        "evaluate": ("--methods", "streaming", "--budgets", 12, *output),
         "plan uniform": ("--policy", "streaming", "--budget", 12, *output),
         "generate": ("--prompt", "who?"),
     }

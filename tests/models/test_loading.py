@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.models import loading
-from kvsearch.models.foreign import CheckpointError
 from kvsearch.models.loading import LoadOptions, load
 from tests import tiny
+from tests.families import FAMILIES
 
 OFFLINE = LoadOptions(offline=True)
-WEIGHTS, GENERATION, NORM = "model.safetensors", "generation_config.json", "model.norm.weight"
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def refusal(name: str | Path, kind: type[KvsearchError], options: LoadOptions | 
     return message
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_model_comes_back(family: str, tmp_path: Path) -> None:
     """Of every family: with and without tied embeddings, no weight is reported missing."""
     model = tiny.loaded(family)
@@ -90,6 +90,7 @@ def test_dtypes(asked: str, got: torch.dtype, saved: Path) -> None:
         ("someone/some-model", UsageError, "there is no directory someone/some-model, and no downloaded model"),
         ("no-such-model", UsageError, "of that name: check the spelling, or leave --offline out"),
         ("/no/such/directory", UsageError, "there is no model '/no/such/directory': check the path of its directory"),
+        ("what is this?", UsageError, "there is no model 'what is this?': check the path of its directory"),
     ],
 )
 def test_a_model_that_is_not_here(name: str, error: type[KvsearchError], words: str) -> None:
@@ -145,21 +146,22 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
     return damage
 
 
-def edited(file: str, **changes: Any) -> Callable[[Path], None]:
+def config(**changes: Any) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
-        found = json.loads((path / file).read_text())
-        (path / file).write_text(json.dumps({**found, **changes}))
+        found = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**found, **changes}))
 
     return damage
-
-
-def written(file: str, content: str) -> Callable[[Path], Any]:
-    return lambda path: (path / file).write_text(content)
 
 
 def halve(path: Path) -> None:
     data = (path / WEIGHTS).read_bytes()
     (path / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def without_tokenizer(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -173,18 +175,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         tensors(lambda found: found.pop("model.layers.1.mlp.up_proj.weight")),
         r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight",
     ),
-    "a shape of another model": (
-        tensors(lambda found: found.update({NORM: found[NORM][:5].clone()})),
-        r"model.norm.weight is \[5\] in its files, and \[64\] by its config",
-    ),
-    "a pointer to a large file": (
-        written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"),
-        "its weights or code: .*header",
-    ),
-    "broken JSON": (written("config.json", "{"), "cannot be loaded: .*not a valid JSON"),
-    "an encoder-decoder": (edited("config.json", model_type="t5"), "cannot be loaded: .*Unrecognized configuration"),
-    "a generation config of no JSON": (written(GENERATION, "{oops"), "its generation_config.json: Expecting"),
-    "an end of another type": (edited("tokenizer_config.json", eos_token=5), "its tokenizer: Special token eos_token"),
+    "broken JSON": (lambda path: (path / "config.json").write_text("{"), "cannot be loaded: .*not a valid JSON"),
+    "no model type": (lambda path: (path / "config.json").write_text("{}"), "cannot be loaded: .*Unrecognized model"),
+    "an impossible shape": (config(num_attention_heads=7), "cannot be loaded: "),
+    "an encoder-decoder": (config(model_type="t5"), "cannot be loaded: .*Unrecognized configuration class"),
+    "no tokenizer": (without_tokenizer, "cannot be loaded: .*tokenizer"),
+    "a broken tokenizer": (lambda path: (path / "tokenizer.json").write_text("{"), "cannot be loaded: "),
 }
 
 
@@ -197,9 +193,15 @@ def test_damaged_directories(damage: str, copy: Path) -> None:
     assert repr(str(copy)) in message
 
 
-def test_an_end_that_is_a_word(copy: Path) -> None:
-    edited(GENERATION, eos_token_id="</s>")(copy)
-    assert "must be a token id, or a list of them, not '</s>'" in refusal(copy, CheckpointError)
+def test_an_architecture_that_cannot_be_planned(copy: Path) -> None:
+    config(layer_types=["sliding_attention"] * 4, model_type="qwen3", sliding_window=8, use_sliding_window=True)(copy)
+    weights = tensors(
+        lambda found: found.update(
+            {f"model.layers.{i}.self_attn.{n}_norm.weight": torch.ones(16) for i in range(4) for n in "qk"}
+        )
+    )
+    weights(copy)
+    assert "no full-attention layer" in refusal(copy, IncompatibleError)
 
 
 @pytest.mark.parametrize("device", ["cpuu", "meta", "cuda:99"])
@@ -229,3 +231,22 @@ def test_the_gpu_with_most_room_holds_the_whole_model(
     with pytest.warns(KvsearchWarning, match=said) if free == (1e5, 2e5) else nullcontext():
         load(str(saved))
     assert places == [place]
+
+
+def test_running_out_of_memory_is_not_the_models_fault(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Mock(side_effect=full))
+    with pytest.raises(torch.OutOfMemoryError):
+        load(str(saved))
+
+
+def test_the_revision_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    snapshot = "/cache/models--a--b/snapshots/0123abc/config.json"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: snapshot)
+    assert loading._read_revision("a/b", LoadOptions(revision="v1")) == "0123abc"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    assert loading._read_revision("a/b", LoadOptions(revision="v1")) == "v1"

@@ -12,11 +12,18 @@ from torch import nn
 
 import kvsearch
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.models.architecture import read_output_weight
+from kvsearch.models.architecture import find_attention_modules, read_output_weight
 from kvsearch.models.fingerprint import hash_weights
-from kvsearch.models.weights import count_stored_bytes, list_named_tensors, read_effective_weight
+from kvsearch.models.weights import (
+    count_numbers,
+    count_stored_bytes,
+    is_finite,
+    list_named_tensors,
+    read_effective_weight,
+)
+from kvsearch.runtime.logits import OutputProjection
 from tests.families import build
-from tests.models.layouts import LAYOUTS, Gptq, RowScaled, in_float, projections, quantised
+from tests.models.layouts import LAYOUTS, Adapted, Gptq, RowScaled, in_float, projections, quantised
 from tests.tiny import loaded, wrap
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -57,6 +64,14 @@ def test_a_plain_layer_is_read_as_it_is() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         linear.to(dtype)
         assert read_effective_weight(linear, "it", 4, dtype) is linear.weight
+
+
+def test_a_large_bias_does_not_round_the_map() -> None:
+    linear = nn.Linear(64, 64)
+    torch.nn.init.constant_(linear.bias, 300.0)
+    held = RowScaled(linear)
+    made = read_effective_weight(held, "it", 64, torch.bfloat16)
+    torch.testing.assert_close(made, held.dequantised().bfloat16().float(), atol=0, rtol=0)
 
 
 class _Gelu(nn.Linear):
@@ -121,3 +136,46 @@ def test_all_that_is_held_makes_the_fingerprint(layout: str) -> None:
         assert hash_weights(model) != before, name
         first[:1] = copied
     assert hash_weights(model) == before
+
+
+def test_wrappers_have_no_part_in_names() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, linear: nn.Module) -> None:
+            super().__init__()
+            self.linear = linear
+
+    model = build("llama")
+    before = hash_weights(model)
+    for attention in projections(model):
+        attention.o_proj = Wrapper(attention.o_proj)
+    assert hash_weights(model) == before
+    assert all("linear" not in name for name, _ in list_named_tensors(model))
+
+
+def test_numbers_are_counted_as_they_are_multiplied() -> None:
+    """Two codes of 4 bits in a byte are two numbers."""
+    plain, model = build("llama"), quantised(build("llama"), "GPTQ")
+    assert count_numbers(plain.modules()) == sum(one.numel() for one in plain.parameters())
+    assert count_numbers(model.modules()) == count_numbers(plain.modules())
+    assert count_stored_bytes(model.modules()) < count_stored_bytes(plain.modules())
+
+
+def test_what_is_not_finite() -> None:
+    assert is_finite(torch.tensor([1, 2], dtype=torch.int8))
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        assert is_finite(torch.tensor([1.0]).to(dtype))
+        assert not is_finite(torch.tensor([1.0, torch.nan]).to(dtype))
+
+
+def test_norms_follow_an_adapter_that_changes() -> None:
+    """Decode steps keep what they made of the weights, for as long as these stay."""
+    model = build("llama")
+    attention = find_attention_modules(model)[0]
+    attention.o_proj = Adapted(attention.o_proj)
+    values = torch.randn(1, 2, 1, 16)
+    norms = OutputProjection(attention, 8, 2)
+    before = norms(values, "l2")
+    torch.testing.assert_close(norms(values, "l2"), before, atol=0, rtol=0)
+    with torch.no_grad():
+        attention.o_proj.lora_B.weight.mul_(5)
+    assert not torch.allclose(norms(values, "l2"), before)

@@ -1,11 +1,12 @@
-"""Checkpoints and models as peft, bitsandbytes and torchao make them, by python -m tests.public_cases.quantised
+"""Checkpoints and models as peft, bitsandbytes and torchao make them: python -m tests.public_cases.quantised NAME DIR
 
-The packages are in a folder of their own (`scripts/bootstrap.py`), so the checks run in processes that have it on their
+The packages are in a folder of their own (`scripts/bootstrap.py`), so each check runs in a process that has it on its
 path; tests/public_cases/test_quantised.py starts them.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
@@ -22,7 +24,6 @@ from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.fingerprint import compute_fingerprint, hash_weights
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.models.weights import count_stored_bytes, list_named_tensors
-from tests.cli.conftest import invoke
 from tests.models.layouts import projections
 from tests.models.test_weights import kept, weighted
 from tests.tiny import tokenizer
@@ -38,9 +39,20 @@ def saved(folder: Path, model: Any = None) -> Path:
     return folder
 
 
-def reads(folder: Path) -> tuple[int, str, str]:
-    """Generate with a folder by the command: exit code, output and errors."""
-    return invoke("generate", folder, "--prompt", "recall mark", "--max-new-tokens", 3)
+def reads(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Generate with a folder by the command."""
+    command = [
+        sys.executable,
+        "-m",
+        "kvsearch",
+        "generate",
+        str(folder),
+        "--prompt",
+        "recall mark",
+        "--max-new-tokens",
+        "3",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def read_in_bits(folder: Path, **config: Any) -> Any:
@@ -72,7 +84,7 @@ def lora(model: Any, **changes: Any) -> Any:
 
 def adapters_are_seen(folder: Path) -> None:
     """As in the merged model; switched off they are not there. Names of PEFT are shown nowhere."""
-    for changes in ({"use_dora": True}, {"lora_bias": True}):
+    for changes in ({}, {"use_dora": True}, {"lora_bias": True}):
         base = weighted()
         for attention in projections(base):
             attention.o_proj.bias = nn.Parameter(torch.randn(64))
@@ -87,19 +99,47 @@ def adapters_are_seen(folder: Path) -> None:
     assert not any("base_" in name for name, _ in list_named_tensors(wrapped))
 
 
+def adapters_have_fingerprints(folder: Path) -> None:
+    """An adapter counts while it is active, under whatever label it was loaded; a saved one is the same when loaded."""
+    peft = import_module("peft")
+    base = weighted()
+    made = hash_weights(base)
+    wrapped = lora(deepcopy(base), modules_to_save=["lm_head"])
+    adapted = hash_weights(wrapped)
+    assert adapted != made
+    with wrapped.disable_adapter():
+        assert hash_weights(wrapped) == made
+    assert hash_weights(lora(deepcopy(base), modules_to_save=["lm_head"], lora_alpha=33)) != adapted
+    wrapped.save_pretrained(folder / "adapter")
+    again = peft.PeftModel.from_pretrained(deepcopy(base), folder / "adapter", adapter_name="other").eval()
+    assert hash_weights(again) == adapted
+    plain = lora(deepcopy(base))
+    merged = hash_weights(deepcopy(plain).merge_and_unload())
+    plain.merge_adapter()
+    assert hash_weights(plain) == merged != made
+
+
 def adapter_folders_are_named(folder: Path) -> None:
     """An adapter without its model, as trainers leave it; one beside its model, which transformers puts on it."""
     wrapped = lora(AutoModelForCausalLM.from_pretrained(saved(folder / "base"), dtype=torch.float32))
     wrapped.save_pretrained(folder / "tuned")
     tokenizer().save_pretrained(folder / "tuned")
-    code, _, talk = reads(folder / "tuned")
-    assert code == IncompatibleError.exit_code, talk
-    assert "is an adapter (LoRA or another of PEFT's) of the model " + repr(str(folder / "base")) in talk
-    assert talk.count("\n") == 1, talk
+    refused = reads(folder / "tuned")
+    assert refused.returncode == IncompatibleError.exit_code, refused.stderr
+    assert "is an adapter (LoRA or another of PEFT's) of the model " + repr(str(folder / "base")) in refused.stderr
+    assert refused.stderr.count("\n") == 1, refused.stderr
     base = hash_weights(load(str(folder / "base")).model)
     saved(folder / "tuned", weighted())
     both = load(str(folder / "tuned"))
     assert both.fingerprint.weights_sha256 == hash_weights(both.model) not in (base,)
+
+
+def virtual_tokens_are_refused(folder: Path) -> None:
+    peft = import_module("peft")
+    model = weighted()
+    made = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    with pytest.raises(IncompatibleError, match="LlamaForCausalLM is not supported: its adapter puts virtual tokens"):
+        kept(made, CRITICAL, folder)
 
 
 def eight_bits_are_dequantised(folder: Path) -> None:
@@ -136,12 +176,27 @@ def four_bits_are_dequantised(folder: Path) -> None:
         assert count_stored_bytes(four.modules()) < count_stored_bytes(model.modules())
 
 
+def four_bits_calibrate_or_say_why(folder: Path) -> None:
+    model = weighted(intermediate_size=128)  # bitsandbytes on a CPU takes multiples of its blocks
+    four = read_in_bits(saved(folder / "m", model), load_in_4bit=True)
+    rows = folder / "q.jsonl"
+    text = "recall mark . " * 60
+    rows.write_text(f'{{"context": "{text}", "question": "recall", "answers": ["mark"], "max_new_tokens": 2}}\n' * 4)
+    common = {"tokenizer": tokenizer(), "method": "lukv", "tasks": f"jsonl:{rows}", "samples": 2, "check": False}
+    kvsearch.calibrate(four, output=str(folder / "layer"), normalization="layer", **common)
+    try:
+        kvsearch.calibrate(four, output=str(folder / "error"), **common)
+    except IncompatibleError as error:
+        assert "Linear4bit pass no gradients back on cpu" in str(error)
+
+
 def torchao_checkpoints_load(folder: Path) -> None:
     """Tensor subclasses: read by the command, run under plans, counted and hashed by what they hold."""
     quantization = import_module("torchao.quantization")
     source = saved(folder / "m")
+    kinds = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig")
     hashes = set()
-    for kind in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig"):
+    for kind in kinds:
         config = TorchAoConfig(getattr(quantization, kind)())
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=config)
         weights = [attention.o_proj.weight.dequantize() for attention in projections(model)]
@@ -156,19 +211,18 @@ def torchao_checkpoints_load(folder: Path) -> None:
         saved(folder / kind, model)
         again = load(str(folder / kind), LoadOptions(device="cpu"))
         assert again.fingerprint.weights_sha256 == hash_weights(model)
-        code, _, talk = reads(folder / kind)
-        assert code == 0, talk
-    assert len(hashes) == 2
+        done = reads(folder / kind)
+        assert done.returncode == 0, done.stderr
+    assert len(hashes) == (3 if torch.cuda.is_available() else 2)  # the first two hold the same
 
 
-CHECKS: dict[str, tuple[Callable[[Path], None], ...]] = {
-    "peft": (adapters_are_seen, adapter_folders_are_named),
-    "bitsandbytes": (eight_bits_are_dequantised, four_bits_are_dequantised),
-    "torchao": (torchao_checkpoints_load,),
-}
+CHECKS: dict[str, Callable[[Path], None]] = {
+    check.__name__: check
+    for check in (
+        adapters_are_seen, adapters_have_fingerprints, adapter_folders_are_named, virtual_tokens_are_refused,
+        eight_bits_are_dequantised, four_bits_are_dequantised, four_bits_calibrate_or_say_why, torchao_checkpoints_load,
+    )
+}  # fmt: skip
 
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        place = Path(sys.argv[2]) / check.__name__
-        place.mkdir()
-        check(place)
+    CHECKS[sys.argv[1]](Path(sys.argv[2]))

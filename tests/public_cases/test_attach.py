@@ -17,13 +17,13 @@ from transformers import DynamicCache, GenerationConfig
 from kvsearch import attach
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation.likelihood import score
+from kvsearch.models.architecture import find_rotary_switch
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.program import make_full_program
 from kvsearch.runtime.shared_prefill import compress_prompts, prefill_all, read
-from tests.combinations import in_turn
 from tests.families import build
 
 SWITCH = 64  # tokens, beyond which rotary factors are others
@@ -44,6 +44,11 @@ def llama(**changes: Any) -> Any:
 
 def phi3() -> Any:
     return build("phi3", **SHAPE, original_max_position_embeddings=SWITCH, rope_parameters=dict(LONGROPE))
+
+
+def phimoe() -> Any:
+    rope = {**LONGROPE, "short_mscale": 1.0, "long_mscale": 1.3}
+    return build("phimoe", **SHAPE, original_max_position_embeddings=SWITCH, rope_parameters=rope)
 
 
 def longrope_llama() -> Any:
@@ -71,12 +76,12 @@ def generated(model: Any, ids: Tensor, new: int, **options: Any) -> list[int]:
 
 # --- rotary factors that change with the length -----------------------------------------------------------------------
 
-LONG = (phi3, longrope_llama)
+LONG = [pytest.param(make, id=make.__name__) for make in (phi3, phimoe, longrope_llama)]
 
 
-@in_turn(make=LONG, length=[40, 65, 70])
-def test_on_one_side_of_the_switch_the_plan_runs_to_the_end(make: Callable[[], Any], length: int) -> None:
-    new = 25 if length == 40 else 8
+@pytest.mark.parametrize("make", LONG)
+@pytest.mark.parametrize(("length", "new"), [(40, 25), (65, 8), (70, 8)])
+def test_on_one_side_of_the_switch_the_plan_runs_to_the_end(make: Callable[[], Any], length: int, new: int) -> None:
     model = make()
     ids = prompts(length)
     own = generated(model, ids, new)
@@ -92,7 +97,8 @@ def test_on_one_side_of_the_switch_the_plan_runs_to_the_end(make: Callable[[], A
             assert replies.reply([new])[0] == [token for token in said if token != 2]
 
 
-@in_turn(make=[*LONG, dynamic_llama], options=[{"max_new_tokens": 6}, {"max_length": 66}, {}])
+@pytest.mark.parametrize("make", [*LONG, pytest.param(dynamic_llama, id="dynamic_llama")])
+@pytest.mark.parametrize("options", [{"max_new_tokens": 6}, {"max_length": 66}, {}], ids=["new", "length", "default"])
 def test_a_reply_that_may_pass_the_switch_is_refused_before_it_begins(make: Callable[[], Any], options: Any) -> None:
     model = make()
     with attach(model, holding(model)) as planned:
@@ -104,9 +110,18 @@ def test_a_reply_that_may_pass_the_switch_is_refused_before_it_begins(make: Call
             planned.generate(prompts(66), past_key_values=planned.cache, max_new_tokens=1)
 
 
-def test_batches() -> None:
+def test_factors_of_their_own_for_every_length_are_refused_beyond_the_first() -> None:
+    model = dynamic_llama()
+    with attach(model, holding(model)) as planned:
+        with pytest.raises(IncompatibleError, match="dynamic NTK"):
+            planned.generate(prompts(70), max_new_tokens=1)
+        assert len(generated(planned, prompts(40), 8)) == 8
+
+
+@pytest.mark.parametrize("make", LONG)
+def test_batches(make: Callable[[], Any]) -> None:
     """Sequences of both sides share no batch; those of one side answer as alone."""
-    model = phi3()
+    model = make()
     short, long = prompts(50), prompts(80, seed=1)
 
     def batch(*rows: Tensor) -> dict[str, Tensor]:
@@ -126,6 +141,63 @@ def test_batches() -> None:
             assert together[:, given["input_ids"].shape[1] :].tolist() == alone
             beams = planned.generate(**given, max_new_tokens=4, num_beams=2, num_return_sequences=2, **ASK)
             assert len(beams) == 4
+
+
+@pytest.mark.nightly
+def test_ways_of_generating_beyond_the_switch() -> None:
+    model = phi3()
+    ids = prompts(80)
+    with attach(model, holding(model)) as planned:
+        said = generated(planned, ids, 8)
+        assert generated(planned, ids, 8, prompt_lookup_num_tokens=3) == said
+        assert generated(planned, ids, 8, assistant_model=model) == said
+        embeds = model.get_input_embeddings()(ids)
+        assert planned.generate(inputs_embeds=embeds, max_new_tokens=8, **ASK)[0].tolist() == said
+        assert planned.cache.get_seq_length() == 80 + len(said) - 1
+        more = torch.cat([ids, prompts(5)], 1)
+        cache = planned.read(ids)
+        again = planned.read(ids, chunk=16)  # as if it were read at once
+        assert generated(planned, more, 4, past_key_values=cache) == generated(planned, more, 4, past_key_values=again)
+        with pytest.raises(IncompatibleError, match=r"prefill_chunk_size=16: .*planned.read\(ids, chunk=\.\.\.\)"):
+            planned.generate(ids, prefill_chunk_size=16, max_new_tokens=2)
+    assert find_rotary_switch(model) is not None
+    assert not model.model.rotary_emb._forward_pre_hooks  # nothing stays behind
+
+
+def test_a_model_whose_factors_stay_is_read_anew_by_its_code_all_the_same() -> None:
+    model = build("phi3", **SHAPE, original_max_position_embeddings=SWITCH)
+    with attach(model, holding(model)) as planned:
+        with pytest.raises(IncompatibleError, match="drops the cache when a sequence passes 64 tokens"):
+            planned.generate(prompts(60), max_new_tokens=6)
+        for length in (60, 70):
+            said = generated(planned, prompts(length), 5)
+            assert planned.cache.get_seq_length() == length + len(said) - 1
+
+
+@pytest.mark.parametrize("make", [longrope_llama, dynamic_llama])
+def test_loops_of_ones_own(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = make()
+    ids = prompts(66)
+    with attach(model, holding(model)) as planned, torch.no_grad():
+        cache = planned.new_cache()
+        model(ids[:, :63], past_key_values=cache)
+        model(ids[:, 63:64], past_key_values=cache)
+        with pytest.raises(IncompatibleError, match="do not fit 1 more"):
+            model(ids[:, 64:65], past_key_values=cache)
+        assert cache.get_seq_length() == 64
+        chunks = planned.new_cache(prompt_length=66)
+        model(ids[:, :40], past_key_values=chunks)
+        with pytest.raises(IncompatibleError, match="do not fit 26 more"):
+            model(ids[:, 40:], past_key_values=chunks)
+        with pytest.raises(IncompatibleError, match=BEYOND):
+            planned(ids[:, 64:65], past_key_values=cache)
+        whole = planned.new_cache()
+        model(ids[:, :65], past_key_values=whole)
+        if make is dynamic_llama:  # every length has factors of its own
+            with pytest.raises(IncompatibleError, match=r"do not fit 1 more: read the prompt anew$"):
+                model(ids[:, 65:], past_key_values=whole)
+        else:
+            model(ids[:, 65:], past_key_values=whole)
 
 
 def test_loops_of_kvsearch() -> None:
@@ -197,6 +269,19 @@ def test_the_model_itself_refuses_other_caches_while_it_is_attached(model: Any) 
     assert generated(model, ids, 4) == own != said
 
 
+def test_where_a_model_returns_itself_the_planned_one_is_returned(model: Any, planned: Any) -> None:
+    ids = prompts(60)
+    said = generated(planned, ids, 4)
+    for same in (planned.to("cpu"), planned.eval(), planned.float(), planned.cpu(), planned.requires_grad_(False)):
+        assert same is planned
+    assert generated(planned.train().eval(), ids, 4) == said
+    assert planned.half() is planned
+    assert model.dtype == torch.float16
+    planned.bfloat16().generate(ids, max_new_tokens=2)
+    assert planned.cache.entries().unique().tolist() == [21]
+    assert planned.get_input_embeddings() is model.get_input_embeddings()
+
+
 def test_a_call_is_a_forward_pass_under_the_plan(model: Any) -> None:
     ids = prompts(60)
     with torch.no_grad():
@@ -223,6 +308,18 @@ def test_a_call_is_a_forward_pass_under_the_plan(model: Any) -> None:
         torch.testing.assert_close(positional.logits, full.logits)
     with pytest.raises(UsageError, match="as a context manager"):
         planned(ids)
+
+
+def test_a_call_that_leaves_the_cache_alone_is_refused(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+    with attach(model, holding(model)) as planned, pytest.raises(IncompatibleError, match="has read 0 of 60 tokens"):
+        planned.train()(prompts(60))
+
+
+def test_what_is_set_is_set_on_the_model(model: Any, planned: Any) -> None:
+    planned.generation_config = GenerationConfig(max_new_tokens=3, eos_token_id=None)
+    assert model.generation_config.max_new_tokens == 3
+    assert planned.generate(prompts(20)).shape == (1, 23)
 
 
 # --- what a checkpoint says of caches ---------------------------------------------------------------------------------
@@ -275,3 +372,15 @@ def test_a_cache_is_not_pickled(model: Any, planned: Any, tmp_path: Path) -> Non
     more[:, :30] = prompts(30)
     copies = [generated(planned, more, 4, past_key_values=copied) for copied in (copy.deepcopy(cache), cache)]
     assert copies[0] == copies[1]
+
+
+def test_wrappers_of_torch() -> None:
+    model = llama()
+    ids = prompts(40)
+    with attach(model, holding(model)) as planned:
+        expected = generated(planned, ids, 4)
+    with attach(torch.compile(model), holding(model)) as planned:
+        assert generated(planned, ids, 4) == expected
+        assert planned(ids).logits.shape[:2] == ids.shape
+    with pytest.raises(UsageError, match="a DataParallel is no model of transformers: give the one that it wraps"):
+        attach(torch.nn.DataParallel(model), holding(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,15 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import dynamic_module_utils
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase, dynamic_module_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvsearch.core.errors import IncompatibleError
+import kvsearch
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.models.foreign import CheckpointError, blame_checkpoint, find_culprit
+from kvsearch.models.loading import load
+from kvsearch.plan.saved import save_plan
 from tests import tiny
 from tests.cli.conftest import invoke
 
-INCOMPATIBLE = IncompatibleError.exit_code
+ENVIRONMENT, INCOMPATIBLE = EnvironmentFault.exit_code, IncompatibleError.exit_code
 MARK = "<|document|>"  # a token that was added to the tokenizer after the model was made
 ASKED = ("--prompt", "the calm fox", "--max-new-tokens", 2)
 TRUST = ("--trust-remote-code",)
@@ -82,15 +87,29 @@ def test_a_token_that_the_model_was_not_resized_for(folder: Path) -> None:
     assert f"Question: {MARK}" in complaint(folder, "--prompt", MARK)
 
 
+def test_rows_without_a_token_do_no_harm(folder: Path) -> None:
+    tokenizer = add_token(folder)
+    model = load(str(folder)).model
+    model.resize_token_embeddings(len(tokenizer) + 7)
+    reply, *_ = kvsearch.generate(
+        model, tokenizer=tokenizer, context=f"{MARK} the calm fox . " * 20, prompt=["the"], max_new_tokens=2
+    )
+    assert reply.context_tokens > 20
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "verb",
     [
-        "evaluate --methods uniform:snapkv --set window=4 --budgets 12 --samples 3",
-        "calibrate --method query_statistics --samples 3 -o {out}",
+        "evaluate --methods uniform:snapkv --set window=4 --budgets 12 --samples 3 --tasks jsonl:{rows}",
+        "calibrate --method query_statistics --tasks jsonl:{rows} --samples 3 -o {out}",
+        "evolve --budget 12 --set window=4 --group-size 2 --generations 2 --finalists 3 --samples 3 "
+        "--tasks jsonl:{rows} -o {out}",
+        "headroom --tasks jsonl:{rows} --samples 3",
+        "compress --plan {plan} --context @{text} -o {out}",
     ],
 )
-def test_commands_name_the_token_and_where_it_is(verb: str, folder: Path, tmp_path: Path) -> None:
+def test_every_command_names_the_token_and_where_it_is(verb: str, folder: Path, tmp_path: Path) -> None:
     add_token(folder)
     rows = [
         {"context": f"the calm fox {number} . " * 20 + MARK, "question": "the",
@@ -98,11 +117,17 @@ def test_commands_name_the_token_and_where_it_is(verb: str, folder: Path, tmp_pa
         for number in range(3)
     ]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    name, *words = verb.format(out=tmp_path / "out").split()
-    code, _, talk = invoke(name, folder, *words, "--tasks", f"jsonl:{tmp_path / 'rows.jsonl'}")
+    (tmp_path / "text").write_text(f"the calm fox {MARK} . " * 20)
+    loaded = load(str(folder))
+    save_plan(tiny.plan_for(loaded, [[12, 12]] * 4), tmp_path / "plan.json")
+    places = {name: tmp_path / file for name, file in
+              {"rows": "rows.jsonl", "text": "text", "plan": "plan.json", "out": "out"}.items()}  # fmt: skip
+    name, *words = verb.format(**places).split()
+    code, _, talk = invoke(name, folder, *words)
     assert code == INCOMPATIBLE, talk
     assert f"'{MARK}' (id " in talk
-    assert re.search(r"task rows, example \S+: the text", talk)
+    if "rows" in verb:
+        assert re.search(r"task rows, example \S+: the text", talk)
 
 
 # --- chat templates ---------------------------------------------------------------------------------------------------
@@ -116,7 +141,10 @@ TEMPLATES: dict[str, tuple[Any, str]] = {
     ),
     "cannot be parsed": ("{% for m in messages %}{{ m.content }", "TemplateSyntaxError: unexpected"),
     "has no default": ({"tool_use": CONTENTS, "rag": CONTENTS}, "no default specified"),
+    "is undefined": ("{{ tools.first.name }}", "UndefinedError: 'None' has no attribute|UndefinedError"),
     "adds numbers": ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate"),
+    "is unsafe": ("{{ messages.__class__.__mro__ }}", "SecurityError"),
+    "divides by zero": ("{{ 1 // 0 }}", "ZeroDivisionError"),
 }
 
 
@@ -130,10 +158,82 @@ def test_chat_templates_that_fail(name: str, folder: Path) -> None:
     assert "or remove it there" in said
 
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def wrong_shape(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"][:5].clone()}, path, {"format": "pt"})
+
+
+def weights_in(file: str, content: str) -> Callable[[Path], Any]:
+    """Put a file with this content into the place of the weights."""
+
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / file).write_text(content)
+
+    return change
+
+
+def written(file: str, content: str | bytes) -> Callable[[Path], Any]:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+def edited(file: str, **changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / file, **changes)
+
+
+GENERATION, TOKENIZER, CONFIG = "generation_config.json", "tokenizer_config.json", "config.json"
+INDEX = "model.safetensors.index.json"
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "generation config of no JSON": (written(GENERATION, "{oops"), "its generation_config.json: Expecting"),
+    "generation config of no text": (written(GENERATION, b'{"a": "\xe9"}'), "its generation_config.json: 'utf-8'"),
+    "generation config of a list": (written(GENERATION, "[1]"), "its generation_config.json: it must be an object"),
+    "generation config of words": (edited(GENERATION, max_new_tokens="many"), "cannot be loaded: "),
+    "an end that is a word": (edited(GENERATION, eos_token_id="</s>"), "must be a token id, .* not '</s>'"),
+    "an end that is a fraction": (edited(GENERATION, eos_token_id=[1, 2.5]), "must be a token id, .* not 2.5"),
+    "tokenizer config of no JSON": (written(TOKENIZER, "{oops"), "its tokenizer: Expecting"),
+    "tokenizer config of a list": (written(TOKENIZER, "[]"), "its tokenizer: "),
+    "an end of another type": (edited(TOKENIZER, eos_token=5), "its tokenizer: Special token eos_token"),
+    "a length in words": (edited(TOKENIZER, model_max_length="many"), "the tokenizer of model .* fails"),
+    "a newer tokenizer": (edited("tokenizer.json", model={"type": "Tomorrow"}), "its tokenizer: "),
+    "sizes in words": (edited(CONFIG, hidden_size="big"), "its config.json: .*hidden_size"),
+    "an unknown activation": (edited(CONFIG, hidden_act="nobody"), "KeyError: 'nobody'"),
+    "a shape of another model": (wrong_shape, r"model.norm.weight is \[5\] in its files, and \[64\] by its config"),
+    "a pointer to a large file": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
+                                  "its weights or code: .*header"),
+    "weights of no pickle": (weights_in("pytorch_model.bin", "-"), "its weights or code: Weights only load failed"),
+    "an index of no JSON": (weights_in(INDEX, "{oops"), "its weights or code: Expecting"),
+    "an index of shards that are away": (
+        weights_in(INDEX, '{"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
+        "its weights or code: .*model-00001-of-00002",
+    ),
+}  # fmt: skip
+EVERY_TIME = ("generation config of no JSON", "an end that is a word", "a shape of another model")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.nightly) for name in FILES]
+)
+def test_files_that_are_damaged(name: str, folder: Path) -> None:
+    change, words = FILES[name]
+    change(folder)
+    assert re.search(words, complaint(folder))
+
+
+@pytest.mark.nightly
+def test_a_tokenizer_without_special_tokens(folder: Path) -> None:
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        edit(folder / TOKENIZER, **{name: None})
+    assert invoke("generate", folder, "--context", "the calm fox . " * 20, *ASKED)[0] == 0
+
+
 # --- code that a checkpoint brings along ------------------------------------------------------------------------------
 
 
-TOKENIZER, CONFIG = "tokenizer_config.json", "config.json"
 TOKENIZER_CODE = """
 from transformers import PreTrainedTokenizer
 
@@ -180,18 +280,26 @@ FAILS = r"the tokenizer of model '\S+', Letters, fails"
 TOKENIZERS = {
     "def __call__(self, *a, **k): raise KeyError('lost')": rf"{FAILS} \(KeyError: 'lost'\)",
     "def _tokenize(self, text, **k): raise SystemExit(3)": rf"{FAILS} \(SystemExit: 3\)",
+    "def __call__(self, text): return {'input_ids': [1]}": rf"{FAILS} \(TypeError: .*unexpected keyword",
+    "def decode(self, *a, **k): raise IndexError('no such id')": rf"{FAILS} \(IndexError: no such id\)",
     "def decode(self, *a, **k): return b'abc'": "decodes token ids to bytes, not to text",
     "def __call__(self, *a, **k): return [1, 2]": "gives list without input_ids",
+    "def __call__(self, *a, **k): return {'input_ids': [[1, 2]]}": "gives no list of token ids",
+    "def __call__(self, *a, **k): return {'input_ids': [1.5]}": "gives no list of token ids",
     "def __call__(self, *a, **k): return {'input_ids': [1, -2]}": "gives no list of token ids",
+    "def __call__(self, *a, **k): return {'input_ids': []}": "empty once it is tokenised",
     "eos_token_id = property(lambda self: 1 // 0)": "fails in code that it brings along, letters.py line ",
 }
 RUN = r"model '\S+' cannot be run: "
 MODELS = {
     "def forward(self, *a, **k): raise ValueError('other shapes')": rf"{RUN}its class Own fails \(ValueError: other",
+    "def forward(self, input_ids): pass": rf"{RUN}forward\(\) of Own does not take attention_mask, position_ids, ",
     "def forward(self, *a, **k): return None": rf"{RUN}forward\(\) of Own gives no logits",
     "def forward(self, *a, cache=None, past_key_values=None, **k): return super().forward(*a, **k)":
         rf"{RUN}forward\(\) of Own puts nothing into the cache",
+    "def forward(self, *a, **k): raise SystemExit(5)": rf"{RUN}its class Own fails \(SystemExit: 5\)",
     "def __init__(self, config): raise RuntimeError('of yesterday')": "its weights or code: of yesterday",
+    "device = property(lambda self: 1 // 0)": rf"{RUN}its class Own fails \(ZeroDivisionError",
     "def set_attn_implementation(self, *a): raise ValueError('eager alone')":
         r"fails in code that it brings along, own.py line \d+ \(ValueError: eager alone\)",
 }  # fmt: skip
@@ -216,6 +324,12 @@ def test_code_that_works_is_run_if_that_is_asked_for(folder: Path) -> None:
     bring(folder, "pass", "pass")
     assert "brings code of its own along for its config.json, which is not run unasked" in complaint(folder)
     assert invoke("generate", folder, "--context", "the calm fox . " * 20, *ASKED, *TRUST)[0] == 0
+
+
+@pytest.mark.nightly
+def test_code_that_needs_a_package(folder: Path) -> None:
+    bring(folder, tokenizer="import nobody_has_this")
+    assert "pip install nobody_has_this" in complaint(folder, *TRUST, code=ENVIRONMENT)
 
 
 # --- whose fault an exception is --------------------------------------------------------------------------------------
@@ -255,3 +369,24 @@ def test_what_kvsearch_put_into_a_model_is_its_own_fault(raised_in: str, monkeyp
     with pytest.raises(Exception) as caught:
         kvsearch_frame(lambda: model(torch.tensor([[1, 2]])))
     assert find_culprit(caught.value) is None
+
+
+def test_a_checked_tokenizer_is_the_tokenizer_otherwise() -> None:
+    loaded = tiny.loaded()
+    again = pickle.loads(pickle.dumps(loaded.tokenizer))
+    assert isinstance(loaded.tokenizer, PreTrainedTokenizerBase)
+    assert len(again) == len(tiny.tokenizer())
+    assert again.eos_token_id == loaded.tokenizer.eos_token_id
+    assert again(["the fox", "a"])["input_ids"] == tiny.tokenizer()(["the fox", "a"])["input_ids"]
+    assert again("the fox", return_tensors="pt")["input_ids"].shape[0] == 1
+
+
+def test_a_tokenizer_is_changed_as_ever() -> None:
+    loaded = tiny.loaded()
+    checked = loaded.tokenizer
+    checked.chat_template = tiny.CHAT_TEMPLATE
+    assert checked.bare.chat_template == tiny.CHAT_TEMPLATE
+    assert pickle.loads(pickle.dumps(checked)).chat_template == tiny.CHAT_TEMPLATE
+    assert "recall the fox" in checked.apply_chat_template([{"role": "user", "content": "the fox"}], tokenize=False)
+    ids = checked("the fox")["input_ids"]
+    assert checked.decode(ids, True) == checked.bare.decode(ids, skip_special_tokens=True)

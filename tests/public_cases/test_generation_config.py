@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsearch
-from kvsearch.core.errors import KvsearchWarning
+from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.models.fingerprint import hash_tokenizer
 from kvsearch.models.loading import from_loaded
 from kvsearch.runtime.decode.replies import find_stop_tokens
@@ -74,11 +74,12 @@ def chatting(template: str = CHAT, special: bool = True) -> tuple[Any, Any]:
     return saying(tokenizer, [*ids(":"), *said, *ids(TURN), *after, tokenizer.eos_token_id]), tokenizer
 
 
-def test_generate_says_what_the_model_says_with_its_own_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("penalty", [1.3, 1.8])
+def test_generate_says_what_the_model_says_with_its_own_configuration(tmp_path: Path, penalty: float) -> None:
     tokenizer = byte_level()
     model = llama(tokenizer)
     plain = kvsearch.generate(model, tokenizer=tokenizer, prompt=[TEXT[:300]], max_new_tokens=12)[0].text
-    model.generation_config.repetition_penalty = 1.3
+    model.generation_config.repetition_penalty = penalty
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -104,6 +105,27 @@ def test_a_saved_cache_replies_as_the_context_does(tmp_path: Path) -> None:
     assert kvsearch.generate(model, cache=str(tmp_path / "c.kv"), **asked)[0].text != read
 
 
+def test_evaluations_follow_the_configuration_and_say_so(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    model = llama(tokenizer)
+    rows = [{"context": TEXT[at : at + 200], "question": "who?", "answers": ["x"], "metric": "qa_f1"} for at in (0, 9)]
+    (tmp_path / "q.jsonl").write_text("\n".join(json.dumps({**row, "max_new_tokens": 8}) for row in rows))
+
+    def evaluated() -> Any:
+        return kvsearch.evaluate(
+            model, tokenizer=tokenizer, methods=["uniform:snapkv"], budgets=[40], samples=2,
+            tasks=[f"jsonl:{tmp_path}/q.jsonl"], output=str(tmp_path / "run"),
+        )  # fmt: skip
+
+    words = "replies follow the checkpoint's generation config: no_repeat_ngram_size 1"
+    assert words not in evaluated().notes
+    model.generation_config.no_repeat_ngram_size = 1
+    with pytest.raises(UsageError, match="generation"):  # another run than the one that is there
+        evaluated()
+    model.generation_config.no_repeat_ngram_size = None
+    evaluated()
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_a_reply_ends_where_the_chat_template_ends_the_turn(special: bool) -> None:
     model, tokenizer = chatting(special=special)
@@ -116,16 +138,30 @@ def test_a_reply_ends_where_the_chat_template_ends_the_turn(special: bool) -> No
         assert "engineer" in tokenizer.decode(planned.generate(ids, max_new_tokens=30, do_sample=False)[0])
 
 
+def test_evaluated_replies_end_with_the_turn(tmp_path: Path) -> None:
+    model, tokenizer = chatting()
+    row = {"context": TEXT[:300], "question": "who?", "answers": ["the mayor"], "metric": "qa_f1", "max_new_tokens": 30}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row))
+    with pytest.warns(KvsearchWarning, match="replies end there"):
+        result = kvsearch.evaluate(
+            model, tokenizer=tokenizer, methods=["uniform:snapkv"], budgets=[40], samples=1,
+            tasks=[f"jsonl:{tmp_path}/q.jsonl"],
+        )  # fmt: skip
+    assert result.full.scores["tasks"]["q"].mean == 1.0
+
+
 ENDS = {
     "none at all": (CHAT.replace(TURN, ""), None),
     "the tokenizer's own": (CHAT.replace(TURN, "</s>"), "</s>"),
     "behind white space": (CHAT.replace(TURN, " \n" + TURN), TURN),
+    "words come first": (CHAT.replace(TURN, " end " + TURN), None),
     "another one behind it": (CHAT.replace(TURN, TURN + "</s>"), TURN),
     "a template without replies": (
         "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('users only') }}{% endif %}"
         "{{ m.content }}" + TURN + "{% endfor %}",
         None,
     ),
+    "a template that drops replies": ("{{ messages[0].content }}" + TURN, None),
 }
 
 

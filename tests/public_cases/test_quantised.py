@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.combinations import first_value
 from tests.public_cases.quantised import CHECKS, saved
 
 PACKAGES = Path(sys.prefix) / "checkpoints"
@@ -17,9 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(not PACKAGES.is_dir(), reason=f"peft, bitsandbytes and torchao are not in {PACKAGES}")
-@first_value("package", CHECKS)
-def test_with_their_packages(package: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.public_cases.quantised", package, str(tmp_path)]
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "adapters_are_seen" else pytest.mark.nightly)
+        for name in CHECKS
+    ],
+)
+def test_with_their_packages(check: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.public_cases.quantised", check, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(PACKAGES), str(ROOT))), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -39,3 +39,24 @@ def test_few_questions_do_not_end_a_search_at_its_first_layer(tmp_path: Path) ->
     }
     assert len(values) > 1
     assert len(stages(tmp_path)) >= 4
+
+
+@pytest.mark.nightly
+def test_a_search_that_is_flat_everywhere_tried_everything(tmp_path: Path) -> None:
+    """With this many entries nothing that a layer loses is missed; cut by limits it goes on to the same end."""
+    flat = ("--budget", 400, "--samples", 4, "--objective", "metric", "--group-size", 2, "--sigma", "0.05")
+    code, said = evolve(tmp_path / "whole", *flat, "--max-evals", 200)
+    assert code == 0
+    if "does not matter" in said:
+        assert len(stages(tmp_path / "whole")) == 3
+    for limit in (5, 9, 200):
+        evolve(tmp_path / "steps", *flat, "--max-evals", limit)
+    assert (tmp_path / "steps" / "plan.json").read_bytes() == (tmp_path / "whole" / "plan.json").read_bytes()
+
+
+@pytest.mark.nightly
+def test_a_seed_of_zero_is_a_seed(tmp_path: Path) -> None:
+    common = ("--budget", 24, "--samples", 8, "--max-evals", 14, "--group-size", 2, "--seed", 0)
+    for name in ("a", "b"):
+        assert evolve(tmp_path / name, *common)[0] == 0
+    assert (tmp_path / "a" / "plan.json").read_bytes() == (tmp_path / "b" / "plan.json").read_bytes()

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvsearch.cli import app
+from kvsearch.cli import app, streams
 from kvsearch.cli.console import LOGGER, set_up_log
+from kvsearch.cli.streams import StandardOutput, guarded_streams
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.plan.saved import save_plan
 from tests import tiny
@@ -33,6 +34,17 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     named = replace(model, fingerprint=model.fingerprint.model_copy(update={"name": NAME}))
     save_plan(tiny.plan_for(named, [[40, 40]] * 4), path)
     return path
+
+
+@needs_full
+def test_an_error_of_standard_output_is_told_once() -> None:
+    """What follows is not refused again, when the process ends."""
+    full = StandardOutput(FULL.open("w"))
+    full.write("a")
+    with pytest.raises(OSError, match="standard output"):
+        full.flush()
+    full.write("b")
+    full.flush()
 
 
 @needs_full
@@ -63,8 +75,11 @@ def test_a_log_on_a_full_disk_ends_and_the_work_goes_on(
         "evaluate bundled --methods uniform:streaming --budgets 64 --samples 2 -o {0}", "evolve bundled --recipe {0}",
     ],
 )  # fmt: skip
-def test_every_command_refuses_names_that_are_too_long(words: str, plan: Path, tmp_path: Path) -> None:
-    name = tmp_path / ("a" * 300)
+@pytest.mark.parametrize("kind", ["too long", "a link to itself"])
+def test_every_command_refuses_them(words: str, kind: str, plan: Path, tmp_path: Path) -> None:
+    name = tmp_path / ("a" * 300 if kind == "too long" else "loop")
+    if kind != "too long":
+        name.symlink_to(name)
     done = CliRunner().invoke(app, words.format(name, plan).split())
     assert done.exit_code == USAGE, done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("kvsearch: error: ")]) == 1
@@ -95,8 +110,17 @@ USUAL = [
     ("PYTHONIOENCODING=ascii K show PLAN", 0, rb"mod\xe8le-\u6771\u4eac"),
 ]
 OTHERS = [
+    ("K show PLAN | head -1; exit ${PIPESTATUS[0]}", 0, b"model"),
+    ("K -h | true; exit ${PIPESTATUS[0]}", 0, b""),
+    ("K show PLAN >&-", 0, b""),
+    ("K show nowhere 2>&-", USAGE, b""),
     ("K show nowhere 2>&1 | true; exit ${PIPESTATUS[0]}", USAGE, b""),
+    ("K show PLAN --json >/dev/full", ENVIRONMENT, b"standard output"),
+    ("K --version >/dev/full", ENVIRONMENT, b"standard output"),
     ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 K show PLAN", 0, rb"mod\xe8le-\u6771\u4eac"),
+    ("PYTHONIOENCODING=ascii K show n\u00f6where", USAGE, rb"n\xf6where"),
+    ("env -u HOME TMPDIR=/nowhere K show PLAN", 0, b"model"),
+    ("COLUMNS=1 TERM=dumb K show PLAN", 0, b"model"),
 ]
 
 
@@ -112,10 +136,25 @@ def test_streams_of_a_process(words: str, code: int, said: bytes, plan: Path) ->
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("streams_of_it", "code"),
+    [(">/dev/full", ENVIRONMENT), ("2>&1 | true; exit ${PIPESTATUS[0]}", 0), (">&- 2>&-", 0)],
+)
 @needs_full
-def test_results_are_safe_before_they_are_printed(plan: Path, tmp_path: Path) -> None:
-    tasks = "--tasks synthetic:single --length 512 --samples 2"
-    asked = f"K evaluate bundled --methods uniform:streaming --budgets 64 {tasks} -o {tmp_path}/run"
-    found, output = kvsearch(f"{asked} >/dev/full", plan, PYTHONIOENCODING="ascii", HOME="/nowhere")
-    assert found == ENVIRONMENT, output
+def test_results_are_safe_before_they_are_printed(streams_of_it: str, code: int, plan: Path, tmp_path: Path) -> None:
+    asked = f"K evaluate bundled --methods uniform:streaming --budgets 64 --samples 2 -o {tmp_path}/run"
+    found, output = kvsearch(f"{asked} {streams_of_it}", plan, PYTHONIOENCODING="ascii", HOME="/nowhere")
+    assert found == code, output
     assert {"report.json", "samples.csv", "tables.md"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize("known", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, known: str | None
+) -> None:
+    variables = {"PATH": "here", **({known: "mine"} if known else {})}
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(streams, "prepare_streams", lambda: None)
+    wanted = dict(variables) if known else {**variables, "OMP_WAIT_POLICY": "passive"}
+    with guarded_streams():
+        assert variables == wanted

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,19 @@ from kvsearch.calibration.prompts import encode_prompts, make_task_data
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.fingerprint import compute_fingerprint
 from kvsearch.models.loading import LoadedModel
+from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode, make_token_counter
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat, QuestionText
 from kvsearch.tasks.user_files import TextTask
-from tests.examples import at_most
 from tests.families import build
 from tests.public_cases.tokenizers_in_use import KINDS, TEXT, byte_level
+from tests.tiny import Listed
 
 TEMPLATES = {
     "plain": "{% for m in messages %}<|end|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|end|>assistant\n{% endif %}",
     "trims": "{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{% endfor %}",
 }
-SOME_KINDS = ["bytes, Llama 3", "SentencePiece, Llama 2", "Unigram"]
 PIECES = [
     "The code",
     " is",
@@ -58,13 +56,6 @@ def tokenizer(kind: str) -> Any:
     return KINDS[kind]()
 
 
-def chatting(kind: str, template: str | None) -> Any:
-    """The tokenizer with one of the templates."""
-    made = deepcopy(tokenizer(kind))
-    made.chat_template = None if template is None else TEMPLATES[template]
-    return made
-
-
 def tokens(kind: str, text: str) -> list[int]:
     """The tokens of a text as the tokenizer has them, but for the one that says it has ended."""
     made = tokenizer(kind)
@@ -73,7 +64,6 @@ def tokens(kind: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@at_most(25)
 @given(texts, st.lists(st.tuples(texts, st.sampled_from(["", " It is", "\n", "是"]), texts), min_size=1, max_size=3))
 def test_pieces_joined_are_the_whole_text(kind: str, context: str, asked: list[tuple[str, str, str]]) -> None:
     for plain in (PLAIN_PROMPT, "{question}"):
@@ -91,7 +81,6 @@ def test_pieces_joined_are_the_whole_text(kind: str, context: str, asked: list[t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@at_most(15)
 @given(texts, texts, texts)
 def test_parts_of_a_text_joined_are_its_tokens_even_within_a_token(
     kind: str, context: str, question: str, answer: str
@@ -104,7 +93,6 @@ def test_parts_of_a_text_joined_are_its_tokens_even_within_a_token(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@at_most(15)
 @given(texts, texts, texts, st.integers(0, 40))
 def test_long_contexts_are_not_encoded_anew_for_every_question(
     kind: str, ending: str, question: str, answer: str, rolled: int
@@ -119,10 +107,10 @@ def test_long_contexts_are_not_encoded_anew_for_every_question(
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes in Python"])
-@at_most(10)
 @given(texts, st.lists(texts, min_size=1, max_size=2))
 def test_chat_templates(kind: str, template: str, context: str, asked: list[str]) -> None:
-    made = chatting(kind, template)
+    made = KINDS[kind]()
+    made.chat_template = TEMPLATES[template]
     ids, encoded = PromptFormat(made).encode(context, [QuestionText(question) for question in asked])
     for question, (own, _) in zip(asked, encoded, strict=True):
         messages = [{"role": "user", "content": f"{context}\n\n{question}"}]
@@ -130,7 +118,7 @@ def test_chat_templates(kind: str, template: str, context: str, asked: list[str]
         assert [*ids[0].tolist(), *own[0].tolist()] == made(rendered, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_calibration_forces_the_tokens_that_an_evaluation_scores(kind: str) -> None:
     made = tokenizer(kind)
     model = build("llama", vocab_size=len(made))
@@ -146,7 +134,7 @@ def test_a_calibration_forces_the_tokens_that_an_evaluation_scores(kind: str) ->
         assert after.tokens[0].tolist() == [*question.ids.tolist(), *question.right.tolist()]
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("kind", ["bytes, Llama 3", "SentencePiece, Llama 2", "Unigram"])
 def test_replies_from_a_file_are_those_to_the_whole_text(kind: str, tmp_path: Path) -> None:
     made = tokenizer(kind)
     model = build("llama", vocab_size=len(made))
@@ -168,12 +156,15 @@ def test_replies_from_a_file_are_those_to_the_whole_text(kind: str, tmp_path: Pa
     assert full.text == made.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("template", [None, *TEMPLATES])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes in Python"])
-def test_a_context_that_is_kept_is_asked_as_one_that_is_known(kind: str) -> None:
+def test_a_context_that_is_kept_is_asked_as_one_that_is_known(kind: str, template: str | None) -> None:
     """`compress` does not know what will be asked."""
+    made = KINDS[kind]()
+    made.chat_template = None if template is None else TEMPLATES[template]
+    form = PromptFormat(made)
     contexts = ["The code of the red door is 4711.", "The code!", "Costs rose from 120 to", "会议于上午九点"]
-    for template, context in product([None, *TEMPLATES], [*contexts, "Notes.  ", "Notes\n", "Notes.\n\n"]):
-        form = PromptFormat(chatting(kind, template))
+    for context in [*contexts, "Notes.  ", "Notes\n", "Notes.\n\n"]:
         ids, [(question, _)] = form.encode(context, [QuestionText("who was there?")])
         kept, rest = form.open_context(context)
         assert kept.tolist() == ids.tolist()
@@ -200,6 +191,18 @@ def test_templates_that_change_a_message_are_refused(change: str) -> None:
             encode_context('He said "yes" & left.')
 
 
+def test_a_prompt_alone_is_the_whole_message() -> None:
+    made = byte_level()
+    made.chat_template = TEMPLATES["plain"]
+    for text in ("Who was there?", "Who was there? "):
+        ids, [(question, _)] = PromptFormat(made, "{question}").encode(text, [QuestionText("")])
+        whole = made.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        joined = [*ids[0].tolist(), *question[0].tolist()]
+        assert joined == made(whole, add_special_tokens=False)["input_ids"]
+
+
 def test_line_breaks_that_join_a_full_stop_go_with_the_question() -> None:
     form = PromptFormat(tokenizer("bytes, Llama 3"))
     ids, [(question, answer)] = form.encode("The code is 4711.", [QuestionText("who?", answer="the mayor")])
@@ -208,3 +211,38 @@ def test_line_breaks_that_join_a_full_stop_go_with_the_question() -> None:
     assert as_tokens(question[0].tolist())[0] == ".ĊĊ"
     assert as_tokens(answer[0].tolist()) == ["Ġthe", "Ġmayor"]
     assert form.open_context("The code is 4711.")[1] == "."
+
+
+@pytest.mark.parametrize("kind", ["bytes, ends texts", "SentencePiece, ends texts", "Unigram", "WordPiece"])
+def test_a_context_has_not_ended(kind: str) -> None:
+    form = PromptFormat(tokenizer(kind))
+    assert form.tokenizer.eos_token_id not in form.context("The red door")[0].tolist()
+    assert form.lead == (kind != "Unigram")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tasks_have_the_tokens_of_their_texts(kind: str) -> None:
+    made = tokenizer(kind)
+    query = Query("who was there?", ("the mayor", "the engineer"), 8)
+    task = Listed("t", (Example("t", "0", TEXT, (query, query)),), PLAIN_PROMPT)
+    [prompt] = encode(made, task, task.rows).prompts
+    whole = tokens(kind, f"{TEXT}\n\nQuestion: who was there?\nAnswer: the mayor")
+    for question in prompt.questions:
+        before = prompt.with_question(question).tolist()
+        assert before == tokens(kind, f"{TEXT}\n\nQuestion: who was there?\nAnswer:")
+        assert question.right.tolist() == whole[len(before) :][:8]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [24, 37])
+def test_windows_of_a_text_have_its_tokens(kind: str, length: int) -> None:
+    made = tokenizer(kind)
+    text = TEXT * 20
+    task = TextTask("t", text, length)
+    examples = task.examples(3, 0, make_token_counter(made))
+    for example, prompt in zip(examples, encode(made, task, examples).prompts, strict=True):
+        [query] = example.queries
+        [question] = prompt.questions
+        whole = tokens(kind, example.context + query.question + query.answers[0])
+        ids = [*prompt.with_question(question).tolist(), *question.right.tolist()]
+        assert ids == whole[: len(ids)] and len(question.right) >= 16
