@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from kvsearch.budgets.convex import sum_prefixes
 from kvsearch.budgets.lukv import MarginalSolver, solve_grid
 from kvsearch.calibration.analysis import compute_lost_mass
-from kvsearch.calibration.data import CalibrationData, Context, Pair
+from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass, measure_output_errors
 from kvsearch.calibration.lukv import (
     KEPT_POINTS,
@@ -70,27 +70,6 @@ def assert_rows_average_to_their_ratio(table: np.ndarray, length: int, floor: in
     assert np.abs(table.mean((1, 2), dtype=np.float64) - reachable).max() <= 0.5 / (heads * length) + 1e-6
 
 
-def test_what_a_profile_holds(profile: Profile, data: CalibrationData) -> None:
-    layers, heads, questions = 4, 2, 4
-    shapes = {name: array.shape for name, array in profile.arrays.items()}
-    assert shapes == {
-        "evicted_ratio": (99, layers, heads),
-        "question_ratio": (questions, 9, layers, heads),
-        "question_context": (questions,),
-        "recall": (layers, heads, 101),
-        "oracle_recall": (layers, heads, 101),
-        "mass": (layers, heads, 101),
-    }
-    assert profile.arrays["question_context"].tolist() == [0, 0, 1, 1]
-    metadata = profile.metadata
-    assert (metadata.method, metadata.policy.name, metadata.policy.params) == ("lukv", "snapkv", POLICY.parameters())
-    assert (metadata.length, metadata.questions, metadata.floor) == (length_of(data), questions, PROTECTED)
-    assert metadata.layers == (0, 1, 2, 3)
-    assert metadata.provenance.data_sha256 == data.sha256
-    assert metadata.provenance.settings["normalization"] == "error"
-    assert "seed" not in metadata.provenance.settings
-
-
 CHOICES = [
     *product(get_args(Normalization), ["sum"], [True]),
     ("error", "sum", False),
@@ -103,7 +82,7 @@ def test_every_choice_makes_a_valid_profile(
     model: LoadedModel, data: CalibrationData, normalization: Any, group: Any, gap: bool
 ) -> None:
     options = LukvOptions(normalization=normalization, group=group, gap=gap, answers="given")
-    made = calibrate_lukv(model, data, POLICY, options)
+    made = calibrate_lukv(model, data.limit_questions(1), POLICY, options)
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     settings = made.metadata.provenance.settings
     assert (settings["normalization"], settings["group"], settings["gap"]) == (normalization, group, gap)
@@ -245,9 +224,7 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
     ]
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "qwen3_5"))]
-)
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.nightly)])
 def test_replies_go_on_from_a_pass_as_they_do_from_a_reading_of_their_own(family: str, data: CalibrationData) -> None:
     """Contexts of different lengths, several questions of each."""
     model = tiny.loaded(family)
@@ -279,52 +256,13 @@ def test_questions_are_rows_of_one_pass_with_the_same_errors(model: LoadedModel,
             assert_close(errors, next(measure_output_errors(passed, [after], *rest)))
 
 
-@pytest.mark.parametrize(
-    ("family", "layers"),
-    [
-        ("qwen3", (0, 1, 2, 3)),
-        pytest.param("gemma2", (1, 3), marks=pytest.mark.nightly),
-        pytest.param("gemma3", (1, 3), marks=pytest.mark.nightly),
-    ],
-)
-def test_other_families(family: str, layers: tuple[int, ...], data: CalibrationData) -> None:
-    made = calibrate_lukv(tiny.loaded(family), data.limit_questions(2), POLICY, OWN)
-    assert made.metadata.layers == layers
-    assert made.arrays["evicted_ratio"].shape == (99, len(layers), 2)
+def test_sliding_layers_are_left_alone(data: CalibrationData) -> None:
+    made = calibrate_lukv(tiny.loaded("gemma2"), data.limit_questions(2), POLICY, OWN)
+    assert made.metadata.layers == (1, 3)
+    assert made.arrays["evicted_ratio"].shape == (99, 2, 2)
 
 
-def refusal(model: LoadedModel, data: CalibrationData, policy: Policy = POLICY, options: Any = None) -> str:
-    """The message of a refusal that comes before the model has read anything."""
-    calls: list[int] = []
-    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    try:
-        with pytest.raises(UsageError) as caught:
-            calibrate_lukv(model, data, policy, options)
-    finally:
-        handle.remove()
-    assert not calls
-    assert model.model.config._attn_implementation == "sdpa"
-    return str(caught.value)
-
-
-def test_a_context_too_short_for_the_protected_entries(model: LoadedModel) -> None:
-    data = tiny.calibration_data(110, 70)  # the second one is the problem
-    policy = create_policy("snapkv", {"sinks": 4})
-    message = refusal(model, data, policy)
-    assert f"{length_of(data, 1)} tokens is too short for snapkv: 36 entries are always kept" in message
-    assert "give at least 144 tokens" in message
-
-
-def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData) -> None:
-    blank = Context(data.contexts[0].text, (Pair.model_construct(question="? vote", answer=" "),))
-    broken = CalibrationData("x", " {question}", (*data.contexts, blank), data.sha256)
-    assert "the answer ' ' is empty" in refusal(model, broken)
-
-
-@in_turn(
-    where=["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
-    normalization=["error", "layer"],
-)
+@in_turn(where=["model.layers.1.mlp.down_proj", "lm_head"], normalization=["error", "layer"])
 def test_a_model_that_computes_nan(where: str, normalization: Any, data: CalibrationData) -> None:
     model = tiny.loaded()
     with torch.no_grad():
@@ -364,7 +302,6 @@ def test_rivals_are_measured_as_they_would_be_alone(model: LoadedModel, data: Ca
 @pytest.mark.parametrize(
     ("rivals", "problem"),
     [
-        (("snapkv",), "snapkv is measured already"),
         (("keydiff", "keydiff"), "keydiff is measured already"),
         (("full",), "evicts nothing"),
         (("kediff",), "did you mean 'keydiff'"),

@@ -84,7 +84,10 @@ def test_what_does_not_fit_is_cut_in_the_middle(by: str) -> None:
         assert torch.equal(before.tokens, after.tokens)
 
 
-def test_a_question_that_leaves_no_room() -> None:
+def test_an_answer_without_a_token_and_a_question_that_leaves_no_room(model: LoadedModel) -> None:
+    blank = Context(DATA.contexts[0].text, (Pair.model_construct(question="? vote", answer=" "),))
+    with pytest.raises(UsageError, match="the answer ' ' is empty"):
+        encode_prompts(model, CalibrationData("x", " {question}", (*DATA.contexts, blank), "0"))
     with pytest.raises(IncompatibleError, match=r"^calibration context 0: .* within 7 tokens: raise --max-length, or"):
         encode_prompts(tiny.loaded(), DATA, max_length=7)
 

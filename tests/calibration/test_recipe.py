@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.options import DynamicOptions, LukvOptions
 from kvsearch.commands.calibrate import (
-    OPTIONS,
     CalibrateOptions,
 )
 from kvsearch.config.options import parse_setting
@@ -45,21 +43,6 @@ def resolve_recipe(
 def typed(*settings: str, options: tuple[str, ...] = (), **values: Any) -> CalibrateOptions:
     """What the command line alone says."""
     return resolve_recipe(None, values, list(settings), options)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("snapkv", {"sinks": 4, "window": 32, "kernel": 7}),
-        ("keydiff", {"sinks": 4, "window": 1}),
-        ("expected_attention", {"sinks": 4, "window": 1, "epsilon": 0.0}),
-        ("streaming", {"sinks": 4}),
-    ],
-)
-def test_protection_of_the_method(name: str, expected: dict[str, Any]) -> None:
-    """LU-KV keeps four sinks and 32 (SnapKV) or 1 (policies that score every key) recent tokens."""
-    parameters = typed(policy=name).make_policy().parameters()
-    assert {key: parameters[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -120,14 +103,6 @@ def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
     path = write(tmp_path, "method: lava\n")
     with pytest.raises(UsageError, match=r"is a recipe of method lava, not cake: leave --method or --recipe out"):
         resolve_recipe(path, {"method": "cake"}, [])
-
-
-@pytest.mark.parametrize("method", OPTIONS)
-def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
-    """config.json says everything, and saying everything again changes nothing."""
-    recipe = typed(method=method)
-    path = write(tmp_path, yaml.safe_dump(recipe.to_recipe()))
-    assert resolve_recipe(path, {}, []) == recipe
 
 
 @pytest.mark.parametrize(
