@@ -8,34 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime.logits import Logits
-from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens, VisibleKV, attend_prefix
+from kvsearch.search.bank.passes import VisibleKV, attend_prefix
 from tests.examples import at_most
-
-
-def yes(*rows: str) -> list[list[bool]]:
-    """Rows of a mask, x where something is seen."""
-    return [[letter == "x" for letter in row] for row in rows]
-
-
-def test_a_prefix_is_a_view_with_a_mask_only_where_heads_or_samples_differ() -> None:
-    states = torch.arange(2 * 2 * 6.0).view(2, 2, 6, 1)
-    entries = torch.tensor([[[3, 3], [3, 3]], [[4, 5], [3, 5]], [[2, 5], [1, 5]]])  # [P, S, Hkv]
-    same, near, apart = PrefixLayer(
-        [(states, states)], SuffixTokens(torch.tensor([6, 6])), *[entries[:, :, None]] * 2
-    ).visible_prompt()
-    ((heads, whole),) = same
-    assert heads == slice(0, 2)
-    assert whole.keys.data_ptr() == whole.values.data_ptr() == states.data_ptr()
-    assert whole.keys.shape == (2, 2, 3, 1)
-    assert whole.seen is None
-    ((_, masked),) = near
-    assert masked.seen[:, :, 0, 0].tolist() == [yes("xxxx.", "xxxxx"), yes("xxx..", "xxxxx")]
-    # one large head does not make the other as wide
-    (first, small), (second, large) = apart
-    assert (first, second) == (slice(0, 1), slice(1, 2))
-    assert small.seen[:, :, 0, 0].tolist() == [yes("xx"), yes("x.")]
-    assert large.keys.shape == (2, 1, 5, 1)
-    assert large.seen is None
 
 
 def naive(

@@ -35,14 +35,6 @@ NEEDS = st.lists(
 )
 
 
-def test_stored_entries_by_hand() -> None:
-    """2 kv heads with 16 numbers of 4 bytes for a key and a value are 256 bytes per token and layer."""
-    assert LLAMA.prompt_bytes(prompt=100, width=30) == 4 * 30 * 256
-    assert GEMMA.prompt_bytes(prompt=100, width=30) == (2 * 30 + 2 * 15) * 256
-    assert LLAMA.prompt_bytes(prompt=20, width=30) == 4 * 20 * 256
-    assert GEMMA.prompt_bytes(prompt=10, width=30) == 4 * 10 * 256
-
-
 @given(NEEDS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
 def test_blocks_hold_every_sample_once_and_fit(
     needs: list[SampleNeed], candidates: int, room: float, tokens: int

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 import torch
-from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.policies import Observation, Policy, create_policy
+from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import run_attention
 from kvsearch.search.bank.prepared import prefill, resolve_policies
 from tests import tiny
@@ -31,26 +27,11 @@ def test_no_more_than_the_cap_is_kept() -> None:
         assert states[0][1].shape[1] == count
 
 
-@dataclass(frozen=True)
-class SomeHeads(Policy):
-    """Never evicts heads with a budget of 1000 or more."""
-
-    name: ClassVar[str] = "some-heads"
-    source: ClassVar[str] = "tests"
-
-    def score(self, observation: Observation) -> Tensor:
-        return observation.keys[..., 0].float()
-
-    def keeps_all(self, budget: int, length: int) -> bool:
-        return budget >= 1000
-
-
 @pytest.mark.parametrize(
     ("policy", "problem"),
     [
         (create_policy("d2o"), "layer 0: policy d2o merges what it evicts into what it keeps"),
         (create_policy("full"), "layer 0: policy full never evicts some heads, whatever their budget"),
-        (SomeHeads(), "layer 0: policy some-heads never evicts some heads"),
     ],
 )
 def test_policies_without_one_order_are_refused(model: LoadedModel, policy: Policy, problem: str) -> None:

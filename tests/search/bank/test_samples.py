@@ -33,36 +33,26 @@ def words(model: LoadedModel, ids: torch.Tensor) -> str:
     return model.tokenizer.decode(ids.tolist())
 
 
-def test_question_agnostic_the_question_follows(model: LoadedModel) -> None:
-    sample = of_queries(model, "question-agnostic", Query("? code", ("mark recall .",)))[0]
-    assert words(model, sample.question_ids) == "? code"
-    assert words(model, sample.answer) == "mark recall ."
-    assert words(model, sample.following) == "? code mark recall"
-    assert sample.predicting == 3
+def test_question_agnostic_the_question_follows_as_far_as_a_reply_may_go(model: LoadedModel) -> None:
+    query = Query("? code", ("mark recall .", "code"), max_new_tokens=2, prefix=" =")
+    (sample,) = of_queries(model, "question-agnostic", query)
+    assert words(model, sample.question_ids) == "? code ="
+    assert words(model, sample.answer) == "mark recall"  # the first one counts
+    assert words(model, sample.following) == "? code = mark"
+    assert (sample.predicting, sample.limit) == (2, 2)
     assert words(model, sample.prompt).startswith("<bos>")
     assert "?" not in words(model, sample.prompt)
 
 
-def test_question_aware_the_prompt_predicts_the_first_token(model: LoadedModel) -> None:
-    sample = of_queries(model, "question-aware", Query("? code", ("mark recall .",)))[0]
+@pytest.mark.parametrize(("answer", "following", "predicting"), [("mark recall .", "mark recall", 2), ("mark", "", 0)])
+def test_question_aware_the_prompt_predicts_the_first_token(
+    answer: str, following: str, predicting: int, model: LoadedModel
+) -> None:
+    (sample,) = of_queries(model, "question-aware", Query("? code", (answer,)))
     assert len(sample.question_ids) == 0
     assert words(model, sample.prompt).endswith("? code")
-    assert words(model, sample.following) == "mark recall"
-    assert sample.predicting == 2
-
-
-def test_an_answer_of_one_token(model: LoadedModel) -> None:
-    agnostic, aware = (of_queries(model, protocol, Query("? code", ("mark",)))[0] for protocol in PROTOCOLS)
-    assert (words(model, agnostic.following), agnostic.predicting) == ("? code", 1)
-    assert (len(aware.following), aware.predicting) == (0, 0)
-
-
-def test_the_first_answer_counts_as_far_as_a_reply_may_go(model: LoadedModel) -> None:
-    query = Query("? code", ("mark recall .", "code"), max_new_tokens=2, prefix=" =")
-    sample = of_queries(model, "question-agnostic", query)[0]
-    assert words(model, sample.answer) == "mark recall"
-    assert words(model, sample.question_ids) == "? code ="
-    assert sample.limit == 2
+    assert words(model, sample.following) == following
+    assert sample.predicting == predicting
 
 
 def test_hashes_say_what_samples_share(model: LoadedModel) -> None:
