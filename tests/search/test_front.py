@@ -14,7 +14,7 @@ from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, ru
 from kvsearch.search.start_plans import SearchSetup
 from kvsearch.search.trials import TrialLog
 from tests.search.evolving import POLICY, settings_of, splits
-from tests.search.searching import NullReporter, timeless, told
+from tests.search.searching import NullReporter, told
 
 pytestmark = pytest.mark.slow
 BUDGETS = 8, 16, 24
@@ -75,16 +75,3 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Null
     assert [row[0] for row in rows] == ["full", "8", "16", "24"]
     assert rows[1][2] == ""
     assert all(rows[2])
-
-
-@pytest.mark.nightly
-def test_a_front_that_is_cut_ends_the_same(
-    found: tuple[list[Evolved], Path, NullReporter], loaded: LoadedModel, tmp_path: Path
-) -> None:
-    points, whole, _ = found
-    lines = whole.read_bytes().splitlines(keepends=True)
-    (tmp_path / "l").write_bytes(b"".join(lines[: len(lines) // 2]) + b'{"kind"')
-    again = run(prepare(loaded, *BUDGETS), tmp_path / "l")
-    assert [told(one.outcome) for one in again] == [told(one.outcome) for one in points]
-    assert [one.choice.plan for one in again] == [one.choice.plan for one in points]
-    assert timeless(tmp_path / "l") == timeless(whole)

@@ -35,13 +35,7 @@ from tests.search.searching import (
     told,
 )
 
-MODES: list[dict[str, Any]] = [
-    {},
-    {"parity": True},
-    {"space": "layers"},
-    {"group_size": 1, "generations": 2},
-    {"population": 4, "objective": "metric"},
-]
+MODES: list[dict[str, Any]] = [{}, {"parity": True}, {"space": "layers", "population": 4, "objective": "metric"}]
 IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" for mode in MODES]
 
 
@@ -82,9 +76,7 @@ def test_the_total_is_exact_and_the_result_no_worse_than_any_start(mode: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.nightly) for mode in MODES[1:])], ids=IDS
-)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[2], marks=pytest.mark.nightly)], ids=IDS[::2])
 def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path: Path) -> None:
     """After any line of its ledger, and in the middle of it."""
     whole, mode = tmp_path / "whole", {**mode, "generations": 2}
@@ -124,8 +116,6 @@ def test_no_candidate_is_measured_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "loss", "words"),
     [
-        ({}, 0.25, "plans and all the same: this budget does not matter here"),
-        ({"space": "layers"}, 0.25, "plans and all the same: this budget does not matter here"),
         ({"parity": True}, 0.25, "plans and all the same: this budget does not matter here"),  # whatever they hold
         ({"objective": "metric"}, 0.0, "plans, so it tells none apart: search by nll"),
     ],
@@ -147,7 +137,7 @@ def last_layer_retrieves(table: Ints, sample: int) -> float:
     return float(table[-1, 0] >= 2 * BUDGET)
 
 
-@pytest.mark.parametrize("changes", [{}, {"group_size": 1}, {"space": "layers"}])
+@pytest.mark.parametrize("changes", [{"group_size": 1}, {"space": "layers"}])
 def test_a_flat_stage_says_nothing_of_the_others(changes: dict[str, Any], tmp_path: Path) -> None:
     watcher = NullReporter()
     outcome = run(
@@ -169,12 +159,6 @@ def test_steps_grow_while_nothing_is_told_apart(tmp_path: Path) -> None:
     assert spread[-1] > 2 * spread[0]
 
 
-def test_a_limit_that_cuts_a_flat_search_speaks_for_no_layer_that_was_not_tried(tmp_path: Path) -> None:
-    outcome = run(tmp_path / "l", Measure(lambda *_: 0.25), 8)
-    assert not outcome.flat
-    assert outcome.ended == "8 candidates were evaluated, as many as allowed; all 8 plans so far are worth the same"
-
-
 class TestFailures:
     def test_a_candidate_without_a_value_is_told_as_worse_than_all_others(self, tmp_path: Path) -> None:
         def loss(table: Ints, sample: int) -> float:
@@ -193,7 +177,7 @@ class TestFailures:
             assert all(a > worst if math.isnan(b) else a == b for a, b in zip(known, values, strict=True))
         assert all(one.table[0, 0] <= 22 for one in outcome.pool)
 
-    @pytest.mark.parametrize("changes", [{"group_size": 3}, {"space": "layers"}, {"group_size": 1}])
+    @pytest.mark.parametrize("changes", [{"group_size": 3}, {"group_size": 1}])
     def test_a_failure_makes_no_difference_between_plans(self, changes: dict[str, Any], tmp_path: Path) -> None:
         """One candidate fails, and the flat stages end as they do without it, in steps that double; so after a cut."""
         clean = NullReporter()
@@ -222,7 +206,7 @@ class TestFailures:
         else:
             assert [len(line.points) for line in lines] == [len(line.points) for line in flat]  # both bounds
         whole = (tmp_path / "l").read_bytes().splitlines(keepends=True)
-        for kept in range(3, len(whole), 5):
+        for kept in range(3, len(whole), 15):
             (tmp_path / "cut").write_bytes(b"".join(whole[:kept]))
             assert told(run(tmp_path / "cut", Measure(loss), generations=10, **changes)) == told(outcome)
             assert timeless(tmp_path / "cut") == timeless(tmp_path / "l")
@@ -263,7 +247,7 @@ class TestLimits:
         whole = Measure()
         run(tmp_path / "whole", whole)
         most = len(whole.candidates)
-        for limit in (1, 2, 5, most // 2, most - 1, most, most + 1):
+        for limit in (1, 5, most - 1, most, most + 1):
             measure = Measure()
             outcome = run(tmp_path / str(limit), measure, limit)
             assert len({table.tobytes() for table in measure.candidates}) == min(limit, most)
@@ -370,16 +354,10 @@ def test_a_pool_has_its_best_and_the_start_plans(monkeypatch: pytest.MonkeyPatch
     assert [one.value for one in outcome.pool] == [1.0, 2.5, 2.75, 9.0]
 
 
-@pytest.mark.parametrize(
-    ("mean", "score"),
-    [(0, 0.8), (64, 0.9), (96, 0.95), (128, 1.0), (160, 0.75), (192, 0.5), (256, 0.0), (300, 0.0)],
-)
-def test_cache_scores_at_128(mean: float, score: float) -> None:
-    assert cache_score(mean, 128) == pytest.approx(score)
-
-
-def test_gamma_discounts_what_is_left_unused() -> None:
-    assert cache_score(64, 128, gamma=1.0) == pytest.approx(0.5)
+def test_cache_scores_at_128() -> None:
+    scores = {0: 0.8, 64: 0.9, 96: 0.95, 128: 1.0, 160: 0.75, 192: 0.5, 256: 0.0, 300: 0.0}
+    assert {mean: cache_score(mean, 128) for mean in scores} == pytest.approx(scores)
+    assert cache_score(64, 128, gamma=1.0) == pytest.approx(0.5)  # discounts what is left unused
     assert cache_score(160, 128, gamma=1.0) == cache_score(160, 128)
 
 
