@@ -149,16 +149,8 @@ def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pyt
 TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]
 
 
-def runner_of(log: TrialLog, measure: Measure, objective: str = "nll", allowed: int | None = None) -> TrialRunner:
-    return TrialRunner(SerialExecutor(measure), log, objective, allowed, job_size=3)
-
-
-def test_means_that_are_to_be_minimised(tmp_path: Path) -> None:
-    measure = Measure(lambda table, sample: float(table[0, 0]) + sample)
-    with TrialLog(tmp_path / "l") as ledger:
-        line = ledger.begin("a")
-        assert runner_of(ledger, measure).measure(TABLES[:2], line) == [7.5, 8.5]
-        assert runner_of(ledger, measure, "metric").measure(TABLES[:1], line) == [-7.5]
+def runner_of(log: TrialLog, measure: Measure, allowed: int | None = None) -> TrialRunner:
+    return TrialRunner(SerialExecutor(measure), log, "nll", allowed, job_size=3)
 
 
 def test_a_job_is_the_same_whatever_of_it_was_known_before_it_was_cut(tmp_path: Path) -> None:
@@ -215,29 +207,16 @@ def test_a_generation_that_is_mostly_not_finite_blames_the_model(tmp_path: Path)
 
 
 def test_of_a_job_without_a_value_all_candidates_failed(tmp_path: Path) -> None:
-    log = measure_firsts(tmp_path, (8, 10, NO_MEMORY, 9, 11, 12), job=2)
+    """Those that failed and were not told are measured again, and nothing beside them."""
+    measured = (8, 10, NO_MEMORY, 9, 11, 12)
+    log = measure_firsts(tmp_path, measured, job=2)
     good = {candidate_key(table(first), "nll") for first in (8, 10, 11, 12)}
     assert {key for key, trial in log.trials.items() if trial.state == "ok"} == good
     assert log.evaluations == 6
-
-
-def test_known_failures_count_too(tmp_path: Path) -> None:
-    """Those that were told since the generation began."""
-    with TrialLog(tmp_path / "log") as log:
-        line = log.begin("a")
-        log.record([candidate_key(table(NO_MEMORY), "nll")], JobOutcome("error", None, "it broke", 1.0, 1))
-        log.append("told", **told())
-        runner = TrialRunner(SerialExecutor(Fake(tmp_path)), log, "nll", job_size=1)
-        with pytest.raises(EnvironmentFault, match="2 of 3 candidates failed"):
-            runner.measure([table(first) for first in (BROKEN, NO_MEMORY, 8)], line)
-
-
-def test_a_failure_that_was_not_told_is_measured_again_and_nothing_beside_it(tmp_path: Path) -> None:
-    measure_firsts(tmp_path, (8, NAN, 9), job=3)
     before = (tmp_path / "log").read_bytes()
-    measure_firsts(tmp_path, (8, NAN, 9), job=3)
-    (again,) = (tmp_path / "log").read_bytes()[len(before) :].splitlines()
-    assert json.loads(again)["keys"] == [candidate_key(table(NAN), "nll")]
+    measure_firsts(tmp_path, measured, job=2)
+    again = [json.loads(line)["keys"] for line in (tmp_path / "log").read_bytes()[len(before) :].splitlines()]
+    assert again == [[candidate_key(table(first), "nll") for first in (NO_MEMORY, 9)]]
 
 
 def test_a_key_depends_on_all_that_decides_the_values() -> None:
