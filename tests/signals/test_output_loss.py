@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvsearch.policies import scoring
 from kvsearch.signals.attention_rows import (
     attention_change,
     bound_output_loss,
