@@ -67,23 +67,22 @@ def test_every_layer_takes_the_policy_that_keeps_most() -> None:
     assert found.words.startswith("layers: snapkv in ")
 
 
-def test_the_sum_of_the_measured_curves_is_what_a_plan_keeps() -> None:
-    kept = TWO[[0, 1]]
-    found = make_joint_plan(read_policy_curves(profile(kept, SNAPKV, KEYDIFF)), Size(ratio=0.9))
-    rows = np.array([layer for layer in found.plan.budgets("prefill") if layer is not None])
-    read = sum(
-        kept[policy, layer, head, rows[layer, head]] for layer, policy in enumerate(found.policies) for head in range(2)
-    )
-    assert found.kept == pytest.approx(read / 6, rel=1e-6)
-
-
 def test_what_a_plan_keeps_is_read_from_the_curves() -> None:
     curves = read_policy_curves(profile(TWO, SNAPKV, KEYDIFF))
     found = make_joint_plan(curves, Size(ratio=0.9))
     mass = curves.kept[0, ..., -1].sum()
     assert curves.measure_kept(found.plan) / mass == pytest.approx(found.kept, rel=1e-6)
-    alone = make_joint_plan(curves.select(["keydiff"]), Size(ratio=0.9)).plan
-    assert curves.measure_kept(alone) / mass == pytest.approx(found.alone["keydiff"], rel=1e-6)
+    rows = np.array([layer for layer in found.plan.budgets("prefill") if layer is not None])
+    read = sum(
+        TWO[policy, layer, head, rows[layer, head]] for layer, policy in enumerate(found.policies) for head in range(2)
+    )
+    assert found.kept == pytest.approx(read / 6, rel=1e-6)
+    alone = make_joint_plan(curves.select(["keydiff"]), Size(ratio=0.9))
+    assert set(names(alone.plan)) == {"keydiff"}
+    assert alone.kept == pytest.approx(found.alone["keydiff"])
+    assert curves.measure_kept(alone.plan) / mass == pytest.approx(found.alone["keydiff"], rel=1e-6)
+    with pytest.raises(UsageError, match="'snapvk' was not measured; did you mean 'snapkv'"):
+        curves.select(["snapvk"])
 
 
 def test_a_mixture_with_even_budgets() -> None:
@@ -94,15 +93,6 @@ def test_a_mixture_with_even_budgets() -> None:
     assert set(third.ravel().tolist()) == {5}
     assert np.abs(second - (first + third) / 2).max() < 1
     assert whole.kept > half.kept > even.kept
-
-
-def test_only_one_of_the_policies() -> None:
-    both = read_policy_curves(profile(TWO, SNAPKV, KEYDIFF))
-    found = make_joint_plan(both.select(["keydiff"]), Size(ratio=0.9))
-    assert set(names(found.plan)) == {"keydiff"}
-    assert found.kept == pytest.approx(make_joint_plan(both, Size(ratio=0.9)).alone["keydiff"])
-    with pytest.raises(UsageError, match="'snapvk' was not measured; did you mean 'snapkv'"):
-        both.select(["snapvk"])
 
 
 def test_layers_keep_the_best_policy_where_another_is_hardly_better() -> None:
@@ -140,9 +130,3 @@ def test_a_profile_without_curves_is_refused() -> None:
     table = Profile(whole.metadata.model_copy(update={"method": "cake"}), {EVICTED_RATIO: whole.arrays[EVICTED_RATIO]})
     with pytest.raises(UsageError, match="a profile of method cake does not say what policies keep"):
         read_policy_curves(table)
-
-
-def test_curves_that_do_not_fit_are_refused() -> None:
-    made = profile(TWO, SNAPKV, KEYDIFF)
-    with pytest.raises(UsageError, match=r"has shape \[3, 3, 2, 101\], must be \[2, 3, 2"):
-        Profile(made.metadata, {**made.arrays, KEPT: np.zeros((3, 3, 2, 101), np.float32)})

@@ -22,7 +22,6 @@ from kvsearch.report.selections import (
     make_selection_result,
     make_tables,
     report_ahead_words,
-    score_facts,
 )
 from kvsearch.results.selection import SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate, TextLoss
@@ -89,13 +88,6 @@ def test_what_each_part_of_a_plan_brings() -> None:
         "report split, what its entries carry brings +0.0700 [+0.0600, +0.0800] nats per token saved beside its "
         "rankings with its budgets",
     ]
-
-
-def test_a_card_has_losses_or_scores() -> None:
-    assert dict(score_facts(REPORT, "a")) == {
-        "nats above full": "0.0500 [0.0400, 0.0600]", "full cache itself": "3.0000 [2.9900, 3.0100]",
-    }  # fmt: skip
-    assert dict(score_facts(replace(REPORT, nats={}), "a"))["score"] == "100.0 [100.0, 100.0]"
 
 
 @pytest.mark.slow

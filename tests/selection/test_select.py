@@ -26,7 +26,7 @@ from kvsearch.evaluation.reply_store import ReplyStore, read_replies
 from kvsearch.evaluation.statistics import contrast_scores, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.selections import DECODE_ONLY, describe_decision, make_selection_result, make_tables
+from kvsearch.report.selections import describe_decision, make_selection_result, make_tables
 from kvsearch.runs.identity import LEDGER
 from kvsearch.selection import plan_race, race
 from kvsearch.selection.plan_race import SCREENED_TOKENS, choose_screening_questions
@@ -49,7 +49,7 @@ HOW = {"samples": 16, "seed": 3, "batch": 8}
 
 
 @given(st.integers(0, 2**32))
-@at_most(30)
+@at_most(20)
 def test_means_are_those_of_every_evaluation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shapes = [[int(n) for n in rng.integers(1, 4, rng.integers(1, 6))] for _ in range(2)]
@@ -193,15 +193,9 @@ def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
     assert won.report.scores["error + entropy"].mean == 1.0
     lead = won.report.scores["error + entropy"].mean - won.report.scores[won.chosen.best].mean
     assert won.report.gain.mean == pytest.approx(lead)
-
-
-def test_methods_are_asked_until_they_leave(won: Selection) -> None:
-    methods = won.chosen.methods
-    assert methods[0].contexts == won.chosen.asked.contexts
-    assert [method.contexts for method in methods] == sorted((method.contexts for method in methods), reverse=True)
-    assert {method.kind for method in methods if method.lead is None} == {"baseline"}
-    assert all(method.chance is not None for method in methods if method.kind == "candidate")
-    assert won.report.ahead == {}  # nothing scores more than 100
+    counts = [method.contexts for method in won.chosen.methods]  # methods are asked until they leave
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == won.chosen.asked.contexts
 
 
 def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
@@ -255,11 +249,8 @@ def test_the_hopeless_do_not_reply(
     assert chosen.screening is not None
     left_out = {method.name for method in chosen.screening.dropped}
     plans = job.race.candidate_set
-    assert len(left_out) >= len(plans.plans) / 3
     assert chosen.screening.best not in left_out
-    assert min(method.loss for method in chosen.screening.dropped) > 0
     assert {method.name for method in chosen.methods} == plans.plans.keys() - left_out
-    assert (chosen.count("candidate"), chosen.count("baseline")) == (len(plans.candidates), len(plans.baselines))
     dropped = chosen.screening.count("baseline")
     assert f"the best of {len(plans.baselines)} baselines ({dropped} dropped by loss)" in describe_decision(chosen)
     kept = {path.parent.name: read_replies(path) for path in tmp_path.rglob(LEDGER)}
@@ -282,37 +273,17 @@ def test_the_hopeless_do_not_reply(
             losses.setdefault(reply.method, []).append(read_loss(reply.reply))
     weighed = {name: fmean(losses[name]) for name in methods[last] & plans.baselines.keys()}
     assert set(sorted(weighed, key=weighed.__getitem__)[:2]) == plans.baselines.keys() - left_out
-    assert len(losses["full"]) > len(kept["screen-1"]) / len(methods["screen-1"])
     # rounds ask about other contexts first, and measure the same losses there
     asked = {stage: {(reply.task, reply.key) for reply in replies.values()} for stage, replies in kept.items()}
     screened = set().union(*(asked[stage] for stage in screenings))
     assert len(asked["round-1"] & screened) == len(asked["round-1"]) + len(screened) - job.race.available
     assert all(reply.loss is not None for reply in kept["round-1"].values())
-    counts = [
-        method.spared.wins + method.spared.ties + method.spared.losses for method in chosen.methods if method.spared
-    ]
-    distinct = {(reply.task, reply.key, reply.question) for replies in kept.values() for reply in replies.values()}
-    assert max(counts) == len(distinct)
     # who is killed while methods are screened goes on to the same
     ledger = tmp_path / "prefill" / "screen-1" / LEDGER
     ledger.write_bytes(ledger.read_bytes()[:-200])
     assert len(read_replies(ledger)) < len(kept["screen-1"])
     assert job.race.decide(store) == chosen
     assert read_replies(ledger) == kept["screen-1"]
-
-
-@pytest.mark.nightly
-def test_a_task_of_few_contexts_is_screened_once(model: LoadedModel, profile: Profile) -> None:
-    """The last screenings ask nothing of it, and its losses still count."""
-    choose = Split([questions_of(0, 1, name="few"), questions_of(*range(2, 62), name="many")], **{**HOW, "samples": 60})
-    report = Split([questions_of(*range(62, 66), name="few"), questions_of(*range(66, 70), name="many")], **HOW)
-    job = prepare(model, profile, SIZE, choose, report, routes=EXPLORED[0], allocators=EXPLORED[1])
-    screened = job.race.screened
-    assert screened is not None
-    assert [[len(task.prompts) for task in part] for part in screened] == [[1, 2], [3], [6]]
-    chosen = job.race.decide()
-    assert chosen.screening is not None
-    assert chosen.screening.asked.contexts == 12
 
 
 def test_a_candidate_that_is_out_after_the_first_round_stays_a_candidate(
@@ -330,10 +301,8 @@ def test_a_candidate_that_is_out_after_the_first_round_stays_a_candidate(
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
     asked = encode_tasks(model, [questions_of(0, each=2)], 8)
     ((forced,),) = choose_screening_questions(asked, 0) or ()
-    questions = forced.prompts[0].questions
-    assert [question.right.tolist() for question in questions] == [
-        question.right[:SCREENED_TOKENS].tolist() for question in asked[0].prompts[0].questions
-    ]
+    for question, whole in zip(forced.prompts[0].questions, asked[0].prompts[0].questions, strict=True):
+        assert question.right.tolist() == whole.right[:SCREENED_TOKENS].tolist()
     assert choose_screening_questions([forced], 0) is None  # nothing would be cheaper
     (row,) = questions_of(0).rows
     open_ended = replace(row, queries=tuple(replace(query, answers=()) for query in row.queries))
@@ -343,15 +312,6 @@ def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) ->
     ((once,),) = choose_screening_questions(drawn, 0) or ()
     assert len(once.prompts[0].questions) == 2
     assert once.sampling is None
-
-
-@pytest.mark.nightly
-def test_a_phase_setting_has_baselines_of_its_own(model: LoadedModel, profile: Profile) -> None:
-    asked = (Split([questions_of(*numbers)], **HOW) for numbers in (range(4), (4, 5)))
-    found = prepare(model, profile, SIZE, *asked, routes=("none",), allocators=("entropy",), phases="decode").run()
-    assert (found.chosen.phases, found.chosen.count("baseline")) == ("decode", 13)
-    assert (found.plan.prefill, found.plan.provenance.settings["phases_tried"]) == (None, ("decode",))
-    assert DECODE_ONLY in make_selection_result(found).notes
 
 
 def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profile) -> None:

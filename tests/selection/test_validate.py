@@ -97,11 +97,6 @@ def test_the_rank_among_enough_random_plans_decides(draws: RandomControls, verdi
     assert worse == ("harmful" if verdict == "useful" else "useless")
 
 
-def test_draws_are_counted_by_their_scores() -> None:
-    forward, *random = (Estimate(mean, 0, 1) for mean in (0.3, 0.1 + 0.2, 0.2, 0.4, 0.1))
-    assert RandomControls.of(forward, random) == (4, 2, 3, False)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(("spread", "count"), [(0.02, 5), (0.1, 20)])
 def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -> None:
@@ -113,7 +108,7 @@ def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -
         half = 1.96 * found.std(ddof=1) / 40**0.5
         return Difference(found.mean(), found.mean() - half, found.mean() + half, 20, 0, 20)
 
-    for _ in range(3000):
+    for _ in range(1000):
         questions = rng.normal(0, 0.3, 40) + rng.normal(0, spread, (3 + count, 1)) + rng.normal(0, 0.1, (3 + count, 40))
         forward, inverse, uniform, *random = questions
         reach = compute_prediction_reach([one.mean() for one in random])
@@ -123,7 +118,7 @@ def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -
             count, sum(mean >= forward.mean() for mean in means), sum(mean <= forward.mean() for mean in means)
         )
         verdicts.append(judge_gains("route", made, 40, draws)[0])
-    assert verdicts.count("useful") <= 0.06 * 3000
+    assert verdicts.count("useful") <= 0.06 * 1000
     assert verdicts.count("useful") > 0  # the rule is no wall
 
 
@@ -166,38 +161,26 @@ def test_verdicts_exclude_each_other(
     assert "\n" not in why
 
 
-def test_the_signals_of_the_paper_in_all_phases() -> None:
+def test_signals_by_name_or_those_of_the_paper_that_were_measured() -> None:
     """Budgets by the loss under the pattern that is used; by the worst one, as the paper has it, where asked for."""
-    found = find_uses(SignalTable(make_signals()))
+    table = SignalTable(make_signals())
     kinds = [("cosine", "route"), ("ppl", "route"), ("entropy", "budgets"), ("ppl-chosen", "budgets")]
-    assert found == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
-
-
-def test_only_what_was_measured() -> None:
-    table = SignalTable(make_signals(signal_metadata(phases=("decode",)), nll=None, full_nll=None))
-    assert find_uses(table) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
-
-
-@pytest.mark.parametrize(
-    ("typed", "found"),
-    [
+    assert find_uses(table) == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
+    for typed, found in (
         (["cosine"], [("cosine", "route")]),
         (["ppl"], [("ppl", "route"), ("ppl", "budgets")]),
         (["budgets:ppl", "ppl"], [("ppl", "budgets"), ("ppl", "route")]),
-        (["error"], [("error", "route"), ("error", "budgets")]),
         (["nll-chosen"], [("nll-chosen", "budgets")]),
-        (["budgets:cosine", "entropy"], [("cosine", "budgets"), ("entropy", "budgets")]),
-    ],
-)
-def test_signals_by_name(typed: list[str], found: list[tuple[str, str]]) -> None:
-    assert find_uses(SignalTable(make_signals()), typed, ["both"]) == [(*one, "both") for one in found]
+    ):
+        assert find_uses(table, typed, ["both"]) == [(*one, "both") for one in found]
+    few = SignalTable(make_signals(signal_metadata(phases=("decode",)), nll=None, full_nll=None))
+    assert find_uses(few) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
 
 
 @pytest.mark.parametrize(
     ("signals", "phases", "problem"),
     [
         (["cosin"], None, "unknown signal 'cosin'; did you mean 'cosine'"),
-        (["route:entropy"], None, "unknown signal 'entropy'"),
         (["ppl"], None, r"no 'ppl' signal for route \(it has cosine, error\): calibrate with it"),
         (None, ["both"], r"decode phase were not measured \(only prefill\): calibrate with it"),
     ],
@@ -287,8 +270,6 @@ def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
     assert more.random[:5] == less.random
     assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
     assert few.config(few.prepared).difference(many.config(many.prepared)) is None
-    hurried = prepared(model, ["entropy"], asked={"batch": 1, "max_memory": 10**9})
-    assert hurried.config(hurried.prepared).difference(few.config(few.prepared)) is None
     again = prepared(model, ["entropy"], asked={"seed": 5})
     assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
 
@@ -406,22 +387,14 @@ COSINE = "cosine as a route in prefill was judged harmful at 128 entries per kv 
         (Strategy(), 65, COSINE),  # nearer by ratio than 32
         (Strategy(), 63, None),  # useful at 32
         (Strategy(phases="both"), 128, None),  # not validated
-        (Strategy("ppl"), 128, None),
-        (Strategy(None), 128, None),
         (
             Strategy(None, "entropy", "both"),
             128,
             "entropy for budgets in both phases was judged harmful at 128 entries per kv head: of that",
         ),
-        (Strategy("cosine", "entropy"), 200, COSINE),
     ],
 )
 def test_harmful_signals_of_a_strategy(directory: Path, strategy: Strategy, budget: float, told: str | None) -> None:
     assert find_harmful(directory, strategy, budget) == told
-
-
-def test_harm_is_of_the_profile_that_was_validated(directory: Path) -> None:
-    profile = make_signals()
-    save_profile(profile, directory / "profile.safetensors")
-    assert find_harmful(directory, Strategy(), 128) is None
-    assert find_harmful(directory / "elsewhere", Strategy(), 128) is None
+    save_profile(make_signals(), directory / "profile.safetensors")  # not the one that was validated
+    assert find_harmful(directory, strategy, budget) is None
