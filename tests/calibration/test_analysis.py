@@ -64,17 +64,6 @@ def test_questions_of_one_context_and_contexts_are_told_apart() -> None:
     assert found.verdict.startswith("unstable")
 
 
-def test_a_context_is_the_mean_of_its_questions() -> None:
-    """Questions that disagree inside a context, contexts that agree on average."""
-    noise = np.array([[0.11, 0, 0], [0, 0, -0.13]])
-    reverse = 2 * UP.mean() - UP
-    mixed = 0.75 * UP + 0.25 * reverse  # the order of UP
-    tables = [mixed + noise, mixed - noise]
-    found = measure_stability(asked(*tables, *tables, contexts=[0, 0, 1, 1]), 0.5)
-    assert found.questions == pytest.approx(correlate_ranks(tables[0].ravel(), tables[1].ravel())) != 1.0
-    assert found.texts == pytest.approx(1.0)
-
-
 def test_half_agreement_is_doubtful() -> None:
     ranks = np.array([0, 1, 2, 3, 4, 5.0])
     other = np.array([2, 1, 0, 3, 5, 4.0])  # rank correlation 1 - 6 * 10 / 210 = 0.714

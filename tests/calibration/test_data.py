@@ -54,7 +54,7 @@ def test_a_file_with_texts_inside_and_beside_it(tmp_path: Path) -> None:
 def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
     first = load(tmp_path, text())
     (tmp_path / "elsewhere.txt").write_text("text 1")
-    moved = load(tmp_path, text(text_file="elsewhere.txt", text=None), name="another name")
+    moved = load(tmp_path, text(text_file="elsewhere.txt", text=None, kind="codes"), name="another name")
     assert first.sha256 == moved.sha256
     others = [load(tmp_path, text(2)), load(tmp_path, text(count=2)), load(tmp_path, text(), prompt="{question}!")]
     assert len({first.sha256, *(other.sha256 for other in others)}) == 4

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 
 from kvsearch.budgets.convex import sum_prefixes
-from kvsearch.budgets.lukv import MarginalSolver, solve_grid
 from kvsearch.calibration.analysis import compute_lost_mass
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.importance import ImportancePass, measure_output_errors
@@ -23,7 +20,7 @@ from kvsearch.calibration.lukv import (
     _solve_mean_table,
     measure_importance,
 )
-from kvsearch.calibration.options import LukvOptions, Normalization
+from kvsearch.calibration.options import LukvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, add_own_replies, encode_prompts
 from kvsearch.calibration.tables import RatioTables
 from kvsearch.core.errors import IncompatibleError, UsageError
@@ -70,14 +67,9 @@ def assert_rows_average_to_their_ratio(table: np.ndarray, length: int, floor: in
     assert np.abs(table.mean((1, 2), dtype=np.float64) - reachable).max() <= 0.5 / (heads * length) + 1e-6
 
 
-CHOICES = [
-    *product(get_args(Normalization), ["sum"], [True]),
-    ("error", "sum", False),
-    ("layer", "max", False),
-]
-
-
-@pytest.mark.parametrize(("normalization", "group", "gap"), CHOICES)
+@pytest.mark.parametrize(
+    ("normalization", "group", "gap"), [("none", "sum", True), ("error", "sum", False), ("layer", "max", False)]
+)
 def test_every_choice_makes_a_valid_profile(
     model: LoadedModel, data: CalibrationData, normalization: Any, group: Any, gap: bool
 ) -> None:
@@ -87,11 +79,6 @@ def test_every_choice_makes_a_valid_profile(
     settings = made.metadata.provenance.settings
     assert (settings["normalization"], settings["group"], settings["gap"]) == (normalization, group, gap)
     assert model.model.config._attn_implementation == "sdpa"
-
-
-def test_errors_of_query_heads_add_up() -> None:
-    with pytest.raises(ValidationError, match="group"):
-        LukvOptions(group="max")
 
 
 def question(head: int, entries: int, length: int) -> MeasuredQuestion:
@@ -111,18 +98,6 @@ def test_questions_that_need_different_heads_both_keep_theirs() -> None:
     np.testing.assert_allclose(budgets[93], [[12, 10], [1, 1]], atol=1e-4)
     alone = (1 - _solve_mean_table(questions, tables, GIVEN, [1])) * 50  # the second one by itself, as long as it is
     np.testing.assert_allclose(alone[95], [[1, 5], [1, 1]], atol=1e-4)
-
-
-def test_the_ablation_of_the_gap_leaves_protected_entries_in_front(model: LoadedModel, data: CalibrationData) -> None:
-    options = LukvOptions(normalization="none", gap=False, minimum=0.0, answers="given")
-    one = data.limit_questions(1)
-    (item,) = measured(model, one, options)
-    fixed, ranked = item.importance[..., :PROTECTED], item.importance[..., PROTECTED:]
-    assumed = np.concatenate([fixed, -np.sort(-ranked, axis=-1)], -1)
-    expected = solve_grid(MarginalSolver(assumed, PROTECTED))
-    assert np.array_equal(calibrate_lukv(model, one, POLICY, options).arrays["evicted_ratio"], expected)
-    everything = solve_grid(MarginalSolver(-np.sort(-item.importance, axis=-1), PROTECTED))
-    assert not np.array_equal(everything, expected)
 
 
 def test_normalised_mass(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
@@ -198,17 +173,9 @@ def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: Calibr
         passed = ImportancePass(model.model, [POLICY], ids)
         expected = passed.ask(tokens)[0].gather(-1, torch.argsort(passed.ranks(), dim=-1))
     np.testing.assert_allclose(measured(model, data, own)[0].importance, expected.numpy(), rtol=1e-5, atol=1e-7)
-    assert own.settings()["answers"] == "own"
     given = calibrate_lukv(model, data, POLICY, GIVEN)
     assert given.metadata.provenance.settings["answers"] == "given"
     assert given.to_bytes() != profile.to_bytes()
-
-
-def test_an_own_reply_fills_the_positions_that_are_left(data: CalibrationData) -> None:
-    model = tiny.loaded(max_position_embeddings=length_of(data) + 3 + 9)
-    [prompt] = add_own_replies(model, [encode_prompts(model, data.limit_questions(1))], 128)
-    (after,) = prompt.continuations
-    assert (after.answer, after.tokens.shape[1]) == (3, 3 + 9)
 
 
 def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationData) -> None:
@@ -280,23 +247,10 @@ def test_rivals_rank_the_same_importance_in_the_same_pass(
     assert several.metadata.policies == (POLICY.spec, *(rival.spec for rival in rivals))
     kept = several.arrays["kept"]
     assert kept.shape == (3, 4, 2, KEPT_POINTS)
-    assert kept[..., 0].tolist() == np.zeros((3, 4, 2)).tolist()
     assert kept[:, :, :, -1] == pytest.approx(np.broadcast_to(kept[0, :, :, -1], (3, 4, 2)), rel=1e-5)
     assert kept[0, :, :, ::4] == pytest.approx(several.arrays["mass"], rel=1e-4, abs=1e-6)
     assert {name for name in several.arrays if name != "kept"} == set(profile.arrays)
     assert all((several.arrays[name] == array).all() for name, array in profile.arrays.items())
-
-
-def test_rivals_protect_what_the_policy_does() -> None:
-    options = LukvOptions(params={"window": 8}, rivals=("keydiff", "expected_attention", "h2o", "cake"))
-    assert {(policy.sink_count, policy.recent_count) for policy in options.policies()} == {(4, 8)}
-
-
-def test_rivals_are_measured_as_they_would_be_alone(model: LoadedModel, data: CalibrationData) -> None:
-    rival = create_policy("keydiff", {"sinks": 2, "window": 4})
-    several = calibrate_lukv(model, data, POLICY, LAYER, compared_policies=[rival])
-    alone = calibrate_lukv(model, data, rival, LAYER)
-    assert several.arrays["kept"][1, :, :, ::4] == pytest.approx(alone.arrays["mass"], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(

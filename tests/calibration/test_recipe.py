@@ -99,12 +99,6 @@ def test_options_make_allocations() -> None:
     assert cake.make_allocation("llama-3.1-8b") == CAKEAllocation(1.7, 0.4, 16)
 
 
-def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
-    path = write(tmp_path, "method: lava\n")
-    with pytest.raises(UsageError, match=r"is a recipe of method lava, not cake: leave --method or --recipe out"):
-        resolve_recipe(path, {"method": "cake"}, [])
-
-
 @pytest.mark.parametrize(
     ("method", "options", "problem"),
     [

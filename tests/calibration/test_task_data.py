@@ -152,8 +152,7 @@ def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> No
     )
     task = tiny.Listed("listed", rows)
     data = make_task_data(model, [task], 3, 0)
-    (encoded,) = encode_tasks(model, [task], 3)
-    assert data.hashes == list_context_hashes([encoded])
+    assert data.hashes == list_context_hashes(encode_tasks(model, [task], 3))
     assert len(data.asked.ids) == 3
     fresh = encode_tasks(
         model,

@@ -18,13 +18,11 @@ from kvsearch.calibration.polykv.layer_sweep import (
     SweepSizes,
     TextContinuation,
 )
-from kvsearch.calibration.polykv.tree import attend_shared
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import run_attention
-from kvsearch.runtime.logits import Logits
 from tests.calibration.polykv.naive import measure_naively
 from tests.families import EACH_FAMILY, build
 
@@ -160,32 +158,6 @@ def test_logits_that_are_made_in_another_way_are_refused() -> None:
         pytest.raises(IncompatibleError, match="makes its logits in a way that is not known here"),
     ):
         LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, EVERYTHING, ALL).measure(first_of(prompts))
-
-
-@pytest.mark.parametrize(("softcap", "length"), [(None, 40), (5.0, 400)])
-def test_shared_attention_is_attention_of_every_group(softcap: float | None, length: int) -> None:
-    """Seven groups of four tokens: against plain softmax over the context and the group's own tokens."""
-    generator = torch.Generator().manual_seed(0)
-    groups, rows, heads, width, count, dim = 7, 2, 3, 2, 4, 8
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    past = random(rows, heads, length, dim), random(rows, heads, length, dim)
-    query = random(groups * rows, heads * width, count, dim)
-    key, value = random(groups * rows, heads, count, dim), random(groups * rows, heads, count, dim)
-    seen = torch.ones(count, length + count, dtype=torch.bool).tril(length)[None, None].repeat(rows, 1, 1, 1)
-    seen[0, ..., :5] = False
-    found = attend_shared(past, (query, key, value), seen, Logits(0.3, softcap))
-    for group in range(groups):
-        for row in range(rows):
-            at = group * rows + row
-            keys = torch.cat([past[0][row], key[at]], 1).repeat_interleave(width, 0)
-            values = torch.cat([past[1][row], value[at]], 1).repeat_interleave(width, 0)
-            scores = query[at] @ keys.transpose(-1, -2) * 0.3
-            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-            expected = scores.masked_fill(~seen[row], float("-inf")).softmax(-1) @ values
-            torch.testing.assert_close(found[at], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_continuations_count_what_is_predicted() -> None:

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.polykv import measure
-from kvsearch.calibration.polykv.layer_sweep import SweepSizes
 from kvsearch.calibration.polykv.measure import (
     RANKING_TIME_FACTOR,
     PolykvCalibration,
-    choose_sweep_sizes,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import encode_prompts
@@ -109,28 +106,6 @@ def test_a_model_that_computes_nan_is_named() -> None:
     model.model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
     with pytest.raises(IncompatibleError, match="computes NaN"):
         calibrate_polykv(model, DATA, OPTIONS, policies())
-
-
-def test_as_much_as_fits_is_computed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, data = tiny.loaded(), tiny.calibration_data(60, 80, questions=2)
-    prompts = encode_prompts(model, data)
-    policies = [create_policy("tova"), create_policy("streaming", {"sinks": 2})]
-    layers = len(describe(model.model).full_layers)
-
-    def choose(**changes: Any) -> SweepSizes:
-        return choose_sweep_sizes(model, prompts, policies, PolykvOptions(budgets=(8, 16), **changes))
-
-    assert choose() == (layers * 2 * 2 * 2, layers)
-    assert choose(signals=("cosine",)) == (1, layers)
-    assert choose(signals=("entropy",)) == (1, 1)
-    whole = choose()
-    found = []
-    for memory in (0, 10**6, 2 * 10**6, 10**7):
-        monkeypatch.setattr(measure, "ABLATION_CPU_BYTES", memory)
-        found.append(choose())
-    assert found[0] == (1, 1)
-    assert found == sorted(found)
-    assert found[-1] == whole
 
 
 @in_turn(family=["llama", "gemma3"], signals=[("ppl",), ("cosine",)])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kvsearch.calibration.polykv.options import PAPER_PATTERNS, PolykvOptions
 from kvsearch.core.errors import UsageError
@@ -74,17 +72,3 @@ def test_patterns_of_a_file(tmp_path: Path) -> None:
 def test_what_cannot_be_typed(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         typed(**values).make_policy()
-
-
-@pytest.mark.parametrize("name", ["sweep", "bundled"])
-def test_what_a_run_resolved_is_a_recipe(name: str, tmp_path: Path) -> None:
-    recipe = typed("pyramidkv.kernel=5" if name != "bundled" else "snapkv.kernel=5", path=f"polykv-{name}")
-    resolved = recipe.resolved()
-    assert json.loads(json.dumps(resolved)) == resolved
-    assert resolved.keys() == PolykvOptions.model_fields.keys() - {"seed"}
-    assert [item["params"] for item in resolved["patterns"]] == [policy.parameters() for policy in recipe.policies()]
-    path = tmp_path / "resolved.yaml"
-    path.write_text(yaml.safe_dump(resolved))
-    again = typed(path=path)
-    assert again.policies() == recipe.policies()
-    assert again.resolved() == resolved

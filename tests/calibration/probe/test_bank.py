@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +51,6 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
 
 def draw_all(questions: Questions, context: int) -> torch.Tensor:
     return draw_asked_places(questions, context, count=999, seed=0)
-
-
-def test_questions_of_which_no_token_is_drawn_give_no_query(model: LoadedModel) -> None:
-    (prompt, *_) = encode_prompts(model, DATA)
-    assert len(prompt.continuations) > 1
-    builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
-    draw = Noting(draw_queries=partial(draw_asked_places, count=1, seed=0))
-    with torch.no_grad(), run_attention(model.model):
-        [drawn] = draw_asked_places(builder.build(prompt, "cpu"), prompt.context, count=1, seed=0).tolist()
-        query = ContextPass(model, prompt, SMALL, builder, draw).queries
-        all_queries = ContextPass(model, prompt, SMALL, builder, Noting(draw_queries=draw_all)).queries
-    torch.testing.assert_close(query, all_queries[..., [drawn], :])
 
 
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:

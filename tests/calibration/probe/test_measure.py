@@ -140,15 +140,6 @@ def test_recall_is_a_share_of_the_oracle() -> None:
     assert compute_recall(torch.zeros(10), [torch.arange(10)]).tolist() == [[1, 1, 1]]
 
 
-def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedModel, data: CalibrationData) -> None:
-    few = replace(data, contexts=data.contexts[:4])
-    found = calibrate_probe(model, few, SMALL.model_copy(update={"form": "network"}))
-    assert found.arrays["hidden"].shape[-1] == 0
-    assert (
-        "2 contexts to fit on are few: regressions with strong shrinkage alone" in list(list_ranking_remarks(found))[1]
-    )
-
-
 def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: CalibrationData) -> None:
     """Nothing is lost where all stays; a head's error is how far W_O of its softmax over what is left moves."""
     prompts = encode_prompts(model, data)[:1]
