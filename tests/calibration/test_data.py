@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from kvsearch.calibration.data import CalibrationData, find_default_data, load_c
 from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import find_resource
 from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.synthetic.language import WORDS
 from scripts.bundled_calibration import calibration_file
 
 PAIR = {"question": "Who came?", "answer": "Nobody."}
@@ -110,33 +108,17 @@ def test_limited(tmp_path: Path) -> None:
 
 
 def test_the_texts_of_other_models() -> None:
-    """Five kinds of text, none of which is what needles are hidden in; questions and answers are about their text."""
-    assert (
-        find_default_data("meta-llama/Llama-3.1-8B") == find_default_data("./bundled") != find_default_data("bundled")
-    )
-    assert find_default_data("bundled-redundant") == find_default_data("bundled")
+    """Five kinds of text, none of which is what needles are hidden in."""
+    assert find_default_data("bundled-redundant") == find_default_data("bundled") != find_default_data("./bundled")
     data = load_calibration_data(find_default_data("some/model"))
     assert (len(data.contexts), data.questions, data.prompt) == (5, 65, PLAIN_PROMPT)
     assert all(len(context.text.split()) >= 1700 and context.text.isascii() for context in data.contexts)
     assert find_resource("data/calibration/novel.txt").read_text() not in {context.text for context in data.contexts}
-    pairs = [pair for context in data.contexts for pair in context.questions]
-    assert len({pair.question for pair in pairs}) == len({pair.answer for pair in pairs}) == 65
-    for context in data.contexts:
-        told = set(re.findall(r"[a-z]{4,}|[0-9]{2,}", context.text.lower()))
-        for pair in context.questions:
-            named = set(re.findall(r"(?<!^)(?<!\. )(?<!: )[A-Z][a-z]{3,}|[0-9]{2,}", pair.answer))
-            assert {name.lower() for name in named} <= told, pair.question
 
 
 def test_the_bundled_data_is_what_the_generator_writes() -> None:
     written = find_default_data("bundled").read_text()
     assert written == json.dumps(calibration_file(), indent=1) + "\n"
-    data = load_calibration_data(find_default_data("bundled"))
-    assert 20 <= data.questions <= 40
-    known = set(WORDS)
-    for context in data.contexts:
-        assert set(context.text.split()) <= known
-        assert all(set((pair.question + " " + pair.answer).split()) <= known for pair in context.questions)
 
 
 def test_contexts_may_be_without_questions_and_plain_text_files_are_a_context_each(tmp_path: Path) -> None:

@@ -57,10 +57,6 @@ def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) ->
         return list(measure_importance(model, prompts, POLICY, options))
 
 
-def length_of(data: CalibrationData, index: int = 0) -> int:
-    return len(data.contexts[index].text.split()) + 1  # <bos>
-
-
 def assert_rows_average_to_their_ratio(table: np.ndarray, length: int, floor: int) -> None:
     heads = table.shape[1] * table.shape[2]
     reachable = np.minimum(GRID, 1 - floor / length)

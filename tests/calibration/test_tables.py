@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvsearch.budgets.lukv import compute_grid_totals
 from kvsearch.calibration.tables import RatioTables
 from kvsearch.plan.profile_arrays import GRID_SIZE
+from kvsearch.plan.size import round_half_up
 from kvsearch.policies import create_policy
 
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+
+
+@given(st.integers(1, 100_000), st.integers(1, 300), st.sampled_from([1, 25, 50, 75, 99]))
+def test_totals_are_those_of_an_export(length: int, heads: int, percent: int) -> None:
+    assert compute_grid_totals(length * heads)[percent - 1] == round_half_up((1 - percent / 100) * length * heads)
 
 
 def table(value: float, layers: int = 1, heads: int = 2) -> np.ndarray:

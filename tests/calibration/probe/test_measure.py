@@ -23,7 +23,6 @@ from kvsearch.calibration.probe.context_pass import (
 )
 from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.methods import parse_methods
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, save_profile
@@ -129,6 +128,16 @@ def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
         parse_policy(f"probe={tmp_path}")
 
 
+def test_a_fit_for_another_version_of_the_policy_is_refused(profile: Profile, tmp_path: Path) -> None:
+    content = profile.metadata.model_dump()
+    assert content["provenance"]["settings"]["policy_version"] == 1
+    content["provenance"]["settings"]["policy_version"] = 2
+    metadata = type(profile.metadata).model_validate(content)
+    save_profile(Profile(metadata, dict(profile.arrays)), tmp_path / "profile.safetensors")
+    with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
+        parse_policy(f"probe={tmp_path}")
+
+
 def test_recall_is_a_share_of_the_oracle() -> None:
     """Of 10 entries, 5% and 10% are one entry, 20% are two."""
     values = [8.0, 4.0, 2.0, 1.0] + [0.0] * 6
@@ -212,25 +221,3 @@ def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: Calibratio
     score = Weights(("value_norm", "spread"), (0, 1, 2, 3), arrays).log_importance(x.expand(1, 2, 50, 2), 1)[0].exp()
     assert score[1].argsort().tolist() == x[:, 1].argsort().tolist()
     assert float(score[1].max()) < float(score[0].min())
-
-
-def test_what_a_fit_protected_and_is_for_is_carried(profile: Profile, tmp_path: Path) -> None:
-    """Files without a version are of the first."""
-    said = profile.metadata.model_dump()
-    path = tmp_path / "profile.safetensors"
-
-    def written(version: int | None, protect: int) -> None:
-        said["provenance"]["settings"].pop("policy_version", None)
-        if version is not None:
-            said["provenance"]["settings"]["policy_version"] = version
-        said["policy"]["params"]["protect"] = protect
-        metadata = type(profile.metadata).model_validate(said)
-        save_profile(Profile(metadata, dict(profile.arrays)), path, overwrite=True)
-
-    assert profile.metadata.provenance.settings["policy_version"] == 1
-    written(None, 3)
-    typed = f"probe={tmp_path},probe={tmp_path}:protect=5"
-    assert [getattr(method.policy, "protect", None) for method in parse_methods(typed)] == [3, 5]
-    written(2, 3)
-    with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
-        parse_policy(f"probe={tmp_path}")
