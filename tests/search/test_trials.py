@@ -19,14 +19,13 @@ from kvsearch.search.trials import (
     Candidate,
     JobOutcome,
     JobRecord,
-    LimitReachedError,
     TrialLog,
     TrialRunner,
     candidate_key,
 )
 from kvsearch.workers.base import SerialExecutor
 from tests.runs.notes import read_again
-from tests.search.searching import Measure, generations_of
+from tests.search.searching import generations_of
 from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
@@ -144,40 +143,6 @@ def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pyt
         ledger.begin("again")
     ats = [json.loads(line)["at"] for line in path.read_text().splitlines()]
     assert ats == [0, 5, 5, 7]
-
-
-TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]
-
-
-def runner_of(log: TrialLog, measure: Measure, allowed: int | None = None) -> TrialRunner:
-    return TrialRunner(SerialExecutor(measure), log, "nll", allowed, job_size=3)
-
-
-def test_a_job_is_the_same_whatever_of_it_was_known_before_it_was_cut(tmp_path: Path) -> None:
-    """What a generation has measured stays among its jobs, so those that are left are as they were."""
-    whole = Measure()
-    with TrialLog(tmp_path / "whole") as ledger:
-        runner_of(ledger, whole).measure(TABLES, ledger.begin("a"))
-    measure = Measure(interrupt=1)
-    with TrialLog(tmp_path / "l") as ledger:
-        line, runner = ledger.begin("a"), runner_of(ledger, measure)
-        with pytest.raises(KeyboardInterrupt):
-            runner.measure(TABLES, line)
-        runner_of(ledger, measure).measure(TABLES, line)
-    assert [[t.tolist() for t in job] for job in measure.jobs] == [[t.tolist() for t in job] for job in whole.jobs]
-
-
-def test_no_more_than_is_allowed_and_what_is_known_may_be_asked_beyond_it(tmp_path: Path) -> None:
-    measure = Measure()
-    with TrialLog(tmp_path / "l") as ledger:
-        runner = runner_of(ledger, measure, allowed=4)
-        line = ledger.begin("a")
-        for _ in range(2):  # and again
-            with pytest.raises(LimitReachedError, match="4 candidates were evaluated, as many as allowed"):
-                runner.measure(TABLES, line)
-        assert len(measure.candidates) == 4
-        assert np.isfinite(runner.values(TABLES)).sum() == 4
-        assert runner.measure(TABLES[:4], line) == runner.values(TABLES[:4])
 
 
 def measure_firsts(folder: Path, firsts: Sequence[int], job: int = 1) -> TrialLog:

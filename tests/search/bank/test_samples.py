@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -63,18 +62,6 @@ def test_hashes_say_what_samples_share(model: LoadedModel) -> None:
     assert one.sha256 != two.sha256
     assert [sample.sha256 for sample in aware] == [sample.sha256 for sample in agnostic]
     assert aware[0].prompt_sha256 == aware[0].sha256 != aware[1].prompt_sha256
-
-
-def test_replies_end_at_a_stop_text_and_are_cut_there(model: LoadedModel) -> None:
-    sample = of_queries(model, "question-agnostic", Query("? code", ("mark",)), stops=(" .",))[0]
-    reply = model.tokenizer("mark .", add_special_tokens=False)["input_ids"]
-    assert [sample.finished(reply[:1]), sample.finished(reply)] == [False, True]
-    assert sample.score(reply) == 1.0
-    assert sample.score(reply[1:]) == 0.0
-    free = dataclasses.replace(
-        sample, task=dataclasses.replace(sample.task, task=dataclasses.replace(sample.task.task, stops=()))
-    )
-    assert free.finished is None
 
 
 SIZE = 2 * 6 * 4 * 4 + 2 * 6 * 3 * 2  # of `tensors`

@@ -75,15 +75,6 @@ def test_what_the_first_points_do_not_tell_apart_the_bounds_may(best: Callable[[
     assert abs(float(optimiser.best_guess[0]) - bound) < 1
 
 
-def test_injected_points_do_not_move_the_bracket() -> None:
-    plain, injected = (create_optimiser("golden", [1.0], [0.0], [4.0], 0, tolerance=0.1) for _ in range(2))
-    injected.inject([np.array([3.0])])
-    points = injected.ask()
-    injected.tell(points, [-1.0, *(abs(float(point[0]) - 1) for point in points[1:])])
-    assert minimise(lambda x: abs(x - 1), injected) == minimise(lambda x: abs(x - 1), plain)[1:]
-    assert injected.best_guess.tolist() == [3.0]
-
-
 CATEGORIES = np.array([3, 0, 4, 0])
 
 
