@@ -48,17 +48,6 @@ def measure_for(mode: dict[str, Any], **more: Any) -> Measure:
     return Measure(score if mode.get("objective") == "metric" else smooth, **more)
 
 
-def test_start_plans_come_first_and_the_best_of_them_is_where_it_begins(tmp_path: Path) -> None:
-    measure, watcher = Measure(), NullReporter()
-    with TrialLog(tmp_path / "l") as ledger:
-        search_of(ledger, measure, watcher=watcher).run()
-    starts = starts_of(frame_of())
-    first = [table.tolist() for table in measure.jobs[0]]
-    assert first == [table.tolist() for table in starts.values()]
-    assert watcher.stages == ["start plans", "layers 0-1 (1 of 2)", "layers 2-3 (2 of 2)"]
-    assert watcher.generations[0] == ("start", 0, [pytest.approx(mean_loss(one)) for one in starts.values()])
-
-
 @pytest.mark.parametrize("mode", MODES, ids=IDS)
 def test_the_total_is_exact_and_the_result_no_worse_than_any_start(mode: dict[str, Any], tmp_path: Path) -> None:
     measure = measure_for(mode)
@@ -239,13 +228,6 @@ class TestLimits:
             assert {tuple(one.table.ravel()) for one in outcome.pool} == {
                 tuple(table.ravel()) for table in whole.candidates[:limit]
             }
-
-    def test_parity_completes_without_measuring_more(self, tmp_path: Path) -> None:
-        measure = Measure()
-        outcome = run(tmp_path / "l", measure, 6, parity=True)
-        assert len(measure.candidates) == 6
-        assert outcome.pool[0].where.endswith(", completed")
-        assert outcome.pool[0].table.sum() == BUDGET * LAYERS * HEADS
 
 
 class Scripted:

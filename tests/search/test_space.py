@@ -196,20 +196,6 @@ def test_a_layer_at_its_floor_can_gain_entries() -> None:
 
 @given(st.data())
 @at_most(60)
-def test_a_start_with_layers_at_their_floors_is_met_exactly(data: st.DataObject) -> None:
-    layers = data.draw(st.integers(2, 40))
-    above = np.array(data.draw(st.lists(st.integers(0, 90), min_size=layers, max_size=layers)))
-    above[1::2] *= data.draw(st.booleans())
-    assume(above.any())
-    table = 4 + np.stack([above, above // 2], axis=1)
-    whole = encode_choices(table, np.zeros(layers, dtype=np.int64), 2)
-    floors = np.concatenate([full(layers, 2, 4), full(layers, 2, 4)])
-    space = Joint([whole], floors, full(2 * layers, 2, 10_000), 2, data.draw(st.integers(1, layers - 1)))
-    assert space.make_table(space.find_point(whole)).tolist() == whole.tolist()
-
-
-@given(st.data())
-@at_most(60)
 def test_floors_are_those_of_the_policy_of_a_layer(data: st.DataObject) -> None:
     space = joint_space([0, 1, 0], [1, 1, 1])
     point = np.array(data.draw(st.lists(st.floats(-4, 4), min_size=6, max_size=6)))
@@ -292,13 +278,3 @@ def test_multipliers_of_a_calibrated_table() -> None:
     np.testing.assert_allclose(space.upper, [160 / 60, 160 / 100])
     assert space.make_table(np.array([0.0, 0.0])).tolist() == CALIBRATED.tolist()
     assert space.make_table(np.array([0.0, 1.0])).tolist() == [[10, 10], [10, 10], [26, 26], [138, 10]]
-
-
-def test_a_group_at_its_floor_can_gain_entries() -> None:
-    table = np.array([[10, 10], [30, 20], [20, 10]])
-    space = Heads(table, full(3, 2, 10), full(3, 2, 999))
-    assert space.find_point(table).tolist() == [0.0, 1.0, 1.0]
-    assert space.upper[0] == 20.0  # all 40 above the floors
-    assert space.make_table(space.find_point(table)).tolist() == table.tolist()
-    assert space.make_table(np.array([10.0, 0.5, 0.5])).tolist() == [[20, 20], [20, 15], [15, 10]]
-    assert space.project(np.array([0.0, 0.5, 0.5])) == pytest.approx([0.0, 1.0, 1.0], abs=1e-8)

@@ -14,7 +14,6 @@ from kvsearch.runtime import Program
 from kvsearch.search.start_plans import SearchSetup, make_start_tables
 from tests import tiny
 from tests.plan.builders import make_plan
-from tests.runtime.test_refusals import Sums
 
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
 SHAPED = [[12, 4 + 16], [8, 24], [30, 6 + 4], [9, 15]]
@@ -89,8 +88,3 @@ class TestPhases:
         np.testing.assert_equal(
             make_start_tables(base, 16, {"mine": two_phases(model)})["mine"], [*SHAPED, *SHAPED[::-1]]
         )
-
-    def test_a_policy_that_cannot_decode(self, model: LoadedModel) -> None:
-        assert SearchSetup.of(model, Sums()).evicts_prompts_only
-        with pytest.raises(UsageError, match="policy sums needs attention column sums and has no decode rule"):
-            SearchSetup.of(model, Sums(), BOTH)

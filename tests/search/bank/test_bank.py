@@ -65,16 +65,6 @@ def test_little_memory_changes_no_result(model: LoadedModel, samples: list[BankS
         tight = bank.measure_losses(candidates), tokens_of(bank, candidates)
     np.testing.assert_allclose(tight[0], roomy[0], atol=2e-5)
     assert tight[1] == roomy[1]
-
-
-def test_just_enough_memory_for_one_sample_and_candidate(model: LoadedModel, samples: list[BankSample]) -> None:
-    candidates = random_candidates(model, 3, 50)
-    with CandidateBank(model, SNAPKV, samples, 50) as bank:
-        expected, need = bank.measure_losses(candidates), least(bank)
-    with CandidateBank(model, SNAPKV, samples, 50, max_memory=need) as bank:
-        assert bank._store.nbytes == 0  # all is in a temporary folder
-        np.testing.assert_allclose(bank.measure_losses(candidates), expected, atol=2e-5)
-        assert bank.score_replies(candidates).shape == (3, len(samples))
     with pytest.raises(UsageError, match=rf"takes {need:,} bytes, there are {need - 1:,}: raise .* at least 1 bytes"):
         CandidateBank(model, SNAPKV, samples, 50, max_memory=need - 1)
 

@@ -85,13 +85,3 @@ def test_everything_is_done_whatever_fits(samples: int, candidates: int, most: i
         patch.setattr(gc, "collect", lambda: 0)  # takes most of the time
         SplittingRunner().run(list(range(samples)), candidates, candidates, worker.load, worker.act)
     assert set(worker.done) == set(itertools.product(range(samples), range(candidates)))
-
-
-def test_candidates_are_halved_first_and_stay_so() -> None:
-    worker, splitting = Worker(9), SplittingRunner()
-    splitting.run([0, 1, 2], 8, 8, worker.load, worker.act)
-    assert worker.tried == [(3, 8), (3, 4), (3, 2), (3, 2), (3, 2), (3, 2)]
-    assert len(worker.done) == 24
-    worker.tried = []
-    splitting.run([3, 4], 8, 8, worker.load, worker.act)
-    assert worker.tried == [(2, 2)] * 4
