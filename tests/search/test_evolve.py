@@ -119,14 +119,6 @@ def test_a_start_plan_of_another_model(loaded: LoadedModel) -> None:
         prepare(loaded, {"other": other})
 
 
-@pytest.mark.slow
-def test_a_start_plan_with_budgets_per_head(loaded: LoadedModel, tmp_path: Path) -> None:
-    budgets: list[list[int] | None] = [[4 + (layer + head) % 5 * 4 for head in range(4)] for layer in range(6)]
-    evolved = evolve(prepare(loaded, {"mine": tiny.plan_for(loaded, budgets)}, space="heads"), tmp_path / "l")
-    assert list(evolved.choice.finalists)[:3] == ["uniform", "pyramid", "mine"]
-    assert any(len(set(row.tolist())) > 1 for one in evolved.outcome.pool for row in one.table)
-
-
 def joint_start(loaded: LoadedModel) -> Plan:
     """Snapkv and keydiff in turns, budgets that differ."""
     budgets = np.array([[8 + (layer + head) % 3 * 4 for head in range(4)] for layer in range(6)])

@@ -90,18 +90,6 @@ def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> Non
     np.testing.assert_equal(found, expected)
 
 
-def test_what_it_takes() -> None:
-    loaded = model_of()
-    base, samples = (
-        SearchSetup.of(loaded, SNAPKV, PHASES["decode"]),
-        samples_of(loaded, "question-agnostic", (60, 1), (90, 1)),
-    )
-    runs, candidates = PlanEvaluator(base, samples), candidates_of(loaded, base, 2)
-    runs.evaluate(candidates)
-    prompts = sum({sample.prompt_sha256: len(sample.prompt) for sample in samples}.values())  # once for both candidates
-    assert runs.tokens_spent == prompts + 2 * sum(len(sample.following) for sample in samples)
-
-
 def test_policies_without_one_order_of_entries_can_be_searched() -> None:
     """The bank refuses those that merge."""
     loaded = model_of()

@@ -62,7 +62,7 @@ def test_each_layer_has_the_policy_that_it_has_entries_under(family: str) -> Non
         np.testing.assert_allclose(found[row], expected, atol=TOLERANCE)
 
 
-@in_turn(family=EACH_FAMILY, protocol=PROTOCOLS)
+@in_turn(family=[*EACH_FAMILY, pytest.param("gpt_oss", marks=pytest.mark.nightly)], protocol=PROTOCOLS)
 def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
     """Of prompts, questions and answers of different lengths, other budgets in every head, and the whole prompt."""
     model = loaded(family)
@@ -151,11 +151,10 @@ def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> 
     assert len({tuple(reply) for row in found for reply in row if reply}) > len(found[0]) // 2
 
 
-@in_turn(family=["llama", "gemma3"], protocol=PROTOCOLS)
-def test_captured_steps_reply_as_others_do(family: str, protocol: Protocol) -> None:
+def test_captured_steps_reply_as_others_do() -> None:
     """Beyond Gemma's window of 16; of unequal prompts and limits, so that some replies end before others."""
-    model = loaded(family)
-    samples = list_samples([longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)], protocol)
+    model = loaded("gemma3")
+    samples = list_samples([longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)], PROTOCOLS[0])
     candidates = random_candidates(model, 3, 70)
     recorder = Recorder()
     with CandidateBank(model, SNAPKV, samples, cap=70) as bank:
