@@ -128,20 +128,6 @@ def test_an_entry_is_worth_the_error_that_it_takes_away(model: LoadedModel, data
     assert item.scale == pytest.approx(may_go[..., 0].sum())
 
 
-def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: CalibrationData) -> None:
-    """Protected entries first, in the order of protection; nothing is lost or counted twice."""
-    pair, ids = data.contexts[0].questions[0], tiny.ids_of(data.contexts[0].text)
-    tokens = torch.cat([tiny.ids_of(pair.question)[:, 1:], tiny.ids_of(pair.answer)[:, 1:]], 1)
-    with running(model.model, NAME):
-        passed = ImportancePass(model.model, [POLICY], ids)
-        plain, ranks = passed.ask(tokens)[0], passed.ranks()
-    ranked = torch.from_numpy(measured(model, data, LAYER)[0].importance)
-    last = ids.shape[1] - 1
-    order = [last, 0, 1, last - 1, last - 2, last - 3]  # newest, sinks, window
-    assert torch.equal(ranked[..., :PROTECTED], plain[..., order])
-    assert torch.equal(ranked.gather(-1, ranks.long()), plain)
-
-
 def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None:
     """There are no errors, so there is nothing to tell heads apart and nothing to lose."""
     model = tiny.loaded()

@@ -49,20 +49,6 @@ def test_contexts_and_questions_are_those_of_an_evaluation(model: LoadedModel, f
     assert found[0][1].tokens[0, found[0][1].answer :].tolist() == tiny.ids_of(first.answers[0])[0, 1:].tolist()
 
 
-def test_other_splits_and_seeds_are_other_contexts(model: LoadedModel, file: Path) -> None:
-    """What is trained on by default is disjoint from what an evaluation asks by default, or of its report split."""
-
-    def texts(split: str | None, seed: int = 0) -> set[str]:
-        tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"length": (512,), "split": split})
-        return {context.text for context in make_task_data(model, tasks, 20, seed).contexts}
-
-    train, report = texts("train"), texts("report")
-    assert train and report and not train & report
-    synthetic = find_tasks("synthetic:multikey", {"length": (512,)})
-    assert not train & {context.text for context in make_task_data(model, synthetic, 20, 0).contexts}
-    assert make_task_data(model, synthetic, 2, 0).sha256 != make_task_data(model, synthetic, 2, 1).sha256
-
-
 def test_questions_without_an_answer_are_left_out(model: LoadedModel) -> None:
     queries = (Query("? vote", ("", "anchor")), Query("? vote", ("",)), Query(" ", ("anchor",)), Query("? vote", ()))
     rows = (Example("listed", "0", "the calm fox .", queries), Example("listed", "1", "the calm fox .", queries[1:]))

@@ -9,7 +9,7 @@ import pytest
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.search.spaces import Group, Layers, Parity, encode_choices
+from kvsearch.search.spaces import Group, Layers, Parity
 from kvsearch.search.stages import BudgetBounds, SearchStage, make_stages
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
@@ -45,18 +45,6 @@ def test_start_plans_make_the_spaces_of_heads() -> None:
     (heads,) = stages(starts, space="heads")
     np.testing.assert_equal(heads.space.make_table(heads.space.find_point(PROFILE)), PROFILE)
     assert [table.tolist() for table in heads.inject] == [table.tolist() for table in starts.values()]
-
-
-def test_policies_and_multipliers_make_one_stage() -> None:
-    choosing = BudgetBounds(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), choices=2)
-    assert (choosing.layers, choosing.total, choosing.parts) == (4, FRAME.total, [slice(0, 8)])
-    chosen = np.array([0, 1, 1, 0])
-    starts = {"uniform": encode_choices(UNIFORM, chosen, 2), "mine": encode_choices(PROFILE, chosen, 2)}
-    how = settings_of(space="joint", group_size=1)
-    for best in starts.values():
-        (stage,) = make_stages(how, choosing, starts, lambda best=best: best)
-        np.testing.assert_equal(stage.space.make_table(stage.space.find_point(best)), best)
-    np.testing.assert_equal(choosing.complete(2 * starts["mine"]), starts["mine"])
 
 
 def test_spaces_of_heads_need_a_start_plan() -> None:

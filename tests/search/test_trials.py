@@ -18,13 +18,11 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.search.trials import (
     Candidate,
     JobOutcome,
-    JobRecord,
     TrialLog,
     TrialRunner,
     candidate_key,
 )
 from kvsearch.workers.base import SerialExecutor
-from tests.runs.notes import read_again
 from tests.search.searching import generations_of
 from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, Fake, table
 
@@ -88,42 +86,6 @@ def test_values_are_kept_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, v
     np.testing.assert_array_equal(found.values, np.array(values))  # takes any NaN for any other
     assert np.array_equal(np.signbit(found.values), np.signbit(values)) or any(map(math.isnan, values))
     assert (found.state == "ok") == bool(np.isfinite(values).all())
-
-
-@given(data=st.data())
-def test_what_stands_before_every_line(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Against a reading of the lines; a candidate that stands is not measured again, so it is not drawn again."""
-    lines: list[JobRecord | None] = []  # None: a generation was told
-    with TrialLog(tmp_path_factory.mktemp("log") / "l") as log:
-        for _ in range(data.draw(st.integers(0, 12))):
-            new = [key for key in KEYS if key not in by_reading(lines)]
-            if not new or data.draw(st.booleans()):
-                lines.append(None)
-                log.append("told", **told(len(lines)))
-            else:
-                keys = data.draw(st.lists(st.sampled_from(new), min_size=1, unique=True))
-                log.append("result", **result(*keys, outcome=data.draw(st.sampled_from(["ok", "oom"]))))
-                lines.append(read_again(log)[-1])
-        for number in range(1, len(lines) + 2):
-            wanted = by_reading(lines[: number - 1])
-            assert {key for key in log.trials if log.trials[key].line < number} == set(wanted)
-        assert {key: trial.state for key, trial in log.trials.items()} == by_reading(lines)
-        assert log.evaluations == len({key for line in lines if line is not None for key in line.keys})
-
-
-def by_reading(lines: Sequence[JobRecord | None]) -> dict[str, str]:
-    """What stands after some lines."""
-    found: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    for line in lines:
-        if line is None:
-            found |= failed
-            failed = {}
-            continue
-        for key in line.keys:
-            failed.pop(key, None)
-            (found if line.outcome == "ok" else failed)[key] = line.outcome
-    return found
 
 
 def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,25 +160,6 @@ def test_loss_curves_of_the_patterns_that_are_used(model: LoadedModel) -> None:
     assert kept(found.candidates["tova + curves"]) == [24, 8, 8, 8]
 
 
-def test_joint_curves_take_the_best_pattern_for_what_a_layer_gets(model: LoadedModel) -> None:
-    losses = np.full((3, LAYERS, 3), 9.0)
-    losses[:, :, 0] = 0  # snapkv loses nothing but in layer 1, where streaming is best at 8 and tova at 16 and 32
-    losses[:, 1] = [[5, 3, 4], [3, 2, 1], [1, 0.9, 0]]
-    profile = profile_of(model, arrays=losing(losses))
-    found = found_in(model, profile, ["cosine"], ["curves-joint"])
-    wide = found.candidates["curves-joint"]
-    assert kept(wide) == [8, 24, 8, 8]
-    assert patterns(wide) == ["snapkv", "tova", "snapkv", "snapkv"]
-    origin = dict(found.origins["curves-joint"])
-    assert origin == {"strategy": "curves-joint", "route": "curves-joint", "budget_signal": "curves-joint"}
-    tight = found_in(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
-    assert (kept(tight)[1], patterns(tight)[1]) == (12, "tova")
-    losses[:, 3, :2] = [[6, 8], [2.9, 5], [0, 0]]  # now layer 3 needs more than layer 1
-    profile = profile_of(model, arrays=losing(losses))
-    tight = found_in(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
-    assert (kept(tight), patterns(tight)[1]) == ([8, 8, 8, 12], "streaming")
-
-
 @pytest.mark.parametrize("phases", ["decode", "both"])
 def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phases: str) -> None:
     found = found_in(model, profile_of(model), ["cosine", "none"], ["uniform", "nll-chosen", *CURVES], phases=phases)
@@ -190,22 +171,6 @@ def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phas
         assert plan.decode.total == 12 * LAYERS * HEADS
         assert (plan.prefill is None) == (phases == "decode")
         assert plan.prefill is None or plan.budgets("prefill") == plan.budgets("decode"), name
-
-
-def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
-    profile = profile_of(model)
-    explored = ("cosine", "none"), ("nll-chosen", "entropy", "pyramid", *CURVES)
-    both, alone = (find_signal_candidates(model, profile, SIZE, phases, *explored) for phases in ("both", "prefill"))
-    for name in ("tova + nll-chosen", "tova + entropy", "tova + curves", "curves-joint"):
-        assert kept(both.candidates[name], "decode") == kept(alone.candidates[name]), name
-    floors = {"snapkv": 4, "streaming": 3, "tova": 1}
-    for name, plan in both.candidates.items():
-        for phase in ("prefill", "decode"):
-            rows = zip(kept(plan, phase), patterns(plan, phase), strict=True)
-            assert all(budget >= floors[pattern] for budget, pattern in rows), name
-    strategy = make_strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), SIZE)
-    mine = both.candidates["cosine + nll-chosen"]
-    assert (mine.prefill, mine.decode) == (strategy.prefill, strategy.decode)
 
 
 def test_joint_curves_take_the_best_pattern_of_each_phase_at_the_budgets_of_prefill(model: LoadedModel) -> None:

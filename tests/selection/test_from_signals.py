@@ -86,20 +86,6 @@ def test_what_is_used_in_prefill_shares_out_both_phases() -> None:
         assert part.budgets.ravel().tolist() == [28, 4, 4, 4]
 
 
-def test_the_larger_floor_of_both_phases_holds() -> None:
-    cosine = by_layer(*[[0, 0, 0.9]] * 4).copy()
-    cosine[:, :, 1, 1], cosine[:, :, 1, 2] = [0.9, 0, 0], [0, 0.9, 0]
-    profile = make_signals(ONE_HEAD, cosine=cosine, mean_entropy=entropies(0, 0, 0, 1))
-    chosen = choose_by_signals(
-        SignalTable(profile), Strategy(budgets="entropy", phases="both", least=0), Size(budget=10)
-    )
-    assert [names(part) for part in chosen.values()] == [["tova"] * 4, ["tova", "snapkv", "streaming", "tova"]]
-    assert chosen["prefill"].budgets.ravel().tolist() == [1, 4, 3, 32]  # streaming keeps its sinks and the newest
-    assert make_strategy_plan(profile, Strategy(budgets="entropy", phases="both"), Size(budget=10)).floor == 1
-    with pytest.raises(UsageError, match="3 entries per kv head is below the 4 that snapkv in decode layer 1 always"):
-        choose_by_signals(SignalTable(profile), Strategy(phases="both"), Size(budget=3))
-
-
 @pytest.mark.parametrize(("inverse", "expected"), [(False, [6, 9, 11, 14]), (True, [14, 11, 9, 6])])
 def test_the_papers_budgets(inverse: bool, expected: list[int]) -> None:
     profile = make_signals(ONE_HEAD, mean_entropy=entropies(1, 2, 3, 4))

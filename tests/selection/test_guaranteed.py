@@ -115,14 +115,6 @@ def test_the_smallest_that_is_shown(monkeypatch: pytest.MonkeyPatch, looks: int,
     assert (shown.tasks, shown.protocol) == ({"t": CONTEXTS}, "question-agnostic")
 
 
-def test_a_budget_below_one_that_fails_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = dict.fromkeys(range(10, 20), 0.0)
-    reported = {**dict.fromkeys(range(10, 20), 0.0), 12: 0.9}
-    _, tried = found_at(monkeypatch, chosen, reported)
-    tested = {step.budget: step.confirmed for step in tried}
-    assert [tested[budget] for budget in (10, 11, 12, 15)] == [False, False, False, True]
-
-
 def test_a_loss_that_would_not_be_shown_does_not_look_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred contexts show ten points with three that lose all, not with four: of the choice the same share does."""
     assert count_needed_contexts(0.1, 0.95) == 29

@@ -21,10 +21,9 @@ from kvsearch.report.selections import (
     describe_results,
     make_selection_result,
     make_tables,
-    report_ahead_words,
 )
 from kvsearch.results.selection import SelectionResult
-from kvsearch.runs.estimates import Difference, Estimate, TextLoss
+from kvsearch.runs.estimates import Estimate, TextLoss
 from kvsearch.selection.records import MethodResult, QuestionCount, ReportScores, Rule
 from kvsearch.selection.selection_job import measure_parts, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
@@ -59,15 +58,6 @@ def test_the_lead_of_a_candidate_is_its_difference_in_nats() -> None:
     lead = "-0.0700 [-0.0800, -0.0600] nats per token, lower is better (chance 0.033"
     assert words.startswith(f"a is likely better than b, the best of 1 baseline: {lead}")
     assert "points" not in words
-
-
-def test_those_that_lose_less_are_named_the_best_first() -> None:
-    assert report_ahead_words(REPORT) == (
-        "2 of 3 others in the report lose less, 1 of them beyond chance: d by -0.0200 [-0.0300, -0.0100] nats per token"
-    )
-    assert report_ahead_words(replace(REPORT, nats={name: LOSSES[name] for name in ("full", "a", "b")})) == ""
-    percent = replace(REPORT, nats={}, ahead={"d": Difference(0.2, 0.1, 0.3, 1, 0, 0)})
-    assert report_ahead_words(percent).endswith("1 of them beyond chance: d by +20.0 points [+10.0, +30.0]")
 
 
 def test_what_each_part_of_a_plan_brings() -> None:

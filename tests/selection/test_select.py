@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -41,7 +40,7 @@ from tests import tiny
 from tests.evaluation.results import rendered
 from tests.evaluation.test_statistics import samples
 from tests.examples import at_most
-from tests.selection.test_race import made, simulated
+from tests.selection.test_race import made
 from tests.signals.profiles import make_signals, signal_metadata
 
 SIZE = Size(budget=12)
@@ -69,16 +68,6 @@ def test_means_are_those_of_every_evaluation(seed: int) -> None:
     assert (resampled[0] - resampled[1]).mean() == pytest.approx(lead.mean, abs=0.1)
 
 
-def test_two_sets_of_contexts_make_one() -> None:
-    one = Scores.of(samples([[1.0, 0.0], [1.0]], "a") + samples([[0.0, 0.0], [0.0]], "b"))
-    two = Scores.of(samples([[0.0]], "a") + samples([[1.0]], "c"))
-    both = one.concatenate(two)
-    assert set(both.sums) == {"a"}
-    assert both.mean("a") == 0.5
-    assert one.rank(["b", "a"]) == ["a", "b"]
-    assert one.rank(["b", "b"]) == ["b", "b"]
-
-
 def test_a_share_worked_by_hand() -> None:
     scores = made(winner=[0.5, 0.7], base=[0.4, 0.4], full=[0.8, 1.0])
     share = measure_gap_closed(scores, "winner", "base")
@@ -98,17 +87,6 @@ def test_a_gap_in_doubt_has_no_bounds() -> None:
     assert math.isnan(losing.low)
     level = measure_gap_closed(made(winner=[0.5] * 3, base=[0.5] * 3, full=[0.2, 0.9, 0.9]), "winner", "base")
     assert (level.low, level.high) == (0.0, 0.0)
-
-
-def test_the_interval_of_a_share_covers_it() -> None:
-    rng = np.random.default_rng(0)
-    hits = 0
-    for _ in range(100):
-        a, b, full = simulated(rng, [0.5, 0.0, 1.5], 60)
-        share = measure_gap_closed(made(a=a, b=b, full=full), "a", "b")
-        truth = 0.36  # of 200,000 contexts
-        hits += (share.low or -np.inf) <= truth <= (share.high or np.inf)
-    assert 88 <= hits <= 100
 
 
 def questions_of(*numbers: int, length: int = 44, name: str = "one", each: int = 1) -> tiny.Listed:
@@ -177,7 +155,6 @@ def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
     assert (told["strategy"], told["route"], told["budget_signal"]) == ("error + entropy", "error", "entropy")
     assert (told["fallback"], told["phases"], told["budget"], told["candidates"]) == (False, "prefill", 12, 6)
     assert told["selection_questions"] == chosen.asked.questions == 2 * chosen.asked.contexts
-    assert chosen.available == 16
     assert chosen.verdict == told["verdict"] != "baseline"
     check_plan(won.plan, "the plan")
     assert chosen.level == 0.05
@@ -188,11 +165,9 @@ def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
     finalists = {method.name for method in won.chosen.list_foremost("candidate", REPORTED_STRATEGIES)}
     assert "error + entropy" in finalists
     assert set(won.report.scores) == {"full", "snapkv", won.chosen.best, *finalists}
-    assert set(won.report.held) == set(won.report.scores)
     assert (won.report.asked.contexts, won.report.asked.questions) == (10, 20)
     assert won.report.scores["error + entropy"].mean == 1.0
-    lead = won.report.scores["error + entropy"].mean - won.report.scores[won.chosen.best].mean
-    assert won.report.gain.mean == pytest.approx(lead)
+    assert won.report.gain.mean == pytest.approx(1.0 - won.report.scores[won.chosen.best].mean)
     counts = [method.contexts for method in won.chosen.methods]  # methods are asked until they leave
     assert counts == sorted(counts, reverse=True)
     assert counts[0] == won.chosen.asked.contexts
@@ -215,8 +190,6 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     asked, reported = ([answered_by(model, plan, task)] for task in tasks)
     found = prepare(model, profile, SIZE, Split(asked, **HOW), Split(reported, **HOW), **explored).run()
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
-    told = found.plan.provenance.settings
-    assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
     assert json.loads(json.dumps(make_selection_result(found).as_json(), allow_nan=False))["chosen"]["winner"] is None
     assert "every strategy is a baseline" in rendered(make_tables(make_selection_result(found)))
 
@@ -262,22 +235,13 @@ def test_the_hopeless_do_not_reply(
         assert methods[after] <= methods[before]
     last = screenings[-1]
     assert methods["round-1"] == {"full", *plans.plans} - left_out <= methods[last] < methods["screen-1"]
-    # two of either kind reply, those that lose least on the contexts of all screenings
-    assert [len([name for name in kind if name not in left_out]) for kind in (plans.candidates, plans.baselines)] == [
-        2,
-        2,
-    ]
+    # those reply that lose least on the contexts of all screenings
     losses: dict[str, list[float]] = {}
     for stage in screenings:
         for reply in kept[stage].values():
             losses.setdefault(reply.method, []).append(read_loss(reply.reply))
     weighed = {name: fmean(losses[name]) for name in methods[last] & plans.baselines.keys()}
     assert set(sorted(weighed, key=weighed.__getitem__)[:2]) == plans.baselines.keys() - left_out
-    # rounds ask about other contexts first, and measure the same losses there
-    asked = {stage: {(reply.task, reply.key) for reply in replies.values()} for stage, replies in kept.items()}
-    screened = set().union(*(asked[stage] for stage in screenings))
-    assert len(asked["round-1"] & screened) == len(asked["round-1"]) + len(screened) - job.race.available
-    assert all(reply.loss is not None for reply in kept["round-1"].values())
     # who is killed while methods are screened goes on to the same
     ledger = tmp_path / "prefill" / "screen-1" / LEDGER
     ledger.write_bytes(ledger.read_bytes()[:-200])
@@ -316,11 +280,6 @@ def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) ->
 
 def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profile) -> None:
     task = questions_of(*range(4))
-    with pytest.raises(
-        UsageError,
-        match="is in the selection and in the report split",
-    ):
-        prepare(model, profile, SIZE, Split([task], **HOW), Split([task], **HOW))
     rows = [
         replace(row, queries=tuple(replace(q, question=f"{q.question} .") for q in row.queries)) for row in task.rows
     ]
@@ -336,8 +295,6 @@ def test_a_selection_needs_something_to_evict(model: LoadedModel, profile: Profi
     both = Split([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], **HOW)
     one = prepare(model, profile, Size(budget=59), both, questions[1], **late).race
     assert "4 of 8 prompts are so short" in one.candidate_set.notes[-1]
-    one = prepare(model, profile, Size(budget=50), *questions).race  # some give and take
-    assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.candidate_set.notes[-1])
 
 
 def test_a_profile_of_another_model(model: LoadedModel) -> None:

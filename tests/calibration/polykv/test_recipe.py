@@ -30,20 +30,6 @@ def names_of(recipe: PolykvOptions) -> list[str]:
     return [policy.name for policy in recipe.policies()]
 
 
-def test_everything_typed() -> None:
-    recipe = typed(
-        "window=4", "snapkv.window=6", options=("answer_tokens=5",), patterns="tova, snapkv,pyramidkv", policy="tova",
-        budgets="128, 64", phases="decode", signals="entropy,ppl",
-        protocol="question-aware", batch=3,
-    )  # fmt: skip
-    assert (recipe.policy, recipe.budgets, recipe.measured_phases) == ("tova", (64, 128), ("decode",))
-    assert recipe.signals == ("ppl", "entropy")
-    assert (recipe.answer_tokens, recipe.protocol, recipe.batch) == (5, "question-aware", 3)
-    windows = [(policy.name, policy.recent_count) for policy in recipe.policies()]
-    assert windows == [("tova", 0), ("snapkv", 6), ("pyramidkv", 4)]
-    assert recipe.make_policy() == create_policy("tova")
-
-
 def test_patterns_of_a_file(tmp_path: Path) -> None:
     text = "patterns: [paper, {name: h2o, params: {recent: 8}}, {name: keydiff}]\nparams: {window: 16}\n"
     recipe = written(tmp_path, text)

@@ -22,16 +22,6 @@ def build(dimension: int, tolerance: float = 1e-3, **options: int) -> Optimiser:
     )
 
 
-def test_the_best_guess_is_the_mean() -> None:
-    optimiser = build(3)
-    points = optimiser.ask()
-    optimiser.tell(points, [quadratic(point) for point in points])
-    best = sorted(points, key=quadratic)[:3]
-    centre, guess = np.mean(best, axis=0), optimiser.best_guess
-    assert not any(np.array_equal(guess, point) for point in points)
-    assert np.linalg.norm(guess - centre) < np.linalg.norm(np.ones(3) - centre)
-
-
 def test_many_injected_points_do_not_crowd_out_the_population(capsys: pytest.CaptureFixture[str]) -> None:
     optimiser = build(3)
     optimiser.inject([np.full(3, 0.2 + 0.1 * step) for step in range(20)])
