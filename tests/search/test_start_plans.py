@@ -24,18 +24,6 @@ def base(model: LoadedModel) -> SearchSetup:
     return SearchSetup.of(model, POLICY)
 
 
-def test_the_plan_of_a_table(base: SearchSetup) -> None:
-    table = np.array(SHAPED)
-    plan = base.plan(table, {"budget": 14, "parity": False}, seed=3)
-    assert plan.total == table.sum()
-    assert plan.scaling == "fixed"
-    assert plan.floor == 6
-    np.testing.assert_equal(compute_budgets(plan, "prefill", 1000), table)
-    np.testing.assert_equal(compute_budgets(plan, "prefill", 50), table)
-    assert (plan.provenance.method, plan.provenance.seed) == ("evolkv", 3)
-    assert plan.provenance.settings == {"budget": 14, "parity": False}
-
-
 def test_uniform_pyramid_and_scaled_plans_have_the_total_and_equal_tables_are_there_once(
     base: SearchSetup, model: LoadedModel
 ) -> None:

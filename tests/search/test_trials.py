@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.search.trials import (
-    Candidate,
     JobOutcome,
     TrialLog,
     TrialRunner,
     candidate_key,
 )
 from kvsearch.workers.base import SerialExecutor
-from tests.search.searching import generations_of
 from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
@@ -39,30 +37,6 @@ def result(*keys: str, outcome: str = "ok", value: float = 1.0) -> dict[str, Any
 
 def told(generation: int = 0) -> dict[str, Any]:
     return {"stage": "group 1", "generation": generation, "points": [[1.0]], "values": [2.0]}
-
-
-def test_the_lines_of_a_search(tmp_path: Path) -> None:
-    points = [np.array([1.0, 0.1 + 0.2]), np.array([2**-1074, -1e308])]
-    with TrialLog(tmp_path / "l") as ledger:
-        assert ledger.begin("group 1") == 1
-        ledger.record(JOB_KEYS, OK)
-        ledger.tell("group 1", 0, points, [0.5, 1 / 3])
-        ledger.tell("group 1", 0, points, [0.5, 1 / 3])  # it is there
-        ledger.record_best(Candidate(JOB[1], 1 / 3, "group 1, generation 0"))
-        ledger.record_best(Candidate(JOB[0], 0.5, "group 1, generation 1"))  # no better
-        assert ledger.count == 4
-    with TrialLog(tmp_path / "l") as ledger:
-        assert ledger.begin("group 1") == 1
-        [heard] = generations_of(ledger, "group 1")
-        assert [np.array(point).tobytes() for point in heard.points] == [point.tobytes() for point in points]
-        assert (heard.generation, heard.values) == (0, [0.5, 1 / 3])
-        assert generations_of(ledger, "group 2") == []
-        assert ledger.best.candidate == [[6, 6]]
-        assert (ledger.best.value, ledger.best.where) == (1 / 3, "group 1, generation 0")
-        for number, key in enumerate(JOB_KEYS):
-            trial = ledger.trials[key]
-            assert trial.values.tobytes() == OK.values[number].tobytes()
-            assert (trial.state, trial.message, trial.line) == ("ok", "", 2)
 
 
 def test_values_that_are_not_finite_are_no_ok(tmp_path: Path) -> None:

@@ -162,22 +162,6 @@ def problems(text: str) -> list[str]:
     return found
 
 
-def test_policy_full_counts_as_the_whole_prompt() -> None:
-    """Two layers are in one entry and told once; the first head of another one is enough."""
-    phase = "decode"
-    text = edited(
-        ("floor: 1", "floor: 1\nlength: 1000"), ("prefill:", f"{phase}:"),
-        ("4-5: full", "4-5: {policy: full, budget: 9}"),
-        ("policy: tova, budget: [600, 700]", "policy: full, budget: [1000, 999]"),
-    )  # fmt: skip
-    what = "is below 1000, but full keeps all entries of a prompt of that length: give 1000"
-    assert problems(text) == [
-        f"line 12: {phase}.layers.3.budget: {what}", f"line 13: {phase}.layers.4-5.budget: {what}",
-    ]  # fmt: skip
-    right = text.replace("999", "1000").replace("budget: 9}", "budget: 1200}")
-    assert plan_from_yaml(right, "mine.yaml").total == 3 * 2 * 640 + 2000 + 2 * 2400
-
-
 LAST = "4-5: full"
 MISTAKES = yaml.safe_load((HERE / "mistakes.yaml").read_text(encoding="utf-8"))
 

@@ -95,12 +95,6 @@ def test_a_mixture_with_even_budgets() -> None:
     assert whole.kept > half.kept > even.kept
 
 
-def test_layers_keep_the_best_policy_where_another_is_hardly_better() -> None:
-    nearly = read_policy_curves(profile(curves((0.9, 0.5, 0.9), (0.2, 0.501, 0.3)), SNAPKV, KEYDIFF))
-    assert names(make_joint_plan(nearly, Size(ratio=0.9)).plan) == ["snapkv"] * 3
-    assert names(make_joint_plan(nearly, Size(ratio=0.9), min_gain=0.0).plan) == ["snapkv", "keydiff", "snapkv"]
-
-
 @given(
     st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 3), st.floats(0.02, 0.9), st.sampled_from([50, 100, 9000])
 )
