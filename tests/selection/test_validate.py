@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.commands.validate import describe_conditions
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
@@ -55,9 +54,8 @@ def prepared(
     model: LoadedModel, signals: Sequence[str], phases: Sequence[str] = ("prefill",), **changes: Any
 ) -> PlanRace:
     profile = changes.pop("profile", None) or profile_of(model)
-    uses = changes.pop("uses", None)
-    uses = find_uses(SignalTable(profile), signals, phases) if uses is None else uses
-    split = Split(changes.pop("tasks", TASKS), **{**HOW, **changes.pop("asked", {})})
+    uses = find_uses(SignalTable(profile), signals, phases)
+    split = Split(TASKS, **{**HOW, **changes.pop("asked", {})})
     asked = {"size": SIZE, "split": split, "permutations": 5, **changes}
     return prepare_signal_race(model, profile, uses=uses, **asked)
 
@@ -260,6 +258,11 @@ def test_few_orders_are_all_tried(model: LoadedModel) -> None:
     assert {tuple(each) for each in (forward, *drawn)} == set(permutations(forward))
     (one,) = made.judge_signals().signals
     assert (one.exact, one.gains.reach, len(one.random)) == (True, 0.0, 3)
+    assert one.gains.inverse.mean == pytest.approx(one.forward.mean - one.inverse.mean)
+    assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
+    assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([each.mean for each in one.random]))
+    assert one.verdict == "unproven"
+    assert one.reason == "too few contexts to tell: 3 different ones, at least 6 are needed"
     text = " ".join(list_verdict_lines(BudgetVerdicts(budget=16, full=one.forward, signals=(one,))))
     assert re.search(r"\d of 3 other orders of these budgets score lower", text)
 
@@ -288,30 +291,6 @@ def test_what_is_refused(model: LoadedModel, changes: dict[str, Any], problem: s
         prepared(model, ["cosine"], **changes)
 
 
-def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> None:
-    assert prepared(model, ["cosine"]).candidate_set.notes == ()
-    (note,) = prepared(model, ["cosine"], size=Size(budget=65)).candidate_set.notes
-    assert re.search(r"2 of 3 prompts are so short, up to 52 tokens, that (\d+) of \1 strategies evict nothing", note)
-
-
-def test_scores_and_gains(model: LoadedModel) -> None:
-    validation = prepared(model, ["cosine", "entropy"], ["prefill", "both"])
-    found = ValidationResult(**describe_conditions(validation), budgets=(validation.judge_signals(),))
-    (at,) = found.budgets
-    assert (at.budget, at.ratio, len(at.signals)) == (16.0, None, 4)
-    assert [(one.signal, one.kind, one.phases) for one in at.signals][:2] == [
-        ("cosine", "route", "prefill"), ("cosine", "route", "both"),
-    ]  # fmt: skip
-    for one in at.signals:
-        assert one.gains.inverse.mean == pytest.approx(one.forward.mean - one.inverse.mean)
-        assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
-        assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([r.mean for r in one.random]))
-        assert len(one.random) == 5
-        assert one.verdict == "unproven"
-        assert one.reason == "too few contexts to tell: 3 different ones, at least 6 are needed"
-    assert len({one.forward.mean for one in at.signals}) > 1  # else these tests would say nothing
-
-
 def test_a_constant_signal(model: LoadedModel) -> None:
     profile = profile_of(model, mean_entropy=np.full((2, 4), 0.5, np.float32))
     (one,) = prepared(model, ["entropy"], profile=profile).judge_signals().signals
@@ -319,55 +298,34 @@ def test_a_constant_signal(model: LoadedModel) -> None:
     assert one.forward == one.inverse == one.uniform
 
 
-def judged(
-    verdict: SignalVerdict = "harmful",
-    signal: str = "cosine",
-    kind: SignalKind = "route",
-    phases: PhaseNames = "prefill",
-) -> JudgedSignal:
+def verdicts_at(budget: float, *verdicts: tuple[str, SignalKind, PhaseNames, SignalVerdict]) -> BudgetVerdicts:
     score, made = Estimate(0.5, 0.4, 0.6), gains(ABOVE, BELOW, LEVEL)
-    alone = {"forward": score, "inverse": score, "uniform": Estimate(0.7, 0.6, 0.8)}
-    return JudgedSignal(
-        signal=signal, kind=kind, phases=phases, **alone, random=(Estimate(0.3, 0.2, 0.4), Estimate(0.6, 0.5, 0.7)),
-        gains=made, verdict=verdict, reason="of that",
+    signals = tuple(
+        JudgedSignal(
+            signal=signal, kind=kind, phases=phases, forward=score, inverse=score, uniform=score, random=(score, score),
+            gains=made, verdict=verdict, reason="of that",
+        )
+        for signal, kind, phases, verdict in verdicts
     )  # fmt: skip
+    return BudgetVerdicts(budget=budget, full=score, signals=signals)
 
 
-def made_up(*sizes: tuple[float, list[JudgedSignal]]) -> ValidationResult:
-    full = Estimate(1.0, 1.0, 1.0)
+def test_harmful_signals_of_a_strategy(tmp_path: Path) -> None:
+    cosine, entropy = ("cosine", "route", "prefill"), ("entropy", "budgets", "both")
     asked = {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}
-    return ValidationResult(
+    result = ValidationResult(
         model=toy(), profile_sha256="b" * 64, tasks={"one": asked}, split="select", seed=0, protocol="question-aware",
-        budgets=tuple(BudgetVerdicts(budget=size, full=full, signals=tuple(signals)) for size, signals in sizes),
-    )  # fmt: skip
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    bad = [judged(), judged(signal="entropy", kind="budgets", phases="both"), judged("useless", "ppl")]
-    (tmp_path / VALIDATION_FILE).parent.mkdir()
-    (tmp_path / VALIDATION_FILE).write_bytes(canonical_json(made_up((32, [judged("useful")]), (128, bad)).as_json()))
-    return tmp_path
-
-
-COSINE = "cosine as a route in prefill was judged harmful at 128 entries per kv head: of that"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "budget", "told"),
-    [
-        (Strategy(), 128, COSINE),
-        (Strategy(), 65, COSINE),  # nearer by ratio than 32
-        (Strategy(), 63, None),  # useful at 32
-        (Strategy(phases="both"), 128, None),  # not validated
-        (
-            Strategy(None, "entropy", "both"),
-            128,
-            "entropy for budgets in both phases was judged harmful at 128 entries per kv head: of that",
+        budgets=(
+            verdicts_at(32, (*cosine, "useful")),
+            verdicts_at(128, (*cosine, "harmful"), (*entropy, "harmful")),
         ),
-    ],
-)
-def test_harmful_signals_of_a_strategy(directory: Path, strategy: Strategy, budget: float, told: str | None) -> None:
-    assert find_harmful(directory, strategy, budget) == told
-    save_profile(make_signals(), directory / "profile.safetensors")  # not the one that was validated
-    assert find_harmful(directory, strategy, budget) is None
+    )  # fmt: skip
+    (tmp_path / VALIDATION_FILE).parent.mkdir()
+    (tmp_path / VALIDATION_FILE).write_bytes(canonical_json(result.as_json()))
+    harm = "cosine as a route in prefill was judged harmful at 128 entries per kv head: of that"
+    assert [find_harmful(tmp_path, Strategy(), budget) for budget in (128, 65, 63)] == [harm, harm, None]  # by ratio
+    assert find_harmful(tmp_path, Strategy(phases="both"), 128) is None  # not validated
+    harm = "entropy for budgets in both phases was judged harmful at 128 entries per kv head: of that"
+    assert find_harmful(tmp_path, Strategy(None, "entropy", "both"), 128) == harm
+    save_profile(make_signals(), tmp_path / "profile.safetensors")  # not the one that was validated
+    assert find_harmful(tmp_path, Strategy(), 128) is None
