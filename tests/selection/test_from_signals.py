@@ -148,16 +148,6 @@ def test_a_route_that_is_the_same_everywhere_is_warned_of() -> None:
     assert names(chosen) == ["snapkv"] * 4
 
 
-def test_budgets_of_a_signal_that_is_the_same_everywhere_are_equal(recwarn: pytest.WarningsRecorder) -> None:
-    profile = make_signals(mean_entropy=entropies(1, 1, 1, 1))
-    with pytest.warns(KvsearchWarning, match="entropy is the same in every prefill layer"):
-        chosen = prefill(profile, Strategy(budgets="entropy"), Size(budget=20))
-    assert (chosen.budgets == 20).all()
-    one = make_signals(signal_metadata(model(layers=1)), mean_entropy=entropies(1))
-    assert prefill(one, Strategy(budgets="entropy"), Size(budget=20)).budgets.tolist() == [[20, 20]]
-    assert not recwarn.list  # one layer has nobody to be told apart from
-
-
 def test_a_plan_says_where_it_comes_from_and_leaves_layers_alone_that_were_not_measured() -> None:
     asked = {"route": "ppl", "budget_signal": "entropy", "phases": "both", "budgets": [32], "texts": "some.json"}
     provenance = {**PROVENANCE, "method": "polykv", "settings": asked}

@@ -137,12 +137,6 @@ def test_patterns_that_are_not_far_from_the_others_are_not_named(gains: list[lis
     assert losing(*gains).find_explosions("prefill", 32) == []
 
 
-def test_without_losses_or_other_patterns_nothing_explodes() -> None:
-    assert SignalTable(make_signals(nll=None, full_nll=None)).find_explosions("prefill", 32) == []
-    alone = signal_metadata(patterns={"tova": {}})
-    assert SignalTable(make_signals(alone)).find_explosions("prefill", 32) == []
-
-
 @given(st.integers(0, 1000), st.sampled_from(sorted(set(SENSITIVITIES) - {ENTROPY})))
 def test_more_harm_is_more_sensitive(seed: int, name: str) -> None:
     plain = make_signals(seed=seed)
