@@ -11,11 +11,11 @@ from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.options import DynamicOptions, LukvOptions
-from kvsearch.commands.calibrate import (
-    CalibrateOptions,
-)
+from kvsearch.calibration.polykv.options import PAPER_PATTERNS
+from kvsearch.commands.calibrate import CalibrateOptions
 from kvsearch.config.options import parse_setting
 from kvsearch.core.errors import UsageError
+from kvsearch.policies import create_policy
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "calibrate").glob("*.yaml"))
 
@@ -32,22 +32,15 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def resolve_recipe(
-    path: Path | str | None, values: dict[str, Any], settings: list[str], options: tuple[str, ...] | list[str] = ()
-) -> CalibrateOptions:
-    """What a recipe says, with what was typed over it."""
-    given = {"params": settings or None, "model": "bundled", "output": Path("runs/x")}
-    return CalibrateOptions.of(path, **given, **values, **dict(map(parse_setting, options)))
-
-
-def typed(*settings: str, options: tuple[str, ...] = (), **values: Any) -> CalibrateOptions:
-    """What the command line alone says."""
-    return resolve_recipe(None, values, list(settings), options)
+def typed(*settings: str, path: Path | None = None, **values: Any) -> CalibrateOptions:
+    """What a recipe says, with what was typed over it: `settings` of policies, and options."""
+    given = {"params": list(settings) or None, "model": "bundled", "output": Path("runs/x")}
+    return CalibrateOptions.of(path, **given, **values)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_shipped_recipes(path: Path) -> None:
-    recipe = resolve_recipe(path, {}, [])
+    recipe = typed(path=path)
     assert recipe.method == path.stem.partition("-")[0]
     made = recipe.make_policy()
     if isinstance(recipe, LukvOptions):
@@ -64,12 +57,24 @@ def test_the_shipped_recipes(path: Path) -> None:
 
 def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
     path = write(tmp_path, "policy: snapkv\nparams: {window: 8}\n")
-    assert resolve_recipe(path, {"policy": "keydiff"}, []).params == {}
-    assert resolve_recipe(path, {"policy": "keydiff"}, ["sinks=2"]).params == {"sinks": 2}
+    assert typed(path=path, policy="keydiff").params == {}
+    assert typed("sinks=2", path=path, policy="keydiff").params == {"sinks": 2}
     shared = write(tmp_path, "method: polykv\nparams: {window: 8}\n")  # those of all patterns
-    assert resolve_recipe(shared, {"policy": "tova"}, []).params == {"window": 8}
+    assert typed(path=shared, policy="tova").params == {"window": 8}
     unnamed = write(tmp_path, "params: {window: 8}\n")  # those of the default policy
-    assert resolve_recipe(unnamed, {"policy": "snapkv"}, []).params == {"window": 8}
+    assert typed(path=unnamed, policy="snapkv").params == {"window": 8}
+
+
+def test_patterns_of_a_file(tmp_path: Path) -> None:
+    patterns = "patterns: [paper, {name: h2o, params: {recent: 8}}, {name: keydiff}]"
+    path = write(tmp_path, f"method: polykv\n{patterns}\nparams: {{window: 16}}\n")
+    h2o, *_, keydiff = found = typed(path=path).policies()
+    assert [policy.name for policy in found] == [*PAPER_PATTERNS, "keydiff"]
+    assert (h2o, keydiff) == (create_policy("h2o", {"recent": 8}), create_policy("keydiff", {"window": 16}))
+    over = typed("recent=4", "keydiff.window=2", path=path)
+    h2o, *_, keydiff = over.policies()
+    assert (h2o, keydiff) == (create_policy("h2o", {"recent": 4}), create_policy("keydiff", {"window": 2}))
+    assert over.make_policy() == create_policy("snapkv", {"window": 16})
 
 
 @pytest.mark.parametrize(
@@ -84,29 +89,43 @@ def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
 def test_recipes_of_no_use(text: str, problems: list[str], tmp_path: Path) -> None:
     path = write(tmp_path, text)
     with pytest.raises(UsageError) as caught:
-        resolve_recipe(path, {}, [])
+        typed(path=path)
     assert str(path) in str(caught.value)
     assert all(problem in str(caught.value) for problem in problems)
 
 
 def test_options_make_allocations() -> None:
-    lava = typed(method="lava", options=("floor_share=0", "layers=planned", "minimum=0.05"), protocol="question-aware")
+    lava = typed(method="lava", floor_share=0, layers="planned", minimum=0.05, protocol="question-aware")
     assert lava.make_allocation() == LAVaAllocation(0.0, layers="planned")
     assert (lava.protocol, lava.minimum) == ("question-aware", 0.05)
-    adakv = typed(method="adakv", options=("variant=kvpress", "floor_share=0.5"))
+    adakv = typed(method="adakv", variant="kvpress", floor_share=0.5)
     assert adakv.make_allocation() == AdaKVAllocation(0.5, "kvpress")
-    cake = typed(method="cake", options=("tau1=1.7", "window=16"))
+    cake = typed(method="cake", tau1=1.7, window=16)
     assert cake.make_allocation("llama-3.1-8b") == CAKEAllocation(1.7, 0.4, 16)
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "problem"),
+    ("values", "problem"),
     [
-        ("lava", ["floor_shar=0.1"], "method lava has no option 'floor_shar'; did you mean 'floor_share'?"),
-        ("lava", ["floor_share=1.5"], "--floor-share: "),
-        ("lukv", ["protocol=question-aware"], "method lukv has no option 'protocol'"),
+        (
+            {"method": "lava", "floor_shar": 0.1},
+            "method lava has no option 'floor_shar'; did you mean 'floor_share'?",
+        ),
+        ({"method": "lava", "floor_share": 1.5}, "--floor-share: "),
+        ({"method": "lukv", "protocol": "question-aware"}, "method lukv has no option 'protocol'"),
+        ({"method": "polykv", "patterns": "tova,tova", "policy": "tova"}, "must have at least one item, and each once"),
+        (
+            {"method": "polykv", "patterns": "tova,h2o"},
+            "policy 'snapkv', for .* is none of the patterns: name one",
+        ),
+        (
+            {"method": "polykv", "budgets": "16"},
+            r"patterns \(snapkv is left out: it always keeps 32 .*: name one of",
+        ),
+        ({"method": "polykv", "budgets": "64,x"}, r"budgets\.1: .*, not 'x'"),
+        ({"method": "polykv", "phases": "prefil"}, r"unknown phases 'prefil'; did you mean 'prefill'\?"),
     ],
 )
-def test_options_that_cannot_be_typed(method: str, options: list[str], problem: str) -> None:
+def test_options_that_cannot_be_typed(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        typed(method=method, options=tuple(options)).make_policy()
+        typed(**values).make_policy()
