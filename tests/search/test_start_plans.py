@@ -16,6 +16,7 @@ from tests import tiny
 from tests.plan.builders import make_plan
 
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+BOTH = ("prefill", "decode")
 SHAPED = [[12, 4 + 16], [8, 24], [30, 6 + 4], [9, 15]]
 
 
@@ -44,9 +45,6 @@ def test_plans_that_cannot_be_starts(base: SearchSetup, model: LoadedModel) -> N
         make_start_tables(base, 20, {"mine": add_carry(tiny.plan_for(model, list(SHAPED)), "match")})
     with pytest.raises(UsageError, match="start plan mine is no static plan of both phases, which is what is searched"):
         make_start_tables(SearchSetup.of(model, POLICY, BOTH), 20, {"mine": tiny.plan_for(model, list(SHAPED))})
-
-
-BOTH = ("prefill", "decode")
 
 
 def two_phases(model: LoadedModel) -> Plan:

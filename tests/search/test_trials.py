@@ -1,4 +1,4 @@
-"""The trials of a search: what is written is read again bit for bit, and what is known is not measured again."""
+"""The trials of a search: what is written is read again bit for bit, what is spent, and what may fail."""
 
 from __future__ import annotations
 

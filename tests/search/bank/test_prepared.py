@@ -1,4 +1,4 @@
-"""One dense pass per prompt: what it keeps, in which order, and which policies it refuses."""
+"""Which policies a bank takes, and which it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples: what is compressed, what follows, which are the same; where their entries are kept."""
+"""Samples: what is compressed, what follows, and which are the same; a full disk."""
 
 from __future__ import annotations
 
