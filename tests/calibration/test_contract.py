@@ -22,12 +22,13 @@ WINDOW = {"window": 8}
 
 
 class Contract(CalibrationContract):
-    """On as few contexts as a ranking can be fitted on, chosen on and reported on."""
+    """On two contexts, as one of two steps is finished before a stop."""
 
-    contexts = 3
+    contexts = 2
 
 
 class TestLukv(Contract):
+    contexts = 6  # as many as its table is checked on
     options = LukvOptions(answer_tokens=2, params=WINDOW)
 
 
@@ -56,11 +57,13 @@ class TestPolykv(Contract):
 
 
 class TestProbe(Contract):
+    contexts = 3  # to fit on, to choose on and to report on
     options = ProbeOptions(entries=100, form="linear", features=("value_norm", "spread"), answer_tokens=2)
 
 
 @pytest.mark.nightly
 class TestQueryBank(Contract):
+    contexts = 3
     options = QueryBankOptions(bank=3, answer_tokens=2)
 
 

@@ -150,14 +150,6 @@ def test_no_context_is_asked_that_a_start_was_made_on(loaded: LoadedModel) -> No
         assert list_context_hashes(prepared.encoded[name]) == fresh
 
 
-def test_a_context_in_two_splits_is_refused(loaded: LoadedModel) -> None:
-    whole = splits()
-    with pytest.raises(UsageError, match="is in the search and in the choice split"):
-        prepare_searches(
-            SearchSetup.of(loaded, POLICY), {BUDGET: {}}, settings_of(), {**whole, "choice": whole["search"]}
-        )
-
-
 SCORES = {
     "wrong anyway": {"full": 0.99, "uniform": 0.0},
     "no longer hard": {"full": 1.0, "uniform": 0.6},

@@ -17,7 +17,7 @@ from kvsearch.plan.arithmetic import compute_budgets
 from kvsearch.policies import create_policy
 from kvsearch.report.search import describe_decision, make_search_result
 from kvsearch.runtime import Program
-from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches
+from kvsearch.search.evolve import PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.spaces import decode_choices
@@ -26,7 +26,6 @@ from kvsearch.search.trials import Candidate
 from tests import tiny
 from tests.search.evolving import (
     BUDGET,
-    CONTEXTS,
     POLICY,
     QUESTIONS,
     decide,
@@ -36,40 +35,22 @@ from tests.search.evolving import (
     splits,
 )
 
-MODES: list[dict[str, Any]] = [
-    {},
-    {
-        "objective": "metric", "generations": 1, "protocol": "question-aware", "phases": "both", "group_size": 6,
-        "population": 4,
-    },
-]  # fmt: skip
+CONTEXTS = 2  # of a split
 KEYDIFF = create_policy("keydiff", {"sinks": 1, "window": 3})
 
 
-@pytest.fixture(
-    scope="module", params=[MODES[0], pytest.param(MODES[1], marks=pytest.mark.nightly)], ids=["default", "other"]
-)
-def found(
-    request: pytest.FixtureRequest, loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[PreparedSearch, Evolved]:
-    prepared = prepare(loaded, **request.param)
-    return prepared, evolve(prepared, tmp_path_factory.mktemp("run") / "ledger.jsonl")
-
-
 def test_the_plan_has_the_total_runs_and_scores_below_no_start_where_it_is_chosen(
-    found: tuple[PreparedSearch, Evolved], loaded: LoadedModel
+    loaded: LoadedModel, tmp_path: Path
 ) -> None:
-    prepared, evolved = found
+    prepared = prepare(loaded, contexts=CONTEXTS, protocol="question-aware")
+    evolved = evolve(prepared, tmp_path / "l")
     choice, plan = evolved.choice, evolved.choice.plan
     scores = {name: choice.race.method(name).score.mean for name in choice.finalists}
     assert set(prepared.starts) < set(scores)
     assert scores[choice.name] >= max(scores[name] for name in prepared.starts)
-    phases = prepared.setup.phases
-    assert plan.total == prepared.bounds.total == evolved.choice.table.sum() / len(phases)
-    for phase, table in zip(phases, np.split(evolved.choice.table, len(phases)), strict=True):
-        np.testing.assert_equal(compute_budgets(plan, phase, 1000), table)
-        assert plan.phase(phase).total == prepared.budget * table.size
-    assert (plan.decode is None) == prepared.setup.evicts_prompts_only
+    assert plan.total == prepared.bounds.total == choice.table.sum()
+    np.testing.assert_equal(compute_budgets(plan, "prefill", 1000), choice.table)
+    assert plan.decode is None
     Program.from_plan(loaded.model, plan)
     assert plan.provenance.data_sha256 == prepared.data_sha256
     assert plan.provenance.settings["chosen"] == choice.name
@@ -81,7 +62,7 @@ def test_the_plan_has_the_total_runs_and_scores_below_no_start_where_it_is_chose
 @pytest.mark.nightly
 def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: LoadedModel) -> None:
     """Layer 0 gets all that the floors of the others leave: even budgets score above that."""
-    prepared = prepare(loaded, parity=True, budget=40)
+    prepared = prepare(loaded, contexts=CONTEXTS, parity=True, budget=40)
     table = prepared.setup.floors.copy()
     table[0] += 40 * 6 - int(table[:, 0].sum())
     papers = Candidate(table, 9.0, "layers 0-1, generation 0, completed")
@@ -104,8 +85,9 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
 
 
 def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -> None:
-    how = settings_of(objective="metric", generations=3)
-    (prepared,) = prepare_searches(SearchSetup.of(loaded, POLICY), {BUDGET: {}}, how, splits(answer="nowhere"))
+    how = settings_of(objective="metric", group_size=6)
+    parts = splits(CONTEXTS, answer="nowhere")
+    (prepared,) = prepare_searches(SearchSetup.of(loaded, POLICY), {BUDGET: {}}, how, parts)
     evolved = evolve(prepared, tmp_path / "l")
     assert evolved.outcome.flat
     assert "the metric is zero for all" in evolved.outcome.ended
@@ -134,7 +116,7 @@ def joint_start(loaded: LoadedModel) -> Plan:
 def prepared_jointly(loaded: LoadedModel, **changes: Any) -> PreparedSearch:
     how = EvolveSettings.model_validate({"space": "joint", "generations": 3, "finalists": 4, **changes})
     base = SearchSetup.with_choices(loaded, [KEYDIFF, POLICY])
-    (prepared,) = prepare_searches(base, {BUDGET: {"mine": joint_start(loaded)}}, how, splits())
+    (prepared,) = prepare_searches(base, {BUDGET: {"mine": joint_start(loaded)}}, how, splits(CONTEXTS))
     return prepared
 
 

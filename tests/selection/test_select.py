@@ -123,7 +123,7 @@ EXPLORED = ("cosine", "error"), ("uniform", "entropy", "curves")
 
 
 def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **options: Any) -> SelectionJob:
-    tasks = [questions_of(*range(16), each=2), questions_of(*range(16, 26), each=2)]
+    tasks = [questions_of(*range(10), each=2), questions_of(*range(10, 14), each=2)]
     if favourite is not None:
         when = options.get("phases", "prefill")
         plan = find_signal_candidates(model, profile, SIZE, when, *EXPLORED).plans[favourite]
@@ -148,7 +148,7 @@ def test_a_candidate_that_is_better_is_written_and_reported(model: LoadedModel, 
     finalists = {method.name for method in won.chosen.list_foremost("candidate", REPORTED_STRATEGIES)}
     assert "error + entropy" in finalists
     assert set(won.report.scores) == {"full", "snapkv", won.chosen.best, *finalists}
-    assert (won.report.asked.contexts, won.report.asked.questions) == (10, 20)
+    assert (won.report.asked.contexts, won.report.asked.questions) == (4, 8)
     assert won.report.scores["error + entropy"].mean == 1.0
     assert won.report.gain.mean == pytest.approx(1.0 - won.report.scores[won.chosen.best].mean)
     counts = [method.contexts for method in won.chosen.methods]  # methods are asked until they leave

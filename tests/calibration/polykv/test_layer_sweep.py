@@ -108,7 +108,7 @@ def test_all_families_agree_with_the_naive_procedure(family: str) -> None:
 @pytest.mark.nightly
 def test_all_patterns_agree_with_the_naive_procedure() -> None:
     """At two budgets, of which the larger evicts nothing of one prompt before it is followed; one is followed twice."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     swept, naive, _ = both(model, tried(model, small(), 9, 30), batch((40, (12, 5)), (26, (8,))))
     assert_same(swept, naive)
 

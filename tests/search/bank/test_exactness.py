@@ -67,12 +67,12 @@ def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: 
     """Of prompts, questions and answers of different lengths, other budgets in every head, and the whole prompt."""
     model = loaded(family)
     everything = [np.full(table_shape(model), budget) for budget in (100, 10**6)]
-    samples, candidates = samples_of(model, protocol), [*random_candidates(model, 8, 60, seed=1), *everything]
+    samples, candidates = samples_of(model, protocol), [*random_candidates(model, 4, 60, seed=1), *everything]
     with CandidateBank(model, SNAPKV, samples, cap=100) as bank:
         found = bank.measure_losses(candidates)
     expected = np.stack([losses_of(sample, runtime_logits(model, sample, candidates)) for sample in samples], axis=1)
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
-    assert found[:8].mean(1).argsort().tolist() == expected[:8].mean(1).argsort().tolist()
+    assert found[:4].mean(1).argsort().tolist() == expected[:4].mean(1).argsort().tolist()
     assert np.ptp(expected, axis=0).min() > 100 * TOLERANCE  # candidates do differ
 
 
