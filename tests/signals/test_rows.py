@@ -8,16 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.policies import Observation, scoring
+from kvsearch.policies import Observation
 from kvsearch.signals import attention_rows
 from kvsearch.signals.attention_rows import mean_entropy, measure_dispersion
 
 SURE = 200.0  # a logit that leaves nothing for the others
 
 
-def average_attention(query: Tensor, keys: Tensor, scaling: float, valid: Tensor | None = None) -> Tensor:
-    everywhere = padded(len(keys), keys.shape[2], 0)
-    return attention_rows.average_attention(query, keys, scaling, None, everywhere if valid is None else valid)
+def average_attention(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    return attention_rows.average_attention(query, keys, scaling, None, padded(len(keys), keys.shape[2], 0))
 
 
 def one_hot_heads(*targets: int) -> tuple[Tensor, Tensor]:
@@ -31,22 +30,6 @@ def padded(batch: int, length: int, pads: int) -> Tensor:
     valid = torch.ones(batch, length, dtype=torch.bool)
     valid[1:, :pads] = False
     return valid
-
-
-def by_hand(query: Tensor, keys: Tensor, scaling: float, valid: Tensor) -> Tensor:
-    """Mean row of one sequence, query head by query head and row by row."""
-    group, (length, rows) = len(query) // len(keys), (keys.shape[1], query.shape[1])
-    total, counted = torch.zeros(length), 0
-    for head in range(len(query)):
-        for row in range(rows):
-            end = length - rows + row + 1
-            seen = valid[:end].nonzero().flatten()
-            if not valid[end - 1]:
-                continue
-            attention = (query[head, row] @ keys[head // group, seen].T * scaling).softmax(-1)
-            total[seen] += attention
-            counted += 1
-    return total / max(counted, 1)
 
 
 def test_two_heads_that_look_at_one_place_each() -> None:
@@ -63,17 +46,6 @@ def test_a_worked_example() -> None:
     keys = torch.tensor([2.0, 1.0, 1.0]).log().view(1, 1, 3, 1)
     both = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
     assert average_attention(both, keys, 1.0)[0].tolist() == pytest.approx([0.5, 0.375, 0.125])
-
-
-@pytest.mark.parametrize("pads", [0, 3, 8])
-def test_it_is_the_mean_of_every_row(pads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "CACHE_BYTES", 1)  # one kv head at a time
-    generator = torch.Generator().manual_seed(0)
-    keys, query = torch.randn(2, 2, 9, 8, generator=generator), torch.randn(2, 6, 4, 8, generator=generator)
-    valid = padded(2, 9, pads)
-    mean = average_attention(query, keys, 0.3, valid=valid)
-    for sequence in range(2):
-        torch.testing.assert_close(mean[sequence], by_hand(query[sequence], keys[sequence], 0.3, valid[sequence]))
 
 
 def observe_padded(length: int = 9, pads: int = 0) -> Observation:
