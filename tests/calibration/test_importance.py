@@ -111,6 +111,7 @@ def test_all_layers_can_be_hidden_from_at_once_and_asking_leaves_the_context_as_
     with running(model, NAME):
         passed = pass_over(model, context, POLICY)
         first = passed.ask(question)
+        passed.ask(tokens(seed=1, rows=11)[1])
         got = passed.logits_seeing(question, dict(enumerate(keep)))
         again = passed.ask(question)
     for before, after in zip(first, again, strict=True):
