@@ -28,7 +28,6 @@ class Contract(CalibrationContract):
 
 
 class TestLukv(Contract):
-    contexts = 6  # as many as its table is checked on
     options = LukvOptions(answer_tokens=2, params=WINDOW)
 
 

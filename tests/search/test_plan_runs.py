@@ -35,7 +35,7 @@ from tests.runtime.helpers import TOLERANCE, feed, one_by_one
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, encoded, losses_of, random_candidates, samples_of
 from tests.search.evolving import CONTEXTS, QUESTIONS, prepare
 
-SHAPES = (60, 2), (45, 1)
+SHAPES = (40, 2), (30, 1)
 PHASES: dict[str, tuple[Phase, ...]] = {"decode": ("decode",), "both": ("prefill", "decode")}
 
 
@@ -43,7 +43,7 @@ def model_of(family: str = "llama") -> LoadedModel:
     return tiny.loaded(family, tie_word_embeddings=False)
 
 
-def candidates_of(loaded: LoadedModel, base: SearchSetup, count: int, most: int = 40) -> list[Ints]:
+def candidates_of(loaded: LoadedModel, base: SearchSetup, count: int, most: int = 24) -> list[Ints]:
     tables = random_candidates(loaded, count * len(base.phases), most)
     return [np.concatenate(tables[n::count]) for n in range(count)]
 

@@ -83,7 +83,7 @@ def test_what_each_part_of_a_plan_brings() -> None:
 @pytest.mark.slow
 def test_a_selection_on_text_never_speaks_of_percent(model: LoadedModel) -> None:
     profile = make_signals(signal_metadata(model.fingerprint, budgets=(8, 16, 32), length=60))
-    splits = [Split([TextTask("t", TEXT, 60, part)], samples=8, seed=3, batch=8) for part in ("select", "report")]
+    splits = [Split([TextTask("t", TEXT, 60, part)], samples=6, seed=3, batch=8) for part in ("select", "report")]
     plans = find_signal_candidates(model, profile, Size(budget=12), routes=("none",), allocators=("entropy",))
     found = prepare_selection(model, plans, Size(budget=12), *splits, Rule()).run()
     result = make_selection_result(found)

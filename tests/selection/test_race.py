@@ -219,11 +219,11 @@ def rate(candidates: Sequence[float], baselines: Sequence[float], contexts: int,
     names = [f"c{number}" for number in range(len(candidates))]
     known = [f"b{number}" for number in range(len(baselines))]
     beaten = 0
-    for _ in range(60):
+    for _ in range(40):
         rows = simulated(rng, [*candidates, *baselines], contexts, loses)
         race, _ = run_race(dict(zip([*names, *known], rows, strict=True)), names)
         beaten += race.verdict == "beats"
-    return beaten / 60
+    return beaten / 40
 
 
 @pytest.mark.parametrize(("candidates", "loses"), [([0.0] * 6, 0.0), ([0.3] * 6, 0.1)])

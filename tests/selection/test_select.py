@@ -122,14 +122,11 @@ def prepare(
 EXPLORED = ("cosine", "error"), ("uniform", "entropy", "curves")
 
 
-def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **options: Any) -> SelectionJob:
-    tasks = [questions_of(*range(10), each=2), questions_of(*range(10, 14), each=2)]
-    if favourite is not None:
-        when = options.get("phases", "prefill")
-        plan = find_signal_candidates(model, profile, SIZE, when, *EXPLORED).plans[favourite]
-        tasks = [answered_by(model, plan, task) for task in tasks]
-    asked = (Split([task], **HOW) for task in tasks)
-    return prepare(model, profile, SIZE, *asked, routes=EXPLORED[0], allocators=EXPLORED[1], **options)
+def prepared_of(model: LoadedModel, profile: Profile, favourite: str, contexts: int = 10) -> SelectionJob:
+    tasks = [questions_of(*range(contexts), each=2), questions_of(*range(contexts, contexts + 4), each=2)]
+    plan = find_signal_candidates(model, profile, SIZE, "prefill", *EXPLORED).plans[favourite]
+    asked = (Split([answered_by(model, plan, task)], **HOW) for task in tasks)
+    return prepare(model, profile, SIZE, *asked, routes=EXPLORED[0], allocators=EXPLORED[1])
 
 
 def test_a_candidate_that_is_better_is_written_and_reported(model: LoadedModel, profile: Profile) -> None:
@@ -157,7 +154,17 @@ def test_a_candidate_that_is_better_is_written_and_reported(model: LoadedModel, 
 
 
 def test_a_baseline_that_is_as_good_is_written_instead(model: LoadedModel, profile: Profile) -> None:
-    lost = prepared_of(model, profile, "tova").run()
+    seen: dict[str, float] = {}
+
+    def keep(name: str, evaluation: Evaluation) -> AbstractContextManager[tuple[ReplyStore | None, Progress | None]]:
+        seen[name] = evaluation.cost(name).work.tokens
+        return nullcontext((None, None))
+
+    prepared = prepared_of(model, profile, "tova")
+    lost = prepared.run(keep)
+    choose, report = prepared.costs  # what is asked costs at most what is said
+    assert sum(tokens for name, tokens in seen.items() if "round" in name) <= choose.work.tokens
+    assert seen["prefill/report"] <= report.work.tokens
     assert (lost.chosen.winner, lost.chosen.written, lost.report.gain, lost.report.share) == (None, "tova", None, None)
     told = lost.plan.provenance.settings
     assert (told["fallback"], told["baseline"], told["best_baseline"]) == (True, "tova", "tova")
@@ -175,20 +182,6 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
     assert json.loads(json.dumps(make_selection_result(found).as_json(), allow_nan=False))["chosen"]["winner"] is None
     assert "every strategy is a baseline" in rendered(make_tables(make_selection_result(found)))
-
-
-def test_what_is_asked_costs_at_most_what_is_said(model: LoadedModel, profile: Profile) -> None:
-    seen: dict[str, float] = {}
-
-    def keep(name: str, evaluation: Evaluation) -> AbstractContextManager[tuple[ReplyStore | None, Progress | None]]:
-        seen[name] = evaluation.cost(name).work.tokens
-        return nullcontext((None, None))
-
-    prepared = prepared_of(model, profile, None)
-    prepared.run(keep)
-    choose, report = prepared.costs
-    assert sum(tokens for name, tokens in seen.items() if "round" in name) <= choose.work.tokens
-    assert seen["prefill/report"] <= report.work.tokens
 
 
 @pytest.mark.nightly
@@ -238,7 +231,7 @@ def test_a_candidate_that_is_out_after_the_first_round_stays_a_candidate(
 ) -> None:
     """Nothing was bet on it."""
     monkeypatch.setattr(plan_race, "FINALISTS", 99)  # nothing is screened
-    race = prepared_of(model, profile, "error + entropy").race
+    race = prepared_of(model, profile, "error + entropy", contexts=4).race
     name = next(iter(race.candidate_set.candidates))
     monkeypatch.setattr(plan_race, "find_behind_on_kinds", lambda *_: {name: "it is out"})
     method = race.decide().method(name)

@@ -1,22 +1,18 @@
-"""A query bank calibrated end to end on a tiny model; fits that were stopped go on where they were."""
+"""A query bank calibrated end to end on a tiny model, alone and with a probe."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kvsearch.calibration.options import ProbeOptions, QueryBankOptions
-from kvsearch.calibration.probe import contexts
 from kvsearch.calibration.probe.bank import draw_asked_places
 from kvsearch.calibration.probe.context_pass import ContextPass, Noting, QuestionBuilder, Questions
 from kvsearch.calibration.probe.contexts import fit_rankings
 from kvsearch.calibration.prompts import encode_prompts
-from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import find_attention_modules
 from kvsearch.models.loading import LoadedModel
@@ -27,7 +23,6 @@ from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import list_rivals
 from kvsearch.report.profile import list_ranking_remarks
 from kvsearch.runtime.attention import run_attention
-from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibrations import calibrate_query_bank
 
@@ -80,55 +75,18 @@ FITS = {
 TEXTS = tiny.calibration_data(80, 82, 84, 86, 88, questions=1)
 
 
-def fitted(model: LoadedModel, names: tuple[str, ...], directory: Path | None) -> list[Profile]:
+def fitted(model: LoadedModel, *names: str) -> list[Profile]:
     calibrations = [
         create_method(name).create_calibration(model, TEXTS, FITS[name].policies(), FITS[name]) for name in names
     ]
-    calibrations[0].steps = StepCache(directory, "these")
     return fit_rankings(calibrations, calibrations[0].prepare())
 
 
 @pytest.mark.nightly
 def test_rankings_that_share_their_passes_are_those_that_have_their_own(model: LoadedModel) -> None:
-    together = fitted(model, ("probe", "query_bank"), None)
+    together = fitted(model, "probe", "query_bank")
     for name, profile in zip(FITS, together, strict=True):
-        (alone,) = fitted(model, (name,), None)
+        (alone,) = fitted(model, name)
         assert alone.metadata == profile.metadata
         for array in alone.arrays:
             np.testing.assert_allclose(profile.arrays[array], alone.arrays[array], rtol=1e-5, atol=2e-5, err_msg=array)
-
-
-class Killed(BaseException):
-    """What no code expects."""
-
-
-class Passes:
-    """Counts passes over contexts, and ends the process, as it were, before the one after `left` others."""
-
-    def __init__(self) -> None:
-        self.made, self.left, self.plain = 0, 999, DensePass.__init__
-
-    def __call__(self, *given: Any, **named: Any) -> None:
-        if not self.left:
-            raise Killed
-        self.made, self.left = self.made + 1, self.left - 1
-        self.plain(*given, **named)
-
-
-def test_it_ends_as_one_that_was_never_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Stopped again and again; what was finished before is not measured again."""
-    model, names = tiny.loaded(), ("query_bank", "probe")
-    # of contexts that reply together nothing is finished before all were read
-    monkeypatch.setattr(contexts, "split_reply_batches", lambda _, prompts: [[prompt] for prompt in prompts])
-    whole = Passes()
-    passes = whole
-    monkeypatch.setattr(DensePass, "__init__", lambda *given, **named: passes(*given, **named))
-    profiles = [profile.to_bytes() for profile in fitted(model, names, None)]
-    passes = Passes()
-    passes.plain = whole.plain
-    for passes.left in (2, 1, whole.made // 2, 1):
-        with suppress(Killed):
-            fitted(model, names, tmp_path)
-    passes.left = 999
-    assert [profile.to_bytes() for profile in fitted(model, names, tmp_path)] == profiles
-    assert passes.made == whole.made == len(TEXTS.contexts)

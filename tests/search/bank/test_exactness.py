@@ -140,7 +140,7 @@ def longer(task: TaskPrompts, tokens: int, **changes: Any) -> TaskPrompts:
     return dataclasses.replace(task, task=dataclasses.replace(task.task, **changes), prompts=tuple(prompts))
 
 
-@in_turn(family=["llama", "gemma2", pytest.param("gemma3", marks=pytest.mark.nightly)], protocol=PROTOCOLS)
+@in_turn(family=["llama", "gemma3"], protocol=PROTOCOLS)
 def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> None:
     model = loaded(family)
     task = longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)  # beyond Gemma's window of 16
