@@ -16,6 +16,7 @@ from kvsearch.plan import PHASES, Profile, Size
 from kvsearch.plan.build import PhaseChoice
 from kvsearch.selection.from_signals import Strategy, choose_by_signals, make_strategy_plan
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
+from tests.examples import at_most
 from tests.plan.builders import PROVENANCE, model
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -124,6 +125,7 @@ TARGETS = st.builds(Size, budget=st.integers(8, 199)) | st.builds(Size, ratio=st
 
 
 @given(STRATEGIES, TARGETS, st.integers(0, 99))
+@at_most(25)
 def test_totals_are_exact_and_bounds_and_candidates_are_respected(strategy: Strategy, size: Size, seed: int) -> None:
     profile = make_signals(seed=seed)
     known = size.ratio is not None

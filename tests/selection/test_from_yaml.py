@@ -15,6 +15,7 @@ from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.selection.from_yaml import plan_from_yaml
+from tests.examples import at_most
 from tests.plan.builders import PROVENANCE, model_dict
 
 SNAPKV = {"name": "snapkv", "params": {"window": 8}}
@@ -129,6 +130,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
+@at_most(25)
 def test_reading_what_was_written_gives_the_same_plan(plan: Plan) -> None:
     text = plan_to_yaml(plan)
     read = plan_from_yaml(text, "strategy.yaml")

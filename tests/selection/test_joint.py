@@ -15,6 +15,7 @@ from kvsearch.plan import Plan, Profile, ProfileMetadata, Size
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT
 from kvsearch.selection.joint import make_joint_plan, read_policy_curves
+from tests.examples import at_most
 from tests.plan.builders import metadata_dict, model_dict
 
 LENGTH = 100
@@ -98,6 +99,7 @@ def test_a_mixture_with_even_budgets() -> None:
 @given(
     st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 3), st.floats(0.02, 0.9), st.sampled_from([50, 100, 9000])
 )
+@at_most(25)
 def test_totals_are_exact_within_the_bounds_and_keep_no_less_than_a_single_policy(
     seed: int, count: int, layers: int, share: float, length: int
 ) -> None:

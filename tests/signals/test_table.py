@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.signals.table import ENTROPY, SENSITIVITIES, SignalTable, is_constant
+from tests.examples import at_most
 from tests.plan.builders import make_profile
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -138,6 +139,7 @@ def test_patterns_that_are_not_far_from_the_others_are_not_named(gains: list[lis
 
 
 @given(st.integers(0, 1000), st.sampled_from(sorted(set(SENSITIVITIES) - {ENTROPY})))
+@at_most(25)
 def test_more_harm_is_more_sensitive(seed: int, name: str) -> None:
     plain = make_signals(seed=seed)
     worse = {
