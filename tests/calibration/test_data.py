@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from kvsearch.calibration.data import CalibrationData, find_default_data, load_c
 from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import find_resource
 from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.synthetic.language import WORDS
 from scripts.bundled_calibration import calibration_file
 
 PAIR = {"question": "Who came?", "answer": "Nobody."}
@@ -54,26 +52,10 @@ def test_a_file_with_texts_inside_and_beside_it(tmp_path: Path) -> None:
 def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
     first = load(tmp_path, text())
     (tmp_path / "elsewhere.txt").write_text("text 1")
-    moved = load(tmp_path, text(text_file="elsewhere.txt", text=None), name="another name")
+    moved = load(tmp_path, text(text_file="elsewhere.txt", text=None, kind="codes"), name="another name")
     assert first.sha256 == moved.sha256
     others = [load(tmp_path, text(2)), load(tmp_path, text(count=2)), load(tmp_path, text(), prompt="{question}!")]
     assert len({first.sha256, *(other.sha256 for other in others)}) == 4
-
-
-def test_kinds_are_labels_of_contexts_or_of_questions(tmp_path: Path) -> None:
-    """They change nothing that is asked, and so nothing of the hash."""
-    plain, asked = text(1, 2), text(1, 2)
-    asked["questions"][1]["kind"] = "chains"
-    named = load(tmp_path, {**asked, "kind": "codes"})
-    assert named.sha256 == load(tmp_path, plain).sha256
-    assert "kind: must not be blank" in refusal(tmp_path, {"name": "x", "contexts": [text(kind=" ")]})
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no file"):
-        load_calibration_data(tmp_path / "nothing.json")
-    with pytest.raises(UsageError, match="is a folder"):
-        load_calibration_data(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -81,22 +63,21 @@ def test_a_missing_file(tmp_path: Path) -> None:
     [
         ("{", "is not valid JSON at line 1"),
         ("[]", "the whole: "),
-        ({"name": "", "contexts": [text()]}, "name: must not be blank"),
         ({"name": "x", "contexts": []}, "contexts: must not be empty"),
         ({"name": "x", "contexts": [text(1, 0)]}, "contexts.0.questions: must not be empty"),
-        ({"name": "x", "contexts": [text(text="")]}, "contexts.0.text: must not be blank"),
         ({"name": "x", "contexts": [text(text=None)]}, "contexts.0: give either text or text_file"),
         ({"name": "x", "contexts": [text(questions=[{**PAIR, "answer": ""}])]}, "answer: must not be blank"),
+        ({"name": "x", "contexts": [text(kind=" ")]}, "kind: must not be blank"),
         ({"name": "x", "contexts": [text(text_file="blank.txt", text=None)]}, "blank.txt is empty"),
         ({"name": "x", "contexts": [text(text_file="latin.txt", text=None)]}, "latin.txt is not UTF-8 text: byte 1"),
-        ({"name": "x", "contexts": [text(text_file="here.txt")]}, "give either text or text_file"),
     ],
 )
 def test_what_can_be_wrong(content: Any, problem: str, tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text(" \n ")
-    (tmp_path / "here.txt").write_text("text")
     (tmp_path / "latin.txt").write_bytes(b"M\xfcller")
     assert problem in refusal(tmp_path, content)
+    with pytest.raises(UsageError, match="there is no file"):
+        load_calibration_data(tmp_path / "nothing.json")
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
@@ -117,54 +98,33 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert "gone too.txt" in message
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(None, [3, 2, 2]), (1, [1]), (3, [3]), (4, [3, 1]), (99, [3, 2, 2])])
-def test_limited(limit: int | None, expected: list[int], tmp_path: Path) -> None:
+def test_limited(tmp_path: Path) -> None:
     data = load(tmp_path, text(1, 3), text(2, 2), text(3, 2))
-    some = data.limit_questions(limit)
-    assert [len(context.questions) for context in some.contexts] == expected
-    assert some.questions == sum(expected)
-    assert [pair.question for pair in some.contexts[0].questions] == ["q10", "q11", "q12"][: expected[0]]
-    assert (some.name, some.prompt, some.sha256) == (data.name, data.prompt, data.sha256)
+    for limit, expected in ((None, [3, 2, 2]), (1, [1]), (3, [3]), (4, [3, 1]), (99, [3, 2, 2])):
+        some = data.limit_questions(limit)
+        assert [len(context.questions) for context in some.contexts] == expected
+        assert [pair.question for pair in some.contexts[0].questions] == ["q10", "q11", "q12"][: expected[0]]
+        assert some.sha256 == data.sha256
 
 
 def test_the_texts_of_other_models() -> None:
-    """Five kinds of text, none of which is what needles are hidden in; questions and answers are about their text."""
-    assert (
-        find_default_data("meta-llama/Llama-3.1-8B") == find_default_data("./bundled") != find_default_data("bundled")
-    )
-    assert find_default_data("bundled-redundant") == find_default_data("bundled")
+    """Five kinds of text, none of which is what needles are hidden in."""
+    assert find_default_data("bundled-redundant") == find_default_data("bundled") != find_default_data("./bundled")
     data = load_calibration_data(find_default_data("some/model"))
     assert (len(data.contexts), data.questions, data.prompt) == (5, 65, PLAIN_PROMPT)
     assert all(len(context.text.split()) >= 1700 and context.text.isascii() for context in data.contexts)
     assert find_resource("data/calibration/novel.txt").read_text() not in {context.text for context in data.contexts}
-    pairs = [pair for context in data.contexts for pair in context.questions]
-    assert len({pair.question for pair in pairs}) == len({pair.answer for pair in pairs}) == 65
-    for context in data.contexts:
-        told = set(re.findall(r"[a-z]{4,}|[0-9]{2,}", context.text.lower()))
-        for pair in context.questions:
-            named = set(re.findall(r"(?<!^)(?<!\. )(?<!: )[A-Z][a-z]{3,}|[0-9]{2,}", pair.answer))
-            assert {name.lower() for name in named} <= told, pair.question
 
 
 def test_the_bundled_data_is_what_the_generator_writes() -> None:
     written = find_default_data("bundled").read_text()
     assert written == json.dumps(calibration_file(), indent=1) + "\n"
-    data = load_calibration_data(find_default_data("bundled"))
-    assert 20 <= data.questions <= 40
-    known = set(WORDS)
-    for context in data.contexts:
-        assert set(context.text.split()) <= known
-        assert all(set((pair.question + " " + pair.answer).split()) <= known for pair in context.questions)
 
 
-def test_contexts_without_questions(tmp_path: Path) -> None:
+def test_contexts_may_be_without_questions_and_plain_text_files_are_a_context_each(tmp_path: Path) -> None:
     path = write(tmp_path, {"name": "mine", "contexts": [{"text": "a"}, text(), text(questions=[])]})
     assert [len(one.questions) for one in load_calibration_data(path, bare=True).contexts] == [0, 1, 0]
-    with pytest.raises(UsageError, match=r"contexts\.0\.questions: must not be empty"):
-        load_calibration_data(path)
-
-
-def test_plain_text_files_are_a_context_each(tmp_path: Path) -> None:
+    path.unlink()
     for name in ("b", "a"):
         (tmp_path / f"{name}.txt").write_text(f"text {name}\n")
     (tmp_path / "notes.md").write_text("no context")
@@ -172,10 +132,8 @@ def test_plain_text_files_are_a_context_each(tmp_path: Path) -> None:
     assert [(one.text, one.questions) for one in folder.contexts] == [("text a", ()), ("text b", ())]
     listed = load_calibration_data(f"{tmp_path}/a.txt,{tmp_path}/b.txt", bare=True)
     assert (listed.contexts, listed.sha256) == (folder.contexts, folder.sha256)
-    assert load_calibration_data(tmp_path / "a.txt", bare=True).name == "a"
-    for path in (tmp_path, tmp_path / "a.txt"):
-        with pytest.raises(UsageError, match="is plain text, without questions, which only --method probe and query_b"):
-            load_calibration_data(path)
+    with pytest.raises(UsageError, match="is plain text, without questions, which only --method probe and query_b"):
+        load_calibration_data(tmp_path)
     with pytest.raises(UsageError, match=r"there is no file .*c\.txt"):
         load_calibration_data(f"{tmp_path}/a.txt,{tmp_path}/c.txt", bare=True)
     with pytest.raises(UsageError, match="have no questions to limit: leave --questions out"):

@@ -20,7 +20,6 @@ from kvsearch.calibration.options import STABILITY_RATIOS, DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -50,7 +49,6 @@ VARIANTS: dict[str, tuple[Policy, Allocation]] = {
     "adakv, kvpress": (SNAPKV, AdaKVAllocation(0.4, "kvpress")),
     "adakv over keydiff": (SCORED_BELOW_ZERO, AdaKVAllocation()),
 }
-methods = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +59,6 @@ def model() -> LoadedModel:
 @pytest.fixture(scope="module")
 def data() -> CalibrationData:
     return tiny.calibration_data(70, 90, 90)
-
-
-@pytest.fixture(scope="module")
-def profiles(model: LoadedModel, data: CalibrationData) -> dict[str, Profile]:
-    return {name: calibrate_dynamic(model, data, *how) for name, how in METHODS.items()}
 
 
 def uneven() -> LoadedModel:
@@ -107,10 +100,10 @@ def assert_runtime_agrees(
         assert held(model, even_program(model, how, total, prompt.length, floor), prompt.ids) == found[row].tolist()
 
 
-@first_value("how", [*METHODS, *VARIANTS], usual=len(METHODS))
+@first_value("how", [*METHODS, *VARIANTS], usual=2)
 def test_the_runtime_decides_the_same(how: str, model: LoadedModel, data: CalibrationData) -> None:
     prompt, rule = encode_prompts(model, data)[1], {**METHODS, **VARIANTS}[how]
-    assert_runtime_agrees(model, prompt, rule, PROTECTED, (0, 20, 49, 79, 88, 98))
+    assert_runtime_agrees(model, prompt, rule, PROTECTED, (0, 49, 79, 98))
     at_eighty = decided(model, prompt, rule, PROTECTED)[79]
     assert np.ptp(at_eighty) > 3 or how == "lava, equal heads", "something should be decided"
 
@@ -122,71 +115,20 @@ def test_every_family_decides_as_the_runtime_does(method: str, family: str, data
     assert_runtime_agrees(other, encode_prompts(other, data)[0], METHODS[method], PROTECTED, (9, 49, 84))
 
 
-@first_value("method", METHODS)
-def test_with_the_question_in_the_prompt(method: str, model: LoadedModel, data: CalibrationData) -> None:
-    context, aware = encode_prompts(model, data)[0], encode_prompts(model, data, "question-aware")
-    assert_runtime_agrees(model, aware[0], METHODS[method], PROTECTED, (49, 79))
-    assert decided(model, aware[0], METHODS[method], PROTECTED)[79].tolist() != (
-        decided(model, context, METHODS[method], PROTECTED)[79].tolist()
-    )
-
-
-@methods
-def test_what_a_profile_holds(method: str, profiles: dict[str, Profile], data: CalibrationData) -> None:
-    made, (policy, allocation) = profiles[method], METHODS[method]
-    assert {name: array.shape for name, array in made.arrays.items()} == {
-        "evicted_ratio": (99, 4, 2),
-        "ratio_deviation": (99, 4, 2),
-        "question_ratio": (3, 9, 4, 2),
-        "question_context": (3,),
-        "question_length": (3,),
-    }
-    metadata, lengths = made.metadata, [len(context.text.split()) + 1 for context in data.contexts]
-    assert (metadata.method, metadata.policy.name, metadata.policy.params) == (method, policy.name, policy.parameters())
-    assert (metadata.length, metadata.questions, metadata.floor) == (max(lengths), 3, PROTECTED)
-    assert made.arrays["question_length"].tolist() == lengths
-    assert made.arrays["question_context"].tolist() == [0, 1, 2]
-    settings = metadata.provenance.settings
-    assert settings == {
-        "check": True,
-        "data": "tiny", "protocol": "question-agnostic", "minimum": 0.0, **allocation.parameters(),
-    }  # fmt: skip
-    assert metadata.provenance.data_sha256 == data.sha256
-
-
-@methods
-def test_the_table_is_the_mean_of_the_decisions(
-    method: str, model: LoadedModel, data: CalibrationData, profiles: dict[str, Profile]
-) -> None:
-    made = profiles[method]
-    each = np.stack(
-        [
-            1 - decided(model, prompt, METHODS[method], PROTECTED) / prompt.length
-            for prompt in encode_prompts(model, data)
-        ]
-    )
+def test_the_table_is_the_mean_of_the_decisions_of_all_readings(model: LoadedModel) -> None:
+    """Here of contexts with their questions."""
+    data = tiny.calibration_data(70, 90, questions=1)
+    made = calibrate_dynamic(model, data, *METHODS["lava"], DynamicOptions(protocol="question-aware"))
+    prompts = encode_prompts(model, data, "question-aware")
+    assert made.arrays["question_context"].tolist() == [0, 1]
+    assert made.arrays["question_length"].tolist() == [prompt.length for prompt in prompts]
+    assert (made.metadata.length, made.metadata.floor) == (max(prompt.length for prompt in prompts), PROTECTED)
+    each = np.stack([1 - decided(model, prompt, METHODS["lava"], PROTECTED) / prompt.length for prompt in prompts])
     reach = slice(0, 90)  # every prompt can be cut that far
     np.testing.assert_allclose(made.arrays["evicted_ratio"][reach], each[:, reach].mean(0), atol=1e-6)
     np.testing.assert_allclose(made.arrays["ratio_deviation"][reach], each[:, reach].std(0), atol=1e-6)
     rows = [round(100 * ratio) - 1 for ratio in STABILITY_RATIOS]
     np.testing.assert_allclose(made.arrays["question_ratio"], each[:, rows], atol=1e-6)
-
-
-@pytest.mark.nightly
-def test_protocols_and_progress(model: LoadedModel, data: CalibrationData) -> None:
-    told: list[tuple[int, int]] = []
-    aware = calibrate_dynamic(
-        model,
-        data,
-        *METHODS["lava"],
-        DynamicOptions(protocol="question-aware"),
-        lambda done, total: told.append((done, total)),
-    )
-    assert aware.metadata.questions == 6
-    assert aware.arrays["question_context"].tolist() == [0, 0, 1, 1, 2, 2]
-    assert aware.metadata.provenance.settings["protocol"] == "question-aware"
-    assert told == [(number, 6) for number in range(7)]
-    assert model.model.config._attn_implementation == "sdpa"
 
 
 def test_a_least_share_for_every_head(model: LoadedModel, data: CalibrationData) -> None:
@@ -196,11 +138,10 @@ def test_a_least_share_for_every_head(model: LoadedModel, data: CalibrationData)
     np.testing.assert_allclose(made.arrays["evicted_ratio"][98], made.arrays["evicted_ratio"][80], atol=1e-2)
 
 
-@in_turn(where=["model.layers.0.self_attn.v_proj", "lm_head"], method=METHODS)
-def test_a_model_that_computes_nan(where: str, method: str, data: CalibrationData) -> None:
+def test_a_model_that_computes_nan(data: CalibrationData) -> None:
     model = uneven()
     with torch.no_grad():
-        model.model.get_submodule(where).weight[0] = float("nan")
+        model.model.get_submodule("model.layers.0.self_attn.v_proj").weight[0] = float("nan")
     with pytest.raises(IncompatibleError, match=r"^tiny: the model computes NaN on calibration context 0$"):
-        calibrate_dynamic(model, data, *METHODS[method])
+        calibrate_dynamic(model, data, *METHODS["lava"])
     assert model.model.config._attn_implementation == "sdpa"

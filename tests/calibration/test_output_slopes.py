@@ -51,7 +51,7 @@ def smooth(family: str) -> Any:
 # qwen3_5 gates attention outputs and bitnet normalises them in front of the output projection
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen3_5", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("bitnet", "gemma2", "lfm2"))],
+    ["llama", "qwen3_5", pytest.param("bitnet", marks=pytest.mark.nightly)],
 )
 def test_slopes_are_finite_differences_of_the_log_odds(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One node is in the middle of the way: all layers see half of the entries that are not protected."""

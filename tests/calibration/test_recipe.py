@@ -6,41 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.options import DynamicOptions, LukvOptions
-from kvsearch.commands.calibrate import (
-    OPTIONS,
-    CalibrateOptions,
-)
+from kvsearch.calibration.polykv.options import PAPER_PATTERNS
+from kvsearch.commands.calibrate import CalibrateOptions
 from kvsearch.config.options import parse_setting
 from kvsearch.core.errors import UsageError
-from kvsearch.policies import Policy, list_policy_names
-from kvsearch.policies.registry import list_fitted
+from kvsearch.policies import create_policy
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "calibrate").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (" window = 16 ", ("window", 16)),
-        ("x=-3", ("x", -3)),
-        ("x=1e-3", ("x", 0.001)),
-        ("x=true", ("x", True)),
-        ("x=False", ("x", False)),
-        ("pooling=avg", ("pooling", "avg")),
-        ("x=", ("x", "")),
-        ("x=a=b", ("x", "a=b")),
-    ],
-)
-def test_settings(text: str, expected: tuple[str, Any]) -> None:
-    key, value = parse_setting(text)
-    assert (key, value) == expected
-    assert type(value) is type(expected[1])
+def test_settings() -> None:
+    values = {" x = 16 ": 16, "x=-3": -3, "x=1e-3": 0.001, "x=true": True, "x=avg": "avg", "x=": "", "x=a=b": "a=b"}
+    for text, value in values.items():
+        assert repr(parse_setting(text)) == repr(("x", value))
 
 
 def write(folder: Path, text: str) -> Path:
@@ -49,52 +32,15 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def resolve_recipe(
-    path: Path | str | None, values: dict[str, Any], settings: list[str], options: tuple[str, ...] | list[str] = ()
-) -> CalibrateOptions:
-    """What a recipe says, with what was typed over it."""
-    given = {"params": settings or None, "model": "bundled", "output": Path("runs/x")}
-    return CalibrateOptions.of(path, **given, **values, **dict(map(parse_setting, options)))
-
-
-def typed(*settings: str, options: tuple[str, ...] = (), **values: Any) -> CalibrateOptions:
-    """What the command line alone says."""
-    return resolve_recipe(None, values, list(settings), options)
-
-
-def dynamic(method: str, *options: str, **values: Any) -> DynamicOptions:
-    """A dynamic method with options that were typed."""
-    return typed(options=options, method=method, **values)
-
-
-def policy(name: str, *settings: str) -> Policy:
-    return typed(*settings, policy=name).make_policy()
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("snapkv", {"sinks": 4, "window": 32, "kernel": 7}),
-        ("keydiff", {"sinks": 4, "window": 1}),
-        ("expected_attention", {"sinks": 4, "window": 1, "epsilon": 0.0}),
-        ("streaming", {"sinks": 4}),
-    ],
-)
-def test_protection_of_the_method(name: str, expected: dict[str, Any]) -> None:
-    """LU-KV keeps four sinks and 32 (SnapKV) or 1 (policies that score every key) recent tokens."""
-    parameters = policy(name).parameters()
-    assert {key: parameters[key] for key in expected} == expected
-
-
-def test_every_policy_that_evicts_can_be_calibrated() -> None:
-    for name in list_policy_names():
-        if name not in ("full", *list_fitted()):
-            assert policy(name).name == name
+def typed(*settings: str, path: Path | None = None, **values: Any) -> CalibrateOptions:
+    """What a recipe says, with what was typed over it: `settings` of policies, and options."""
+    given = {"params": list(settings) or None, "model": "bundled", "output": Path("runs/x")}
+    return CalibrateOptions.of(path, **given, **values)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_shipped_recipes(path: Path) -> None:
-    recipe = resolve_recipe(path, {}, [])
+    recipe = typed(path=path)
     assert recipe.method == path.stem.partition("-")[0]
     made = recipe.make_policy()
     if isinstance(recipe, LukvOptions):
@@ -111,21 +57,30 @@ def test_the_shipped_recipes(path: Path) -> None:
 
 def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
     path = write(tmp_path, "policy: snapkv\nparams: {window: 8}\n")
-    assert resolve_recipe(path, {"policy": "keydiff"}, []).params == {}
-    assert resolve_recipe(path, {"policy": "keydiff"}, ["sinks=2"]).params == {"sinks": 2}
-    assert resolve_recipe(path, {"policy": "snapkv"}, []).params == {"window": 8}
+    assert typed(path=path, policy="keydiff").params == {}
+    assert typed("sinks=2", path=path, policy="keydiff").params == {"sinks": 2}
     shared = write(tmp_path, "method: polykv\nparams: {window: 8}\n")  # those of all patterns
-    assert resolve_recipe(shared, {"policy": "tova"}, []).params == {"window": 8}
+    assert typed(path=shared, policy="tova").params == {"window": 8}
     unnamed = write(tmp_path, "params: {window: 8}\n")  # those of the default policy
-    assert resolve_recipe(unnamed, {"policy": "snapkv"}, []).params == {"window": 8}
-    assert resolve_recipe(unnamed, {"policy": "keydiff"}, []).params == {}
+    assert typed(path=unnamed, policy="snapkv").params == {"window": 8}
+
+
+def test_patterns_of_a_file(tmp_path: Path) -> None:
+    patterns = "patterns: [paper, {name: h2o, params: {recent: 8}}, {name: keydiff}]"
+    path = write(tmp_path, f"method: polykv\n{patterns}\nparams: {{window: 16}}\n")
+    h2o, *_, keydiff = found = typed(path=path).policies()
+    assert [policy.name for policy in found] == [*PAPER_PATTERNS, "keydiff"]
+    assert (h2o, keydiff) == (create_policy("h2o", {"recent": 8}), create_policy("keydiff", {"window": 16}))
+    over = typed("recent=4", "keydiff.window=2", path=path)
+    h2o, *_, keydiff = over.policies()
+    assert (h2o, keydiff) == (create_policy("h2o", {"recent": 4}), create_policy("keydiff", {"window": 2}))
+    assert over.make_policy() == create_policy("snapkv", {"window": 16})
 
 
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
         ("normalization: layers\ngroup: mean", ["normalization: ", "group: "]),
-        ("method: evolkv", ["method: 'evolkv' is unknown", "lukv, lava, cake, adakv"]),
         ("method: lava\nnormalization: layer\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),
         ("method: cake\ntau1: 0\ntau2: .inf", ["a number in it is NaN or infinite"]),
         ("params: {sinks: [8]}", ["1 problem:", "params.sinks: must be a finite number, true, false or a text"]),
@@ -134,48 +89,43 @@ def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
 def test_recipes_of_no_use(text: str, problems: list[str], tmp_path: Path) -> None:
     path = write(tmp_path, text)
     with pytest.raises(UsageError) as caught:
-        resolve_recipe(path, {}, [])
+        typed(path=path)
     assert str(path) in str(caught.value)
     assert all(problem in str(caught.value) for problem in problems)
 
 
-def test_options_of_the_methods() -> None:
-    lava = dynamic("lava", "floor_share=0", "layers=planned", "minimum=0.05", protocol="question-aware")
+def test_options_make_allocations() -> None:
+    lava = typed(method="lava", floor_share=0, layers="planned", minimum=0.05, protocol="question-aware")
     assert lava.make_allocation() == LAVaAllocation(0.0, layers="planned")
     assert (lava.protocol, lava.minimum) == ("question-aware", 0.05)
-    adakv = dynamic("adakv", "variant=kvpress", "floor_share=0.5")
+    adakv = typed(method="adakv", variant="kvpress", floor_share=0.5)
     assert adakv.make_allocation() == AdaKVAllocation(0.5, "kvpress")
-    cake = dynamic("cake", "tau1=1.7", "window=16")
+    cake = typed(method="cake", tau1=1.7, window=16)
     assert cake.make_allocation("llama-3.1-8b") == CAKEAllocation(1.7, 0.4, 16)
 
 
-def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
-    path = write(tmp_path, "method: lava\n")
-    with pytest.raises(UsageError, match=r"is a recipe of method lava, not cake: leave --method or --recipe out"):
-        resolve_recipe(path, {"method": "cake"}, [])
-    unstated = write(tmp_path, "policy: snapkv\n")
-    assert resolve_recipe(unstated, {"method": "adakv"}, []).method == "adakv"
-    assert resolve_recipe(unstated, {}, []).method == "lukv"
-
-
-@pytest.mark.parametrize("method", OPTIONS)
-def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
-    """config.json says everything, and saying everything again changes nothing."""
-    recipe = typed(method=method)
-    path = write(tmp_path, yaml.safe_dump(recipe.to_recipe()))
-    assert resolve_recipe(path, {}, []) == recipe
-
-
 @pytest.mark.parametrize(
-    ("method", "options", "problem"),
+    ("values", "problem"),
     [
-        ("lava", ["floor_shar=0.1"], "method lava has no option 'floor_shar'; did you mean 'floor_share'?"),
-        ("lava", ["layers=planed"], "unknown layers 'planed'; did you mean 'planned'?"),
-        ("lava", ["floor_share=1.5"], "--floor-share: "),
-        ("adakv", ["variant=official"], r"unknown variant 'official' \(known: exact, kvpress\)"),
-        ("lukv", ["protocol=question-aware"], "method lukv has no option 'protocol'"),
+        (
+            {"method": "lava", "floor_shar": 0.1},
+            "method lava has no option 'floor_shar'; did you mean 'floor_share'?",
+        ),
+        ({"method": "lava", "floor_share": 1.5}, "--floor-share: "),
+        ({"method": "lukv", "protocol": "question-aware"}, "method lukv has no option 'protocol'"),
+        ({"method": "polykv", "patterns": "tova,tova", "policy": "tova"}, "must have at least one item, and each once"),
+        (
+            {"method": "polykv", "patterns": "tova,h2o"},
+            "policy 'snapkv', for .* is none of the patterns: name one",
+        ),
+        (
+            {"method": "polykv", "budgets": "16"},
+            r"patterns \(snapkv is left out: it always keeps 32 .*: name one of",
+        ),
+        ({"method": "polykv", "budgets": "64,x"}, r"budgets\.1: .*, not 'x'"),
+        ({"method": "polykv", "phases": "prefil"}, r"unknown phases 'prefil'; did you mean 'prefill'\?"),
     ],
 )
-def test_options_that_cannot_be_typed(method: str, options: list[str], problem: str) -> None:
+def test_options_that_cannot_be_typed(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        typed(method=method, options=tuple(options)).make_policy()
+        typed(**values).make_policy()

@@ -59,9 +59,7 @@ def test_steps_of_another_calibration_are_refused(directory: Path) -> None:
     "change",
     [
         lambda arrays: arrays.pop("twice"),
-        lambda arrays: arrays.update(twice=arrays["twice"].astype(np.float32)),
         lambda arrays: arrays.update(twice=np.nextafter(arrays["twice"], 9)),
-        lambda arrays: arrays.update(mine=arrays["twice"]),
     ],
 )
 def test_damaged_steps_are_told(change: Callable[[dict[str, Any]], object], directory: Path) -> None:
@@ -73,15 +71,8 @@ def test_damaged_steps_are_told(change: Callable[[dict[str, Any]], object], dire
     path.write_bytes(save(arrays, metadata))
     with pytest.raises(UsageError, match=rf"{path.name} is damaged: remove it, and what it held is measured again"):
         list(StepCache(directory, "this").stage([1, 2], doubled))
-
-
-def test_steps_cut_short_or_in_the_place_of_another(directory: Path) -> None:
-    first, second, _ = sorted((directory / STEPS_FOLDER).iterdir())
-    second.write_bytes(first.read_bytes())
-    with pytest.raises(UsageError, match=rf"{second.name} is damaged"):
-        list(StepCache(directory, "this").stage([1, 2], doubled))
-    first.write_bytes(first.read_bytes()[:-5])
-    with pytest.raises(UsageError, match=rf"{first.name} is damaged"):
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(UsageError, match=rf"{path.name} is damaged"):
         list(StepCache(directory, "this").stage([1, 2], doubled))
 
 

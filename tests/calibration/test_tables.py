@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.lukv import compute_grid_totals
-from kvsearch.calibration.tables import RatioTables, floor_entries
+from kvsearch.calibration.tables import RatioTables
 from kvsearch.plan.profile_arrays import GRID_SIZE
 from kvsearch.plan.size import round_half_up
 from kvsearch.policies import create_policy
 
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
-
-
-@pytest.mark.parametrize(
-    ("minimum", "length", "expected"), [(0.01, 100, 6), (0.01, 600, 6), (0.01, 601, 7), (0.29, 100, 29), (0.0, 3, 3)]
-)
-def test_the_floor(minimum: float, length: int, expected: int) -> None:
-    assert floor_entries(length, POLICY, minimum) == expected
 
 
 @given(st.integers(1, 100_000), st.integers(1, 300), st.sampled_from([1, 25, 50, 75, 99]))

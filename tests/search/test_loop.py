@@ -35,13 +35,7 @@ from tests.search.searching import (
     told,
 )
 
-MODES: list[dict[str, Any]] = [
-    {},
-    {"parity": True},
-    {"space": "layers"},
-    {"group_size": 1, "generations": 2},
-    {"population": 4, "objective": "metric"},
-]
+MODES: list[dict[str, Any]] = [{}, {"parity": True}, {"space": "layers", "population": 4, "objective": "metric"}]
 IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" for mode in MODES]
 
 
@@ -52,17 +46,6 @@ def score(table: Ints, sample: int) -> float:
 
 def measure_for(mode: dict[str, Any], **more: Any) -> Measure:
     return Measure(score if mode.get("objective") == "metric" else smooth, **more)
-
-
-def test_start_plans_come_first_and_the_best_of_them_is_where_it_begins(tmp_path: Path) -> None:
-    measure, watcher = Measure(), NullReporter()
-    with TrialLog(tmp_path / "l") as ledger:
-        search_of(ledger, measure, watcher=watcher).run()
-    starts = starts_of(frame_of())
-    first = [table.tolist() for table in measure.jobs[0]]
-    assert first == [table.tolist() for table in starts.values()]
-    assert watcher.stages == ["start plans", "layers 0-1 (1 of 2)", "layers 2-3 (2 of 2)"]
-    assert watcher.generations[0] == ("start", 0, [pytest.approx(mean_loss(one)) for one in starts.values()])
 
 
 @pytest.mark.parametrize("mode", MODES, ids=IDS)
@@ -82,9 +65,7 @@ def test_the_total_is_exact_and_the_result_no_worse_than_any_start(mode: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.nightly) for mode in MODES[1:])], ids=IDS
-)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[2], marks=pytest.mark.nightly)], ids=IDS[::2])
 def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path: Path) -> None:
     """After any line of its ledger, and in the middle of it."""
     whole, mode = tmp_path / "whole", {**mode, "generations": 2}
@@ -124,8 +105,6 @@ def test_no_candidate_is_measured_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "loss", "words"),
     [
-        ({}, 0.25, "plans and all the same: this budget does not matter here"),
-        ({"space": "layers"}, 0.25, "plans and all the same: this budget does not matter here"),
         ({"parity": True}, 0.25, "plans and all the same: this budget does not matter here"),  # whatever they hold
         ({"objective": "metric"}, 0.0, "plans, so it tells none apart: search by nll"),
     ],
@@ -147,32 +126,12 @@ def last_layer_retrieves(table: Ints, sample: int) -> float:
     return float(table[-1, 0] >= 2 * BUDGET)
 
 
-@pytest.mark.parametrize("changes", [{}, {"group_size": 1}, {"space": "layers"}])
-def test_a_flat_stage_says_nothing_of_the_others(changes: dict[str, Any], tmp_path: Path) -> None:
-    watcher = NullReporter()
-    outcome = run(
-        tmp_path / "l", Measure(last_layer_retrieves), watcher=watcher, objective="metric", generations=6, **changes
-    )
+def test_a_flat_stage_says_nothing_of_the_others(tmp_path: Path) -> None:
+    outcome = run(tmp_path / "l", Measure(last_layer_retrieves), objective="metric", generations=6, group_size=1)
     assert not outcome.flat
     assert outcome.ended == "all stages are finished"
     assert outcome.pool[0].value == -1
     assert outcome.pool[0].table[-1, 0] >= 2 * BUDGET
-
-
-def test_steps_grow_while_nothing_is_told_apart(tmp_path: Path) -> None:
-    """And where they began stays the middle, as no direction is better."""
-    run(tmp_path / "l", Measure(lambda *_: 0.25), generations=10, group_size=3)
-    with TrialLog(tmp_path / "l") as ledger:
-        told_lines = generations_of(ledger, "layers 0-2")
-    spread = [np.std(line.points, axis=0).max() for line in told_lines]
-    assert len(told_lines) == loop.FLAT_GENERATIONS
-    assert spread[-1] > 2 * spread[0]
-
-
-def test_a_limit_that_cuts_a_flat_search_speaks_for_no_layer_that_was_not_tried(tmp_path: Path) -> None:
-    outcome = run(tmp_path / "l", Measure(lambda *_: 0.25), 8)
-    assert not outcome.flat
-    assert outcome.ended == "8 candidates were evaluated, as many as allowed; all 8 plans so far are worth the same"
 
 
 class TestFailures:
@@ -193,48 +152,27 @@ class TestFailures:
             assert all(a > worst if math.isnan(b) else a == b for a, b in zip(known, values, strict=True))
         assert all(one.table[0, 0] <= 22 for one in outcome.pool)
 
-    @pytest.mark.parametrize("changes", [{"group_size": 3}, {"space": "layers"}, {"group_size": 1}])
-    def test_a_failure_makes_no_difference_between_plans(self, changes: dict[str, Any], tmp_path: Path) -> None:
-        """One candidate fails, and the flat stages end as they do without it, in steps that double; so after a cut."""
-        clean = NullReporter()
-        run(tmp_path / "clean", Measure(lambda *_: 0.25), generations=10, watcher=clean, **changes)
-        with TrialLog(tmp_path / "clean") as ledger:
-            (name, *_) = [stage for stage, _, _ in clean.generations if stage != "start"]
-            flat = generations_of(ledger, name)
+    def test_a_failure_makes_no_difference_between_plans(self, tmp_path: Path) -> None:
+        """One candidate fails, and the flat stages end as they do without it, in steps that double."""
+        clean, watcher = NullReporter(), NullReporter()
+        changes: dict[str, Any] = {"generations": 10, "group_size": 3}
+        run(tmp_path / "clean", Measure(lambda *_: 0.25), watcher=clean, **changes)
         first = Measure(lambda *_: 0.25)
-        run(tmp_path / "first", first, 3, generations=10, **changes)
+        run(tmp_path / "first", first, 3, **changes)
         bad = first.candidates[-1].tobytes()  # the first that is no start plan
 
         def loss(table: Ints, sample: int) -> float:
             return math.nan if table.tobytes() == bad else 0.25
 
-        watcher = NullReporter()
-        outcome = run(tmp_path / "l", Measure(loss), generations=10, watcher=watcher, **changes)
+        outcome = run(tmp_path / "l", Measure(loss), watcher=watcher, **changes)
         assert any(math.isnan(value) for _, _, values in watcher.generations for value in values)
         assert outcome.flat
-        counts = [[stage for stage, _, _ in one.generations] for one in (clean, watcher)]
-        assert counts[0] == counts[1]
+        stages, clean_stages = ([stage for stage, _, _ in one.generations] for one in (watcher, clean))
+        assert stages == clean_stages
         with TrialLog(tmp_path / "l") as ledger:
-            lines = generations_of(ledger, name)
-        assert len(lines) == len(flat) == loop.FLAT_GENERATIONS
-        if len(lines[0].points) > 2:
-            assert np.std(lines[-1].points, axis=0).max() > 1.5 * np.std(lines[1].points, axis=0).max()
-        else:
-            assert [len(line.points) for line in lines] == [len(line.points) for line in flat]  # both bounds
-        whole = (tmp_path / "l").read_bytes().splitlines(keepends=True)
-        for kept in range(3, len(whole), 5):
-            (tmp_path / "cut").write_bytes(b"".join(whole[:kept]))
-            assert told(run(tmp_path / "cut", Measure(loss), generations=10, **changes)) == told(outcome)
-            assert timeless(tmp_path / "cut") == timeless(tmp_path / "l")
-
-    def test_steps_do_not_grow_into_failures(self, tmp_path: Path) -> None:
-        """Of wider steps more than half would fail here, which ends a run."""
-
-        def loss(table: Ints, sample: int) -> float:
-            return math.nan if table[0, 0] > 18 else 0.25
-
-        outcome = run(tmp_path / "l", Measure(loss), generations=10, space="layers")
-        assert outcome.flat
+            lines = generations_of(ledger, "layers 0-2")
+        assert len(lines) == loop.FLAT_GENERATIONS
+        assert np.std(lines[-1].points, axis=0).max() > 1.5 * np.std(lines[1].points, axis=0).max()
 
     def test_more_than_half_of_a_generation_ends_it_and_resume_goes_on(self, tmp_path: Path) -> None:
         expected = run(tmp_path / "whole")
@@ -263,7 +201,7 @@ class TestLimits:
         whole = Measure()
         run(tmp_path / "whole", whole)
         most = len(whole.candidates)
-        for limit in (1, 2, 5, most // 2, most - 1, most, most + 1):
+        for limit in (1, 5, most - 1, most, most + 1):
             measure = Measure()
             outcome = run(tmp_path / str(limit), measure, limit)
             assert len({table.tobytes() for table in measure.candidates}) == min(limit, most)
@@ -276,13 +214,6 @@ class TestLimits:
             assert {tuple(one.table.ravel()) for one in outcome.pool} == {
                 tuple(table.ravel()) for table in whole.candidates[:limit]
             }
-
-    def test_parity_completes_without_measuring_more(self, tmp_path: Path) -> None:
-        measure = Measure()
-        outcome = run(tmp_path / "l", measure, 6, parity=True)
-        assert len(measure.candidates) == 6
-        assert outcome.pool[0].where.endswith(", completed")
-        assert outcome.pool[0].table.sum() == BUDGET * LAYERS * HEADS
 
 
 class Scripted:
@@ -342,17 +273,6 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert [row[0] for row in ledger.best.candidate] == [12, 12, 4, 8]
 
 
-def test_parity_begins_with_even_budgets_whatever_the_starts(tmp_path: Path) -> None:
-    starts = starts_of(frame_of())
-    better = {"uniform": starts["uniform"], "good": run(tmp_path / "a").pool[0].table}
-    measure = Measure()
-    run(tmp_path / "b", measure, starts=better, parity=True, generations=1)
-    assert all((table[2:] == BUDGET).all() for table in measure.candidates[2:8])
-    plain = Measure()
-    run(tmp_path / "c", plain, starts=better, generations=1)
-    assert not all((table[2:] == BUDGET).all() for table in plain.candidates[2:8])
-
-
 def found(budget: int, value: float, where: str = "group 1") -> Candidate:
     return Candidate(np.array([[budget]]), value, where)
 
@@ -370,16 +290,10 @@ def test_a_pool_has_its_best_and_the_start_plans(monkeypatch: pytest.MonkeyPatch
     assert [one.value for one in outcome.pool] == [1.0, 2.5, 2.75, 9.0]
 
 
-@pytest.mark.parametrize(
-    ("mean", "score"),
-    [(0, 0.8), (64, 0.9), (96, 0.95), (128, 1.0), (160, 0.75), (192, 0.5), (256, 0.0), (300, 0.0)],
-)
-def test_cache_scores_at_128(mean: float, score: float) -> None:
-    assert cache_score(mean, 128) == pytest.approx(score)
-
-
-def test_gamma_discounts_what_is_left_unused() -> None:
-    assert cache_score(64, 128, gamma=1.0) == pytest.approx(0.5)
+def test_cache_scores_at_128() -> None:
+    scores = {0: 0.8, 64: 0.9, 96: 0.95, 128: 1.0, 160: 0.75, 192: 0.5, 256: 0.0, 300: 0.0}
+    assert {mean: cache_score(mean, 128) for mean in scores} == pytest.approx(scores)
+    assert cache_score(64, 128, gamma=1.0) == pytest.approx(0.5)  # discounts what is left unused
     assert cache_score(160, 128, gamma=1.0) == cache_score(160, 128)
 
 

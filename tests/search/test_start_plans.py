@@ -7,16 +7,16 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Phase, Plan
+from kvsearch.plan import Plan
 from kvsearch.plan.arithmetic import add_carry, compute_budgets
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.search.start_plans import SearchSetup, make_start_tables
 from tests import tiny
 from tests.plan.builders import make_plan
-from tests.runtime.test_refusals import Sums
 
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
+BOTH = ("prefill", "decode")
 SHAPED = [[12, 4 + 16], [8, 24], [30, 6 + 4], [9, 15]]
 
 
@@ -25,30 +25,26 @@ def base(model: LoadedModel) -> SearchSetup:
     return SearchSetup.of(model, POLICY)
 
 
-def test_a_plan_leaves_sliding_layers_alone() -> None:
-    """Gemma 2: every other layer has a sliding window."""
-    model = tiny.loaded("gemma2")
-    base = SearchSetup.of(model, POLICY)
-    assert base.heads == (2, 2)
-    table = np.array([[10, 14], [20, 12]])
-    plan = base.plan(table, {"budget": 14}, seed=3)
-    assert [row.budget if row else None for row in plan.prefill.layers] == [None, (10, 14), None, (20, 12)]
-    Program.from_plan(model.model, plan)
+def test_uniform_pyramid_and_scaled_plans_have_the_total_and_equal_tables_are_there_once(
+    base: SearchSetup, model: LoadedModel
+) -> None:
+    plan, even = tiny.plan_for(model, list(SHAPED)), tiny.plan_for(model, [[20, 20]] * 4)
+    found = make_start_tables(base, 20, {"mine": plan, "even": even})
+    assert list(found) == ["uniform", "pyramid", "mine"]
+    assert (found["uniform"] == 20).all()
+    assert (np.diff(found["pyramid"][:, 0]) < 0).all()
+    assert [int(table.sum()) for table in found.values()] == [160] * 3
+    assert min(table.min() for table in found.values()) >= 6
+    np.testing.assert_equal(make_start_tables(base, 16, {"mine": plan})["mine"], SHAPED)
 
 
-def test_the_plan_of_a_table(base: SearchSetup) -> None:
-    table = np.array(SHAPED)
-    plan = base.plan(table, {"budget": 14, "parity": False}, seed=3)
-    assert plan.total == table.sum()
-    assert plan.scaling == "fixed"
-    assert plan.floor == 6
-    np.testing.assert_equal(compute_budgets(plan, "prefill", 1000), table)
-    np.testing.assert_equal(compute_budgets(plan, "prefill", 50), table)
-    assert (plan.provenance.method, plan.provenance.seed) == ("evolkv", 3)
-    assert plan.provenance.settings == {"budget": 14, "parity": False}
-
-
-BOTH = ("prefill", "decode")
+def test_plans_that_cannot_be_starts(base: SearchSetup, model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
+        make_start_tables(base, 20, {"mine": tiny.plan_for(model, [None, *SHAPED[1:]])})
+    with pytest.raises(UsageError, match="start plan mine has entries that carry what leaves"):
+        make_start_tables(base, 20, {"mine": add_carry(tiny.plan_for(model, list(SHAPED)), "match")})
+    with pytest.raises(UsageError, match="start plan mine is no static plan of both phases, which is what is searched"):
+        make_start_tables(SearchSetup.of(model, POLICY, BOTH), 20, {"mine": tiny.plan_for(model, list(SHAPED))})
 
 
 def two_phases(model: LoadedModel) -> Plan:
@@ -78,41 +74,3 @@ class TestPhases:
         np.testing.assert_equal(
             make_start_tables(base, 16, {"mine": two_phases(model)})["mine"], [*SHAPED, *SHAPED[::-1]]
         )
-
-    @pytest.mark.parametrize(
-        ("phases", "what"), [(("decode",), "the decode phase alone"), (BOTH, "both phases")], ids=["decode", "both"]
-    )
-    def test_a_start_plan_of_other_phases(self, phases: tuple[Phase, ...], what: str, model: LoadedModel) -> None:
-        with pytest.raises(UsageError, match=f"start plan mine is no static plan of {what}, which is what is searched"):
-            make_start_tables(SearchSetup.of(model, POLICY, phases), 20, {"mine": tiny.plan_for(model, list(SHAPED))})
-
-    def test_a_policy_that_cannot_decode(self, model: LoadedModel) -> None:
-        assert SearchSetup.of(model, Sums()).evicts_prompts_only
-        with pytest.raises(UsageError, match="policy sums needs attention column sums and has no decode rule"):
-            SearchSetup.of(model, Sums(), BOTH)
-
-
-class TestStarts:
-    def test_uniform_and_pyramid_have_the_total(self, base: SearchSetup) -> None:
-        found = make_start_tables(base, 20, {})
-        assert list(found) == ["uniform", "pyramid"]
-        assert (found["uniform"] == 20).all()
-        assert found["pyramid"].sum() == 160
-        assert (np.diff(found["pyramid"][:, 0]) < 0).all()
-
-    def test_plans_are_scaled(self, base: SearchSetup, model: LoadedModel) -> None:
-        plan = tiny.plan_for(model, list(SHAPED))
-        found = make_start_tables(base, 30, {"mine": plan})
-        assert found["mine"].sum() == 240
-        assert found["mine"].min() >= 6
-        np.testing.assert_equal(make_start_tables(base, 16, {"mine": plan})["mine"], SHAPED)
-
-    def test_equal_tables_are_there_once(self, base: SearchSetup, model: LoadedModel) -> None:
-        plan = tiny.plan_for(model, [[20, 20]] * 4)
-        assert list(make_start_tables(base, 20, {"mine": plan, "twin": plan})) == ["uniform", "pyramid"]
-
-    def test_a_plan_with_full_layers(self, base: SearchSetup, model: LoadedModel) -> None:
-        with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
-            make_start_tables(base, 20, {"mine": tiny.plan_for(model, [None, *SHAPED[1:]])})
-        with pytest.raises(UsageError, match="start plan mine has entries that carry what leaves"):
-            make_start_tables(base, 20, {"mine": add_carry(tiny.plan_for(model, list(SHAPED)), "match")})

@@ -1,4 +1,4 @@
-"""The trials of a search: what is written is read again bit for bit, and what is known is not measured again."""
+"""The trials of a search: what is written is read again bit for bit, what is spent, and what may fail."""
 
 from __future__ import annotations
 
@@ -16,17 +16,12 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.search.trials import (
-    Candidate,
     JobOutcome,
-    JobRecord,
-    LimitReachedError,
     TrialLog,
     TrialRunner,
     candidate_key,
 )
 from kvsearch.workers.base import SerialExecutor
-from tests.runs.notes import read_again
-from tests.search.searching import Measure, generations_of
 from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
@@ -42,30 +37,6 @@ def result(*keys: str, outcome: str = "ok", value: float = 1.0) -> dict[str, Any
 
 def told(generation: int = 0) -> dict[str, Any]:
     return {"stage": "group 1", "generation": generation, "points": [[1.0]], "values": [2.0]}
-
-
-def test_the_lines_of_a_search(tmp_path: Path) -> None:
-    points = [np.array([1.0, 0.1 + 0.2]), np.array([2**-1074, -1e308])]
-    with TrialLog(tmp_path / "l") as ledger:
-        assert ledger.begin("group 1") == 1
-        ledger.record(JOB_KEYS, OK)
-        ledger.tell("group 1", 0, points, [0.5, 1 / 3])
-        ledger.tell("group 1", 0, points, [0.5, 1 / 3])  # it is there
-        ledger.record_best(Candidate(JOB[1], 1 / 3, "group 1, generation 0"))
-        ledger.record_best(Candidate(JOB[0], 0.5, "group 1, generation 1"))  # no better
-        assert ledger.count == 4
-    with TrialLog(tmp_path / "l") as ledger:
-        assert ledger.begin("group 1") == 1
-        [heard] = generations_of(ledger, "group 1")
-        assert [np.array(point).tobytes() for point in heard.points] == [point.tobytes() for point in points]
-        assert (heard.generation, heard.values) == (0, [0.5, 1 / 3])
-        assert generations_of(ledger, "group 2") == []
-        assert ledger.best.candidate == [[6, 6]]
-        assert (ledger.best.value, ledger.best.where) == (1 / 3, "group 1, generation 0")
-        for number, key in enumerate(JOB_KEYS):
-            trial = ledger.trials[key]
-            assert trial.values.tobytes() == OK.values[number].tobytes()
-            assert (trial.state, trial.message, trial.line) == ("ok", "", 2)
 
 
 def test_values_that_are_not_finite_are_no_ok(tmp_path: Path) -> None:
@@ -91,42 +62,6 @@ def test_values_are_kept_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, v
     assert (found.state == "ok") == bool(np.isfinite(values).all())
 
 
-@given(data=st.data())
-def test_what_stands_before_every_line(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Against a reading of the lines; a candidate that stands is not measured again, so it is not drawn again."""
-    lines: list[JobRecord | None] = []  # None: a generation was told
-    with TrialLog(tmp_path_factory.mktemp("log") / "l") as log:
-        for _ in range(data.draw(st.integers(0, 12))):
-            new = [key for key in KEYS if key not in by_reading(lines)]
-            if not new or data.draw(st.booleans()):
-                lines.append(None)
-                log.append("told", **told(len(lines)))
-            else:
-                keys = data.draw(st.lists(st.sampled_from(new), min_size=1, unique=True))
-                log.append("result", **result(*keys, outcome=data.draw(st.sampled_from(["ok", "oom"]))))
-                lines.append(read_again(log)[-1])
-        for number in range(1, len(lines) + 2):
-            wanted = by_reading(lines[: number - 1])
-            assert {key for key in log.trials if log.trials[key].line < number} == set(wanted)
-        assert {key: trial.state for key, trial in log.trials.items()} == by_reading(lines)
-        assert log.evaluations == len({key for line in lines if line is not None for key in line.keys})
-
-
-def by_reading(lines: Sequence[JobRecord | None]) -> dict[str, str]:
-    """What stands after some lines."""
-    found: dict[str, str] = {}
-    failed: dict[str, str] = {}
-    for line in lines:
-        if line is None:
-            found |= failed
-            failed = {}
-            continue
-        for key in line.keys:
-            failed.pop(key, None)
-            (found if line.outcome == "ok" else failed)[key] = line.outcome
-    return found
-
-
 def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, clock = tmp_path / "l", SimpleNamespace(now=1000.0)
     monkeypatch.setattr("kvsearch.search.trials.time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -144,48 +79,6 @@ def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pyt
         ledger.begin("again")
     ats = [json.loads(line)["at"] for line in path.read_text().splitlines()]
     assert ats == [0, 5, 5, 7]
-
-
-TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]
-
-
-def runner_of(log: TrialLog, measure: Measure, objective: str = "nll", allowed: int | None = None) -> TrialRunner:
-    return TrialRunner(SerialExecutor(measure), log, objective, allowed, job_size=3)
-
-
-def test_means_that_are_to_be_minimised(tmp_path: Path) -> None:
-    measure = Measure(lambda table, sample: float(table[0, 0]) + sample)
-    with TrialLog(tmp_path / "l") as ledger:
-        line = ledger.begin("a")
-        assert runner_of(ledger, measure).measure(TABLES[:2], line) == [7.5, 8.5]
-        assert runner_of(ledger, measure, "metric").measure(TABLES[:1], line) == [-7.5]
-
-
-def test_a_job_is_the_same_whatever_of_it_was_known_before_it_was_cut(tmp_path: Path) -> None:
-    """What a generation has measured stays among its jobs, so those that are left are as they were."""
-    whole = Measure()
-    with TrialLog(tmp_path / "whole") as ledger:
-        runner_of(ledger, whole).measure(TABLES, ledger.begin("a"))
-    measure = Measure(interrupt=1)
-    with TrialLog(tmp_path / "l") as ledger:
-        line, runner = ledger.begin("a"), runner_of(ledger, measure)
-        with pytest.raises(KeyboardInterrupt):
-            runner.measure(TABLES, line)
-        runner_of(ledger, measure).measure(TABLES, line)
-    assert [[t.tolist() for t in job] for job in measure.jobs] == [[t.tolist() for t in job] for job in whole.jobs]
-
-
-def test_no_more_than_is_allowed_and_what_is_known_may_be_asked_beyond_it(tmp_path: Path) -> None:
-    measure = Measure()
-    with TrialLog(tmp_path / "l") as ledger:
-        runner = runner_of(ledger, measure, allowed=4)
-        line = ledger.begin("a")
-        for _ in range(2):  # and again
-            with pytest.raises(LimitReachedError, match="4 candidates were evaluated, as many as allowed"):
-                runner.measure(TABLES, line)
-        assert len(measure.candidates) == 4
-        assert np.isfinite(runner.values(TABLES)).sum() == 4
-        assert runner.measure(TABLES[:4], line) == runner.values(TABLES[:4])
 
 
 def measure_firsts(folder: Path, firsts: Sequence[int], job: int = 1) -> TrialLog:
@@ -215,29 +108,16 @@ def test_a_generation_that_is_mostly_not_finite_blames_the_model(tmp_path: Path)
 
 
 def test_of_a_job_without_a_value_all_candidates_failed(tmp_path: Path) -> None:
-    log = measure_firsts(tmp_path, (8, 10, NO_MEMORY, 9, 11, 12), job=2)
+    """Those that failed and were not told are measured again, and nothing beside them."""
+    measured = (8, 10, NO_MEMORY, 9, 11, 12)
+    log = measure_firsts(tmp_path, measured, job=2)
     good = {candidate_key(table(first), "nll") for first in (8, 10, 11, 12)}
     assert {key for key, trial in log.trials.items() if trial.state == "ok"} == good
     assert log.evaluations == 6
-
-
-def test_known_failures_count_too(tmp_path: Path) -> None:
-    """Those that were told since the generation began."""
-    with TrialLog(tmp_path / "log") as log:
-        line = log.begin("a")
-        log.record([candidate_key(table(NO_MEMORY), "nll")], JobOutcome("error", None, "it broke", 1.0, 1))
-        log.append("told", **told())
-        runner = TrialRunner(SerialExecutor(Fake(tmp_path)), log, "nll", job_size=1)
-        with pytest.raises(EnvironmentFault, match="2 of 3 candidates failed"):
-            runner.measure([table(first) for first in (BROKEN, NO_MEMORY, 8)], line)
-
-
-def test_a_failure_that_was_not_told_is_measured_again_and_nothing_beside_it(tmp_path: Path) -> None:
-    measure_firsts(tmp_path, (8, NAN, 9), job=3)
     before = (tmp_path / "log").read_bytes()
-    measure_firsts(tmp_path, (8, NAN, 9), job=3)
-    (again,) = (tmp_path / "log").read_bytes()[len(before) :].splitlines()
-    assert json.loads(again)["keys"] == [candidate_key(table(NAN), "nll")]
+    measure_firsts(tmp_path, measured, job=2)
+    again = [json.loads(line)["keys"] for line in (tmp_path / "log").read_bytes()[len(before) :].splitlines()]
+    assert again == [[candidate_key(table(first), "nll") for first in (NO_MEMORY, 9)]]
 
 
 def test_a_key_depends_on_all_that_decides_the_values() -> None:

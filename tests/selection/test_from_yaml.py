@@ -15,6 +15,7 @@ from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.selection.from_yaml import plan_from_yaml
+from tests.examples import at_most
 from tests.plan.builders import PROVENANCE, model_dict
 
 SNAPKV = {"name": "snapkv", "params": {"window": 8}}
@@ -129,6 +130,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
+@at_most(25)
 def test_reading_what_was_written_gives_the_same_plan(plan: Plan) -> None:
     text = plan_to_yaml(plan)
     read = plan_from_yaml(text, "strategy.yaml")
@@ -160,22 +162,6 @@ def problems(text: str) -> list[str]:
     heading, *found = str(caught.value).split("\n  ")
     assert heading == f"mine.yaml is not valid, {len(found)} problem{'s' if len(found) > 1 else ''}:"
     return found
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_policy_full_counts_as_the_whole_prompt(phase: str) -> None:
-    """Two layers are in one entry and told once; the first head of another one is enough."""
-    text = edited(
-        ("floor: 1", "floor: 1\nlength: 1000"), ("prefill:", f"{phase}:"),
-        ("4-5: full", "4-5: {policy: full, budget: 9}"),
-        ("policy: tova, budget: [600, 700]", "policy: full, budget: [1000, 999]"),
-    )  # fmt: skip
-    what = "is below 1000, but full keeps all entries of a prompt of that length: give 1000"
-    assert problems(text) == [
-        f"line 12: {phase}.layers.3.budget: {what}", f"line 13: {phase}.layers.4-5.budget: {what}",
-    ]  # fmt: skip
-    right = text.replace("999", "1000").replace("budget: 9}", "budget: 1200}")
-    assert plan_from_yaml(right, "mine.yaml").total == 3 * 2 * 640 + 2000 + 2 * 2400
 
 
 LAST = "4-5: full"
@@ -212,15 +198,12 @@ def test_without_any_phase_there_is_nothing_to_do() -> None:
     ("text", "problem"),
     [
         ("", "is not a kvsearch.strategy file: it has no"),
-        ("model: toy", "is not a kvsearch.strategy file: it has no"),
         (canonical_json(EXAMPLE).decode(), "is not a kvsearch.strategy file: its format is 'kvsearch.plan'"),
         (edited(("version: 1", "version: 2")), "was written by a newer kvsearch (version 2, this one reads 1)"),
-        (edited(("floor: 1", "floor: [1")), "is not valid YAML at line 8: "),
         (
             edited(("floor: 1", "floor: *x")),
             "is not valid YAML at line 7: the alias *x is not read: write out",
         ),
-        (edited(("floor: 1", "[floor]: 1")), "is not valid YAML at line 7: a key must be a word or number"),
         (edited((LAST, "3: full")), "is not valid YAML at line 12: the key '3' is given twice"),
     ],
 )

@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from kvsearch.core.arrays import Floats
-from kvsearch.plan import PolicySpec, Size
+from kvsearch.plan import Size
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.probe import SINKS
 from kvsearch.policies.ranking import rank_under
 from kvsearch.policies.registry import build_policy
-from kvsearch.selection.candidates import find_policy_candidates, list_expected_plans
 from kvsearch.selection.joint import PolicyCurves, make_joint_plan, read_policy_curves
-from kvsearch.selection.probe_heads import is_read_score, rank_heads_by_scores
-from tests import tiny
+from kvsearch.selection.probe_heads import rank_heads_by_scores
 from tests.policies.probes import fitted, ranking
 from tests.runtime.layers import Layer, Scene
 from tests.selection.test_joint import curve, profile
@@ -84,24 +82,3 @@ def test_such_a_head_keeps_what_the_policy_of_its_score_keeps() -> None:
 )
 def test_a_probe_that_stays_as_it_is(curves: PolicyCurves) -> None:
     assert rank_heads_by_scores(curves, Size(budget=10)) is curves
-
-
-def test_no_fewer_plans_are_expected_than_there_are() -> None:
-    """Forecasts count about the plans of a race; of those expected, equal ones are dropped once budgets are known."""
-    loaded = tiny.loaded("llama")
-    curves = measured(PROBE_ELSEWHERE, BETTER_IN_ONE_HEAD)
-    size = Size(budget=10, length=curves.profile.metadata.length)
-    plans = find_policy_candidates(loaded, curves, size).plans
-    expected = list_expected_plans(loaded, size, 1, 1, 0)
-    assert len(plans) <= len(expected) < 1.5 * len(plans)
-    carrying = [plan.carries for plan in expected]
-    assert sum(plan.carries for plan in plans.values()) <= sum(carrying)
-    assert carrying == sorted(carrying)  # those that carry are last
-
-
-def test_which_policies_are_scores_of_a_probe() -> None:
-    probe = fitted(PROBE, sinks=SINKS, protect=RECENT).spec
-    assert is_read_score(create_policy("keydiff", EXPECTED).spec, probe)
-    assert is_read_score(create_policy("snapkv", {"sinks": SINKS, "window": 8, "protect": RECENT}).spec, probe)
-    assert not is_read_score(create_policy("snapkv", {"sinks": SINKS, "window": 32, "protect": RECENT}).spec, probe)
-    assert not is_read_score(PolicySpec(name="h2o"), probe)

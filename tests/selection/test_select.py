@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -26,11 +25,11 @@ from kvsearch.evaluation.reply_store import ReplyStore, read_replies
 from kvsearch.evaluation.statistics import contrast_scores, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.selections import DECODE_ONLY, describe_decision, make_selection_result, make_tables
+from kvsearch.report.selections import describe_decision, make_selection_result, make_tables
 from kvsearch.runs.identity import LEDGER
 from kvsearch.selection import plan_race, race
 from kvsearch.selection.plan_race import SCREENED_TOKENS, choose_screening_questions
-from kvsearch.selection.records import REPORTED_STRATEGIES, Rule, Selection
+from kvsearch.selection.records import REPORTED_STRATEGIES, Rule
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
@@ -41,7 +40,7 @@ from tests import tiny
 from tests.evaluation.results import rendered
 from tests.evaluation.test_statistics import samples
 from tests.examples import at_most
-from tests.selection.test_race import made, simulated
+from tests.selection.test_race import made
 from tests.signals.profiles import make_signals, signal_metadata
 
 SIZE = Size(budget=12)
@@ -49,7 +48,7 @@ HOW = {"samples": 16, "seed": 3, "batch": 8}
 
 
 @given(st.integers(0, 2**32))
-@at_most(30)
+@at_most(20)
 def test_means_are_those_of_every_evaluation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shapes = [[int(n) for n in rng.integers(1, 4, rng.integers(1, 6))] for _ in range(2)]
@@ -67,16 +66,6 @@ def test_means_are_those_of_every_evaluation(seed: int) -> None:
     assert (scores.contributions("a") - scores.contributions("b")).sum() == pytest.approx(lead.mean)
     resampled = scores.resample_means(["a", "b"], seed=0)
     assert (resampled[0] - resampled[1]).mean() == pytest.approx(lead.mean, abs=0.1)
-
-
-def test_two_sets_of_contexts_make_one() -> None:
-    one = Scores.of(samples([[1.0, 0.0], [1.0]], "a") + samples([[0.0, 0.0], [0.0]], "b"))
-    two = Scores.of(samples([[0.0]], "a") + samples([[1.0]], "c"))
-    both = one.concatenate(two)
-    assert set(both.sums) == {"a"}
-    assert both.mean("a") == 0.5
-    assert one.rank(["b", "a"]) == ["a", "b"]
-    assert one.rank(["b", "b"]) == ["b", "b"]
 
 
 def test_a_share_worked_by_hand() -> None:
@@ -100,17 +89,6 @@ def test_a_gap_in_doubt_has_no_bounds() -> None:
     assert (level.low, level.high) == (0.0, 0.0)
 
 
-def test_the_interval_of_a_share_covers_it() -> None:
-    rng = np.random.default_rng(0)
-    hits = 0
-    for _ in range(100):
-        a, b, full = simulated(rng, [0.5, 0.0, 1.5], 60)
-        share = measure_gap_closed(made(a=a, b=b, full=full), "a", "b")
-        truth = 0.36  # of 200,000 contexts
-        hits += (share.low or -np.inf) <= truth <= (share.high or np.inf)
-    assert 88 <= hits <= 100
-
-
 def questions_of(*numbers: int, length: int = 44, name: str = "one", each: int = 1) -> tiny.Listed:
     """A task of contexts of their own."""
     rows = tuple(tiny.listed(*[(length, each)] * (max(numbers) + 1)).rows[number] for number in numbers)
@@ -126,16 +104,11 @@ def answered_by(model: LoadedModel, plan: Plan, task: tiny.Listed) -> tiny.Liste
     """The task with the replies under a plan as the right answers: nothing can beat that plan."""
     result = prepare_plans(model, {"plan": plan}, Split([task], **HOW)).run()
     replies = {(one.key, one.question): one.reply for one in result.samples if one.method == "plan"}
-    rows = tuple(
-        replace(
-            row,
-            queries=tuple(
-                replace(query, answers=(replies[row.key, number],)) for number, query in enumerate(row.queries)
-            ),
-        )
-        for row in task.rows
-    )
-    return replace(task, rows=rows)
+    rows = []
+    for row in task.rows:
+        answered = (replace(query, answers=(replies[row.key, at],)) for at, query in enumerate(row.queries))
+        rows.append(replace(row, queries=tuple(answered)))
+    return replace(task, rows=tuple(rows))
 
 
 def prepare(
@@ -149,27 +122,15 @@ def prepare(
 EXPLORED = ("cosine", "error"), ("uniform", "entropy", "curves")
 
 
-def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **options: Any) -> SelectionJob:
-    tasks = [questions_of(*range(16), each=2), questions_of(*range(16, 26), each=2)]
-    if favourite is not None:
-        when = options.get("phases", "prefill")
-        plan = find_signal_candidates(model, profile, SIZE, when, *EXPLORED).plans[favourite]
-        tasks = [answered_by(model, plan, task) for task in tasks]
-    asked = (Split([task], **HOW) for task in tasks)
-    return prepare(model, profile, SIZE, *asked, routes=EXPLORED[0], allocators=EXPLORED[1], **options)
+def prepared_of(model: LoadedModel, profile: Profile, favourite: str, contexts: int = 10) -> SelectionJob:
+    tasks = [questions_of(*range(contexts), each=2), questions_of(*range(contexts, contexts + 4), each=2)]
+    plan = find_signal_candidates(model, profile, SIZE, "prefill", *EXPLORED).plans[favourite]
+    asked = (Split([answered_by(model, plan, task)], **HOW) for task in tasks)
+    return prepare(model, profile, SIZE, *asked, routes=EXPLORED[0], allocators=EXPLORED[1])
 
 
-@pytest.fixture(scope="module")
-def won(model: LoadedModel, profile: Profile) -> Selection:
-    return prepared_of(model, profile, "error + entropy").run()
-
-
-@pytest.fixture(scope="module")
-def lost(model: LoadedModel, profile: Profile) -> Selection:
-    return prepared_of(model, profile, "tova").run()
-
-
-def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
+def test_a_candidate_that_is_better_is_written_and_reported(model: LoadedModel, profile: Profile) -> None:
+    won = prepared_of(model, profile, "error + entropy").run()
     chosen = won.chosen
     assert (chosen.winner, chosen.written) == ("error + entropy", "error + entropy")
     assert won.plan.provenance.method == "polykv"
@@ -177,40 +138,38 @@ def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
     assert (told["strategy"], told["route"], told["budget_signal"]) == ("error + entropy", "error", "entropy")
     assert (told["fallback"], told["phases"], told["budget"], told["candidates"]) == (False, "prefill", 12, 6)
     assert told["selection_questions"] == chosen.asked.questions == 2 * chosen.asked.contexts
-    assert chosen.available == 16
     assert chosen.verdict == told["verdict"] != "baseline"
     check_plan(won.plan, "the plan")
-    assert chosen.level == 0.05
     assert (chosen.method("error + entropy").chance <= 0.05) == (chosen.verdict == "beats")  # type: ignore[operator]
-
-
-def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
+    # only what was chosen before is reported
     finalists = {method.name for method in won.chosen.list_foremost("candidate", REPORTED_STRATEGIES)}
     assert "error + entropy" in finalists
     assert set(won.report.scores) == {"full", "snapkv", won.chosen.best, *finalists}
-    assert set(won.report.held) == set(won.report.scores)
-    assert (won.report.asked.contexts, won.report.asked.questions) == (10, 20)
+    assert (won.report.asked.contexts, won.report.asked.questions) == (4, 8)
     assert won.report.scores["error + entropy"].mean == 1.0
-    lead = won.report.scores["error + entropy"].mean - won.report.scores[won.chosen.best].mean
-    assert won.report.gain.mean == pytest.approx(lead)
+    assert won.report.gain.mean == pytest.approx(1.0 - won.report.scores[won.chosen.best].mean)
+    counts = [method.contexts for method in won.chosen.methods]  # methods are asked until they leave
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == won.chosen.asked.contexts
 
 
-def test_methods_are_asked_until_they_leave(won: Selection) -> None:
-    methods = won.chosen.methods
-    assert methods[0].contexts == won.chosen.asked.contexts
-    assert [method.contexts for method in methods] == sorted((method.contexts for method in methods), reverse=True)
-    assert {method.kind for method in methods if method.lead is None} == {"baseline"}
-    assert all(method.chance is not None for method in methods if method.kind == "candidate")
-    assert won.report.ahead == {}  # nothing scores more than 100
+def test_a_baseline_that_is_as_good_is_written_instead(model: LoadedModel, profile: Profile) -> None:
+    seen: dict[str, float] = {}
 
+    def keep(name: str, evaluation: Evaluation) -> AbstractContextManager[tuple[ReplyStore | None, Progress | None]]:
+        seen[name] = evaluation.cost(name).work.tokens
+        return nullcontext((None, None))
 
-def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
+    prepared = prepared_of(model, profile, "tova")
+    lost = prepared.run(keep)
+    choose, report = prepared.costs  # what is asked costs at most what is said
+    assert sum(tokens for name, tokens in seen.items() if "round" in name) <= choose.work.tokens
+    assert seen["prefill/report"] <= report.work.tokens
     assert (lost.chosen.winner, lost.chosen.written, lost.report.gain, lost.report.share) == (None, "tova", None, None)
     told = lost.plan.provenance.settings
     assert (told["fallback"], told["baseline"], told["best_baseline"]) == (True, "tova", "tova")
     assert {layer.policy.name for layer in lost.plan.phase("prefill").layers if layer} == {"tova"}
     assert lost.report.lead.mean < 0
-    assert lost.chosen.leader == lost.chosen.list_foremost("candidate")[0]
     assert lost.chosen.verdict == "baseline"
 
 
@@ -221,24 +180,8 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     asked, reported = ([answered_by(model, plan, task)] for task in tasks)
     found = prepare(model, profile, SIZE, Split(asked, **HOW), Split(reported, **HOW), **explored).run()
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
-    told = found.plan.provenance.settings
-    assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
     assert json.loads(json.dumps(make_selection_result(found).as_json(), allow_nan=False))["chosen"]["winner"] is None
     assert "every strategy is a baseline" in rendered(make_tables(make_selection_result(found)))
-
-
-def test_what_is_asked_costs_at_most_what_is_said(model: LoadedModel, profile: Profile) -> None:
-    seen: dict[str, float] = {}
-
-    def keep(name: str, evaluation: Evaluation) -> AbstractContextManager[tuple[ReplyStore | None, Progress | None]]:
-        seen[name] = evaluation.cost(name).work.tokens
-        return nullcontext((None, None))
-
-    prepared = prepared_of(model, profile, None)
-    prepared.run(keep)
-    choose, report = prepared.costs
-    assert sum(tokens for name, tokens in seen.items() if "round" in name) <= choose.work.tokens
-    assert seen["prefill/report"] <= report.work.tokens
 
 
 @pytest.mark.nightly
@@ -255,11 +198,8 @@ def test_the_hopeless_do_not_reply(
     assert chosen.screening is not None
     left_out = {method.name for method in chosen.screening.dropped}
     plans = job.race.candidate_set
-    assert len(left_out) >= len(plans.plans) / 3
     assert chosen.screening.best not in left_out
-    assert min(method.loss for method in chosen.screening.dropped) > 0
     assert {method.name for method in chosen.methods} == plans.plans.keys() - left_out
-    assert (chosen.count("candidate"), chosen.count("baseline")) == (len(plans.candidates), len(plans.baselines))
     dropped = chosen.screening.count("baseline")
     assert f"the best of {len(plans.baselines)} baselines ({dropped} dropped by loss)" in describe_decision(chosen)
     kept = {path.parent.name: read_replies(path) for path in tmp_path.rglob(LEDGER)}
@@ -271,28 +211,13 @@ def test_the_hopeless_do_not_reply(
         assert methods[after] <= methods[before]
     last = screenings[-1]
     assert methods["round-1"] == {"full", *plans.plans} - left_out <= methods[last] < methods["screen-1"]
-    # two of either kind reply, those that lose least on the contexts of all screenings
-    assert [len([name for name in kind if name not in left_out]) for kind in (plans.candidates, plans.baselines)] == [
-        2,
-        2,
-    ]
+    # those reply that lose least on the contexts of all screenings
     losses: dict[str, list[float]] = {}
     for stage in screenings:
         for reply in kept[stage].values():
             losses.setdefault(reply.method, []).append(read_loss(reply.reply))
     weighed = {name: fmean(losses[name]) for name in methods[last] & plans.baselines.keys()}
     assert set(sorted(weighed, key=weighed.__getitem__)[:2]) == plans.baselines.keys() - left_out
-    assert len(losses["full"]) > len(kept["screen-1"]) / len(methods["screen-1"])
-    # rounds ask about other contexts first, and measure the same losses there
-    asked = {stage: {(reply.task, reply.key) for reply in replies.values()} for stage, replies in kept.items()}
-    screened = set().union(*(asked[stage] for stage in screenings))
-    assert len(asked["round-1"] & screened) == len(asked["round-1"]) + len(screened) - job.race.available
-    assert all(reply.loss is not None for reply in kept["round-1"].values())
-    counts = [
-        method.spared.wins + method.spared.ties + method.spared.losses for method in chosen.methods if method.spared
-    ]
-    distinct = {(reply.task, reply.key, reply.question) for replies in kept.values() for reply in replies.values()}
-    assert max(counts) == len(distinct)
     # who is killed while methods are screened goes on to the same
     ledger = tmp_path / "prefill" / "screen-1" / LEDGER
     ledger.write_bytes(ledger.read_bytes()[:-200])
@@ -301,26 +226,12 @@ def test_the_hopeless_do_not_reply(
     assert read_replies(ledger) == kept["screen-1"]
 
 
-@pytest.mark.nightly
-def test_a_task_of_few_contexts_is_screened_once(model: LoadedModel, profile: Profile) -> None:
-    """The last screenings ask nothing of it, and its losses still count."""
-    choose = Split([questions_of(0, 1, name="few"), questions_of(*range(2, 62), name="many")], **{**HOW, "samples": 60})
-    report = Split([questions_of(*range(62, 66), name="few"), questions_of(*range(66, 70), name="many")], **HOW)
-    job = prepare(model, profile, SIZE, choose, report, routes=EXPLORED[0], allocators=EXPLORED[1])
-    screened = job.race.screened
-    assert screened is not None
-    assert [[len(task.prompts) for task in part] for part in screened] == [[1, 2], [3], [6]]
-    chosen = job.race.decide()
-    assert chosen.screening is not None
-    assert chosen.screening.asked.contexts == 12
-
-
 def test_a_candidate_that_is_out_after_the_first_round_stays_a_candidate(
     model: LoadedModel, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was bet on it."""
     monkeypatch.setattr(plan_race, "FINALISTS", 99)  # nothing is screened
-    race = prepared_of(model, profile, "error + entropy").race
+    race = prepared_of(model, profile, "error + entropy", contexts=4).race
     name = next(iter(race.candidate_set.candidates))
     monkeypatch.setattr(plan_race, "find_behind_on_kinds", lambda *_: {name: "it is out"})
     method = race.decide().method(name)
@@ -330,10 +241,8 @@ def test_a_candidate_that_is_out_after_the_first_round_stays_a_candidate(
 def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) -> None:
     asked = encode_tasks(model, [questions_of(0, each=2)], 8)
     ((forced,),) = choose_screening_questions(asked, 0) or ()
-    questions = forced.prompts[0].questions
-    assert [question.right.tolist() for question in questions] == [
-        question.right[:SCREENED_TOKENS].tolist() for question in asked[0].prompts[0].questions
-    ]
+    for question, whole in zip(forced.prompts[0].questions, asked[0].prompts[0].questions, strict=True):
+        assert question.right.tolist() == whole.right[:SCREENED_TOKENS].tolist()
     assert choose_screening_questions([forced], 0) is None  # nothing would be cheaper
     (row,) = questions_of(0).rows
     open_ended = replace(row, queries=tuple(replace(query, answers=()) for query in row.queries))
@@ -345,22 +254,8 @@ def test_questions_without_a_right_reply_are_not_screened(model: LoadedModel) ->
     assert once.sampling is None
 
 
-@pytest.mark.nightly
-def test_a_phase_setting_has_baselines_of_its_own(model: LoadedModel, profile: Profile) -> None:
-    asked = (Split([questions_of(*numbers)], **HOW) for numbers in (range(4), (4, 5)))
-    found = prepare(model, profile, SIZE, *asked, routes=("none",), allocators=("entropy",), phases="decode").run()
-    assert (found.chosen.phases, found.chosen.count("baseline")) == ("decode", 13)
-    assert (found.plan.prefill, found.plan.provenance.settings["phases_tried"]) == (None, ("decode",))
-    assert DECODE_ONLY in make_selection_result(found).notes
-
-
 def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profile) -> None:
     task = questions_of(*range(4))
-    with pytest.raises(
-        UsageError,
-        match="is in the selection and in the report split",
-    ):
-        prepare(model, profile, SIZE, Split([task], **HOW), Split([task], **HOW))
     rows = [
         replace(row, queries=tuple(replace(q, question=f"{q.question} .") for q in row.queries)) for row in task.rows
     ]
@@ -376,8 +271,6 @@ def test_a_selection_needs_something_to_evict(model: LoadedModel, profile: Profi
     both = Split([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], **HOW)
     one = prepare(model, profile, Size(budget=59), both, questions[1], **late).race
     assert "4 of 8 prompts are so short" in one.candidate_set.notes[-1]
-    one = prepare(model, profile, Size(budget=50), *questions).race  # some give and take
-    assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.candidate_set.notes[-1])
 
 
 def test_a_profile_of_another_model(model: LoadedModel) -> None:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.commands.validate import describe_conditions
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
@@ -55,9 +54,8 @@ def prepared(
     model: LoadedModel, signals: Sequence[str], phases: Sequence[str] = ("prefill",), **changes: Any
 ) -> PlanRace:
     profile = changes.pop("profile", None) or profile_of(model)
-    uses = changes.pop("uses", None)
-    uses = find_uses(SignalTable(profile), signals, phases) if uses is None else uses
-    split = Split(changes.pop("tasks", TASKS), **{**HOW, **changes.pop("asked", {})})
+    uses = find_uses(SignalTable(profile), signals, phases)
+    split = Split(TASKS, **{**HOW, **changes.pop("asked", {})})
     asked = {"size": SIZE, "split": split, "permutations": 5, **changes}
     return prepare_signal_race(model, profile, uses=uses, **asked)
 
@@ -97,11 +95,6 @@ def test_the_rank_among_enough_random_plans_decides(draws: RandomControls, verdi
     assert worse == ("harmful" if verdict == "useful" else "useless")
 
 
-def test_draws_are_counted_by_their_scores() -> None:
-    forward, *random = (Estimate(mean, 0, 1) for mean in (0.3, 0.1 + 0.2, 0.2, 0.4, 0.1))
-    assert RandomControls.of(forward, random) == (4, 2, 3, False)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(("spread", "count"), [(0.02, 5), (0.1, 20)])
 def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -> None:
@@ -113,7 +106,7 @@ def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -
         half = 1.96 * found.std(ddof=1) / 40**0.5
         return Difference(found.mean(), found.mean() - half, found.mean() + half, 20, 0, 20)
 
-    for _ in range(3000):
+    for _ in range(1000):
         questions = rng.normal(0, 0.3, 40) + rng.normal(0, spread, (3 + count, 1)) + rng.normal(0, 0.1, (3 + count, 40))
         forward, inverse, uniform, *random = questions
         reach = compute_prediction_reach([one.mean() for one in random])
@@ -123,7 +116,7 @@ def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -
             count, sum(mean >= forward.mean() for mean in means), sum(mean <= forward.mean() for mean in means)
         )
         verdicts.append(judge_gains("route", made, 40, draws)[0])
-    assert verdicts.count("useful") <= 0.06 * 3000
+    assert verdicts.count("useful") <= 0.06 * 1000
     assert verdicts.count("useful") > 0  # the rule is no wall
 
 
@@ -166,38 +159,26 @@ def test_verdicts_exclude_each_other(
     assert "\n" not in why
 
 
-def test_the_signals_of_the_paper_in_all_phases() -> None:
+def test_signals_by_name_or_those_of_the_paper_that_were_measured() -> None:
     """Budgets by the loss under the pattern that is used; by the worst one, as the paper has it, where asked for."""
-    found = find_uses(SignalTable(make_signals()))
+    table = SignalTable(make_signals())
     kinds = [("cosine", "route"), ("ppl", "route"), ("entropy", "budgets"), ("ppl-chosen", "budgets")]
-    assert found == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
-
-
-def test_only_what_was_measured() -> None:
-    table = SignalTable(make_signals(signal_metadata(phases=("decode",)), nll=None, full_nll=None))
-    assert find_uses(table) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
-
-
-@pytest.mark.parametrize(
-    ("typed", "found"),
-    [
+    assert find_uses(table) == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
+    for typed, found in (
         (["cosine"], [("cosine", "route")]),
         (["ppl"], [("ppl", "route"), ("ppl", "budgets")]),
         (["budgets:ppl", "ppl"], [("ppl", "budgets"), ("ppl", "route")]),
-        (["error"], [("error", "route"), ("error", "budgets")]),
         (["nll-chosen"], [("nll-chosen", "budgets")]),
-        (["budgets:cosine", "entropy"], [("cosine", "budgets"), ("entropy", "budgets")]),
-    ],
-)
-def test_signals_by_name(typed: list[str], found: list[tuple[str, str]]) -> None:
-    assert find_uses(SignalTable(make_signals()), typed, ["both"]) == [(*one, "both") for one in found]
+    ):
+        assert find_uses(table, typed, ["both"]) == [(*one, "both") for one in found]
+    few = SignalTable(make_signals(signal_metadata(phases=("decode",)), nll=None, full_nll=None))
+    assert find_uses(few) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
 
 
 @pytest.mark.parametrize(
     ("signals", "phases", "problem"),
     [
         (["cosin"], None, "unknown signal 'cosin'; did you mean 'cosine'"),
-        (["route:entropy"], None, "unknown signal 'entropy'"),
         (["ppl"], None, r"no 'ppl' signal for route \(it has cosine, error\): calibrate with it"),
         (None, ["both"], r"decode phase were not measured \(only prefill\): calibrate with it"),
     ],
@@ -277,6 +258,11 @@ def test_few_orders_are_all_tried(model: LoadedModel) -> None:
     assert {tuple(each) for each in (forward, *drawn)} == set(permutations(forward))
     (one,) = made.judge_signals().signals
     assert (one.exact, one.gains.reach, len(one.random)) == (True, 0.0, 3)
+    assert one.gains.inverse.mean == pytest.approx(one.forward.mean - one.inverse.mean)
+    assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
+    assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([each.mean for each in one.random]))
+    assert one.verdict == "unproven"
+    assert one.reason == "too few contexts to tell: 3 different ones, at least 6 are needed"
     text = " ".join(list_verdict_lines(BudgetVerdicts(budget=16, full=one.forward, signals=(one,))))
     assert re.search(r"\d of 3 other orders of these budgets score lower", text)
 
@@ -287,10 +273,6 @@ def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
     assert more.random[:5] == less.random
     assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
     assert few.config(few.prepared).difference(many.config(many.prepared)) is None
-    hurried = prepared(model, ["entropy"], asked={"batch": 1, "max_memory": 10**9})
-    assert hurried.config(hurried.prepared).difference(few.config(few.prepared)) is None
-    again = prepared(model, ["entropy"], asked={"seed": 5})
-    assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
 
 
 @pytest.mark.parametrize(
@@ -309,119 +291,41 @@ def test_what_is_refused(model: LoadedModel, changes: dict[str, Any], problem: s
         prepared(model, ["cosine"], **changes)
 
 
-def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> None:
-    assert prepared(model, ["cosine"]).candidate_set.notes == ()
-    (note,) = prepared(model, ["cosine"], size=Size(budget=65)).candidate_set.notes
-    assert re.search(r"2 of 3 prompts are so short, up to 52 tokens, that (\d+) of \1 strategies evict nothing", note)
-    late = prepared(model, ["cosine"], ["decode"], size=Size(budget=71))  # the longest prompt and its reply
-    assert "2 of 3 prompts are so short" in late.candidate_set.notes[0]
-    with pytest.raises(UsageError, match="nothing would be evicted from any prompt"):
-        prepared(model, ["cosine"], ["decode"], size=Size(budget=120))
-
-
-@pytest.fixture(scope="module")
-def found(model: LoadedModel) -> ValidationResult:
-    validation = prepared(model, ["cosine", "entropy"], ["prefill", "both"])
-    return ValidationResult(**describe_conditions(validation), budgets=(validation.judge_signals(),))
-
-
-def test_scores_and_gains(found: ValidationResult, model: LoadedModel) -> None:
-    (at,) = found.budgets
-    assert (at.budget, at.ratio, len(at.signals)) == (16.0, None, 4)
-    assert [(one.signal, one.kind, one.phases) for one in at.signals][:2] == [
-        ("cosine", "route", "prefill"), ("cosine", "route", "both"),
-    ]  # fmt: skip
-    for one in at.signals:
-        assert one.gains.inverse.mean == pytest.approx(one.forward.mean - one.inverse.mean)
-        assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
-        assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([r.mean for r in one.random]))
-        assert len(one.random) == 5
-        assert one.verdict == "unproven"
-        assert one.reason == "too few contexts to tell: 3 different ones, at least 6 are needed"
-    assert len({one.forward.mean for one in at.signals}) > 1  # else these tests would say nothing
-    asked = found.tasks["one"]
-    assert (asked.contexts, asked.questions, found.split, found.seed) == (3, 4, None, 4)
-    assert found.model == model.fingerprint
-
-
-@pytest.mark.parametrize("name", ["cosine", "entropy"])
-def test_a_constant_signal(model: LoadedModel, name: str) -> None:
-    array, shape = ("cosine", (3, 2, 2, 4, 3)) if name == "cosine" else ("mean_entropy", (2, 4))
-    profile = profile_of(model, **{array: np.full(shape, 0.5, np.float32)})
-    (one,) = prepared(model, [name], profile=profile).judge_signals().signals
+def test_a_constant_signal(model: LoadedModel) -> None:
+    profile = profile_of(model, mean_entropy=np.full((2, 4), 0.5, np.float32))
+    (one,) = prepared(model, ["entropy"], profile=profile).judge_signals().signals
     assert (one.verdict, one.reason) == ("useless", "constant: forward and inverse are the same strategy")
     assert one.forward == one.inverse == one.uniform
 
 
-def judged(
-    verdict: SignalVerdict = "harmful",
-    signal: str = "cosine",
-    kind: SignalKind = "route",
-    phases: PhaseNames = "prefill",
-) -> JudgedSignal:
+def verdicts_at(budget: float, *verdicts: tuple[str, SignalKind, PhaseNames, SignalVerdict]) -> BudgetVerdicts:
     score, made = Estimate(0.5, 0.4, 0.6), gains(ABOVE, BELOW, LEVEL)
-    alone = {"forward": score, "inverse": score, "uniform": Estimate(0.7, 0.6, 0.8)}
-    return JudgedSignal(
-        signal=signal, kind=kind, phases=phases, **alone, random=(Estimate(0.3, 0.2, 0.4), Estimate(0.6, 0.5, 0.7)),
-        gains=made, verdict=verdict, reason="of that",
+    signals = tuple(
+        JudgedSignal(
+            signal=signal, kind=kind, phases=phases, forward=score, inverse=score, uniform=score, random=(score, score),
+            gains=made, verdict=verdict, reason="of that",
+        )
+        for signal, kind, phases, verdict in verdicts
     )  # fmt: skip
+    return BudgetVerdicts(budget=budget, full=score, signals=signals)
 
 
-def made_up(*sizes: tuple[float, list[JudgedSignal]]) -> ValidationResult:
-    full = Estimate(1.0, 1.0, 1.0)
+def test_harmful_signals_of_a_strategy(tmp_path: Path) -> None:
+    cosine, entropy = ("cosine", "route", "prefill"), ("entropy", "budgets", "both")
     asked = {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}
-    return ValidationResult(
+    result = ValidationResult(
         model=toy(), profile_sha256="b" * 64, tasks={"one": asked}, split="select", seed=0, protocol="question-aware",
-        budgets=tuple(BudgetVerdicts(budget=size, full=full, signals=tuple(signals)) for size, signals in sizes),
-    )  # fmt: skip
-
-
-def test_merging_keeps_what_was_not_judged_again() -> None:
-    before = made_up((32, [judged()]), (64, [judged(), judged(phases="both"), judged(signal="ppl")]))
-    now = made_up((64, [judged("useful"), judged("useless", "entropy", "budgets")]), (16, [judged("useful")]))
-    found = now.merged(before)
-    assert [at.budget for at in found.budgets] == [16, 32, 64]
-    assert [(one.signal, one.phases, one.verdict) for one in found.budgets[2].signals] == [
-        ("cosine", "prefill", "useful"), ("cosine", "both", "harmful"), ("ppl", "prefill", "harmful"),
-        ("entropy", "prefill", "useless"),
-    ]  # fmt: skip
-    assert found.budgets[1].signals == before.budgets[0].signals
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    bad = [judged(), judged(signal="entropy", kind="budgets", phases="both"), judged("useless", "ppl")]
-    (tmp_path / VALIDATION_FILE).parent.mkdir()
-    (tmp_path / VALIDATION_FILE).write_bytes(canonical_json(made_up((32, [judged("useful")]), (128, bad)).as_json()))
-    return tmp_path
-
-
-COSINE = "cosine as a route in prefill was judged harmful at 128 entries per kv head: of that"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "budget", "told"),
-    [
-        (Strategy(), 128, COSINE),
-        (Strategy(), 65, COSINE),  # nearer by ratio than 32
-        (Strategy(), 63, None),  # useful at 32
-        (Strategy(phases="both"), 128, None),  # not validated
-        (Strategy("ppl"), 128, None),
-        (Strategy(None), 128, None),
-        (
-            Strategy(None, "entropy", "both"),
-            128,
-            "entropy for budgets in both phases was judged harmful at 128 entries per kv head: of that",
+        budgets=(
+            verdicts_at(32, (*cosine, "useful")),
+            verdicts_at(128, (*cosine, "harmful"), (*entropy, "harmful")),
         ),
-        (Strategy("cosine", "entropy"), 200, COSINE),
-    ],
-)
-def test_harmful_signals_of_a_strategy(directory: Path, strategy: Strategy, budget: float, told: str | None) -> None:
-    assert find_harmful(directory, strategy, budget) == told
-
-
-def test_harm_is_of_the_profile_that_was_validated(directory: Path) -> None:
-    profile = make_signals()
-    save_profile(profile, directory / "profile.safetensors")
-    assert find_harmful(directory, Strategy(), 128) is None
-    assert find_harmful(directory / "elsewhere", Strategy(), 128) is None
+    )  # fmt: skip
+    (tmp_path / VALIDATION_FILE).parent.mkdir()
+    (tmp_path / VALIDATION_FILE).write_bytes(canonical_json(result.as_json()))
+    harm = "cosine as a route in prefill was judged harmful at 128 entries per kv head: of that"
+    assert [find_harmful(tmp_path, Strategy(), budget) for budget in (128, 65, 63)] == [harm, harm, None]  # by ratio
+    assert find_harmful(tmp_path, Strategy(phases="both"), 128) is None  # not validated
+    harm = "entropy for budgets in both phases was judged harmful at 128 entries per kv head: of that"
+    assert find_harmful(tmp_path, Strategy(None, "entropy", "both"), 128) == harm
+    save_profile(make_signals(), tmp_path / "profile.safetensors")  # not the one that was validated
+    assert find_harmful(tmp_path, Strategy(), 128) is None

@@ -1,23 +1,18 @@
-"""A query bank calibrated end to end on a tiny model; fits that were stopped go on where they were."""
+"""A query bank calibrated end to end on a tiny model, alone and with a probe."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kvsearch.calibration.options import ProbeOptions, QueryBankOptions
-from kvsearch.calibration.probe import contexts
 from kvsearch.calibration.probe.bank import draw_asked_places
 from kvsearch.calibration.probe.context_pass import ContextPass, Noting, QuestionBuilder, Questions
 from kvsearch.calibration.probe.contexts import fit_rankings
 from kvsearch.calibration.prompts import encode_prompts
-from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import find_attention_modules
 from kvsearch.models.loading import LoadedModel
@@ -28,10 +23,8 @@ from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import list_rivals
 from kvsearch.report.profile import list_ranking_remarks
 from kvsearch.runtime.attention import run_attention
-from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibrations import calibrate_query_bank
-from tests.combinations import first_value
 
 RIVALS = list_rivals()
 
@@ -41,17 +34,9 @@ SMALL = QueryBankOptions(bank=7, answers="given")
 
 def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     profile = calibrate_query_bank(model, DATA, SMALL)
-    layers, heads = profile.metadata.shape
-    config = model.model.config
-    group = config.num_attention_heads // heads
-    assert profile.arrays["queries"].shape == (layers, heads, group, 7, config.head_dim)
-    recall = profile.arrays["recall"]
-    assert recall.shape == (1 + len(RIVALS), 3, layers, heads)
-    assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
-    told = [str(part) for part in list_ranking_remarks(profile)]
-    assert told[0] == "fitted on 1 context, chosen on 1, reported on 1"
+    assert profile.arrays["recall"].shape[0] == 1 + len(RIVALS)
+    assert str(next(iter(list_ranking_remarks(profile)))) == "fitted on 1 context, chosen on 1, reported on 1"
     assert profile.metadata.provenance.settings["chosen_by"] in ("farthest", "k-means")
-    assert calibrate_query_bank(model, DATA, SMALL).to_bytes() == profile.to_bytes()
     save_profile(profile, tmp_path / "profile.safetensors")
     name, params = parse_policy(f"query_bank={tmp_path}")
     create_policy(name, params).check_model(model.fingerprint)
@@ -61,18 +46,6 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
 
 def draw_all(questions: Questions, context: int) -> torch.Tensor:
     return draw_asked_places(questions, context, count=999, seed=0)
-
-
-def test_questions_of_which_no_token_is_drawn_give_no_query(model: LoadedModel) -> None:
-    (prompt, *_) = encode_prompts(model, DATA)
-    assert len(prompt.continuations) > 1
-    builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
-    draw = Noting(draw_queries=partial(draw_asked_places, count=1, seed=0))
-    with torch.no_grad(), run_attention(model.model):
-        [drawn] = draw_asked_places(builder.build(prompt, "cpu"), prompt.context, count=1, seed=0).tolist()
-        query = ContextPass(model, prompt, SMALL, builder, draw).queries
-        all_queries = ContextPass(model, prompt, SMALL, builder, Noting(draw_queries=draw_all)).queries
-    torch.testing.assert_close(query, all_queries[..., [drawn], :])
 
 
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:
@@ -102,58 +75,18 @@ FITS = {
 TEXTS = tiny.calibration_data(80, 82, 84, 86, 88, questions=1)
 
 
-def fitted(model: LoadedModel, names: tuple[str, ...], directory: Path | None) -> list[Profile]:
+def fitted(model: LoadedModel, *names: str) -> list[Profile]:
     calibrations = [
         create_method(name).create_calibration(model, TEXTS, FITS[name].policies(), FITS[name]) for name in names
     ]
-    calibrations[0].steps = StepCache(directory, "these")
     return fit_rankings(calibrations, calibrations[0].prepare())
 
 
 @pytest.mark.nightly
 def test_rankings_that_share_their_passes_are_those_that_have_their_own(model: LoadedModel) -> None:
-    together = fitted(model, ("probe", "query_bank"), None)
+    together = fitted(model, "probe", "query_bank")
     for name, profile in zip(FITS, together, strict=True):
-        (alone,) = fitted(model, (name,), None)
+        (alone,) = fitted(model, name)
         assert alone.metadata == profile.metadata
         for array in alone.arrays:
             np.testing.assert_allclose(profile.arrays[array], alone.arrays[array], rtol=1e-5, atol=2e-5, err_msg=array)
-
-
-class Killed(BaseException):
-    """What no code expects."""
-
-
-class Passes:
-    """Counts passes over contexts, and ends the process, as it were, before the one after `left` others."""
-
-    def __init__(self) -> None:
-        self.made, self.left, self.plain = 0, 999, DensePass.__init__
-
-    def __call__(self, *given: Any, **named: Any) -> None:
-        if not self.left:
-            raise Killed
-        self.made, self.left = self.made + 1, self.left - 1
-        self.plain(*given, **named)
-
-
-@first_value("names", [("query_bank", "probe"), ("probe",), ("query_bank",)])
-def test_it_ends_as_one_that_was_never_stopped(
-    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Stopped again and again; what was finished before is not measured again."""
-    model = tiny.loaded()
-    # of contexts that reply together nothing is finished before all were read
-    monkeypatch.setattr(contexts, "split_reply_batches", lambda _, prompts: [[prompt] for prompt in prompts])
-    whole = Passes()
-    passes = whole
-    monkeypatch.setattr(DensePass, "__init__", lambda *given, **named: passes(*given, **named))
-    profiles = [profile.to_bytes() for profile in fitted(model, names, None)]
-    passes = Passes()
-    passes.plain = whole.plain
-    for passes.left in (2, 1, whole.made // 2, 1):
-        with suppress(Killed):
-            fitted(model, names, tmp_path)
-    passes.left = 999
-    assert [profile.to_bytes() for profile in fitted(model, names, tmp_path)] == profiles
-    assert passes.made == whole.made == len(TEXTS.contexts)

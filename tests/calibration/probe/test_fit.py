@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from kvsearch.calibration.probe.measure import fit_network, fit_ridges, log_importance, select_fits, standardise
+from kvsearch.calibration.probe.measure import fit_network, fit_ridges, log_importance, standardise
 from kvsearch.policies.probe import Coefficients, Weights
 
 
@@ -59,17 +59,6 @@ def test_layers_that_are_fitted_at_once_are_those_that_are_fitted_alone() -> Non
         alone = fit_network(z[layer], target[layer], 5, 20, 32, 1e-2, 0)
         for whole, part in zip(both, alone, strict=True):
             torch.testing.assert_close(whole[layer], part)
-
-
-def test_every_head_gets_its_own_fit() -> None:
-    z, target = drawn(3, 80, 4), drawn(3, 80)
-    fits = [
-        *fit_ridges(z, target, [1.0], [torch.ones(4, dtype=torch.bool)]),
-        fit_network(z, target, 5, 10, 32, 1e-2, 0),
-    ]
-    both = select_fits(fits, torch.tensor([0, 1, 0]), 5)
-    for head, number in enumerate((0, 1, 0)):
-        torch.testing.assert_close(predicted(both, z)[head], predicted(fits[number], z)[head])
 
 
 def test_what_is_fitted() -> None:

@@ -6,8 +6,6 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +23,9 @@ from kvsearch.calibration.probe.context_pass import (
 )
 from kvsearch.calibration.prompts import CalibrationPrompt, encode_prompts
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.methods import parse_methods
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, save_profile
-from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import GOLDEN_RATIO, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.policies.registry import list_rivals
@@ -48,43 +44,12 @@ def data() -> CalibrationData:
     return tiny.calibration_data(120, 110, 100, 130, 90, 120)
 
 
-def test_scores_are_sorted_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    sorts: list[tuple[int, ...]] = []
-    argsort = torch.Tensor.argsort
-    monkeypatch.setattr(
-        torch.Tensor, "argsort", lambda each, *how, **more: (sorts.append(each.shape), argsort(each, *how, **more))[1]
-    )
-    seen: Any = SimpleNamespace(
-        prompt=SimpleNamespace(length=40),
-        free=torch.arange(4, 40),
-    )
-    scores = torch.randn(2, 3, 36, generator=torch.Generator().manual_seed(0))
-    kept = ContextPass.mark_kept(seen, scores)
-    assert len(sorts) == 2  # by score, and back
-    for budget, keep in zip(JUDGED_SHARES, kept, strict=True):
-        count = max(1, round(budget * 40))
-        assert (keep.sum(-1) == count).all()
-        assert keep[..., :4].sum(-1).eq(min(4, count)).all()
-
-
-@pytest.mark.nightly
-def test_contexts_that_fit_in_memory_are_read_once_and_say_the_same(
+def test_what_memory_does_not_hold_is_read_again_and_says_the_same(
     model: LoadedModel, data: CalibrationData, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they do not, the one to choose on is read three times, and the one to report on twice."""
-    read: list[int] = []
-    reading = ContextPass.__init__
-    monkeypatch.setattr(
-        ContextPass,
-        "__init__",
-        lambda each, *given, **how: (read.append(given[1].context), reading(each, *given, **how))[1],
-    )
-    calibrate_probe(model, data, SMALL)
-    assert sorted(read) == list(range(6))
-    read.clear()
     monkeypatch.setattr("kvsearch.calibration.probe.contexts.find_default_memory", lambda _: 0)
     again = calibrate_probe(model, data, SMALL)
-    assert sorted(map(read.count, range(6))) == [1, 1, 1, 1, 2, 3]
+    assert again.arrays.keys() == profile.arrays.keys()
     for name, array in profile.arrays.items():
         np.testing.assert_array_equal(again.arrays[name], array)
 
@@ -94,13 +59,9 @@ def profile(model: LoadedModel, data: CalibrationData) -> Profile:
     return calibrate_probe(model, data, SMALL)
 
 
-def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile: Profile) -> None:
-    layers, heads = profile.metadata.shape
-    dim = model.model.config.head_dim
-    assert profile.arrays["linear"].shape == (layers, heads, 2 * dim + 5)
-    assert profile.arrays["hidden"].shape[-1] == 0
+def test_a_fit_is_reported_beside_the_rankings_that_recall_most(profile: Profile) -> None:
     recall = profile.arrays["recall"]
-    assert recall.shape == (1 + len(RIVALS), len(JUDGED_SHARES), layers, heads)
+    assert recall.shape[:2] == (1 + len(RIVALS), len(JUDGED_SHARES))
     assert ((recall > 0) & (recall <= 1 + 1e-6)).all()
     assert profile.metadata.provenance.settings["contexts"] == (4, 1, 1)
     judged = profile.metadata.provenance.settings["judged"]
@@ -140,11 +101,12 @@ def with_losses(profile: Profile, texts: int, fit: float, other: float = 1) -> P
 
 @pytest.mark.parametrize(
     ("texts", "fit", "other", "is_better"),
-    [(5, 0.5, 1, True), (4, 0.5, 1, None), (6, 0.5, 0.2, False), (4, 0.5, 0.2, None), (5, 0.5, 0.5, None)],
+    [(5, 0.5, 1, True), (4, 0.5, 1, None), (6, 0.5, 0.2, False), (5, 0.5, 0.5, None)],
 )
 def test_headlines_hold_at_every_size_beyond_chance(
     profile: Profile, texts: int, fit: float, other: float, is_better: bool | None
 ) -> None:
+    """One is said where the fit is better, or worse, than the best other ranking at all sizes."""
     made = with_losses(profile, texts, fit, other)
     losses = TextLosses(made)
     assert losses.is_better is is_better
@@ -166,6 +128,16 @@ def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
         parse_policy(f"probe={tmp_path}")
 
 
+def test_a_fit_for_another_version_of_the_policy_is_refused(profile: Profile, tmp_path: Path) -> None:
+    content = profile.metadata.model_dump()
+    assert content["provenance"]["settings"]["policy_version"] == 1
+    content["provenance"]["settings"]["policy_version"] = 2
+    metadata = type(profile.metadata).model_validate(content)
+    save_profile(Profile(metadata, dict(profile.arrays)), tmp_path / "profile.safetensors")
+    with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
+        parse_policy(f"probe={tmp_path}")
+
+
 def test_recall_is_a_share_of_the_oracle() -> None:
     """Of 10 entries, 5% and 10% are one entry, 20% are two."""
     values = [8.0, 4.0, 2.0, 1.0] + [0.0] * 6
@@ -175,15 +147,6 @@ def test_recall_is_a_share_of_the_oracle() -> None:
         found = compute_recall(importance, [torch.tensor([*order, *range(4, 10)])])
         assert found.tolist() == [pytest.approx([first / 8, first / 8, (first + second) / 12])]
     assert compute_recall(torch.zeros(10), [torch.arange(10)]).tolist() == [[1, 1, 1]]
-
-
-def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedModel, data: CalibrationData) -> None:
-    few = replace(data, contexts=data.contexts[:4])
-    found = calibrate_probe(model, few, SMALL.model_copy(update={"form": "network"}))
-    assert found.arrays["hidden"].shape[-1] == 0
-    assert (
-        "2 contexts to fit on are few: regressions with strong shrinkage alone" in list(list_ranking_remarks(found))[1]
-    )
 
 
 def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: CalibrationData) -> None:
@@ -258,28 +221,3 @@ def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: Calibratio
     score = Weights(("value_norm", "spread"), (0, 1, 2, 3), arrays).log_importance(x.expand(1, 2, 50, 2), 1)[0].exp()
     assert score[1].argsort().tolist() == x[:, 1].argsort().tolist()
     assert float(score[1].max()) < float(score[0].min())
-
-
-def test_what_a_fit_protected_and_is_for_is_carried(profile: Profile, tmp_path: Path) -> None:
-    """Files without a version are of the first."""
-    said = profile.metadata.model_dump()
-    path = tmp_path / "profile.safetensors"
-
-    def written(version: int | None, protect: int) -> None:
-        said["provenance"]["settings"].pop("policy_version", None)
-        if version is not None:
-            said["provenance"]["settings"]["policy_version"] = version
-        said["policy"]["params"]["protect"] = protect
-        metadata = type(profile.metadata).model_validate(said)
-        save_profile(Profile(metadata, dict(profile.arrays)), path, overwrite=True)
-
-    assert profile.metadata.provenance.settings["policy_version"] == 1
-    written(None, 3)
-    name, params = parse_policy(f"probe={tmp_path}")
-    assert create_policy(name, params).parameters()["protect"] == 3
-    typed = f"probe={tmp_path},probe={tmp_path}:protect=5"
-    found = [getattr(one.policy, "protect", None) for one in parse_methods(typed)]
-    assert found == [3, 5]
-    written(2, 3)
-    with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
-        parse_policy(f"probe={tmp_path}")

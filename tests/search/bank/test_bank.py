@@ -15,10 +15,7 @@ from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import BankPass
 from kvsearch.search.bank.samples import BankSample
 from tests import tiny
-from tests.combinations import first_value
-from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, tokens_of, without_answers
-
-protocols = first_value("protocol", PROTOCOLS)
+from tests.search.bank.cases import SNAPKV, random_candidates, samples_of, tokens_of, without_answers
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +33,16 @@ def least(bank: CandidateBank) -> int:
     return bank_memory.check_fits([*bank._forcing, *bank._replying], 10**12)
 
 
-def test_every_context_is_read_once(model: LoadedModel, samples: list[BankSample]) -> None:
-    told: list[tuple[int, int]] = []
-    bank = CandidateBank(model, SNAPKV, samples, 50, progress=lambda done, whole: told.append((done, whole)))
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+def test_every_context_is_read_once_and_every_candidate_reads_what_follows(
+    model: LoadedModel, samples: list[BankSample]
+) -> None:
+    """Of the entries only the cap is stored: 4 layers, 2 kv heads, 16 fp32 numbers for a key and for a value."""
+    progress: list[tuple[int, int]] = []
+    bank = CandidateBank(model, SNAPKV, samples, 50, progress=lambda done, whole: progress.append((done, whole)))
+    assert progress == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert bank.tokens_spent == sum({sample.prompt_sha256: len(sample.prompt) for sample in samples}.values())
+    assert bank._store.nbytes == 3 * 50 * 4 * 2 * 2 * 16 * 4
     assert model.model.config._attn_implementation == "sdpa"
-
-
-def test_tokens_are_counted_per_candidate(model: LoadedModel, samples: list[BankSample]) -> None:
-    bank = CandidateBank(model, SNAPKV, samples, 50)
     read, candidates = bank.tokens_spent, random_candidates(model, 3, 50)
     bank.measure_losses(candidates)
     asked = sum(len(sample.question.ids) + len(sample.answer) - 1 for sample in samples)
@@ -57,16 +54,8 @@ def test_tokens_are_counted_per_candidate(model: LoadedModel, samples: list[Bank
     assert bank.tokens_spent - read == 3 * expected
 
 
-def test_only_the_cap_is_stored(model: LoadedModel, samples: list[BankSample]) -> None:
-    """4 layers, 2 kv heads, 16 fp32 numbers for a key and for a value, 3 contexts."""
-    assert CandidateBank(model, SNAPKV, samples, 20)._store.nbytes == 3 * 20 * 4 * 2 * 2 * 16 * 4
-    lengths = {sample.prompt_sha256: len(sample.prompt) for sample in samples}
-    assert CandidateBank(model, SNAPKV, samples, 1000)._store.nbytes == sum(lengths.values()) * 4 * 2 * 2 * 16 * 4
-
-
-@protocols
-def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> None:
-    samples, candidates = samples_of(model, protocol), random_candidates(model, 5, 50)
+def test_little_memory_changes_no_result(model: LoadedModel, samples: list[BankSample]) -> None:
+    candidates = random_candidates(model, 5, 50)
     with CandidateBank(model, SNAPKV, samples, 50) as bank:
         roomy = bank.measure_losses(candidates), tokens_of(bank, candidates)
         need, stored = least(bank), bank._store.nbytes
@@ -76,16 +65,6 @@ def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> N
         tight = bank.measure_losses(candidates), tokens_of(bank, candidates)
     np.testing.assert_allclose(tight[0], roomy[0], atol=2e-5)
     assert tight[1] == roomy[1]
-
-
-def test_just_enough_memory_for_one_sample_and_candidate(model: LoadedModel, samples: list[BankSample]) -> None:
-    candidates = random_candidates(model, 3, 50)
-    with CandidateBank(model, SNAPKV, samples, 50) as bank:
-        expected, need = bank.measure_losses(candidates), least(bank)
-    with CandidateBank(model, SNAPKV, samples, 50, max_memory=need) as bank:
-        assert bank._store.nbytes == 0  # all is in a temporary folder
-        np.testing.assert_allclose(bank.measure_losses(candidates), expected, atol=2e-5)
-        assert bank.score_replies(candidates).shape == (3, len(samples))
     with pytest.raises(UsageError, match=rf"takes {need:,} bytes, there are {need - 1:,}: raise .* at least 1 bytes"):
         CandidateBank(model, SNAPKV, samples, 50, max_memory=need - 1)
 
@@ -132,7 +111,7 @@ def test_a_model_that_is_broken_itself(samples: list[BankSample]) -> None:
         CandidateBank(broken, SNAPKV, samples, 50)
 
 
-def test_bad_samples(model: LoadedModel, samples: list[BankSample]) -> None:
+def test_bad_samples(samples: list[BankSample]) -> None:
     short = tiny.loaded(max_position_embeddings=64)
     with pytest.raises(IncompatibleError, match="the model takes at most 64"):
         CandidateBank(short, SNAPKV, samples, 50)

@@ -35,14 +35,6 @@ NEEDS = st.lists(
 )
 
 
-def test_stored_entries_by_hand() -> None:
-    """2 kv heads with 16 numbers of 4 bytes for a key and a value are 256 bytes per token and layer."""
-    assert LLAMA.prompt_bytes(prompt=100, width=30) == 4 * 30 * 256
-    assert GEMMA.prompt_bytes(prompt=100, width=30) == (2 * 30 + 2 * 15) * 256
-    assert LLAMA.prompt_bytes(prompt=20, width=30) == 4 * 20 * 256
-    assert GEMMA.prompt_bytes(prompt=10, width=30) == 4 * 10 * 256
-
-
 @given(NEEDS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
 def test_blocks_hold_every_sample_once_and_fit(
     needs: list[SampleNeed], candidates: int, room: float, tokens: int
@@ -93,13 +85,3 @@ def test_everything_is_done_whatever_fits(samples: int, candidates: int, most: i
         patch.setattr(gc, "collect", lambda: 0)  # takes most of the time
         SplittingRunner().run(list(range(samples)), candidates, candidates, worker.load, worker.act)
     assert set(worker.done) == set(itertools.product(range(samples), range(candidates)))
-
-
-def test_candidates_are_halved_first_and_stay_so() -> None:
-    worker, splitting = Worker(9), SplittingRunner()
-    splitting.run([0, 1, 2], 8, 8, worker.load, worker.act)
-    assert worker.tried == [(3, 8), (3, 4), (3, 2), (3, 2), (3, 2), (3, 2)]
-    assert len(worker.done) == 24
-    worker.tried = []
-    splitting.run([3, 4], 8, 8, worker.load, worker.act)
-    assert worker.tried == [(2, 2)] * 4

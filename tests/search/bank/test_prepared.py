@@ -1,48 +1,14 @@
-"""One dense pass per prompt: what it keeps, in which order, and which policies it refuses."""
+"""Which policies a bank takes, and which it refuses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
-import torch
-from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.policies import Observation, Policy, create_policy
-from kvsearch.runtime.attention import run_attention
-from kvsearch.search.bank.prepared import prefill, resolve_policies
-from tests import tiny
-from tests.families import build, prompts
-from tests.search.bank.cases import SNAPKV
-
-
-def test_no_more_than_the_cap_is_kept() -> None:
-    model = tiny.loaded("gemma3")
-    policies = resolve_policies(model.model, SNAPKV)
-    ids = prompts(1, 40)[0][0]
-    with run_attention(model.model):
-        whole, capped = (prefill(model.model, policies, ids, cap)[0] for cap in (40, 12))
-    for layer, (states, all_states) in enumerate(zip(capped, whole, strict=True)):
-        count = 12 if layer in policies else 15
-        assert torch.equal(states[0][0], all_states[0][0][:, :count])
-        assert states[0][1].shape[1] == count
-
-
-@dataclass(frozen=True)
-class SomeHeads(Policy):
-    """Never evicts heads with a budget of 1000 or more."""
-
-    name: ClassVar[str] = "some-heads"
-    source: ClassVar[str] = "tests"
-
-    def score(self, observation: Observation) -> Tensor:
-        return observation.keys[..., 0].float()
-
-    def keeps_all(self, budget: int, length: int) -> bool:
-        return budget >= 1000
+from kvsearch.policies import Policy, create_policy
+from kvsearch.search.bank.prepared import resolve_policies
+from tests.families import build
 
 
 @pytest.mark.parametrize(
@@ -50,7 +16,6 @@ class SomeHeads(Policy):
     [
         (create_policy("d2o"), "layer 0: policy d2o merges what it evicts into what it keeps"),
         (create_policy("full"), "layer 0: policy full never evicts some heads, whatever their budget"),
-        (SomeHeads(), "layer 0: policy some-heads never evicts some heads"),
     ],
 )
 def test_policies_without_one_order_are_refused(model: LoadedModel, policy: Policy, problem: str) -> None:

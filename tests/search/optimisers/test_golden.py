@@ -42,16 +42,7 @@ def minimise(function: Callable[[float], float], optimiser: Optimiser) -> list[i
     return counts
 
 
-def test_the_first_points() -> None:
-    optimiser = create_optimiser("golden", [1.0], [0.0], [10.0], 0)
-    share = (math.sqrt(5) - 1) / 2
-    points = optimiser.ask()
-    np.testing.assert_allclose(np.ravel(points), [10 * (1 - share), 10 * share])
-    optimiser.tell(points, [1.0, 2.0])
-    np.testing.assert_allclose(np.ravel(optimiser.ask()), [10 * share * (1 - share)])
-
-
-@pytest.mark.parametrize("minimum", [0.26, 0.9, 1.0, 3.3, 7.9])
+@pytest.mark.parametrize("minimum", [0.26, 1.0, 7.9])
 def test_whole_budgets(minimum: float) -> None:
     budget = 128
     best = round(minimum * budget)
@@ -82,21 +73,6 @@ def test_what_the_first_points_do_not_tell_apart_the_bounds_may(best: Callable[[
     assert counts[:2] == [2, 2]
     assert best(float(optimiser.best_guess[0])) == -1
     assert abs(float(optimiser.best_guess[0]) - bound) < 1
-
-
-def test_a_bound_that_is_worse_leaves_the_bracket() -> None:
-    optimiser = create_optimiser("golden", [1.0], [0.0], [10.0], 0, tolerance=0.01)
-    assert minimise(lambda x: float(x > 9.5), optimiser)[:3] == [2, 2, 1]
-    assert float(optimiser.best_guess[0]) < 9.5
-
-
-def test_injected_points_do_not_move_the_bracket() -> None:
-    plain, injected = (create_optimiser("golden", [1.0], [0.0], [4.0], 0, tolerance=0.1) for _ in range(2))
-    injected.inject([np.array([3.0])])
-    points = injected.ask()
-    injected.tell(points, [-1.0, *(abs(float(point[0]) - 1) for point in points[1:])])
-    assert minimise(lambda x: abs(x - 1), injected) == minimise(lambda x: abs(x - 1), plain)[1:]
-    assert injected.best_guess.tolist() == [3.0]
 
 
 CATEGORIES = np.array([3, 0, 4, 0])
@@ -152,23 +128,9 @@ def test_generations_take_turns_and_change_one_choice_at_a_time() -> None:
     assert len(numbers) == 8
 
 
-def test_a_small_population_takes_coordinates_in_turn() -> None:
-    optimiser = build(population=3)
-    seen = []
-    for _ in range(4):
-        points = optimiser.ask()
-        seen.append({int(at) for point in points for at in np.flatnonzero(point != optimiser.start)})
-        optimiser.tell(points, [1.0] * len(points))
-    assert seen[0] == {0}
-    assert seen[2] == {2}
-
-
-@pytest.mark.parametrize(("dimension", "points"), [(1, 4), (2, 6), (4, 8), (8, 10), (16, 12), (32, 14)])
-def test_the_population_of_the_paper(dimension: int, points: int) -> None:
-    assert default_population(dimension) == points
-    if dimension > 1:
-        optimiser = create_optimiser("cma", np.ones(dimension), np.zeros(dimension), np.full(dimension, 2.0), 0)
-        assert len(optimiser.ask()) == points
+def test_the_population_of_the_paper() -> None:
+    assert [default_population(dimension) for dimension in (1, 2, 4, 8, 16, 32)] == [4, 6, 8, 10, 12, 14]
+    assert len(create_optimiser("cma", np.ones(4), np.zeros(4), np.full(4, 2.0), 0).ask()) == 8
 
 
 def test_the_best_of_equal_points_is_the_nearest_to_the_start_then_the_first() -> None:
