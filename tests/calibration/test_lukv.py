@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from kvsearch.budgets.convex import sum_prefixes
+from kvsearch.budgets.lukv import MarginalSolver, solve_grid
 from kvsearch.calibration.analysis import compute_lost_mass
-from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass, measure_output_errors
 from kvsearch.calibration.lukv import (
     KEPT_POINTS,
@@ -20,7 +23,7 @@ from kvsearch.calibration.lukv import (
     _solve_mean_table,
     measure_importance,
 )
-from kvsearch.calibration.options import LukvOptions
+from kvsearch.calibration.options import LukvOptions, Normalization
 from kvsearch.calibration.prompts import CalibrationPrompt, add_own_replies, encode_prompts
 from kvsearch.calibration.tables import RatioTables
 from kvsearch.core.errors import IncompatibleError, UsageError
@@ -57,24 +60,59 @@ def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) ->
         return list(measure_importance(model, prompts, POLICY, options))
 
 
+def length_of(data: CalibrationData, index: int = 0) -> int:
+    return len(data.contexts[index].text.split()) + 1  # <bos>
+
+
 def assert_rows_average_to_their_ratio(table: np.ndarray, length: int, floor: int) -> None:
     heads = table.shape[1] * table.shape[2]
     reachable = np.minimum(GRID, 1 - floor / length)
     assert np.abs(table.mean((1, 2), dtype=np.float64) - reachable).max() <= 0.5 / (heads * length) + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("normalization", "group", "gap"), [("none", "sum", True), ("error", "sum", False), ("layer", "max", False)]
-)
+def test_what_a_profile_holds(profile: Profile, data: CalibrationData) -> None:
+    layers, heads, questions = 4, 2, 4
+    shapes = {name: array.shape for name, array in profile.arrays.items()}
+    assert shapes == {
+        "evicted_ratio": (99, layers, heads),
+        "question_ratio": (questions, 9, layers, heads),
+        "question_context": (questions,),
+        "recall": (layers, heads, 101),
+        "oracle_recall": (layers, heads, 101),
+        "mass": (layers, heads, 101),
+    }
+    assert profile.arrays["question_context"].tolist() == [0, 0, 1, 1]
+    metadata = profile.metadata
+    assert (metadata.method, metadata.policy.name, metadata.policy.params) == ("lukv", "snapkv", POLICY.parameters())
+    assert (metadata.length, metadata.questions, metadata.floor) == (length_of(data), questions, PROTECTED)
+    assert metadata.layers == (0, 1, 2, 3)
+    assert metadata.provenance.data_sha256 == data.sha256
+    assert metadata.provenance.settings["normalization"] == "error"
+    assert "seed" not in metadata.provenance.settings
+
+
+CHOICES = [
+    *product(get_args(Normalization), ["sum"], [True]),
+    ("error", "sum", False),
+    ("layer", "max", False),
+]
+
+
+@pytest.mark.parametrize(("normalization", "group", "gap"), CHOICES)
 def test_every_choice_makes_a_valid_profile(
     model: LoadedModel, data: CalibrationData, normalization: Any, group: Any, gap: bool
 ) -> None:
     options = LukvOptions(normalization=normalization, group=group, gap=gap, answers="given")
-    made = calibrate_lukv(model, data.limit_questions(1), POLICY, options)
+    made = calibrate_lukv(model, data, POLICY, options)
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     settings = made.metadata.provenance.settings
     assert (settings["normalization"], settings["group"], settings["gap"]) == (normalization, group, gap)
     assert model.model.config._attn_implementation == "sdpa"
+
+
+def test_errors_of_query_heads_add_up() -> None:
+    with pytest.raises(ValidationError, match="group"):
+        LukvOptions(group="max")
 
 
 def question(head: int, entries: int, length: int) -> MeasuredQuestion:
@@ -94,6 +132,18 @@ def test_questions_that_need_different_heads_both_keep_theirs() -> None:
     np.testing.assert_allclose(budgets[93], [[12, 10], [1, 1]], atol=1e-4)
     alone = (1 - _solve_mean_table(questions, tables, GIVEN, [1])) * 50  # the second one by itself, as long as it is
     np.testing.assert_allclose(alone[95], [[1, 5], [1, 1]], atol=1e-4)
+
+
+def test_the_ablation_of_the_gap_leaves_protected_entries_in_front(model: LoadedModel, data: CalibrationData) -> None:
+    options = LukvOptions(normalization="none", gap=False, minimum=0.0, answers="given")
+    one = data.limit_questions(1)
+    (item,) = measured(model, one, options)
+    fixed, ranked = item.importance[..., :PROTECTED], item.importance[..., PROTECTED:]
+    assumed = np.concatenate([fixed, -np.sort(-ranked, axis=-1)], -1)
+    expected = solve_grid(MarginalSolver(assumed, PROTECTED))
+    assert np.array_equal(calibrate_lukv(model, one, POLICY, options).arrays["evicted_ratio"], expected)
+    everything = solve_grid(MarginalSolver(-np.sort(-item.importance, axis=-1), PROTECTED))
+    assert not np.array_equal(everything, expected)
 
 
 def test_normalised_mass(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
@@ -128,6 +178,20 @@ def test_an_entry_is_worth_the_error_that_it_takes_away(model: LoadedModel, data
     assert item.scale == pytest.approx(may_go[..., 0].sum())
 
 
+def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: CalibrationData) -> None:
+    """Protected entries first, in the order of protection; nothing is lost or counted twice."""
+    pair, ids = data.contexts[0].questions[0], tiny.ids_of(data.contexts[0].text)
+    tokens = torch.cat([tiny.ids_of(pair.question)[:, 1:], tiny.ids_of(pair.answer)[:, 1:]], 1)
+    with running(model.model, NAME):
+        passed = ImportancePass(model.model, [POLICY], ids)
+        plain, ranks = passed.ask(tokens)[0], passed.ranks()
+    ranked = torch.from_numpy(measured(model, data, LAYER)[0].importance)
+    last = ids.shape[1] - 1
+    order = [last, 0, 1, last - 1, last - 2, last - 3]  # newest, sinks, window
+    assert torch.equal(ranked[..., :PROTECTED], plain[..., order])
+    assert torch.equal(ranked.gather(-1, ranks.long()), plain)
+
+
 def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None:
     """There are no errors, so there is nothing to tell heads apart and nothing to lose."""
     model = tiny.loaded()
@@ -155,9 +219,17 @@ def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: Calibr
         passed = ImportancePass(model.model, [POLICY], ids)
         expected = passed.ask(tokens)[0].gather(-1, torch.argsort(passed.ranks(), dim=-1))
     np.testing.assert_allclose(measured(model, data, own)[0].importance, expected.numpy(), rtol=1e-5, atol=1e-7)
+    assert own.settings()["answers"] == "own"
     given = calibrate_lukv(model, data, POLICY, GIVEN)
     assert given.metadata.provenance.settings["answers"] == "given"
     assert given.to_bytes() != profile.to_bytes()
+
+
+def test_an_own_reply_fills_the_positions_that_are_left(data: CalibrationData) -> None:
+    model = tiny.loaded(max_position_embeddings=length_of(data) + 3 + 9)
+    [prompt] = add_own_replies(model, [encode_prompts(model, data.limit_questions(1))], 128)
+    (after,) = prompt.continuations
+    assert (after.answer, after.tokens.shape[1]) == (3, 3 + 9)
 
 
 def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationData) -> None:
@@ -173,7 +245,9 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
     ]
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "qwen3_5"))]
+)
 def test_replies_go_on_from_a_pass_as_they_do_from_a_reading_of_their_own(family: str, data: CalibrationData) -> None:
     """Contexts of different lengths, several questions of each."""
     model = tiny.loaded(family)
@@ -205,13 +279,52 @@ def test_questions_are_rows_of_one_pass_with_the_same_errors(model: LoadedModel,
             assert_close(errors, next(measure_output_errors(passed, [after], *rest)))
 
 
-def test_sliding_layers_are_left_alone(data: CalibrationData) -> None:
-    made = calibrate_lukv(tiny.loaded("gemma2"), data.limit_questions(2), POLICY, OWN)
-    assert made.metadata.layers == (1, 3)
-    assert made.arrays["evicted_ratio"].shape == (99, 2, 2)
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("qwen3", (0, 1, 2, 3)),
+        pytest.param("gemma2", (1, 3), marks=pytest.mark.nightly),
+        pytest.param("gemma3", (1, 3), marks=pytest.mark.nightly),
+    ],
+)
+def test_other_families(family: str, layers: tuple[int, ...], data: CalibrationData) -> None:
+    made = calibrate_lukv(tiny.loaded(family), data.limit_questions(2), POLICY, OWN)
+    assert made.metadata.layers == layers
+    assert made.arrays["evicted_ratio"].shape == (99, len(layers), 2)
 
 
-@in_turn(where=["model.layers.1.mlp.down_proj", "lm_head"], normalization=["error", "layer"])
+def refusal(model: LoadedModel, data: CalibrationData, policy: Policy = POLICY, options: Any = None) -> str:
+    """The message of a refusal that comes before the model has read anything."""
+    calls: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(UsageError) as caught:
+            calibrate_lukv(model, data, policy, options)
+    finally:
+        handle.remove()
+    assert not calls
+    assert model.model.config._attn_implementation == "sdpa"
+    return str(caught.value)
+
+
+def test_a_context_too_short_for_the_protected_entries(model: LoadedModel) -> None:
+    data = tiny.calibration_data(110, 70)  # the second one is the problem
+    policy = create_policy("snapkv", {"sinks": 4})
+    message = refusal(model, data, policy)
+    assert f"{length_of(data, 1)} tokens is too short for snapkv: 36 entries are always kept" in message
+    assert "give at least 144 tokens" in message
+
+
+def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData) -> None:
+    blank = Context(data.contexts[0].text, (Pair.model_construct(question="? vote", answer=" "),))
+    broken = CalibrationData("x", " {question}", (*data.contexts, blank), data.sha256)
+    assert "the answer ' ' is empty" in refusal(model, broken)
+
+
+@in_turn(
+    where=["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
+    normalization=["error", "layer"],
+)
 def test_a_model_that_computes_nan(where: str, normalization: Any, data: CalibrationData) -> None:
     model = tiny.loaded()
     with torch.no_grad():
@@ -229,15 +342,29 @@ def test_rivals_rank_the_same_importance_in_the_same_pass(
     assert several.metadata.policies == (POLICY.spec, *(rival.spec for rival in rivals))
     kept = several.arrays["kept"]
     assert kept.shape == (3, 4, 2, KEPT_POINTS)
+    assert kept[..., 0].tolist() == np.zeros((3, 4, 2)).tolist()
     assert kept[:, :, :, -1] == pytest.approx(np.broadcast_to(kept[0, :, :, -1], (3, 4, 2)), rel=1e-5)
     assert kept[0, :, :, ::4] == pytest.approx(several.arrays["mass"], rel=1e-4, abs=1e-6)
     assert {name for name in several.arrays if name != "kept"} == set(profile.arrays)
     assert all((several.arrays[name] == array).all() for name, array in profile.arrays.items())
 
 
+def test_rivals_protect_what_the_policy_does() -> None:
+    options = LukvOptions(params={"window": 8}, rivals=("keydiff", "expected_attention", "h2o", "cake"))
+    assert {(policy.sink_count, policy.recent_count) for policy in options.policies()} == {(4, 8)}
+
+
+def test_rivals_are_measured_as_they_would_be_alone(model: LoadedModel, data: CalibrationData) -> None:
+    rival = create_policy("keydiff", {"sinks": 2, "window": 4})
+    several = calibrate_lukv(model, data, POLICY, LAYER, compared_policies=[rival])
+    alone = calibrate_lukv(model, data, rival, LAYER)
+    assert several.arrays["kept"][1, :, :, ::4] == pytest.approx(alone.arrays["mass"], rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("rivals", "problem"),
     [
+        (("snapkv",), "snapkv is measured already"),
         (("keydiff", "keydiff"), "keydiff is measured already"),
         (("full",), "evicts nothing"),
         (("kediff",), "did you mean 'keydiff'"),
