@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 
 from kvsearch.evaluation import statistics
@@ -53,25 +52,6 @@ def test_what_a_plan_is_shown_to_lose_at_most(calibrated: Path, tmp_path: Path) 
     assert "6 contexts show a mean loss of at most 39.4 points with 95% confidence if none of them loses" in talk
     assert "plan loses at most " in out
     assert "all plans together" not in out
-
-
-def test_question_aware_with_two_plans(calibrated: Path, tmp_path: Path) -> None:
-    (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
-    arguments = (
-        "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", *SHORT,
-        "--samples", 2, "--max-length", 600, "--json", "--baselines", "streaming", "--protocol", "question-aware",
-        "-o", tmp_path / "run",
-    )  # fmt: skip
-    result = done_json("evaluate", "bundled", *arguments)
-    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "plan", 600)
-    assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 0)
-    plan, again, _ = result["blocks"][0]["methods"]
-    assert plan["differences"] is None
-    assert again["differences"]["tasks"]["multikey"]["ties"] == result["tasks"][0]["questions"]
-    rows = pandas.read_csv(tmp_path / "run" / "samples.csv")
-    assert len(rows) == 4 * result["tasks"][0]["questions"]
-    assert set(rows["protocol"]) == {"question-aware"}
-    assert rows["prompt_tokens"].max() < 600
 
 
 @pytest.mark.slow

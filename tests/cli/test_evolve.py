@@ -63,17 +63,6 @@ def test_a_search_writes_a_plan_and_a_report(evolved: Finished) -> None:
     assert any(line.endswith(f"wrote {directory / 'plan.json'}") for line in lines)
 
 
-@pytest.mark.nightly
-def test_limits_end_a_search_with_a_result_and_may_be_raised(
-    evolved: Finished, questions: Path, tmp_path: Path
-) -> None:
-    out, talk = done(*command(questions, tmp_path / "run", "--max-evals", 5, "--json"))
-    assert json.loads(out)["evaluations"] == 5
-    assert "search ended: 5 candidates were evaluated, as many as allowed" in talk
-    done(*command(questions, tmp_path / "run"))
-    assert results(tmp_path / "run") == results(evolved.folder / "run")
-
-
 @pytest.mark.slow
 def test_several_budgets(questions: Path, tmp_path: Path) -> None:
     small = ("--budgets", "8,16", *SMALL[2:], "--generations", 1)

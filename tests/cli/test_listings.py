@@ -42,19 +42,6 @@ def test_a_listing_names_everything(words: list[str], names: list[str]) -> None:
     assert [one.get("name") or one["spec"] for one in listed] == (sorted(names) if words == ["policies"] else names)
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["policies", "snapkv"], ["score[i] = pool_i(", "last 32 query rows", "window   default 32"]),
-        (["tasks", "ruler:qa_1"], ["--squad FILE, SQuAD's JSON", "default report", "--length --split --squad"]),
-        (["recipes", "run/bundled"], list_shipped_recipes()["run/bundled"].read_text().splitlines()),
-    ],
-)
-def test_one_in_full(words: list[str], shown: list[str]) -> None:
-    out, _ = done(*words)
-    assert [words for words in shown if words not in out] == []
-
-
 def test_the_help_documents_every_key_of_the_json(run: Run) -> None:
     _, out, _ = run("policies", "--help")
     policy = json.loads(run("policies", "snapkv", "--json")[1])

@@ -18,10 +18,6 @@ from kvsearch.commands.evolve import EvolveOptions
 from kvsearch.commands.groups import suggest_plan_commands
 from kvsearch.commands.run import RunOptions
 from kvsearch.commands.run import remarks as remarks_on_run
-from kvsearch.commands.select import SelectOptions
-from kvsearch.commands.select import remarks as remarks_on_selection
-from kvsearch.commands.validate import ValidateOptions
-from kvsearch.commands.validate import remarks as remarks_on_signals
 from kvsearch.core.resources import find_resource
 from tests import tiny
 from tests.cli.conftest import done
@@ -80,26 +76,6 @@ def test_from_a_calibration_to_an_evaluation_of_its_plan(place: Path) -> None:
     assert (result["samples"], result["seed"], result["max_length"]) == (3, 3, 300)
     _, (show, evaluate) = paste(("plan", "scale", place / "lukv/plan.json", "--ratio", 0.5, "-o", place / "p.json"))
     assert evaluate == ["evaluate", model, "--plan", str(place / "p.json")]
-
-
-@pytest.mark.nightly
-def test_from_the_verdicts_on_signals_to_a_selection_and_on(place: Path) -> None:
-    options = typed(place)
-    directory = place / "polykv"
-    calibrate = [word for name, value in {**options, "model": None}.items() if value for word in flags({name: value})]
-    polykv = ("--method", "polykv", "--patterns", "snapkv,streaming", "--budgets", 40, "--signals", "cosine")
-    _, (validate, export) = paste(("calibrate", options["model"], *polykv, "-o", directory, *calibrate))
-    assert asked(validate)["split"] == "select"
-    _, (_, evaluate) = paste(export)
-    asked(evaluate)
-    verdicts: Any = SimpleNamespace(budgets=(SimpleNamespace(budget=40, ratio=None),))
-    (select,) = offered(remarks_on_signals(ValidateOptions.of(directory=directory, **options), verdicts))
-    assert json.loads(paste(select, "--dry-run", "--json")[0])["tasks"] == ["own"]
-    chosen: Any = SimpleNamespace(model=options["model"], protocol="question-aware", plan=str(directory / "plan.json"))
-    selected: Any = SimpleNamespace(choices=(chosen,))
-    more = SelectOptions.of(directory=directory, output=directory / "plan.json", tasks=options["tasks"])
-    _, evaluate = offered(remarks_on_selection(more, selected))
-    assert asked(evaluate)["protocol"] == "question-aware"
 
 
 @pytest.mark.parametrize("kind", [RunOptions, EvolveOptions])

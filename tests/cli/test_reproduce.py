@@ -12,7 +12,6 @@ from kvsearch.commands.reproduce import ReproduceOptions, TableStages
 from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import load
 from kvsearch.papers.tables import PAPER_TABLES, Stage
-from kvsearch.report.artifacts import open_path
 from kvsearch.runs.run import read_sums
 from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import USAGE, refused
@@ -89,28 +88,8 @@ def test_data_that_are_missing_are_told_first(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_is_there_of_tables(tmp_path: Path) -> None:
-    """Without a table, or with several, the directory says what can be shown."""
-    (tmp_path / "stages" / "scores-1").mkdir(parents=True)
-    opened = open_path(tmp_path)
-    assert (opened.kind, opened.content, opened.places) == ("reproduction", None, ())
-    assert opened.note is not None
-    assert "no table is finished here" in opened.note
-    tables = [tmp_path / "lava-table2.json", tmp_path / "lukv-table1.json"]
-    for table in tables:
-        table.write_text("{}")
-    opened = open_path(tmp_path)
-    assert (opened.note, set(opened.places)) == (None, set(tables))
-
-
-@pytest.mark.nightly
-def test_a_table_with_a_search(tmp_path: Path) -> None:
-    out, _ = done("reproduce", "evolkv-table5", "bundled", *ONE, "--budgets", "16", "-o", tmp_path, "--json")
-    rows = {cell["row"] for cell in json.loads(out)["cells"]}
-    assert rows == {"Full", "SnapKV", "PyramidKV", "StreamingLLM", "EvolKV"}
-
-
-FIGURES = [name for name, table in PAPER_TABLES.items() if table.pictures]
+# signals and scores, importance, times, searches, needles: one of each kind
+FIGURES = ("polykv-figure1", "lukv-figures", "lava-figure3", "evolkv-figure3", "evolkv-figure7")
 
 
 @pytest.fixture(scope="module")

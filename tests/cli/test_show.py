@@ -192,16 +192,6 @@ def test_the_tables(run: Run, small: Path) -> None:
     assert out.index("what perplexity gains") > out.index("cosine of attention")
 
 
-def test_a_pattern_that_explodes_is_named_where_it_is_worst(tmp_path: Path) -> None:
-    metadata = signal_metadata(model(layers=2), phases=("prefill",), budgets=(16, 64))
-    gains = np.array([[[0.01, 0.01, 9.0], [4.0, 6.0, 8.0]], [[0.01, 0.01, 7.0], [4.0, 6.0, 8.0]]])  # [N, L, R]
-    losses = np.broadcast_to(np.log1p(gains)[None, :, None], (3, 2, 1, 2, 3))
-    saved(tmp_path, make_signals(metadata, nll=losses, full_nll=np.zeros(3)))
-    out, _ = done("show", tmp_path)
-    assert out.count("tova explodes in prefill layer 0") == out.count("explodes") == 1
-    assert "at 16 entries per kv head: perplexity gains 9," in out
-
-
 def test_all_means_as_json(run: Run, tmp_path: Path) -> None:
     profile = make_signals(signal_metadata(budgets=(16, 64)))
     code, out, talk = run("show", saved(tmp_path, profile), "--json")

@@ -40,12 +40,6 @@ def test_what_is_lost_is_refused_until_it_is_asked_for(run: Run, plan: Path, tmp
     assert "exists" in talk
 
 
-def test_a_target_may_have_folders_in_its_folder(run: Run, plan: Path, tmp_path: Path) -> None:
-    assert run("export", plan, "--to", "tangram", "--lossy", "--length", 100, "-o", tmp_path / "maps")[0] == 0
-    assert (tmp_path / "maps/keydiff/toy/profile.npz").is_file()
-    assert run("verify", tmp_path / "maps")[0] == 0
-
-
 def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> None:
     _, talk = done("export", plan, "--to", "folder", "-o", tmp_path / "deploy")
     assert "nothing is lost" in talk

@@ -53,13 +53,6 @@ def test_the_cache_term_is_an_option_of_the_papers_procedure(tmp_path: Path) -> 
         options(budget=16, parity=True, gamma=1.5)
 
 
-def test_several_budgets_in_place_of_one(tmp_path: Path) -> None:
-    one, many = write(tmp_path, "budget: 32"), "bundled-front"
-    assert options(one, budgets="64,16").budgets == (64, 16)
-    assert options(one, budgets=(64, 16)).budget is None
-    assert options(many, budget=48).budgets is None
-
-
 @pytest.mark.parametrize(
     ("family", "policies", "words"),
     [

@@ -68,13 +68,6 @@ def test_outputs_follow_their_commands() -> None:
     assert asked == [["kvsearch", "one", "two words"], ["kvsearch", "three"]]
 
 
-def test_blocks_of_a_model_that_is_fetched_run_by_its_name() -> None:
-    page = "```console\n$ kvsearch one\n```\n\n```console smollm2\n$ kvsearch two\nold\n```\n"
-    said = {"one": "1", "two": "2"}
-    assert rendered(page, lambda words: said[words[1]]) == page.replace("one\n", "one\n1\n")
-    assert rendered(page, lambda words: said[words[1]], "smollm2") == page.replace("old", "2")
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_it_is_that_of_today() -> None:
