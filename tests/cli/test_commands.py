@@ -14,15 +14,16 @@ from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
 from kvsearch.runs.run import read_contexts
-from tests.cli.conftest import Run, done, done_json, invoke
+from tests.cli.conftest import Run, done, done_json
 
 
-@pytest.mark.parametrize("verb", MAIN_VERBS)
-def test_the_list_of_commands_says_what_they_say(verb: str) -> None:
+def test_the_list_of_commands_says_what_they_say() -> None:
     """The list is made without importing them."""
-    command = MAIN_VERBS[verb].load_command()
-    assert "".join((command.help or "").split("\n\n")[0].split()) in "".join(invoke("--help")[1].split())
-    assert command.name == verb
+    listed = "".join(done("--help")[0].split())
+    for name, verb in MAIN_VERBS.items():
+        command = verb.load_command()
+        assert "".join((command.help or "").split("\n\n")[0].split()) in listed, name
+        assert command.name == name
 
 
 @pytest.mark.parametrize(

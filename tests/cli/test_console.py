@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvsearch.cli.console import Console, Count
+from kvsearch.cli.console import Console, Count, print_lines
 from kvsearch.commands.reporter import StagedProgress, on_interruption
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.models.work import StageCost, Work
@@ -147,6 +147,21 @@ def test_stages_have_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         "stage 2 of 3: search (1 contexts; 0:15 to 0:45)",
         "stage 3 of 3: report (1 contexts; about 0:20)",
     ]
+
+
+def test_lines_come_while_one_step_takes_long() -> None:
+    said = list[str]()
+    twice = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            twice.set()
+
+    with print_lines(Count("batch"), say, every=0.01) as progress:
+        progress(0, 3)
+        assert twice.wait(60)
+    assert said[-1].startswith("batch 1 of 3: 0% in ")
 
 
 def test_a_log_goes_to_the_end_of_a_file(run: Run, tmp_path: Path) -> None:

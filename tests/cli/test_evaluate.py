@@ -22,10 +22,13 @@ INTERRUPTED = 130
 
 
 def test_scores_and_equal_entries(calibrated: Path, tmp_path: Path) -> None:
-    arguments = ("--plan", calibrated / "plan.json", *SHORT, "--samples", 4)
+    arguments = ("--plan", calibrated / "plan.json", *SHORT, "--samples", 4, "--max-length", 600)
     replies = tmp_path / "run" / "samples.csv"
-    result = done_json("evaluate", "bundled", *arguments, "--json", "-o", replies.parent)
-    assert (result["schema"], result["protocol"]) == ("kvsearch.evaluation/1", "question-agnostic")
+    result = done_json(
+        "evaluate", "bundled", *arguments, "--protocol", "question-aware", "--json", "-o", replies.parent
+    )
+    assert (result["schema"], result["protocol"]) == ("kvsearch.evaluation/1", "question-aware")
+    assert (result["subject"], result["most_tokens"], result["tasks"][0]["truncated"]) == ("plan", 600, 0)
     (block,) = result["blocks"]
     methods = {method["name"]: method for method in block["methods"]}
     held = {name: method["held"]["entries"] for name, method in methods.items()}
@@ -33,7 +36,10 @@ def test_scores_and_equal_entries(calibrated: Path, tmp_path: Path) -> None:
     assert result["full"]["held"]["entries"] > 4.9 * held["plan"]
     scores = {name: method["scores"]["averages"]["macro"]["mean"] for name, method in methods.items()}
     assert result["full"]["scores"]["tasks"]["multikey"]["mean"] >= scores["plan"] > scores["streaming"]
-    assert len(list(csv.DictReader(replies.open()))) == result["tasks"][0]["questions"] * (1 + len(held))
+    rows = list(csv.DictReader(replies.open()))
+    assert len(rows) == result["tasks"][0]["questions"] * (1 + len(held))
+    assert {row["protocol"] for row in rows} == {"question-aware"}
+    assert max(int(row["prompt_tokens"]) for row in rows) < 600
 
 
 def test_what_a_plan_is_shown_to_lose_at_most(calibrated: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_budgets_of_the_decode_phase(questions: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None:
+def test_hard_questions_alone(questions: Path, tmp_path: Path) -> None:
     hard = (*SMALL, "--hard-below", 100, "--hard-most", 2, "--generations", 1, "--max-evals", 3)
     _, talk = done(*command(questions, tmp_path / "run", small=hard))
     said = re.search(
@@ -102,9 +102,7 @@ def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None
     content = json.loads((tmp_path / "run" / "config.json").read_text())["content"]
     assert content["settings"]["hard_below"] == 100
     assert len(content["searched_sha256"]) == 64
-    before = results(tmp_path / "run")
-    code, _, _ = run(*command(questions, tmp_path / "run", small=hard))
-    assert (code, results(tmp_path / "run")) == (0, before)
+    assert "search ended: 3 candidates were evaluated, as many as allowed" in talk
 
 
 @pytest.mark.slow
@@ -138,15 +136,10 @@ def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [("--max-memory", 0.00001), pytest.param(("--workers", 500), marks=pytest.mark.nightly)]
-)
-def test_what_cannot_begin_leaves_the_old_run(
-    more: tuple[object, ...], evolved: Finished, questions: Path, run: Run
-) -> None:
+def test_what_cannot_begin_leaves_the_old_run(evolved: Finished, questions: Path, run: Run) -> None:
     directory = evolved.folder / "run"
     before = results(directory), (directory / "ledger.jsonl").read_bytes()
-    code, _, _ = run(*command(questions, directory, "--force", *more))
+    code, _, _ = run(*command(questions, directory, "--force", "--max-memory", 0.00001))
     assert code in (USAGE, ENVIRONMENT)
     assert (results(directory), (directory / "ledger.jsonl").read_bytes()) == before
 
@@ -185,9 +178,8 @@ def test_a_search_ends_and_gives_the_screen_back(terminal: bool, log: TrialLog) 
         pass
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_an_interruption_tells_the_best_so_far(terminal: bool, log: TrialLog) -> None:
-    console, screen = console_on(terminal)
+def test_an_interruption_tells_the_best_so_far(log: TrialLog) -> None:
+    console, screen = console_on(terminal=True)
     with pytest.raises(KeyboardInterrupt), search_progress(console, log, 40) as watcher:
         log.append("best", candidate=BETTER.table.tolist(), value=BETTER.value, where=BETTER.where)
         watcher.stage("start plans")

@@ -42,6 +42,10 @@ def test_a_listing_names_everything(words: list[str], names: list[str]) -> None:
     assert [one.get("name") or one["spec"] for one in listed] == (sorted(names) if words == ["policies"] else names)
 
 
+def test_a_recipe_is_printed_whole() -> None:
+    assert list_shipped_recipes()["run/bundled"].read_text().strip() in done("recipes", "run/bundled")[0]
+
+
 def test_the_help_documents_every_key_of_the_json(run: Run) -> None:
     _, out, _ = run("policies", "--help")
     policy = json.loads(run("policies", "snapkv", "--json")[1])

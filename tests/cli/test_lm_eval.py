@@ -55,7 +55,7 @@ def test_the_harness_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @installed
-def test_scores_and_what_they_were_made_with(request_of: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_table_and_the_samples(request_of: Callable[..., Any], tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     code, out, talk = call(*request_of("small_generate,small_likelihood", "--limit", 3, "--log-samples", samples))
     assert code == 0, talk

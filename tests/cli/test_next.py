@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from kvsearch.commands.calibrate import CalibrateOptions, suggest_commands
-from kvsearch.commands.evolve import EvolveOptions
 from kvsearch.commands.groups import suggest_plan_commands
 from kvsearch.commands.run import RunOptions
 from kvsearch.commands.run import remarks as remarks_on_run
+from kvsearch.commands.select import SelectOptions
+from kvsearch.commands.select import remarks as remarks_on_selection
+from kvsearch.commands.validate import ValidateOptions
+from kvsearch.commands.validate import remarks as remarks_on_signals
 from kvsearch.core.resources import find_resource
 from tests import tiny
 from tests.cli.conftest import done
@@ -58,7 +61,6 @@ def flags(options: dict[str, Any]) -> list[object]:
 def asked(words: Iterable[str]) -> dict[str, Any]:
     """What a command that was offered would ask."""
     found: dict[str, Any] = json.loads(paste(words, "--dry-run", "--json")[0])
-    assert found["tasks"] == ["own"]
     return found
 
 
@@ -78,15 +80,27 @@ def test_from_a_calibration_to_an_evaluation_of_its_plan(place: Path) -> None:
     assert evaluate == ["evaluate", model, "--plan", str(place / "p.json")]
 
 
-@pytest.mark.parametrize("kind", [RunOptions, EvolveOptions])
-def test_from_a_search_to_an_evaluation(place: Path, kind: type[RunOptions | EvolveOptions]) -> None:
-    options = kind.of(budget=40, output=place / "best", protocol="question-aware", **typed(place))
-    plan = place / f"{kind.job}.json"
+def test_from_the_verdicts_on_signals_to_a_selection_and_on(inputs: Path, tmp_path: Path) -> None:
+    given = {"directory": inputs / "polykv", "tasks": f"jsonl:{inputs / 'mine.jsonl'}"}
+    plan = tmp_path / "plan.json"
+    verdicts: Any = SimpleNamespace(budgets=(SimpleNamespace(budget=24, ratio=None),))
+    (select,) = offered(remarks_on_signals(ValidateOptions.of(model="bundled", samples=3, **given), verdicts))
+    assert asked(select)["tasks"] == ["mine"]
+    done("plan", "uniform", "bundled", "--policy", "snapkv:window=8", "--budget", 40, "-o", plan)
+    chosen: Any = SimpleNamespace(model="bundled", protocol="question-aware", plan=str(plan))
+    result: Any = SimpleNamespace(choices=(chosen,))
+    _, evaluate = offered(remarks_on_selection(SelectOptions.of(output=plan, **given), result))
+    assert asked(evaluate)["protocol"] == "question-aware"
+
+
+def test_from_a_search_to_an_evaluation(place: Path) -> None:
+    options = RunOptions.of(budget=40, output=place / "best", protocol="question-aware", **typed(place))
+    plan = place / "run.json"
     _, (_, first) = paste(("plan", "uniform", options.model, "--policy", "snapkv:window=8", "--budget", 40, "-o", plan))
     assert first == ["evaluate", options.model, "--plan", str(plan)]
     _, words = offered(suggest_plan_commands(plan, options.model, options))
     found = asked(words)
-    assert (found["protocol"], found["contexts"]) == ("question-aware", 3)
+    assert (found["tasks"], found["protocol"], found["contexts"]) == (["own"], "question-aware", 3)
 
 
 def test_without_tasks_their_length_is_carried_along(place: Path) -> None:

@@ -103,3 +103,7 @@ def test_how_sure_to_be_takes_no_other_replies(chosen: tuple[Path, str, str], qu
     assert code == 0
     assert "going on with" in talk
     assert lines(directory) == before
+    other = directory.parent / "other.json"
+    other.write_bytes(other.read_bytes() + b" ")
+    words = "other.json is another plan than is chosen now: choose another file, or --force"
+    refused(choose, USAGE, words, *command(directory, questions, "--sure", 0.95, plan="other.json"))

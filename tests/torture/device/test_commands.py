@@ -1,4 +1,4 @@
-"""Every command that loads a model, on the second device and spread over both: results are those of the CPU."""
+"""Every command that loads a model, spread over both devices: results are those of the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cli.conftest import done
 from tests.cli.test_calibrate import short
-from tests.torture.device.accelerator import NAME, backend, spread
+from tests.torture.device.accelerator import backend, spread
 
 __all__ = ["short"]
 
@@ -49,7 +49,7 @@ COMMANDS = {
     "validate": ("validate", "{}/polykv", "--budget", 64, *PAIRED, "--phases", "prefill", "--signals", "route:cosine"),
 }  # fmt: skip
 WITH_DATA = ("lukv", "lava", "cake", "probe")
-PLACES = {"cpu": ("--device", "cpu"), "second": ("--device", f"{NAME}:1"), "both": ("--device-map", "auto")}
+PLACES = {"cpu": ("--device", "cpu"), "both": ("--device-map", "auto")}
 
 
 @pytest.fixture(scope="module")
