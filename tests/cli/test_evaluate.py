@@ -6,16 +6,14 @@ import csv
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvsearch.evaluation import statistics
 from kvsearch.models.loading import OFFLINE_VARIABLES
 from kvsearch.plan import load_plan
 from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import refused
-from tests.tiny import document, task_file
+from tests.tiny import task_file
 
 SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
 INTERRUPTED = 130
@@ -194,25 +192,3 @@ def test_categories_and_ids_of_questions(tmp_path: Path) -> None:
     with (tmp_path / "run" / "samples.csv").open() as told:
         found = {(row["id"], row["category"], row["key"], row["question"]) for row in csv.DictReader(told)}
     assert found == {(f"p{n}", ("odd", "even")[n % 2], str(n // 2), str(n % 2)) for n in range(6)}
-
-
-@pytest.mark.nightly
-def test_contexts_of_one_text_are_one_for_headroom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows about texts that differ by a space, one about another: three keys, two contexts in token ids."""
-    rows = []
-    for seed, number in ((0, 0), (0, 1), (1, 0)):
-        made = document(120, seed, facts=3)
-        question = made.questions[number]
-        row = {"context": " ".join(made.words[1:]) + " " * number, "question": question.question}
-        rows.append({**row, "answers": question.answers, "metric": "exact", "prompt": " {question}"})
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = []
-
-    def watched(samples: Any, subject: str, contexts: Any = None) -> Any:
-        given.append((len({sample.key for sample in samples}), len(set((contexts or {}).values()))))
-        return summarize(samples, subject, contexts)
-
-    summarize = statistics.summarize
-    monkeypatch.setattr("kvsearch.commands.evaluate.summarize", watched)
-    done("headroom", "bundled", "--tasks", f"jsonl:{tmp_path / 'mine.jsonl'}", "--samples", 3)
-    assert given[-1] == (3, 2)

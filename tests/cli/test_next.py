@@ -131,19 +131,3 @@ def test_budgets_are_offered_for_the_ranking_that_is_better(fit: float, policy: 
     assert words[6:] == [
         "--tasks", "jsonl:own.jsonl", "--samples", "4", "--dtype", "float32", "--split", "select",
     ]  # fmt: skip
-
-
-@pytest.mark.nightly
-def test_a_plan_of_ones_own(tmp_path: Path) -> None:
-    plan = tmp_path / "my plan.json"
-    making = ("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 3000, "--dtype", "float32", "-o", plan)
-    _, (show, evaluate) = paste(making)
-    assert evaluate[-2:] == ["--dtype", "float32"]
-    paste(show)
-    _, talk = done(*evaluate, "--dry-run", "--samples", 1)
-    assert "nothing is evicted from any prompt" in talk
-    _, talk = done("generate", "bundled", "--plan", plan, "--max-new-tokens", 1)
-    assert "warning: nothing was evicted" in talk
-    compress = ("compress", "bundled", "--plan", plan, "-o", tmp_path / "my.kv", "--dtype", "bfloat16")
-    _, (generate,) = paste(compress)
-    paste(generate, "--max-new-tokens", 1)

@@ -10,13 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
-from tests.cli.conftest import Run, done_json
+from tests.cli.conftest import Run
 from tests.cli.test_bad_input import INCOMPATIBLE, refused
 from tests.families import build
 from tests.signals.profiles import make_signals, signal_metadata
-from tests.tasks.ruler.helpers import GENERATED, bpe_tokenizer
-
-CHEAP = ("--samples", 2, "--length", 1024)
+from tests.tasks.ruler.helpers import bpe_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -49,27 +47,6 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
-
-
-@pytest.mark.nightly
-def test_what_is_asked_by_default(model: Path, calibrated: Path, tmp_path: Path) -> None:
-    """English of the model's tokens, by every command that asks; the bundled model has its own language."""
-
-    def told(*arguments: object) -> list[str]:
-        found = done_json(*arguments, "--dry-run", "--json")
-        return sorted(found["tasks"] if "tasks" in found else found["metrics"])
-
-    evolve = ("--budget", 64, "--group-size", 1, "-o", tmp_path / "e", *CHEAP)
-    judged = (calibrated, "--model", model, *CHEAP)
-    assert told("evaluate", model, "--methods", "snapkv", "--budgets", 64, *CHEAP) == sorted(GENERATED)
-    assert told("headroom", model, *CHEAP) == sorted(GENERATED)
-    assert told("validate", *judged) == sorted(GENERATED)
-    assert told("select", *judged, "-o", tmp_path / "p.json") == sorted(GENERATED)
-    assert told("evolve", model, *evolve) == sorted(GENERATED)
-    assert "multikey" in told("headroom", "bundled", *CHEAP)
-    assert told("evaluate", model, "--tasks", "synthetic:multikey", "--methods", "snapkv", "--budgets", 64) == [
-        "multikey"
-    ]
 
 
 @pytest.mark.nightly

@@ -71,15 +71,6 @@ def test_the_papers_numbers_are_beside_its_model(tmp_path: Path) -> None:
     assert not any(note.startswith("made smaller") for note in found["notes"])
 
 
-def test_what_a_model_cannot_run_is_left_out() -> None:
-    options = {"budgets": "6", "settings": ("window=8",)}
-    stage = Stage("scores", "evaluate", "asking", options, ("uniform", "streaming"))
-    stages = TableStages(ReproduceOptions.of(table="lava-table2", model="bundled"), [])
-    usable, left = stages.usable(stage, load("bundled"))
-    assert usable.methods == ("streaming",)
-    assert list(left) == ["uniform"]
-
-
 def test_data_that_are_missing_are_told_first(run: Run, tmp_path: Path) -> None:
     data = tmp_path / "none.jsonl"
     asked = ("reproduce", "lava-table12", find_resource("data/bundled"), "--data", data, "-o", tmp_path / "runs")
@@ -127,3 +118,12 @@ def test_a_figure_is_made_and_drawn(run: Run, place: Path, tmp_path: Path, table
     assert run("report", place / f"{table}.json", "-o", tmp_path / "page.html", "--figures", tmp_path)[0] == 0
     stems = {file.stem for file in tmp_path.glob("*.png")}
     assert all(any(stem.startswith(picture.name) for stem in stems) for picture in PAPER_TABLES[table].pictures)
+
+
+def test_what_a_model_cannot_run_is_left_out() -> None:
+    options = {"budgets": "6", "settings": ("window=8",)}
+    stage = Stage("scores", "evaluate", "asking", options, ("uniform", "streaming"))
+    stages = TableStages(ReproduceOptions.of(table="lava-table2", model="bundled"), [])
+    usable, left = stages.usable(stage, load("bundled"))
+    assert usable.methods == ("streaming",)
+    assert list(left) == ["uniform"]

@@ -8,22 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
 
 from kvsearch.cli.console import Console
 from kvsearch.commands.model_loader import ModelLoader
 from kvsearch.commands.run import RunOptions, prepare_form, resolve_plan_length
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.plan import Size, load_plan
-from kvsearch.plan.origin import Guarantee
 from kvsearch.report.integrity import Verification
-from kvsearch.report.selections import describe_smallest
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, read_contexts
 from kvsearch.runtime.speed import Speed
-from kvsearch.selection.records import TriedBudget
 from tests.cli.conftest import done, invoke
-from tests.plan.builders import make_plan
 from tests.shared import finished_once
 
 EVALUATIONS = 40
@@ -60,7 +55,7 @@ def ledger(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str]) -> None:
+def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str], tmp_path: Path) -> None:
     directory, talk = finished
     verified = Verification([directory]).artefacts
     assert {one.state for one in verified} == {"whole"}
@@ -90,38 +85,17 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert talk.count("report split, its budgets bring") == sum(
             "budgets" in of["report"].get("parts", {}) for of in sizes.values()
         )
+    assert invoke("export", directory / "plan-40.json", "--to", "folder", "-o", tmp_path / "deploy")[0] == 0
+    assert sizes["40"]["reported"].partition(":")[0] in (tmp_path / "deploy" / "README.md").read_text()
     following = [shlex.split(line)[2:] for line in talk.splitlines() if line.startswith("next: kvsearch")]
     assert [words[0] for words in following] == ["show", "evaluate"]
     assert following[1][following[1].index("--split") :][:2] == ["--split", "report"]  # not what it was chosen by
     assert following[1][following[1].index("--samples") :][:2] == ["--samples", "4"]
     done(*following[0])
     done(*following[1], "--samples", 1)
+    again = RunOptions.of(directory / "config.json", output=Path("elsewhere"))
+    assert again.to_recipe() == json.loads((directory / "config.json").read_bytes())["options"]
     assert "stage 1 of 7: fit rankings" in talk  # fits, a measurement, a search, two choices, two reports
-
-
-@pytest.mark.slow
-def test_the_card_of_a_plan_has_what_it_scores(finished: tuple[Path, str], tmp_path: Path) -> None:
-    directory, _ = finished
-    plan = directory / "plan-40.json"
-    assert invoke("export", plan, "--to", "folder", "-o", tmp_path / "deploy")[0] == 0
-    found = json.loads((directory / "run.json").read_bytes())["sizes"]["40"]
-    assert found["reported"].partition(":")[0] in (tmp_path / "deploy" / "README.md").read_text()
-    card = ModelCard.load(tmp_path / "deploy" / "README.md")
-    assert card.data.get("base_model") is None  # a bundled model is none of the hub
-    score, full, *_, loss = card.data.eval_results
-    assert (score.dataset_name, score.dataset_split, score.metric_type) == ("mine", "report", "exact")
-    assert (
-        score.metric_value
-        == 100 * found["report"]["scores"][found["chosen"]["winner"] or found["chosen"]["best"]]["mean"]
-    )
-    assert full.metric_value == round(100 * found["report"]["scores"]["full"]["mean"], 4)
-    assert loss.metric_name.startswith("full cache minus plan, percent [")
-    assert score.metric_args == {"plan": "40", "questions": 8, "contexts": 4}  # too few for an interval
-    assert str(directory) not in card.content
-    alone = tmp_path / "alone.json"
-    alone.write_bytes(plan.read_bytes())
-    assert invoke("export", alone, "--to", "folder", "-o", tmp_path / "bare")[0] == 0
-    assert "What it scores" not in (tmp_path / "bare" / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -278,29 +252,6 @@ def test_options_of_earlier_versions_are_those_of_today(tmp_path: Path) -> None:
     assert (options.lose_at_most, options.confidence) == (0.01, 0.8)
     recipe.write_text("smallest: false\nbudget: 40\n")
     assert RunOptions.of(recipe, **given, lose_at_most="5%").budget is None
-
-
-@pytest.mark.slow
-def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
-    options = json.loads((finished[0] / "config.json").read_bytes())["options"]
-    again = RunOptions.of(finished[0] / "config.json", output=Path("elsewhere"))
-    assert again.to_recipe() == options
-    assert RunOptions.of(finished[0] / "config.json", output=Path("x"), ratio=0.9).budgets is None
-
-
-def test_what_is_said_of_the_smallest_budget() -> None:
-    tried = (TriedBudget(40, "a", 0.0, confirmed=True), TriedBudget(20, "b", 0.004, confirmed=True))
-    plan = make_plan()
-    shown = Guarantee(
-        loss=0.02, confidence=0.95, contexts=298, mean_loss=0.004, tasks={"a": 149, "b": 149},
-        protocol="question-agnostic", plan_sha256=plan.content_sha256,
-    )  # fmt: skip
-    plan = plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"guarantee": shown})})
-    assert describe_smallest((*tried, TriedBudget(10, "c", 0.1, confirmed=False)), 200, plan) == (
-        "20 entries per kv head, 10% of 200 tokens, are the fewest of those tried of which that is shown: it loses at "
-        "most 2 points to the full cache on the mean, with 95% confidence, as shown on 298 contexts of a, b "
-        "(question-agnostic), where it lost 0.40 (points lost by what was tried: 40: 0.0, 20: 0.4, 10: 10.0)"
-    )
 
 
 def test_a_budget_above_the_contexts_of_the_measurement_is_for_longer_ones() -> None:

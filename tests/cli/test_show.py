@@ -14,7 +14,6 @@ import pytest
 from kvsearch.plan import Profile, save_plan, save_profile
 from kvsearch.report.artifacts import open_path
 from kvsearch.results.search import SearchResult, read_trace
-from kvsearch.signals.table import SignalTable
 from tests.cli.conftest import Run, done
 from tests.plan.builders import make_plan, model, model_dict, phase_dict
 from tests.shared import Finished
@@ -183,31 +182,3 @@ def test_the_tables(run: Run, small: Path) -> None:
     ]
     assert "perplexity  2.71828 under the full cache" in out
     assert out.index("what perplexity gains") > out.index("cosine of attention")
-
-
-def test_all_means_as_json(run: Run, tmp_path: Path) -> None:
-    profile = make_signals(signal_metadata(budgets=(16, 64)))
-    code, out, talk = run("show", saved(tmp_path, profile), "--json")
-    assert (code, talk) == (0, "")
-    shown = json.loads(out)
-    assert shown["metadata"]["method"] == "polykv"
-    tables = {table["title"]: table for table in shown["tables"]}
-    assert len(tables) == 2 * 2 * 2 + 2
-    table = tables["decode at 64 entries per kv head: what perplexity gains"]
-    assert table["header"] == ["layer", "snapkv", "streaming", "tova"]
-    values = [row[1:] for row in table["rows"]]
-    assert np.allclose(values, SignalTable(profile).measured("ppl", "decode", 64), atol=1e-8)
-
-
-def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "entropies").mkdir()
-    errors = make_signals(cosine=None, nll=None, full_nll=None, mean_entropy=None)
-    out, _ = done("show", saved(tmp_path / "errors", errors))
-    assert "relative distance of attention outputs" in out
-    assert "perplexity" not in out
-    assert "entropy" not in out
-    entropies = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None)
-    out, _ = done("show", saved(tmp_path / "entropies", entropies))
-    assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy"]
-    assert "*" not in out
