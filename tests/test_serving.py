@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import pipeline
 
-from kvsearch import PlanCache, attach
+from kvsearch import attach
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.answer import answer
 from kvsearch.models.loading import LoadedModel
@@ -103,22 +103,6 @@ def test_a_planned_model_stands_in_for_the_model(
     assert "not supported" not in caplog.text
     with pytest.raises(UsageError, match="use attach"):
         planned.read(torch.ones(1, 4, dtype=torch.long))
-
-
-def test_a_planned_model_reads_and_goes_on(model: LoadedModel, plan: Plan, tmp_path: Path) -> None:
-    """As the page has it."""
-    ids, question = tiny.ids_of(TEXT), torch.tensor([[7, 9, 4]])
-    with attach(model.model, plan) as planned:
-        cache = planned.read(ids)
-        cache.save(tmp_path / "report.kv", ids)
-        cache = PlanCache.load(tmp_path / "report.kv", model.model)
-        asked = torch.cat([cache.tokens, question], 1)
-        cache.activate_past_recording()
-        mark, said = cache.mark(), []
-        for _ in range(2):
-            said.append(planned.generate(asked, past_key_values=cache, max_new_tokens=6, do_sample=False))
-            cache.rewind(mark)
-    assert torch.equal(*said)
 
 
 def test_memory_as_the_page_counts_it() -> None:

@@ -25,7 +25,6 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from tests.families import build, prompts, take_families
 from tests.runtime.helpers import running
-from tests.runtime.recorder import Recorder, capturing
 
 WORK = Workload(batch=2, length=20, steps=3, rounds=2)
 MACHINE = Roofline(bandwidth=1e9, flops=1e10)
@@ -91,20 +90,6 @@ def test_decoding_is_forgotten(family: str) -> None:
         model(ids, past_key_values=again)
         token = expected[:, -1:].argmax(-1)
         assert torch.equal(model(token, past_key_values=stock).logits, model(token, past_key_values=again).logits)
-
-
-def test_steps_that_are_captured_are_forgotten_too() -> None:
-    """Those that are timed are replayed."""
-    model, (ids, _), recorder = build("llama", num_hidden_layers=1), prompts(1, 20), Recorder()
-    phase = snapkv(model).prefill
-    with torch.no_grad(), running(model, NAME), capturing(recorder):
-        for cache in (PlanCache(model, Program(phase)), PlanCache(model, Program(phase, phase))):
-            model(ids, past_key_values=cache)
-            held = cache.kept_positions(0)
-            for _ in range(2):
-                assert time_decode(model, cache, 1, 4) > 0
-                assert recorder.log[-4:] == ["replayed"] * 4
-                assert (cache.get_seq_length(), cache.kept_positions(0)) == (20, held)
 
 
 def test_the_peak_is_of_what_is_there_at_a_time() -> None:

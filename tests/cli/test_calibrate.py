@@ -106,15 +106,3 @@ def test_layers_choose_between_it_and_other_policies(ranking: Path, short: Path,
     done("export", tmp_path / "lukv", "--policy", "keydiff", "--ratio", 0.8, "-o", tmp_path / "one.json")
     only = json.loads((tmp_path / "one.json").read_text())
     assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}
-
-
-@pytest.mark.slow
-def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    for number, one in enumerate(json.loads(short.read_text())["contexts"][:3]):
-        (tmp_path / "texts" / f"{number}.txt").write_text(one["text"])
-    given = ("calibrate", "bundled", "--data", tmp_path / "texts", "-o", tmp_path / "run")
-    _, talk = done(*given, "--method", "query_bank", "--bank", 4)
-    assert "on 3 contexts with 0 questions from 3 text files" in talk
-    assert talk.count("no questions") == 1
-    refused(run, USAGE, "is plain text, without questions", *given, "--method", "lukv", "--force")

@@ -47,15 +47,6 @@ def test_what_is_kept_is_told(number: int, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.startswith("7 replies are kept\nkvsearch: error: ")
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Console().reporting_failures():
-            os.kill(os.getpid(), signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def warned(console: Console) -> str:
         with console.reporting_failures():

@@ -85,22 +85,6 @@ def test_a_sweep_writes_everything(calibrated: Path, tmp_path: Path) -> None:
     assert "\\toprule" in (tmp_path / "t.tex").read_text()
 
 
-def test_a_text_is_predicted(run: Run, tmp_path: Path) -> None:
-    text = tmp_path / "story.txt"
-    text.write_text("the calm fox greets the nurse in barn . " * 200)
-    arguments = ("--methods", "tova", "--phases", "both", "--budgets", 40, "--tasks", f"ppl:{text}", "--length", 200)
-    out, _ = done("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
-    result = json.loads(out)
-    (task,) = result["tasks"]
-    assert (task["task"], task["metric"], task["contexts"]) == ("story", "likelihood", 3)
-    assert result["full"]["scores"]["tasks"]["story"]["mean"] == 1
-    for method in result["blocks"][0]["methods"]:
-        assert 0 < method["scores"]["tasks"]["story"]["mean"] <= 1
-    assert any("the full cache has a perplexity of" in note for note in result["notes"])
-    again = run("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
-    assert (again[0], again[1]) == (0, out)
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[object, ...]:
     """A command whose run, with its losses, is there."""
@@ -179,16 +163,10 @@ def test_categories_and_ids_of_questions(tmp_path: Path) -> None:
     )  # fmt: skip
     named("q")
     out, _ = done(*arguments, "--json")
-    scores = json.loads(out)["full"]["scores"]
-    assert sorted(scores["categories"]) == ["even", "odd"]
-    halves = [one["mean"] for one in scores["categories"].values()]
-    assert scores["tasks"]["mine"]["mean"] == pytest.approx(sum(halves) / 2)
-    assert scores["averages"]["macro"] == scores["tasks"]["mine"]
+    assert sorted(json.loads(out)["full"]["scores"]["categories"]) == ["even", "odd"]
     named("p")
     _, talk = done(*arguments)
     assert "12 replies are there, 12 are needed" in talk
-    header = next(line for line in (tmp_path / "run" / "tables.md").read_text().splitlines() if line.startswith("| m"))
-    assert [cell.strip() for cell in header.strip("|").split("|")] == ["method", "mine", "odd", "even"]
     with (tmp_path / "run" / "samples.csv").open() as told:
         found = {(row["id"], row["category"], row["key"], row["question"]) for row in csv.DictReader(told)}
     assert found == {(f"p{n}", ("odd", "even")[n % 2], str(n // 2), str(n % 2)) for n in range(6)}

@@ -29,9 +29,7 @@ def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -
     assert plan == make_strategy_plan(
         load_profile(polykv / "profile.safetensors"), Strategy(phases="both"), Size(budget=32)
     )
-    first, *lines = talk.splitlines()
-    assert first == f"wrote {path}: 768 entries, 32.0 per kv head of a 200-token prompt, fixed"
-    assert [line.partition(":")[0] for line in lines] == ["next", "next"]
+    assert talk.splitlines()[0] == f"wrote {path}: 768 entries, 32.0 per kv head of a 200-token prompt, fixed"
 
 
 def test_options_reach_the_strategy(polykv: Path, tmp_path: Path) -> None:
@@ -68,7 +66,6 @@ def test_harmful_signals_are_not_used_unless_allowed(
         return "route cosine was judged harmful" if strategy.route == "cosine" else None
 
     path, file = tmp_path / "plan.json", polykv / "profile.safetensors"
-    assert run("export", polykv, "-o", path, "--dry-run")[0] == 0  # not validated
     monkeypatch.setattr(validation, "find_harmful", harmful)
     words = "route cosine was judged harmful; give --allow-harmful to write it anyway"
     refused(run, USAGE, words, "export", polykv, "-o", path, "--budget", 20)

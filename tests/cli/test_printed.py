@@ -18,7 +18,6 @@ from kvsearch.cli.console import Console
 from kvsearch.core.printed import FORMULA, PLAIN
 from tests.cli.conftest import Run, done
 from tests.payloads import PAYLOADS, file_name, passed, without_surrogates
-from tests.report.reader import Reader
 from tests.tiny import document
 
 NEW = ("-o", "/nowhere/new")
@@ -97,18 +96,6 @@ def test_show(asked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert passed(plain) == passed(talk) == set()
     assert plain != out
     assert "[red]" in plain
-
-
-def test_report(asked: Path, tmp_path: Path) -> None:
-    _, talk = done("report", asked, "-o", tmp_path / "report.html")
-    assert passed(talk) == set()
-    page = Reader((tmp_path / "report.html").read_text())
-    names = [name for name, _ in page.found]
-    assert names.count("script") == names.count("style") == 1
-    assert not {"img", "iframe"} & set(names)
-    attributes = [given for _, found in page.found for given in found.items()]
-    assert [name for name, _ in attributes if name.startswith("on")] == []
-    assert passed(page.text + "".join(value or "" for _, value in attributes)) == set()
 
 
 @contextmanager

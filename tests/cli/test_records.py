@@ -71,7 +71,6 @@ def test_records_say_what_the_table_says(drawn: Path, tmp_path: Path) -> None:
     assert read(named[stem + "snapkv__0.50"])[1] == {
         task: {"string_match": round(100 * tasks[task]["mean"], 2)} for task in ("vt", "qa_1")
     }
-    done_json(*words)  # a finished run finds its records
 
 
 def test_what_is_refused(run: Run, drawn: Path, tmp_path: Path) -> None:

@@ -118,10 +118,7 @@ TOVA = {"name": "tova", "params": {}}
     ("policies", "names"),
     [
         ((SNAPKV, TOVA, SNAPKV), ["0 snapkv", "2 tova", "3 snapkv"]),
-        (
-            (SNAPKV, WIDER, SNAPKV),
-            [f"{layer} snapkv {{'window': {width}}}" for layer, width in ((0, 4), (2, 8), (3, 4))],
-        ),
+        ((SNAPKV, WIDER, WIDER), ["0 snapkv {'window': 4}", "2 snapkv {'window': 8}", "3 snapkv {'window': 8}"]),
         ((TOVA, TOVA, TOVA), ["0", "2", "3"]),
     ],
 )
