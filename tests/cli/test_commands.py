@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.cli.command import MAIN_VERBS
 from kvsearch.models.loading import BUNDLED
-from kvsearch.plan import load_plan, load_profile
-from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
-from kvsearch.runs.run import read_contexts
 from tests.cli.conftest import Run, done, done_json
 
 
@@ -38,15 +34,6 @@ def test_the_list_of_commands_says_what_they_say() -> None:
 )
 def test_what_does_not_exist_is_told_on_one_line(run: Run, arguments: tuple[str, ...], expected: str) -> None:
     assert run(*arguments) == (2, "", f"kvsearch: error: {expected}\n")
-
-
-def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:
-    texts = load_calibration_data(find_default_data("bundled")).limit_questions(2)
-    known = [hash_context(context.text) for context in texts.contexts]
-    profile, plan = load_profile(calibrated / "profile.safetensors"), load_plan(calibrated / "plan.json")
-    record = ContextRecord(fitted=ContextSet.of(known))
-    assert profile.metadata.provenance.contexts == plan.provenance.contexts == record
-    assert read_contexts(calibrated).fitted == tuple(sorted(known))
 
 
 def test_generate_answers_from_the_small_cache(calibrated: Path) -> None:

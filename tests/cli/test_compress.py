@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvsearch
 from kvsearch.core.resources import find_resource
 from kvsearch.evaluation.guarantee import make_guarantee
 from kvsearch.plan import load_plan, save_plan
@@ -67,12 +66,6 @@ def test_a_context_beyond_those_of_a_guarantee_is_said(plan: Path, tmp_path: Pat
         _, talk = done("generate", "bundled", *arguments, "--max-new-tokens", 1)
         assert talk.startswith(f"the plan {tmp_path / f'{most}.json'}: it loses at most 2 points to the full cache")
         assert ("beyond those that the plan was shown on: " in talk) == (most < 0.5)
-
-
-def test_compress_is_a_function(plan: Path, saved: Path, tmp_path: Path) -> None:
-    made = kvsearch.compress("bundled", plan=plan, context=CONTEXT, output=tmp_path / "a.kv")
-    assert (tmp_path / "a.kv").read_bytes() == saved.read_bytes()
-    assert made.entries == 64 * 24 < made.full_entries == 24 * made.ids.shape[1]
 
 
 def test_a_file_is_shown_whatever_it_is_called(run: Run, saved: Path, tmp_path: Path) -> None:

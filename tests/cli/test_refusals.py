@@ -85,6 +85,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--smallest --within 2", "takes 149 contexts at least, and there are 4: ask more with --samples or --tasks"),
         ("--lose-at-most 2", "--lose-at-most: must be a share such as 2% or 0.02, not 2"),
         ("--budgets 40,40", "--budgets: has a budget twice"),
+        ("--budget 40 --time 1.5h", "--time: must be a time such as 90s, 30m, 2h or 1h30m, not '1.5h'"),
+        ("--budget 40 --time 1h30", "--time: must be a time such as 90s, 30m, 2h or 1h30m, not '1h30'"),
         ("--budget 40 --rankings prob", "unknown ranking 'prob'; did you mean 'probe'?"),
         ("--budget 5000", "is all of a"),
         ("--budget 1", "1 entry per kv head: every policy of --policies always keeps more"),

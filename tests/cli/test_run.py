@@ -141,19 +141,6 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
         assert all(map(record.fitted.has, fitted))
 
 
-def test_a_dry_run_says_what_every_stage_costs(questions: Path, tmp_path: Path) -> None:
-    out, _ = done(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run", "--json"))
-    stages = {stage["name"]: stage for stage in json.loads(out)["estimate"]["stages"]}
-    assert list(stages) == [
-        "fit rankings", "measure budgets", "search",
-        "choose at 40 entries per kv head", "report at 40 entries per kv head",
-    ]  # fmt: skip
-    assert stages["search"]["contexts"] == 2
-    for name in ("choose at 40 entries per kv head", "report at 40 entries per kv head"):
-        assert (stages[name]["contexts"], stages[name]["questions"]) == (4, 8)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_quick_run_is_the_quick_recipe(questions: Path, tmp_path: Path) -> None:
     """Twenty contexts in all, of four tasks at most; what is typed wins over the recipe."""
     model = {"model": "some/model", "output": tmp_path}
@@ -198,12 +185,6 @@ def test_what_can_be_had_in_a_time(
     with Run.open(tmp_path / "run", config):
         pass
     assert form_in(full + 1)[0].to_recipe() == quick.to_recipe()
-
-
-@pytest.mark.parametrize("time", ["30", "0s", "1h30", "1.5h"])
-def test_a_time_that_is_none_is_one_line(tmp_path: Path, time: str) -> None:
-    code, _, talk = invoke("run", "bundled", "--budget", 40, "-o", tmp_path / "run", "--time", time)
-    assert (code, talk) == (2, f"kvsearch: error: --time: must be a time such as 90s, 30m, 2h or 1h30m, not {time!r}\n")
 
 
 @pytest.mark.nightly

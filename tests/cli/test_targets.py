@@ -72,11 +72,3 @@ def test_a_profile_is_a_curve_or_a_plan_first(run: Run, plan: Path, tmp_path: Pa
     code, _, talk = run("export", plan, "--to", "kvpress-lukv", "-o", tmp_path / "d.npy")
     assert code == 2
     assert "is made of a profile" in talk
-
-
-def test_a_model_that_is_not_the_plans_is_one_line(run: Run, plan: Path, tmp_path: Path) -> None:
-    code, out, talk = run("export", plan, "-o", tmp_path / "x", "--to", "headkv", "--model", "bundled")
-    assert (code, out) == (4, "")
-    assert "was made for another model" in talk
-    assert talk.count("error:") == 1
-    assert not (tmp_path / "x").exists()

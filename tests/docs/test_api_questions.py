@@ -71,21 +71,3 @@ def test_answers_are_defaults_and_files_are_apart(make: Any, capsys: pytest.Capt
     again, _ = make("again")
     for name in ("questions.jsonl", "documentation.txt"):
         assert (folder / name).read_bytes() == (again / name).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("text", "value", "spellings"),
-    [
-        ("p : float, default=1e-3\n    Tolerance.", 0.001, ("1e-3", "0.001")),
-        ("p : int\n    Points (default is\n    N=512).", 512, ("512",)),
-        ("p : float, default=10 000", 10000.0, None),  # not what stands there
-        ("p : int, default=12", 13, None),
-        ("p : int, default=5", 5, None),  # of one character, and easily guessed
-        ("p, q : int, default=12", 12, None),  # whose?
-    ],
-)
-def test_a_default_is_read(script: Any, text: str, value: Any, spellings: tuple[str, ...] | None) -> None:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = {name: inspect.Parameter(name, kind, default=value) for name in ("p", "axis")}
-    default = script.read_default(text, signature)
-    assert (default and default.spellings) == spellings
