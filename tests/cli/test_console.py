@@ -68,9 +68,6 @@ def test_time_left_is_of_what_this_process_does() -> None:
     count(20, 40)
     assert count.describe() == "asking: context 21 of 40: 50% in 0:20, about 0:40 left"
     count(0, 5)
-    whole = Count("asking: context", clock=lambda: now[0])
-    whole(5, 5)  # all of it is kept
-    assert whole.describe() == "asking: context 5 of 5: 100% in 0:00"
     now[0] = 3690.0
     count(1, 5)
     told = "asking: context 2 of 5: 20% in 1:01:30, about 4:04:40 left"

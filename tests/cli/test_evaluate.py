@@ -71,16 +71,11 @@ def test_a_sweep_writes_everything(calibrated: Path, tmp_path: Path) -> None:
     for block in (small, large):
         assert len({method["held"]["entries"] for method in block["methods"]}) == 1
     assert small["methods"][0]["held"]["entries"] == 64 * 24
-    labels = [method["label"] for block in result["blocks"] for method in block["methods"]]
-    assert {(row["method"], row["layer"]) for row in result["losses"]} == {
-        (label, layer) for label in labels for layer in range(6)
-    }
+    labels = {method["label"] for block in result["blocks"] for method in block["methods"]}
+    assert {row["method"] for row in result["losses"]} == labels
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert set(config["content"]["methods"]) == {"full", *labels}
     assert (config["job"], config["options"]["budgets"]) == ("evaluate", "64")
-    assert len(list(csv.DictReader((tmp_path / "run" / "samples.csv").open()))) == 11 * sum(
-        task["questions"] for task in result["tasks"]
-    )
     assert (tmp_path / "run" / "tables.md").read_text().count("80% evicted") == 3
     assert "\\toprule" in (tmp_path / "t.tex").read_text()
 

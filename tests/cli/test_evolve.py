@@ -52,15 +52,12 @@ def test_a_search_writes_a_plan_and_a_report(evolved: Finished) -> None:
     check_plan(plan, "plan.json")
     assert plan.total == 12 * 24
     report = json.loads((directory / "report.json").read_text())["found"]["12"]
-    assert report["ended"] == "all stages are finished"
     assert [list(row) for row in report["budgets"]] == [list(row.budget) for row in plan.prefill.layers]
-    assert "second split: what is chosen from" in out
     assert "report split, 12 entries per kv head, question-agnostic" in out
     lines = talk.splitlines()
     assert re.match(rf"the model's own reply is right and teacher-forced after \d of {2 * SAMPLES} questions", lines[0])
     assert lines[1] == f"reading {2 * SAMPLES} questions once for all candidates"
     assert "search ended: all stages are finished" in lines
-    assert any(line.endswith(f"wrote {directory / 'plan.json'}") for line in lines)
 
 
 @pytest.mark.slow
@@ -77,8 +74,6 @@ def test_several_budgets(questions: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_budgets_of_the_decode_phase(questions: Path, tmp_path: Path) -> None:
     small = (*SMALL, "--phases", "decode", "--generations", 1, "--group-size", 6, "--max-evals", 4)
-    out, _ = done(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
-    assert json.loads(out)["measured_by"] == "whole runs"
     out, talk = done(*command(questions, tmp_path / "run", small=small))
     plan = load_plan(tmp_path / "run" / "plan.json")
     assert plan.prefill is None

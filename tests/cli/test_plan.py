@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import load_plan, save_plan
 from tests.cli.conftest import Run, done, done_json
 from tests.plan.builders import PROVENANCE, make_plan, phase_dict
@@ -42,7 +41,6 @@ def test_a_pyramid_falls_from_layer_to_layer_with_the_total_of_even_budgets(run:
     assert (len(sums), sum(sums)) == (6, 64 * 24)
     assert sums == sorted(sums, reverse=True)
     assert (sums[0], sums[-1]) == (4 * (8 + 2 * 56 - 2), 4 * (8 + 2))  # 56 / 20 = 2.8 free entries in the last layer
-    assert load_plan(path).provenance.settings["beta"] == Pyramid().beta
     assert run(*making, "--beta", 2, "--force")[0] == 0
     assert [sum(budget or ()) for budget in load_plan(path).budgets("prefill")][-1] == 4 * (8 + 28)
 
@@ -55,9 +53,8 @@ def test_an_allocation_is_written_and_shown(tmp_path: Path) -> None:
     assert load_plan(path).allocation.params["layers"] == "planned"
     out, _ = done("show", path)
     (line,) = [line for line in out.splitlines() if line.startswith("allocation ")]
-    assert "lava" in line
-    assert "'layers': 'planned'" in line
-    assert "what the entries of a prompt are shared out from, not what a head keeps" in line
+    for words in ("lava", "'layers': 'planned'", "what the entries of a prompt are shared out from"):
+        assert words in line
 
 
 def test_scale_by_ratio_and_by_budget(run: Run, tmp_path: Path) -> None:

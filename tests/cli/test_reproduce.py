@@ -12,7 +12,6 @@ from kvsearch.commands.reproduce import ReproduceOptions, TableStages
 from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import load
 from kvsearch.papers.tables import PAPER_TABLES, Stage
-from kvsearch.runs.run import read_sums
 from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import USAGE, refused
 
@@ -30,9 +29,7 @@ def test_the_list_and_all_of_one(run: Run) -> None:
 
 def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     command = ("reproduce", "lava-table13", "bundled", *ONE, "--budgets", "16", "-o", tmp_path)
-    _, out, _ = run(*command, "--dry-run", "--json")
-    (before,) = json.loads(out)["stages"]
-    assert before["state"] == "to do"
+    assert "(to do)" in run(*command, "--dry-run")[1]
     out, talk = done(*command)
     assert f"next: kvsearch show {tmp_path / 'lava-table13.json'}" in talk
     (stage,) = tmp_path.glob("stages/*")
@@ -43,7 +40,6 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")}
     assert set(files) == {f"lava-table13{suffix}" for suffix in (".md", ".tex", ".csv", ".json")}
     assert b"split report, question-aware, evicting in prefill, 1 context with" in files["lava-table13.md"]
-    assert set(read_sums(tmp_path)) == set(files)
     assert "(finished)" in run(*command, "--dry-run")[1]
     ledger = next(tmp_path.glob("stages/*/ledger.jsonl"))
     written = ledger.stat().st_mtime_ns
@@ -51,10 +47,6 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     assert ledger.stat().st_mtime_ns == written
     assert {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")} == files
     assert run("verify", tmp_path)[0] == 0
-    (tmp_path / "lava-table13.tex").write_bytes(files["lava-table13.tex"] + b" ")
-    code, out, talk = run("verify", tmp_path)
-    assert code == USAGE, talk
-    assert "lava-table13.tex" in out
 
 
 def test_the_papers_numbers_are_beside_its_model(tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
     directory, talk = finished
     verified = Verification([directory]).artefacts
     assert {one.state for one in verified} == {"whole"}
-    assert {one.path.name for one in verified if not one.sealed} == {"SHA256SUMS"}
     sizes = json.loads((directory / "run.json").read_bytes())["sizes"]
     for budget in (40, 60):
         plan, found = load_plan(directory / f"plan-{budget}.json"), sizes[str(budget)]
@@ -82,9 +81,6 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         scores = {name: score["mean"] for name, score in found["report"]["scores"].items()}
         parts = found["report"].get("parts", {})
         assert sum(part["mean"] for part in parts.values()) == pytest.approx(scores[written] - scores[found["uniform"]])
-        assert talk.count("report split, its budgets bring") == sum(
-            "budgets" in of["report"].get("parts", {}) for of in sizes.values()
-        )
     assert invoke("export", directory / "plan-40.json", "--to", "folder", "-o", tmp_path / "deploy")[0] == 0
     assert sizes["40"]["reported"].partition(":")[0] in (tmp_path / "deploy" / "README.md").read_text()
     following = [shlex.split(line)[2:] for line in talk.splitlines() if line.startswith("next: kvsearch")]

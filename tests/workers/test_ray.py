@@ -20,7 +20,7 @@ from kvsearch.workers.base import attempt
 from kvsearch.workers.ray import RayExecutor, RayPool, connect, room_for
 from tests.workers import fakes
 from tests.workers.contract import ExecutorContract, job
-from tests.workers.fakes import AGES, DEADLY, DEADLY_ONCE, TOKENS, Fake, build
+from tests.workers.fakes import AGES, DEADLY, DEADLY_ONCE, SLOW, TOKENS, Fake, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray")]
 
@@ -87,6 +87,17 @@ def test_a_job_is_given_to_a_second_worker_and_not_to_a_third(pool: RayPool, tmp
 
 
 @pytest.mark.nightly
+def test_idle_workers_take_the_next_job(pool: RayPool, tmp_path: Path) -> None:
+    """One worker is held up: the other does all the rest meanwhile; who is busy at the end is ended."""
+    outcomes = RayExecutor(partial(build, tmp_path), pool).run([job(0, SLOW), *(job(n, 8) for n in range(1, 6))])
+    assert sorted(next(outcomes)[0] for _ in range(5)) == [1, 2, 3, 4, 5]
+    outcomes.close()  # type: ignore[attr-defined]
+    assert [outcome.kind for _, outcome in RayExecutor(partial(build, tmp_path), pool).run([job(0, 8)] * 3)] == [
+        "ok"
+    ] * 3
+
+
+@pytest.mark.nightly
 def test_an_evaluator_that_cannot_be_built(pool: RayPool) -> None:
     for factory, words in (
         (fakes.refuse, "^there is no model$"),
@@ -94,6 +105,13 @@ def test_an_evaluator_that_cannot_be_built(pool: RayPool) -> None:
     ):
         with pytest.raises(EnvironmentFault, match=words):
             list(RayExecutor(factory, pool).run([job(1, 8)]))
+
+
+@pytest.mark.nightly
+def test_a_worker_that_does_not_start_in_time(ray: Any) -> None:
+    words = r"a Ray worker did not start within 0\.001 seconds"
+    with RayPool(1, cpus=0.1, start_timeout=0.001) as pool, pytest.raises(EnvironmentFault, match=words):
+        list(RayExecutor(fakes.refuse, pool).run([job(1, 8)]))
 
 
 @pytest.mark.nightly
