@@ -88,21 +88,3 @@ def test_a_plan_of_it_runs_in_another_folder(
     beside.rename(tmp_path / "elsewhere.safetensors")
     monkeypatch.setattr(weights, "_known", {})
     refused(run, USAGE, f"needs the weights {beside.name} beside it", "show", tmp_path / "plan.json")
-
-
-@pytest.mark.nightly
-def test_layers_choose_between_it_and_other_policies(ranking: Path, short: Path, tmp_path: Path) -> None:
-    _, talk = done(
-        "calibrate", "bundled", "--rivals", f"probe={ranking},keydiff", "-o", tmp_path / "lukv", "--data", short,
-        "--answers", "given",
-    )  # fmt: skip
-    assert "by lukv for snapkv, probe, keydiff on" in talk
-    _, talk = done("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "joint.json")
-    assert "of the measured importance is kept; " in talk
-    assert "probe: fitted on contexts that the budgets are measured on" in talk
-    plan = json.loads((tmp_path / "joint.json").read_text())
-    assert plan["total"] == sum(sum(layer["budget"]) for layer in plan["prefill"]["layers"])
-    assert plan["provenance"]["settings"]["policies"] == ["snapkv", "probe", "keydiff"]
-    done("export", tmp_path / "lukv", "--policy", "keydiff", "--ratio", 0.8, "-o", tmp_path / "one.json")
-    only = json.loads((tmp_path / "one.json").read_text())
-    assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}

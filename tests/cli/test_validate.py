@@ -48,23 +48,6 @@ def test_all_measured_budgets(directory: Path) -> None:
     assert find_harmful(directory, Strategy("ppl"), 64) is None
 
 
-@pytest.mark.nightly
-def test_more_signals_more_permutations_and_another_budget_join_what_is_there(directory: Path) -> None:
-    one = ("validate", directory, *ASKED, "--budget", 32, "--json")
-    first, _ = done(*one, *ROUTE)
-    ledger = directory / "validation" / "32-question-agnostic" / "ledger.jsonl"
-    before = ledger.read_bytes()
-    more, _ = done(*one, "--phases", "prefill", "--signals", "entropy", "--permutations", 6)
-    signals = json.loads(more)["budgets"][0]["signals"]
-    assert [judged["signal"] for judged in signals] == ["cosine", "entropy"]
-    assert signals[0] == json.loads(first)["budgets"][0]["signals"][0]
-    assert len(signals[1]["random"]) == 6
-    assert ledger.read_bytes().startswith(before)
-    out, _ = done("validate", directory, *ASKED, *ROUTE, "--ratio", 0.8, "--json")
-    assert [(at["budget"], at["ratio"]) for at in json.loads(out)["budgets"]] == [(32, None), (40, 0.8)]
-    assert (directory / "validation" / "ratio-0.8-question-agnostic" / "ledger.jsonl").stat().st_size > 0
-
-
 @pytest.mark.slow
 def test_the_model_is_found_or_named(run: Run, directory: Path) -> None:
     command = ("validate", directory, *ASKED, *ROUTE, "--dry-run")

@@ -16,13 +16,11 @@ from torch import Tensor
 import kvsearch
 from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan, Profile
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.encode import make_token_counter
 from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.ruler.needles import STORY_FILE, read_haystack
-from tests.calibration.test_lukv import assert_rows_average_to_their_ratio
 
 pytestmark = pytest.mark.nightly
 
@@ -32,22 +30,6 @@ LENGTH, ASKED = 300, 4  # tokens of a prompt with its reply, contexts
 NEEDLES = {"tasks": "ruler:niah_single_2", "length": LENGTH}  # a number of seven digits in a story
 POLICY = "expected_attention"
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-
-
-@pytest.fixture(scope="module")
-def calibrated(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
-    """LU-KV's budgets, from two contexts, and the folder they are in."""
-    folder = tmp_path_factory.mktemp("lukv")
-    return folder, kvsearch.calibrate(
-        smollm2, **NEEDLES, samples=2, policy=POLICY, answer_tokens=16, check=False, output=folder
-    )
-
-
-@pytest.fixture(scope="module")
-def fifth(calibrated: tuple[Path, Profile], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
-    """The plan of these budgets that keeps a fifth, and its file."""
-    path = tmp_path_factory.mktemp("plan") / "plan.json"
-    return path, kvsearch.export(calibrated[0], ratio=0.8, output=path)
 
 
 def needles(loaded: LoadedModel, samples: int) -> list[Example]:
@@ -83,34 +65,14 @@ def test_a_plan_that_keeps_everything_is_the_stock_model(smollm2: LoadedModel, t
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-def test_what_a_calibration_measures(smollm2: LoadedModel, calibrated: tuple[Path, Profile]) -> None:
-    _, profile = calibrated
-    assert profile.metadata.model == smollm2.fingerprint
-    table = profile.arrays["evicted_ratio"]
-    assert table.shape == (99, LAYERS, KV_HEADS)
-    assert_rows_average_to_their_ratio(table, profile.metadata.length, profile.metadata.floor)
-    # every question has an error without its context, and all count as one
-    assert profile.arrays["mass"][..., -1].sum() == pytest.approx(1.0, rel=1e-3)
-
-
-def test_a_reply_under_the_plan(smollm2: LoadedModel, fifth: tuple[Path, Plan], tmp_path: Path) -> None:
-    [example] = needles(smollm2, 1)
-    asked = {"prompt": [example.queries[0].question], "max_new_tokens": 40}
-    [full] = kvsearch.generate(smollm2, context=example.context, **asked)
-    assert example.queries[0].answers[0] in full.text
-    [reply] = kvsearch.generate(smollm2, context=example.context, plan=fifth[0], **asked)
-    assert reply.full_entries == full.entries == HEADS * full.context_tokens
-    assert reply.entries == round(0.2 * HEADS * full.context_tokens)
-    kvsearch.compress(smollm2, context=example.context, plan=fifth[0], output=tmp_path / "context.kv")
-    [again] = kvsearch.generate(smollm2, cache=tmp_path / "context.kv", **asked)
-    assert (again.text, again.entries) == (reply.text, reply.entries)
-
-
-def test_replies_and_scores_of_an_evaluation(
-    smollm2: LoadedModel, calibrated: tuple[Path, Profile], tmp_path: Path
-) -> None:
+def test_replies_and_scores_of_an_evaluation(smollm2: LoadedModel, tmp_path: Path) -> None:
     """The full cache replies as transformers does until it is right; budgets for each head keep what even ones lose."""
-    methods = ("h2o", POLICY, f"lukv={calibrated[0]}")
+    budgets = tmp_path / "lukv"
+    profile = kvsearch.calibrate(
+        smollm2, **NEEDLES, samples=2, policy=POLICY, answer_tokens=16, check=False, output=budgets
+    )
+    assert profile.arrays["evicted_ratio"].shape == (99, LAYERS, KV_HEADS)
+    methods = ("h2o", POLICY, f"lukv={budgets}")
     result = kvsearch.evaluate(
         smollm2, **NEEDLES, samples=ASKED, methods=methods, ratios=("0.5", "0.8"), output=tmp_path / "run"
     )

@@ -27,7 +27,6 @@ WINDOW, TWO = ("--set", "window=8"), ("--questions", 2)
 # in this order: later ones use what earlier ones wrote, in the folder {}
 COMMANDS = {
     "lukv": ("calibrate", "bundled", "--policy", "snapkv", *WINDOW, *TWO, "--answers", "given", "-o", "{}/lukv"),
-    "lava": ("calibrate", "bundled", "--method", "lava", *WINDOW, *TWO, "-o", "{}/lava"),
     "cake": ("calibrate", "bundled", "--method", "cake", *WINDOW, *TWO, "-o", "{}/cake"),
     "polykv": ("calibrate", "bundled", "--method", "polykv", "--patterns", "snapkv,h2o", "--budgets", 64,
                *TWO, "-o", "{}/polykv"),
@@ -46,9 +45,8 @@ COMMANDS = {
     "evolve": ("evolve", "bundled", "--budget", 48, *WINDOW, "--generations", 1, "--finalists", 1, "--population", 4,
                *PAIRED, "--group-size", 6, "-o", "{}/evolve"),
     "select": ("select", "{}/polykv", "--budget", 64, *PAIRED, "-o", "{}/selected.json"),
-    "validate": ("validate", "{}/polykv", "--budget", 64, *PAIRED, "--phases", "prefill", "--signals", "route:cosine"),
 }  # fmt: skip
-WITH_DATA = ("lukv", "lava", "cake", "probe")
+WITH_DATA = ("lukv", "cake", "probe")
 PLACES = {"cpu": ("--device", "cpu"), "both": ("--device-map", "auto")}
 
 
