@@ -74,7 +74,7 @@ def test_replies_and_scores_of_an_evaluation(smollm2: LoadedModel, tmp_path: Pat
     assert profile.arrays["evicted_ratio"].shape == (99, LAYERS, KV_HEADS)
     methods = ("h2o", POLICY, f"lukv={budgets}")
     result = kvsearch.evaluate(
-        smollm2, **NEEDLES, samples=ASKED, methods=methods, ratios=("0.5", "0.8"), output=tmp_path / "run"
+        smollm2, **NEEDLES, samples=ASKED, methods=methods, ratios=("0.8",), output=tmp_path / "run"
     )
     replies = replies_of(tmp_path / "run")
     examples = needles(smollm2, ASKED)
@@ -86,7 +86,7 @@ def test_replies_and_scores_of_an_evaluation(smollm2: LoadedModel, tmp_path: Pat
         whole = smollm2.tokenizer.decode(stock[0, ids.shape[1] :], skip_special_tokens=True)
         end = whole.find(query.answers[0]) + len(query.answers[0]) if query.answers[0] in whole else len(whole)
         assert row["reply"] == whole[:end]
-    task, shares = RulerTask("niah_single_2"), {"full": 1.0, "0.5": 0.5, "0.8": 0.2}
+    task, shares = RulerTask("niah_single_2"), {"full": 1.0, "0.8": 0.2}
     for method, rows in replies.items():
         share = shares[method.partition("@")[2] or method]
         for example, row in zip(examples, rows, strict=True):
@@ -106,13 +106,13 @@ def test_what_is_lost_on_text(smollm2: LoadedModel, tmp_path: Path) -> None:
     """In nats per token more than the full cache, at a tenth kept: attention sinks are needed, and chance is worst."""
     methods = ("h2o", "streaming", "streaming:sinks=0", "random")
     story = {"tasks": f"ppl:{find_resource(STORY_FILE)}", "length": 512}
-    kvsearch.evaluate(smollm2, **story, samples=4, methods=methods, ratios=("0.9",), output=tmp_path / "run")
+    kvsearch.evaluate(smollm2, **story, samples=2, methods=methods, ratios=("0.9",), output=tmp_path / "run")
     excess = {}
     for method, rows in replies_of(tmp_path / "run").items():
         losses = [read_losses(row["reply"]) for row in rows]
         excess[method.removesuffix("@0.9")] = [loss - full for loss, full in filter(None, losses)]
     full, h2o, streaming, sinkless, random = (np.array(excess[method]) for method in ("full", *methods))
-    assert full.tolist() == [0] * 4
+    assert full.tolist() == [0] * 2
     assert h2o.mean() > 0
     assert (random > h2o).all()
     assert random.mean() > 1.5 * max(h2o.mean(), streaming.mean())
