@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 
@@ -75,5 +76,12 @@ def test_every_option_of_tasks_has_its_flag_and_arrives() -> None:
         "hotpot": "q", "depths": "0,50", "shots": "0", "metric": "gsm8k",
     }  # fmt: skip
     details = EvaluateOptions.of(model="bundled", **typed).task_options("select")
-    arrived = {"split": "select", **typed, "length": (4096, 8192), "depths": (0, 50), "shots": 0}
-    assert {name: tuple(value) if isinstance(value, list) else value for name, value in details.items()} == arrived
+    arrived = {
+        "split": "select",
+        **typed,
+        "max_new_tokens": None,
+        "length": (4096, 8192),
+        "depths": (0, 50),
+        "shots": 0,
+    }
+    assert {name: str(value) if isinstance(value, Path) else value for name, value in details.items()} == arrived

@@ -71,8 +71,8 @@ def test_data_that_are_missing_are_told_first(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-# signals and scores, importance, times, searches, needles: one of each kind
-FIGURES = ("polykv-figure1", "lukv-figures", "lava-figure3", "evolkv-figure3", "evolkv-figure7")
+# signals and scores, ratios of heads, times, a search with needles: one of each kind
+FIGURES = ("polykv-figure1", "lukv-figures7-9", "lava-figure3", "evolkv-figure7")
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_what_is_not_ours(run: Run, tmp_path: Path) -> None:
         assert len(talk.splitlines()) == 1
 
 
-SNAPKV, WIDER = ({"name": "snapkv", "params": {"window": width}} for width in (4, 8))
+SNAPKV, NARROW = ({"name": "snapkv", "params": {"window": width}} for width in (4, 2))
 TOVA = {"name": "tova", "params": {}}
 
 
@@ -107,7 +107,7 @@ TOVA = {"name": "tova", "params": {}}
     ("policies", "names"),
     [
         ((SNAPKV, TOVA, SNAPKV), ["0 snapkv", "2 tova", "3 snapkv"]),
-        ((SNAPKV, WIDER, WIDER), ["0 snapkv {'window': 4}", "2 snapkv {'window': 8}", "3 snapkv {'window': 8}"]),
+        ((SNAPKV, NARROW, NARROW), ["0 snapkv {'window': 4}", "2 snapkv {'window': 2}", "3 snapkv {'window': 2}"]),
         ((TOVA, TOVA, TOVA), ["0", "2", "3"]),
     ],
 )
