@@ -18,7 +18,6 @@ from kvsearch.report.integrity import Verification
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, read_contexts
 from kvsearch.runtime.speed import Speed
-from tests import tiny
 from tests.cli.conftest import done, invoke
 from tests.shared import finished_once
 
@@ -185,8 +184,8 @@ def test_what_can_be_had_in_a_time(
 
 
 @pytest.mark.nightly
-def test_the_smallest_budget_that_is_shown_to_lose_little(tmp_path: Path) -> None:
-    directory, questions = tmp_path / "least", tiny.task_file(tmp_path / "mine.jsonl", 40, length=50, facts=3)
+def test_the_smallest_budget_that_is_shown_to_lose_little(questions: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "least"
     few = ("--rankings", "query_bank", "--no-refine", "--lose-at-most", "60%")
     needs = "a mean loss of at most 60 points with 95% confidence takes 4 contexts at least: the 4 at hand show it"
     out, talk = done(*command(questions, directory, *few, "--json"))
