@@ -65,7 +65,7 @@ def test_calibrate(kept_workers: Any, questions: Path, tmp_path: Path, monkeypat
         store(cache, path, arrays)
 
     monkeypatch.setattr(StepCache, "store", kill_and_store)
-    asked = ("--tasks", f"jsonl:{questions}", "--samples", 6, "--answers", "given")
+    asked = ("--tasks", f"jsonl:{questions}", "--samples", 12, "--answers", "given")
     same(tmp_path, ("calibrate", "bundled", "--method", "query_bank", *asked))
     after = pids(kept_workers)
     assert killed[0] not in after
