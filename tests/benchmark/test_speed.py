@@ -25,7 +25,6 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from tests.families import build, prompts, take_families
 from tests.runtime.helpers import running
-from tests.runtime.recorder import Recorder, capturing
 
 WORK = Workload(batch=2, length=20, steps=3, rounds=2)
 MACHINE = Roofline(bandwidth=1e9, flops=1e10)
@@ -55,10 +54,6 @@ def test_caches_side_by_side() -> None:
     assert all(one.peak_bytes > one.held_bytes for one in found.values())
     assert found["DynamicCache"].prefill_speedup == found["DynamicCache"].token_speedup == 1
     assert all(one.tokens_per_second == 2 / one.token_seconds for one in found.values())
-
-
-def test_models_with_other_layers_have_no_static_cache() -> None:
-    assert list(measured("gemma3")) == ["DynamicCache", "kvsearch, full", "snapkv"]
 
 
 def test_ratios_are_medians_within_rounds_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,20 +92,6 @@ def test_decoding_is_forgotten(family: str) -> None:
         assert torch.equal(model(token, past_key_values=stock).logits, model(token, past_key_values=again).logits)
 
 
-def test_steps_that_are_captured_are_forgotten_too() -> None:
-    """Those that are timed are replayed."""
-    model, (ids, _), recorder = build("llama", num_hidden_layers=1), prompts(1, 20), Recorder()
-    phase = snapkv(model).prefill
-    with torch.no_grad(), running(model, NAME), capturing(recorder):
-        for cache in (PlanCache(model, Program(phase)), PlanCache(model, Program(phase, phase))):
-            model(ids, past_key_values=cache)
-            held = cache.kept_positions(0)
-            for _ in range(2):
-                assert time_decode(model, cache, 1, 4) > 0
-                assert recorder.log[-4:] == ["replayed"] * 4
-                assert (cache.get_seq_length(), cache.kept_positions(0)) == (20, held)
-
-
 def test_the_peak_is_of_what_is_there_at_a_time() -> None:
     def work() -> None:
         first = torch.zeros(1000)
@@ -139,9 +120,3 @@ def test_the_floor_is_that_of_what_takes_longer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(speed, "COPIED_BYTES", 2**12)
     found = speed.measure_roofline(torch.device("cpu"), torch.float32)
     assert found.bandwidth > 0 < found.flops
-
-
-def test_one_thread_of_a_cpu_has_the_clock_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    for threads, device, clock in ((1, "cpu", "process_time"), (2, "cpu", "perf_counter"), (1, "cuda", "perf_counter")):
-        monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
-        assert speed.choose_clock(torch.device(device)).__name__ == clock

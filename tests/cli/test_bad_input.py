@@ -44,7 +44,7 @@ def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> 
     assert f"{str(model)!r}, and this is 'bundled': it has other weights (" in message
 
 
-@pytest.mark.parametrize("method", ["lukv", "lava", "polykv", "probe"])
+@pytest.mark.parametrize("method", ["lukv", "probe"])
 def test_texts_that_do_not_suit_the_model(run: Run, tmp_path: Path, method: str) -> None:
     """Found out before anything is measured, or while it is: the directory, and those above it, go again."""
     short = calibration_file(tmp_path / "texts.json", 1, length=12)

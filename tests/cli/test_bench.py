@@ -29,11 +29,9 @@ def test_a_plan_beside_the_full_cache(run: Run, tmp_path: Path) -> None:
     assert [(row["cache"], row["batch"], row["entries"]) for row in told["costs"]][3:5] == [
         (str(plan), 1, 40.0), ("DynamicCache", 2, 64.0),
     ]  # fmt: skip
-    assert told["machine"]["model"] == "bundled"
     foretold = done_json(*arguments, "--batch", "1,2", "--dry-run", "--json")
     held = {row["cache"]: row["held_bytes"] for row in told["costs"] if row["batch"] == 2}
     assert foretold["bytes"]["DynamicCache"] == held["DynamicCache"] // 64 * 66  # with two new tokens
-    assert foretold["bytes"]["kvsearch, full"] == held["kvsearch, full"] // 64 * 66
     assert foretold["bytes"][str(plan)] == held[str(plan)] // 40 * 42
     assert foretold["memory"]["cache"] == sum(foretold["bytes"].values())
     assert foretold["needed_bytes"] == sum(foretold["memory"].values()) - foretold["memory"]["weights"]  # it is loaded
@@ -54,8 +52,9 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "batch 1 at 48 tokens needs 0.0 GB" in talk
     assert "0.0 GB are free: lower --length, or measure fewer plans" in talk
     monkeypatch.setattr(shapes, "measure_free_bytes", lambda _: 1000)
-    with pytest.raises(EnvironmentFault, match=r"takes 0\.0 GB for its weights and cpu has 0\.0 GB free"):
-        shapes.make_random_model("llama-3.1-8b")
+    code, _, talk = run(*arguments[:-1])
+    assert code == 3
+    assert "takes 0.0 GB for its weights and cpu has 0.0 GB free" in talk
 
 
 @pytest.mark.slow
@@ -84,18 +83,11 @@ def test_a_curve_of_where_a_plan_pays(run: Run, tmp_path: Path, monkeypatch: pyt
     shown, _ = done("show", record)
     assert "at batch 3" in shown
     assert "points that were not measured for the fit: errors of" in shown
-    told["points"] = [point for point in told["points"] if point["cache"] != "full"]
-    damaged = tmp_path / "damaged.json"
-    damaged.write_text(json.dumps(told))
-    assert run("show", damaged)[0] == 2
     page = tmp_path / "report.html"
     done("report", record, "-o", page)
     assert "Requests that fit at once" in page.read_text()
     foretold = done_json(*arguments, picture, "--dry-run", "--json")
     assert len(foretold["estimate"]["stages"]) == 4 + len(told["checks"]) / 3
-    page.write_text("mine")
-    code, _, talk = run(*arguments, page)
-    assert (code, talk.count("\n"), page.read_text()) == (2, 1, "mine")
     monkeypatch.setattr("kvsearch.report.draw.write_atomically", Mock(side_effect=EnvironmentFault("the disk is full")))
     code, _, talk = run(*arguments, picture)
     assert code == 3
@@ -105,24 +97,13 @@ def test_a_curve_of_where_a_plan_pays(run: Run, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.nightly
-def test_compiled_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    monkeypatch.setattr(
-        "torch.compile", lambda call, fullgraph: lambda **given: (called.append("compiled"), call(**given))[1]
-    )
-    out, _ = done("bench", "bundled", "--budget", 40, "--length", 64, *SHORT, "--compile", "--json")
-    costs = {row["cache"]: row["compiled_seconds"] for row in json.loads(out)["costs"]}
-    assert [cache for cache, seconds in costs.items() if seconds] == ["kvsearch, full", "snapkv, 40 per head"]
-    assert called
-
-
-@pytest.mark.nightly
 def test_the_largest_batch_and_what_show_and_report_read(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvsearch.benchmark.capacity.find_default_memory", lambda *_, **__: 5_000_000)
+    monkeypatch.setattr("torch.compile", lambda call, fullgraph: call)
     arguments = ("bench", "bundled", "--ratio", 0.75, "--policy", "knorm", "--phases", "both", "--skewed", *SHORT)
-    out, _ = done(*arguments, "--length", "32,64", "--largest-batch", "--json")
+    out, _ = done(*arguments, "--length", "32,64", "--largest-batch", "--compile", "--json")
     costs = {(row["cache"], row["length"]): row for row in json.loads(out)["costs"]}
     ours = "knorm, 75% evicted, skewed, both"
     assert (costs[ours, 64]["entries"], costs[ours, 32]["entries"]) == (16, 8)
@@ -130,19 +111,16 @@ def test_the_largest_batch_and_what_show_and_report_read(
     assert 1 < costs["StaticCache", 64]["largest_batch"] < 5e6 / (66 * 3072)
     assert costs[ours, 64]["largest_batch"] > costs["DynamicCache", 64]["largest_batch"]
     assert all(row["largest_tokens_per_second"] > 0 for row in costs.values())
+    assert {cache for (cache, _), row in costs.items() if row["compiled_seconds"]} == {"kvsearch, full", ours}
     for floor, seconds in (("floor", "token_seconds"), ("prefill_floor", "prefill_seconds")):
         assert 0 < costs[ours, 64][f"{floor}_share"] == costs[ours, 64][f"{floor}_seconds"] / costs[ours, 64][seconds]
-    assert json.loads(out)["machine"]["bandwidth"] > 0 < json.loads(out)["machine"]["flops"]
     found = tmp_path / "speed.json"
     found.write_text(out)
     shown, _ = done("show", found)
-    assert "batch 1, 64 tokens" in shown
-    assert "largest batch" in shown
-    assert "TFLOP/s" in shown
+    for words in ("batch 1, 64 tokens", "largest batch", "TFLOP/s"):
+        assert words in shown
     done("report", found, "-o", tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert ours in page
-    assert "Time per token, batch 1" in page
+    assert "Time per token, batch 1" in (tmp_path / "report.html").read_text()
     monkeypatch.setattr("kvsearch.benchmark.capacity.find_default_memory", lambda *_, **__: 100_000)
     code, _, talk = run(*arguments, "--length", 64, "--largest-batch")
     assert (code, talk.count("\n")) == (3, 1)

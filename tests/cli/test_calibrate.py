@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.cli.console import Console
-from kvsearch.plan import Profile, load_plan, load_profile
+from kvsearch.plan import load_plan, load_profile
 from kvsearch.plan import saved as weights
 from kvsearch.plan.origin import hash_context
-from kvsearch.report.profile import list_profile_parts
-from tests import tiny
 from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
 from tests.tiny import calibration_file
@@ -26,55 +23,29 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return calibration_file(tmp_path_factory.mktemp("short") / "short.json", CONTEXTS, length=200)
 
 
-def profile_in(directory: Path) -> Profile:
-    return load_profile(directory / "profile.safetensors")
-
-
-def shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    Console().out.print_parts(list_profile_parts(profile_in(directory)))
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "method", ["lava", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("cake", "adakv"))]
-)
-def test_calibrate_export_and_show(
-    method: str, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_calibrate_export_and_show(short: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    done("calibrate", "bundled", "-o", directory, "--data", short, "--method", method)
-    config = json.loads((directory / "config.json").read_text())["content"]
-    assert (config["recipe"]["method"], config["recipe"]["protocol"]) == (method, "question-agnostic")
-    assert config["recipe"]["policy"] == {"adakv": "snapkv"}.get(method, method)
-    made = profile_in(directory)
-    assert (made.metadata.method, made.metadata.questions, made.metadata.floor) == (method, CONTEXTS, 32)
+    done("calibrate", "bundled", "-o", directory, "--data", short, "--method", "lava")
+    recipe = json.loads((directory / "config.json").read_text())["content"]["recipe"]
+    assert (recipe["method"], recipe["policy"], recipe["protocol"]) == ("lava", "lava", "question-agnostic")
+    made = load_profile(directory / "profile.safetensors").metadata
+    assert (made.method, made.questions, made.floor) == ("lava", CONTEXTS, 32)
     for target, total in ((("--ratio", 0.7, "--length", 1000), 300 * 24), (("--budget", 50), 50 * 24)):
         path = tmp_path / f"{total}.json"
         out, _ = done("export", directory, *target, "-o", path, "--json")
         assert json.loads(out)["total"] == load_plan(path).total == total
-    page = shown(directory, capsys)
+    page, _ = done("show", directory)
     for title in ("local eviction ratio at 0.8", "standard deviation of the local eviction ratio", "rank correlation"):
         assert title in page
     assert "\x1b" not in page
 
 
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", 20, 140, 3)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(("lukv",), marks=pytest.mark.nightly),
-        ("lava",),
-        ("polykv", "--budgets", 48, "--patterns", "snapkv,h2o"),
-    ],
-)
-def test_methods_take_tasks(questions: Path, tmp_path: Path, method: tuple[object, ...]) -> None:
+def test_methods_take_tasks(inputs: Path, tmp_path: Path) -> None:
     """Its own questions, of the train split; the profile knows its contexts."""
+    questions = inputs / "mine.jsonl"
     tasks = ("--tasks", f"jsonl:{questions}+synthetic:multikey", "--length", 512, "--samples", 2)
-    _, talk = done("calibrate", "bundled", "--method", *method, "-o", tmp_path / "p", *tasks)
+    polykv = ("--method", "polykv", "--budgets", 48, "--patterns", "snapkv,h2o")
+    _, talk = done("calibrate", "bundled", *polykv, "-o", tmp_path / "p", *tasks)
     assert "evaluate asks all examples" in talk
     origin = load_profile(tmp_path / "p" / "profile.safetensors").metadata.provenance
     assert origin.settings["data"] == "mine+multikey"
@@ -117,43 +88,3 @@ def test_a_plan_of_it_runs_in_another_folder(
     beside.rename(tmp_path / "elsewhere.safetensors")
     monkeypatch.setattr(weights, "_known", {})
     refused(run, USAGE, f"needs the weights {beside.name} beside it", "show", tmp_path / "plan.json")
-
-
-@pytest.mark.nightly
-def test_layers_choose_between_it_and_other_policies(ranking: Path, short: Path, tmp_path: Path) -> None:
-    _, talk = done(
-        "calibrate", "bundled", "--rivals", f"probe={ranking},keydiff", "-o", tmp_path / "lukv", "--data", short,
-        "--answers", "given",
-    )  # fmt: skip
-    assert "by lukv for snapkv, probe, keydiff on" in talk
-    _, talk = done("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "joint.json")
-    assert "of the measured importance is kept; " in talk
-    assert "probe: fitted on contexts that the budgets are measured on" in talk
-    plan = json.loads((tmp_path / "joint.json").read_text())
-    assert plan["total"] == sum(sum(layer["budget"]) for layer in plan["prefill"]["layers"])
-    assert plan["provenance"]["settings"]["policies"] == ["snapkv", "probe", "keydiff"]
-    done("export", tmp_path / "lukv", "--policy", "keydiff", "--ratio", 0.8, "-o", tmp_path / "one.json")
-    only = json.loads((tmp_path / "one.json").read_text())
-    assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}
-
-
-def test_it_is_compared_with_other_methods(ranking: Path, tmp_path: Path) -> None:
-    out, _ = done(
-        "evaluate", "bundled", "--methods", f"uniform,probe={ranking},adakv:probe={ranking}", "--ratios", "0.8",
-        "--samples", 1, "--length", 512, "--tasks", "synthetic:single", "--json",
-    )  # fmt: skip
-    names = [method["name"] for method in json.loads(out)["blocks"][0]["methods"]]
-    assert names == ["uniform", f"probe={ranking}", f"adakv:probe={ranking}"]
-    done("plan", "uniform", "bundled", "--policy", f"probe={ranking}", "--budget", 64, "-o", tmp_path / "plan.json")
-
-
-@pytest.mark.slow
-def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    for number, one in enumerate(json.loads(short.read_text())["contexts"][:3]):
-        (tmp_path / "texts" / f"{number}.txt").write_text(one["text"])
-    given = ("calibrate", "bundled", "--data", tmp_path / "texts", "-o", tmp_path / "run")
-    _, talk = done(*given, "--method", "query_bank", "--bank", 4)
-    assert "on 3 contexts with 0 questions from 3 text files" in talk
-    assert talk.count("no questions") == 1
-    refused(run, USAGE, "is plain text, without questions", *given, "--method", "lukv", "--force")

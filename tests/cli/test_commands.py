@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from kvsearch.calibration.data import find_default_data, load_calibration_data
 from kvsearch.cli.command import MAIN_VERBS
 from kvsearch.models.loading import BUNDLED
-from kvsearch.plan import load_plan, load_profile
-from kvsearch.plan.origin import ContextRecord, ContextSet, hash_context
-from kvsearch.runs.run import read_contexts
-from tests.cli.conftest import Run, done, done_json, invoke
+from tests.cli.conftest import Run, done, done_json
 
 
-@pytest.mark.parametrize("verb", MAIN_VERBS)
-def test_the_list_of_commands_says_what_they_say(verb: str) -> None:
+def test_the_list_of_commands_says_what_they_say() -> None:
     """The list is made without importing them."""
-    command = MAIN_VERBS[verb].load_command()
-    assert "".join((command.help or "").split("\n\n")[0].split()) in "".join(invoke("--help")[1].split())
-    assert command.name == verb
+    listed = "".join(done("--help")[0].split())
+    for name, verb in MAIN_VERBS.items():
+        command = verb.load_command()
+        assert "".join((command.help or "").split("\n\n")[0].split()) in listed, name
+        assert command.name == name
 
 
 @pytest.mark.parametrize(
@@ -39,15 +35,6 @@ def test_what_does_not_exist_is_told_on_one_line(run: Run, arguments: tuple[str,
     assert run(*arguments) == (2, "", f"kvsearch: error: {expected}\n")
 
 
-def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:
-    texts = load_calibration_data(find_default_data("bundled")).limit_questions(2)
-    known = [hash_context(context.text) for context in texts.contexts]
-    profile, plan = load_profile(calibrated / "profile.safetensors"), load_plan(calibrated / "plan.json")
-    record = ContextRecord(fitted=ContextSet.of(known))
-    assert profile.metadata.provenance.contexts == plan.provenance.contexts == record
-    assert read_contexts(calibrated).fitted == tuple(sorted(known))
-
-
 def test_generate_answers_from_the_small_cache(calibrated: Path) -> None:
     plan = calibrated / "plan.json"
     small = done_json("generate", "bundled", "--plan", plan, "--max-new-tokens", 3, "--json")
@@ -62,7 +49,6 @@ def test_show_a_plan_and_a_profile(calibrated: Path) -> None:
     out, _ = done("show", calibrated / "plan.json")
     assert "prefill entries by layer and head" in out
     out, _ = done("show", calibrated, "--ratio", 0.5)
-    assert re.search(r"answers +own", out)
     for title in ("local eviction ratio at 0.5", "recall lost", "importance evicted", "rank correlation"):
         assert title in out
     shown = done_json("show", calibrated, "--json")

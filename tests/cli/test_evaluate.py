@@ -6,27 +6,27 @@ import csv
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-import pandas
 import pytest
 
-from kvsearch.evaluation import statistics
 from kvsearch.models.loading import OFFLINE_VARIABLES
 from kvsearch.plan import load_plan
 from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import refused
-from tests.tiny import document, task_file
+from tests.tiny import task_file
 
 SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
 INTERRUPTED = 130
 
 
 def test_scores_and_equal_entries(calibrated: Path, tmp_path: Path) -> None:
-    arguments = ("--plan", calibrated / "plan.json", *SHORT, "--samples", 4)
+    arguments = ("--plan", calibrated / "plan.json", *SHORT, "--samples", 4, "--max-length", 600)
     replies = tmp_path / "run" / "samples.csv"
-    result = done_json("evaluate", "bundled", *arguments, "--json", "-o", replies.parent)
-    assert (result["schema"], result["protocol"]) == ("kvsearch.evaluation/1", "question-agnostic")
+    result = done_json(
+        "evaluate", "bundled", *arguments, "--protocol", "question-aware", "--json", "-o", replies.parent
+    )
+    assert (result["schema"], result["protocol"]) == ("kvsearch.evaluation/1", "question-aware")
+    assert (result["subject"], result["most_tokens"], result["tasks"][0]["truncated"]) == ("plan", 600, 0)
     (block,) = result["blocks"]
     methods = {method["name"]: method for method in block["methods"]}
     held = {name: method["held"]["entries"] for name, method in methods.items()}
@@ -34,7 +34,10 @@ def test_scores_and_equal_entries(calibrated: Path, tmp_path: Path) -> None:
     assert result["full"]["held"]["entries"] > 4.9 * held["plan"]
     scores = {name: method["scores"]["averages"]["macro"]["mean"] for name, method in methods.items()}
     assert result["full"]["scores"]["tasks"]["multikey"]["mean"] >= scores["plan"] > scores["streaming"]
-    assert len(list(csv.DictReader(replies.open()))) == result["tasks"][0]["questions"] * (1 + len(held))
+    rows = list(csv.DictReader(replies.open()))
+    assert len(rows) == result["tasks"][0]["questions"] * (1 + len(held))
+    assert {row["protocol"] for row in rows} == {"question-aware"}
+    assert max(int(row["prompt_tokens"]) for row in rows) < 600
 
 
 def test_what_a_plan_is_shown_to_lose_at_most(calibrated: Path, tmp_path: Path) -> None:
@@ -55,29 +58,10 @@ def test_what_a_plan_is_shown_to_lose_at_most(calibrated: Path, tmp_path: Path) 
     assert "all plans together" not in out
 
 
-def test_question_aware_with_two_plans(calibrated: Path, tmp_path: Path) -> None:
-    (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
-    arguments = (
-        "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", *SHORT,
-        "--samples", 2, "--max-length", 600, "--json", "--baselines", "streaming", "--protocol", "question-aware",
-        "-o", tmp_path / "run",
-    )  # fmt: skip
-    result = done_json("evaluate", "bundled", *arguments)
-    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "plan", 600)
-    assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 0)
-    plan, again, _ = result["blocks"][0]["methods"]
-    assert plan["differences"] is None
-    assert again["differences"]["tasks"]["multikey"]["ties"] == result["tasks"][0]["questions"]
-    rows = pandas.read_csv(tmp_path / "run" / "samples.csv")
-    assert len(rows) == 4 * result["tasks"][0]["questions"]
-    assert set(rows["protocol"]) == {"question-aware"}
-    assert rows["prompt_tokens"].max() < 600
-
-
 @pytest.mark.slow
 def test_a_sweep_writes_everything(calibrated: Path, tmp_path: Path) -> None:
     tasks = ("--tasks", "synthetic:single,multikey", "--length", 512, "--samples", 2)
-    names = ("--methods", f"lukv={calibrated},uniform,pyramid,lava,streaming", "--set", "window=8")
+    names = ("--methods", f"lukv={calibrated},uniform,lava", "--set", "window=8")
     files = ("-o", tmp_path / "run", "--table", tmp_path / "t.tex", "--losses", "--json")
     out, _ = done("evaluate", "bundled", *names, "--budgets", 64, "--ratios", 0.8, *tasks, *files)
     result = json.loads(out)
@@ -87,34 +71,13 @@ def test_a_sweep_writes_everything(calibrated: Path, tmp_path: Path) -> None:
     for block in (small, large):
         assert len({method["held"]["entries"] for method in block["methods"]}) == 1
     assert small["methods"][0]["held"]["entries"] == 64 * 24
-    labels = [method["label"] for block in result["blocks"] for method in block["methods"]]
-    assert {(row["method"], row["layer"]) for row in result["losses"]} == {
-        (label, layer) for label in labels for layer in range(6)
-    }
+    labels = {method["label"] for block in result["blocks"] for method in block["methods"]}
+    assert {row["method"] for row in result["losses"]} == labels
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert set(config["content"]["methods"]) == {"full", *labels}
     assert (config["job"], config["options"]["budgets"]) == ("evaluate", "64")
-    assert len(list(csv.DictReader((tmp_path / "run" / "samples.csv").open()))) == 11 * sum(
-        task["questions"] for task in result["tasks"]
-    )
     assert (tmp_path / "run" / "tables.md").read_text().count("80% evicted") == 3
     assert "\\toprule" in (tmp_path / "t.tex").read_text()
-
-
-def test_a_text_is_predicted(run: Run, tmp_path: Path) -> None:
-    text = tmp_path / "story.txt"
-    text.write_text("the calm fox greets the nurse in barn . " * 200)
-    arguments = ("--methods", "tova", "--phases", "both", "--budgets", 40, "--tasks", f"ppl:{text}", "--length", 200)
-    out, _ = done("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
-    result = json.loads(out)
-    (task,) = result["tasks"]
-    assert (task["task"], task["metric"], task["contexts"]) == ("story", "likelihood", 3)
-    assert result["full"]["scores"]["tasks"]["story"]["mean"] == 1
-    for method in result["blocks"][0]["methods"]:
-        assert 0 < method["scores"]["tasks"]["story"]["mean"] <= 1
-    assert any("the full cache has a perplexity of" in note for note in result["notes"])
-    again = run("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
-    assert (again[0], again[1]) == (0, out)
 
 
 @pytest.fixture
@@ -195,38 +158,10 @@ def test_categories_and_ids_of_questions(tmp_path: Path) -> None:
     )  # fmt: skip
     named("q")
     out, _ = done(*arguments, "--json")
-    scores = json.loads(out)["full"]["scores"]
-    assert sorted(scores["categories"]) == ["even", "odd"]
-    halves = [one["mean"] for one in scores["categories"].values()]
-    assert scores["tasks"]["mine"]["mean"] == pytest.approx(sum(halves) / 2)
-    assert scores["averages"]["macro"] == scores["tasks"]["mine"]
+    assert sorted(json.loads(out)["full"]["scores"]["categories"]) == ["even", "odd"]
     named("p")
     _, talk = done(*arguments)
     assert "12 replies are there, 12 are needed" in talk
-    header = next(line for line in (tmp_path / "run" / "tables.md").read_text().splitlines() if line.startswith("| m"))
-    assert [cell.strip() for cell in header.strip("|").split("|")] == ["method", "mine", "odd", "even"]
     with (tmp_path / "run" / "samples.csv").open() as told:
         found = {(row["id"], row["category"], row["key"], row["question"]) for row in csv.DictReader(told)}
     assert found == {(f"p{n}", ("odd", "even")[n % 2], str(n // 2), str(n % 2)) for n in range(6)}
-
-
-@pytest.mark.nightly
-def test_contexts_of_one_text_are_one_for_headroom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows about texts that differ by a space, one about another: three keys, two contexts in token ids."""
-    rows = []
-    for seed, number in ((0, 0), (0, 1), (1, 0)):
-        made = document(120, seed, facts=3)
-        question = made.questions[number]
-        row = {"context": " ".join(made.words[1:]) + " " * number, "question": question.question}
-        rows.append({**row, "answers": question.answers, "metric": "exact", "prompt": " {question}"})
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = []
-
-    def watched(samples: Any, subject: str, contexts: Any = None) -> Any:
-        given.append((len({sample.key for sample in samples}), len(set((contexts or {}).values()))))
-        return summarize(samples, subject, contexts)
-
-    summarize = statistics.summarize
-    monkeypatch.setattr("kvsearch.commands.evaluate.summarize", watched)
-    done("headroom", "bundled", "--tasks", f"jsonl:{tmp_path / 'mine.jsonl'}", "--samples", 3)
-    assert given[-1] == (3, 2)

@@ -52,26 +52,12 @@ def test_a_search_writes_a_plan_and_a_report(evolved: Finished) -> None:
     check_plan(plan, "plan.json")
     assert plan.total == 12 * 24
     report = json.loads((directory / "report.json").read_text())["found"]["12"]
-    assert report["ended"] == "all stages are finished"
     assert [list(row) for row in report["budgets"]] == [list(row.budget) for row in plan.prefill.layers]
-    assert "second split: what is chosen from" in out
     assert "report split, 12 entries per kv head, question-agnostic" in out
     lines = talk.splitlines()
     assert re.match(rf"the model's own reply is right and teacher-forced after \d of {2 * SAMPLES} questions", lines[0])
     assert lines[1] == f"reading {2 * SAMPLES} questions once for all candidates"
     assert "search ended: all stages are finished" in lines
-    assert any(line.endswith(f"wrote {directory / 'plan.json'}") for line in lines)
-
-
-@pytest.mark.nightly
-def test_limits_end_a_search_with_a_result_and_may_be_raised(
-    evolved: Finished, questions: Path, tmp_path: Path
-) -> None:
-    out, talk = done(*command(questions, tmp_path / "run", "--max-evals", 5, "--json"))
-    assert json.loads(out)["evaluations"] == 5
-    assert "search ended: 5 candidates were evaluated, as many as allowed" in talk
-    done(*command(questions, tmp_path / "run"))
-    assert results(tmp_path / "run") == results(evolved.folder / "run")
 
 
 @pytest.mark.slow
@@ -88,34 +74,12 @@ def test_several_budgets(questions: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_budgets_of_the_decode_phase(questions: Path, tmp_path: Path) -> None:
     small = (*SMALL, "--phases", "decode", "--generations", 1, "--group-size", 6, "--max-evals", 4)
-    out, _ = done(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
-    assert json.loads(out)["measured_by"] == "whole runs"
     out, talk = done(*command(questions, tmp_path / "run", small=small))
     plan = load_plan(tmp_path / "run" / "plan.json")
     assert plan.prefill is None
     assert plan.phase("decode").total == plan.total == 12 * 24
     assert f"every candidate is run whole on {2 * SAMPLES} questions: budgets of the decode phase" in talk
     assert "report split, 12 entries per kv head, question-agnostic, decode" in out
-
-
-@pytest.mark.nightly
-def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None:
-    hard = (*SMALL, "--hard-below", 100, "--hard-most", 2, "--generations", 1, "--max-evals", 3)
-    _, talk = done(*command(questions, tmp_path / "run", small=hard))
-    said = re.search(
-        rf"searching on 2 of {2 * SAMPLES} questions: the full cache answers (\d) right, (\d) of these score below 100 "
-        "under even budgets of 12 entries",
-        talk,
-    )
-    assert said
-    assert "reading 2 questions once for all candidates" in talk
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["questions"]["search"] == 2
-    content = json.loads((tmp_path / "run" / "config.json").read_text())["content"]
-    assert content["settings"]["hard_below"] == 100
-    assert len(content["searched_sha256"]) == 64
-    before = results(tmp_path / "run")
-    code, _, _ = run(*command(questions, tmp_path / "run", small=hard))
-    assert (code, results(tmp_path / "run")) == (0, before)
 
 
 @pytest.mark.slow
@@ -149,15 +113,10 @@ def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [("--max-memory", 0.00001), pytest.param(("--workers", 500), marks=pytest.mark.nightly)]
-)
-def test_what_cannot_begin_leaves_the_old_run(
-    more: tuple[object, ...], evolved: Finished, questions: Path, run: Run
-) -> None:
+def test_what_cannot_begin_leaves_the_old_run(evolved: Finished, questions: Path, run: Run) -> None:
     directory = evolved.folder / "run"
     before = results(directory), (directory / "ledger.jsonl").read_bytes()
-    code, _, _ = run(*command(questions, directory, "--force", *more))
+    code, _, _ = run(*command(questions, directory, "--force", "--max-memory", 0.00001))
     assert code in (USAGE, ENVIRONMENT)
     assert (results(directory), (directory / "ledger.jsonl").read_bytes()) == before
 
@@ -172,15 +131,9 @@ def log(tmp_path: Path) -> Iterator[TrialLog]:
         yield log
 
 
-def console_on(terminal: bool) -> tuple[Console, io.StringIO]:
+def test_a_search_ends_and_gives_the_screen_back(log: TrialLog) -> None:
     console, screen = Console(), io.StringIO()
-    console.__dict__["reporter"] = RichConsole(file=screen, force_terminal=terminal, width=200, highlight=False)
-    return console, screen
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_search_ends_and_gives_the_screen_back(terminal: bool, log: TrialLog) -> None:
-    console, screen = console_on(terminal)
+    console.__dict__["reporter"] = RichConsole(file=screen, force_terminal=True, width=200, highlight=False)
     with search_progress(console, log, 40) as watcher:
         watcher.stage("start plans")
         watcher.generation("start", 0, [2.5], START)
@@ -190,22 +143,19 @@ def test_a_search_ends_and_gives_the_screen_back(terminal: bool, log: TrialLog) 
         watcher.ended("all stages are finished")
         console.say("after it")
     shown = screen.getvalue()
-    assert ("best start 2.5" in shown) == terminal
+    assert "best start 2.5" in shown
     assert shown.index("search ended: all stages are finished") < shown.index("after it")
     with console.reporter.capture(), console.progress("what comes next"):  # a second live display would be refused
         pass
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_an_interruption_tells_the_best_so_far(terminal: bool, log: TrialLog) -> None:
-    console, screen = console_on(terminal)
-    with pytest.raises(KeyboardInterrupt), search_progress(console, log, 40) as watcher:
+def test_an_interruption_tells_the_best_so_far(log: TrialLog, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), search_progress(Console(), log, 40) as watcher:
         log.append("best", candidate=BETTER.table.tolist(), value=BETTER.value, where=BETTER.where)
         watcher.stage("start plans")
         watcher.generation("start", 0, [2.5], START)
         raise KeyboardInterrupt
-    assert "best so far: 1.25 (layers 0-1, generation 0), in " in screen.getvalue()
-    assert "give the same command again to go on" in screen.getvalue()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "best so far: 1.25 (layers 0-1, generation 0), in " in said
+    assert "give the same command again to go on" in said
     assert (log.path.parent / "best.json").exists()
-    with console.reporter.capture(), console.progress("what comes next"):  # a second live display would be refused
-        pass

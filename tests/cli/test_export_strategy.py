@@ -21,34 +21,20 @@ def polykv(tmp_path: Path) -> Path:
     return polykv_in(tmp_path / "run", PATTERNS)
 
 
-def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    code, out, talk = run("export", polykv, "-o", path, "--budget", 32, "--phases", "both")
-    assert (code, out) == (0, "")
-    plan = load_plan(path)
-    assert plan == make_strategy_plan(
-        load_profile(polykv / "profile.safetensors"), Strategy(phases="both"), Size(budget=32)
-    )
-    first, *lines = talk.splitlines()
-    assert first == f"wrote {path}: 768 entries, 32.0 per kv head of a 200-token prompt, fixed"
-    assert [line.partition(":")[0] for line in lines] == ["next", "next"]
-
-
 def test_options_reach_the_strategy(polykv: Path, tmp_path: Path) -> None:
     path, profile = tmp_path / "plan.json", load_profile(polykv / "profile.safetensors")
-    given: list[tuple[Strategy, tuple[object, ...]]] = [
+    for strategy, options in (
+        (Strategy(), ""),
         (
             Strategy("ppl", "entropy", "decode", least=9),
-            ("--route", "ppl", "--budget-signal", "entropy", "--phases", "decode", "--least", 9),
+            "--route ppl --budget-signal entropy --phases decode --least 9",
         ),
-        (
-            Strategy(None, "ppl-mean", policy="h2o"),
-            ("--route", "none", "--budget-signal", "ppl-mean", "--policy", "h2o"),
-        ),
-    ]  # fmt: skip
-    for strategy, options in given:
-        done("export", polykv, "-o", path, "--budget", 64, "--length", 300, *options, "--force")
+        (Strategy(None, "ppl-mean", policy="h2o"), "--route none --budget-signal ppl-mean --policy h2o"),
+    ):
+        words = ("--budget", 64, "--length", 300, *options.split(), "--force")
+        _, talk = done("export", polykv, "-o", path, *words)
         assert load_plan(path) == make_strategy_plan(profile, strategy, Size(budget=64, length=300))
+        assert talk.startswith(f"wrote {path}: 1536 entries, 64.0 per kv head of a 300-token prompt, fixed")
 
 
 def test_a_budget_must_be_named_where_several_were_measured(run: Run, tmp_path: Path) -> None:
@@ -61,20 +47,16 @@ def test_a_budget_must_be_named_where_several_were_measured(run: Run, tmp_path: 
 def test_harmful_signals_are_not_used_unless_allowed(
     run: Run, polykv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Path, Strategy, float]] = []
+    path, why = tmp_path / "plan.json", "route cosine was judged harmful"
 
     def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
-        asked.append((directory, strategy, budget))
-        return "route cosine was judged harmful" if strategy.route == "cosine" else None
+        return why if (directory, strategy.route, budget) == (polykv, "cosine", 20.0) else None
 
-    path, file = tmp_path / "plan.json", polykv / "profile.safetensors"
-    assert run("export", polykv, "-o", path, "--dry-run")[0] == 0  # not validated
     monkeypatch.setattr(validation, "find_harmful", harmful)
-    words = "route cosine was judged harmful; give --allow-harmful to write it anyway"
-    refused(run, USAGE, words, "export", polykv, "-o", path, "--budget", 20)
-    assert not path.exists()
-    assert asked == [(polykv, Strategy(), 20.0)]
-    assert run("export", file, "-o", path, "--route", "ppl", "--ratio", 0.9, "--phases", "both")[0] == 0
-    assert asked[1:] == [(polykv, Strategy("ppl", phases="both"), 20.0)]
-    _, talk = done("export", polykv, "-o", path, "--allow-harmful", "--force")
-    assert talk.startswith("kvsearch: warning: route cosine was judged harmful\nwrote ")
+    for source, *size in ((polykv, "--budget", 20), (polykv / "profile.safetensors", "--ratio", 0.9)):
+        words = ("export", source, "-o", path, *size)
+        refused(run, USAGE, f"{why}; give --allow-harmful to write it anyway", *words)
+        assert not path.exists()
+    done("export", polykv, "-o", path, "--route", "ppl", "--budget", 20)
+    _, talk = done("export", polykv, "-o", path, "--budget", 20, "--allow-harmful", "--force")
+    assert talk.startswith(f"kvsearch: warning: {why}\nwrote ")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from kvsearch.commands.calibrate import CalibrateOptions, suggest_commands
-from kvsearch.commands.evolve import EvolveOptions
 from kvsearch.commands.groups import suggest_plan_commands
 from kvsearch.commands.run import RunOptions
 from kvsearch.commands.run import remarks as remarks_on_run
@@ -62,7 +61,6 @@ def flags(options: dict[str, Any]) -> list[object]:
 def asked(words: Iterable[str]) -> dict[str, Any]:
     """What a command that was offered would ask."""
     found: dict[str, Any] = json.loads(paste(words, "--dry-run", "--json")[0])
-    assert found["tasks"] == ["own"]
     return found
 
 
@@ -82,35 +80,27 @@ def test_from_a_calibration_to_an_evaluation_of_its_plan(place: Path) -> None:
     assert evaluate == ["evaluate", model, "--plan", str(place / "p.json")]
 
 
-@pytest.mark.nightly
-def test_from_the_verdicts_on_signals_to_a_selection_and_on(place: Path) -> None:
-    options = typed(place)
-    directory = place / "polykv"
-    calibrate = [word for name, value in {**options, "model": None}.items() if value for word in flags({name: value})]
-    polykv = ("--method", "polykv", "--patterns", "snapkv,streaming", "--budgets", 40, "--signals", "cosine")
-    _, (validate, export) = paste(("calibrate", options["model"], *polykv, "-o", directory, *calibrate))
-    assert asked(validate)["split"] == "select"
-    _, (_, evaluate) = paste(export)
-    asked(evaluate)
-    verdicts: Any = SimpleNamespace(budgets=(SimpleNamespace(budget=40, ratio=None),))
-    (select,) = offered(remarks_on_signals(ValidateOptions.of(directory=directory, **options), verdicts))
-    assert json.loads(paste(select, "--dry-run", "--json")[0])["tasks"] == ["own"]
-    chosen: Any = SimpleNamespace(model=options["model"], protocol="question-aware", plan=str(directory / "plan.json"))
-    selected: Any = SimpleNamespace(choices=(chosen,))
-    more = SelectOptions.of(directory=directory, output=directory / "plan.json", tasks=options["tasks"])
-    _, evaluate = offered(remarks_on_selection(more, selected))
+def test_from_the_verdicts_on_signals_to_a_selection_and_on(inputs: Path, tmp_path: Path) -> None:
+    given = {"directory": inputs / "polykv", "tasks": f"jsonl:{inputs / 'mine.jsonl'}"}
+    plan = tmp_path / "plan.json"
+    verdicts: Any = SimpleNamespace(budgets=(SimpleNamespace(budget=24, ratio=None),))
+    (select,) = offered(remarks_on_signals(ValidateOptions.of(model="bundled", samples=3, **given), verdicts))
+    assert asked(select)["tasks"] == ["mine"]
+    done("plan", "uniform", "bundled", "--policy", "snapkv:window=8", "--budget", 40, "-o", plan)
+    chosen: Any = SimpleNamespace(model="bundled", protocol="question-aware", plan=str(plan))
+    result: Any = SimpleNamespace(choices=(chosen,))
+    _, evaluate = offered(remarks_on_selection(SelectOptions.of(output=plan, **given), result))
     assert asked(evaluate)["protocol"] == "question-aware"
 
 
-@pytest.mark.parametrize("kind", [RunOptions, EvolveOptions])
-def test_from_a_search_to_an_evaluation(place: Path, kind: type[RunOptions | EvolveOptions]) -> None:
-    options = kind.of(budget=40, output=place / "best", protocol="question-aware", **typed(place))
-    plan = place / f"{kind.job}.json"
+def test_from_a_search_to_an_evaluation(place: Path) -> None:
+    options = RunOptions.of(budget=40, output=place / "best", protocol="question-aware", **typed(place))
+    plan = place / "run.json"
     _, (_, first) = paste(("plan", "uniform", options.model, "--policy", "snapkv:window=8", "--budget", 40, "-o", plan))
     assert first == ["evaluate", options.model, "--plan", str(plan)]
     _, words = offered(suggest_plan_commands(plan, options.model, options))
     found = asked(words)
-    assert (found["protocol"], found["contexts"]) == ("question-aware", 3)
+    assert (found["tasks"], found["protocol"], found["contexts"]) == (["own"], "question-aware", 3)
 
 
 def test_without_tasks_their_length_is_carried_along(place: Path) -> None:
@@ -141,19 +131,3 @@ def test_budgets_are_offered_for_the_ranking_that_is_better(fit: float, policy: 
     assert words[6:] == [
         "--tasks", "jsonl:own.jsonl", "--samples", "4", "--dtype", "float32", "--split", "select",
     ]  # fmt: skip
-
-
-@pytest.mark.nightly
-def test_a_plan_of_ones_own(tmp_path: Path) -> None:
-    plan = tmp_path / "my plan.json"
-    making = ("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 3000, "--dtype", "float32", "-o", plan)
-    _, (show, evaluate) = paste(making)
-    assert evaluate[-2:] == ["--dtype", "float32"]
-    paste(show)
-    _, talk = done(*evaluate, "--dry-run", "--samples", 1)
-    assert "nothing is evicted from any prompt" in talk
-    _, talk = done("generate", "bundled", "--plan", plan, "--max-new-tokens", 1)
-    assert "warning: nothing was evicted" in talk
-    compress = ("compress", "bundled", "--plan", plan, "-o", tmp_path / "my.kv", "--dtype", "bfloat16")
-    _, (generate,) = paste(compress)
-    paste(generate, "--max-new-tokens", 1)

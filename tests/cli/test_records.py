@@ -51,16 +51,8 @@ def read(folder: Path) -> tuple[list[dict[str, str]], Any, Any]:
 
 def test_records_say_what_the_table_says(drawn: Path, tmp_path: Path) -> None:
     asked = ("evaluate", "bundled", "--methods", "snapkv,streaming", "--ratios", "0.5,0.502", "--samples", 3)
-    words = (
-        *asked,
-        "--tasks",
-        f"ruler:file={drawn}",
-        "--records",
-        tmp_path / "records",
-        "-o",
-        tmp_path / "run",
-        "--json",
-    )
+    places = ("--records", tmp_path / "records", "-o", tmp_path / "run")
+    words = (*asked, "--tasks", f"ruler:file={drawn}", *places, "--json")
     result = done_json(*words)
     named = {folder.name: folder for folder in (tmp_path / "records").iterdir() if folder.is_dir()}
     stem = "ruler__4096__bundled__"
@@ -79,28 +71,15 @@ def test_records_say_what_the_table_says(drawn: Path, tmp_path: Path) -> None:
     assert read(named[stem + "snapkv__0.50"])[1] == {
         task: {"string_match": round(100 * tasks[task]["mean"], 2)} for task in ("vt", "qa_1")
     }
-    done_json(*words)  # a finished run finds its records
 
 
-def test_records_are_not_replaced_unasked(run: Run, drawn: Path, tmp_path: Path) -> None:
-    (tmp_path / "records").mkdir()
-    (tmp_path / "records" / "notes").write_text("")
-    words = (
-        "evaluate",
-        "bundled",
-        "--methods",
-        "uniform",
-        "--budgets",
-        64,
-        "--tasks",
-        f"ruler:file={drawn}",
-        "--records",
-    )
-    refused(run, 2, "records is not empty: name another folder, or --force", *words, tmp_path / "records")
-    refused(run, 2, "notes is a file", *words, tmp_path / "records" / "notes")
-
-
-def test_a_folder_of_several_lengths_is_named(run: Run, drawn: Path) -> None:
+def test_what_is_refused(run: Run, drawn: Path, tmp_path: Path) -> None:
+    """Records are not replaced unasked, and of a folder of several lengths one is named."""
+    records = tmp_path / "records"
+    records.mkdir()
+    (records / "notes").write_text("")
     words = ("evaluate", "bundled", "--methods", "uniform", "--budgets", 64, "--tasks")
+    given = (*words, f"ruler:file={drawn}", "--records")
+    refused(run, 2, "records is not empty: name another folder, or --force", *given, records)
+    refused(run, 2, "notes is a file", *given, records / "notes")
     refused(run, 2, "has a folder for each of 4096: give ruler:file=FILE", *words, f"ruler:file={drawn.parent}")
-    refused(run, 2, "no file is named: give ruler:file=FILE", *words, "ruler:file=")

@@ -12,8 +12,6 @@ from kvsearch.commands.reproduce import ReproduceOptions, TableStages
 from kvsearch.core.resources import find_resource
 from kvsearch.models.loading import load
 from kvsearch.papers.tables import PAPER_TABLES, Stage
-from kvsearch.report.artifacts import open_path
-from kvsearch.runs.run import read_sums
 from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import USAGE, refused
 
@@ -31,9 +29,7 @@ def test_the_list_and_all_of_one(run: Run) -> None:
 
 def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     command = ("reproduce", "lava-table13", "bundled", *ONE, "--budgets", "16", "-o", tmp_path)
-    _, out, _ = run(*command, "--dry-run", "--json")
-    (before,) = json.loads(out)["stages"]
-    assert before["state"] == "to do"
+    assert "(to do)" in run(*command, "--dry-run")[1]
     out, talk = done(*command)
     assert f"next: kvsearch show {tmp_path / 'lava-table13.json'}" in talk
     (stage,) = tmp_path.glob("stages/*")
@@ -44,7 +40,6 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")}
     assert set(files) == {f"lava-table13{suffix}" for suffix in (".md", ".tex", ".csv", ".json")}
     assert b"split report, question-aware, evicting in prefill, 1 context with" in files["lava-table13.md"]
-    assert set(read_sums(tmp_path)) == set(files)
     assert "(finished)" in run(*command, "--dry-run")[1]
     ledger = next(tmp_path.glob("stages/*/ledger.jsonl"))
     written = ledger.stat().st_mtime_ns
@@ -52,10 +47,6 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     assert ledger.stat().st_mtime_ns == written
     assert {path.name: path.read_bytes() for path in tmp_path.glob("lava-table13.*")} == files
     assert run("verify", tmp_path)[0] == 0
-    (tmp_path / "lava-table13.tex").write_bytes(files["lava-table13.tex"] + b" ")
-    code, out, talk = run("verify", tmp_path)
-    assert code == USAGE, talk
-    assert "lava-table13.tex" in out
 
 
 def test_the_papers_numbers_are_beside_its_model(tmp_path: Path) -> None:
@@ -72,15 +63,6 @@ def test_the_papers_numbers_are_beside_its_model(tmp_path: Path) -> None:
     assert not any(note.startswith("made smaller") for note in found["notes"])
 
 
-def test_what_a_model_cannot_run_is_left_out() -> None:
-    options = {"budgets": "6", "settings": ("window=8",)}
-    stage = Stage("scores", "evaluate", "asking", options, ("uniform", "streaming"))
-    stages = TableStages(ReproduceOptions.of(table="lava-table2", model="bundled"), [])
-    usable, left = stages.usable(stage, load("bundled"))
-    assert usable.methods == ("streaming",)
-    assert list(left) == ["uniform"]
-
-
 def test_data_that_are_missing_are_told_first(run: Run, tmp_path: Path) -> None:
     data = tmp_path / "none.jsonl"
     asked = ("reproduce", "lava-table12", find_resource("data/bundled"), "--data", data, "-o", tmp_path / "runs")
@@ -89,28 +71,8 @@ def test_data_that_are_missing_are_told_first(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_is_there_of_tables(tmp_path: Path) -> None:
-    """Without a table, or with several, the directory says what can be shown."""
-    (tmp_path / "stages" / "scores-1").mkdir(parents=True)
-    opened = open_path(tmp_path)
-    assert (opened.kind, opened.content, opened.places) == ("reproduction", None, ())
-    assert opened.note is not None
-    assert "no table is finished here" in opened.note
-    tables = [tmp_path / "lava-table2.json", tmp_path / "lukv-table1.json"]
-    for table in tables:
-        table.write_text("{}")
-    opened = open_path(tmp_path)
-    assert (opened.note, set(opened.places)) == (None, set(tables))
-
-
-@pytest.mark.nightly
-def test_a_table_with_a_search(tmp_path: Path) -> None:
-    out, _ = done("reproduce", "evolkv-table5", "bundled", *ONE, "--budgets", "16", "-o", tmp_path, "--json")
-    rows = {cell["row"] for cell in json.loads(out)["cells"]}
-    assert rows == {"Full", "SnapKV", "PyramidKV", "StreamingLLM", "EvolKV"}
-
-
-FIGURES = [name for name, table in PAPER_TABLES.items() if table.pictures]
+# signals and scores, ratios of heads, times, a search with needles: one of each kind
+FIGURES = ("polykv-figure1", "lukv-figures7-9", "lava-figure3", "evolkv-figure7")
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +110,12 @@ def test_a_figure_is_made_and_drawn(run: Run, place: Path, tmp_path: Path, table
     assert run("report", place / f"{table}.json", "-o", tmp_path / "page.html", "--figures", tmp_path)[0] == 0
     stems = {file.stem for file in tmp_path.glob("*.png")}
     assert all(any(stem.startswith(picture.name) for stem in stems) for picture in PAPER_TABLES[table].pictures)
+
+
+def test_what_a_model_cannot_run_is_left_out() -> None:
+    options = {"budgets": "6", "settings": ("window=8",)}
+    stage = Stage("scores", "evaluate", "asking", options, ("uniform", "streaming"))
+    stages = TableStages(ReproduceOptions.of(table="lava-table2", model="bundled"), [])
+    usable, left = stages.usable(stage, load("bundled"))
+    assert usable.methods == ("streaming",)
+    assert list(left) == ["uniform"]

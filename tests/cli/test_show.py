@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 
 from kvsearch.plan import Profile, save_plan, save_profile
-from kvsearch.report.artifacts import open_path
-from kvsearch.results.search import SearchResult, read_trace
-from kvsearch.signals.table import SignalTable
 from tests.cli.conftest import Run, done
 from tests.plan.builders import make_plan, model, model_dict, phase_dict
 from tests.shared import Finished
@@ -33,7 +30,9 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return directory, out
 
 
-def test_an_evaluation_is_shown_as_it_was_printed(run: Run, evaluated: tuple[Path, str]) -> None:
+def test_an_evaluation_is_shown_as_it_was_printed_and_its_folder_lists_it(
+    run: Run, evaluated: tuple[Path, str]
+) -> None:
     directory, printed = evaluated
     for path in (directory, directory / "ledger.jsonl", directory / "samples.csv"):
         code, out, talk = run("show", path)
@@ -42,10 +41,11 @@ def test_an_evaluation_is_shown_as_it_was_printed(run: Run, evaluated: tuple[Pat
         assert out.startswith("of     ")
     assert run("show", directory / "report.json")[1] == printed
     assert "score in percent, 95% interval (question-agnostic, phases: prefill, " in printed
-    assert " contexts of 50" in printed
-    assert ", split report)" in printed
     code, out, _ = run("show", directory, "--json")
     assert json.loads(out) == json.loads((directory / "report.json").read_text())
+    (row,) = json.loads(run("show", directory.parent, "--json")[1])["tables"][0]["rows"]
+    assert row[:3] == ["run", "evaluation", "bundled"]
+    assert row[4].startswith("highest scores: ")
 
 
 def test_a_packed_evaluation_is_shown_like_its_directory(run: Run, evaluated: tuple[Path, str], tmp_path: Path) -> None:
@@ -60,11 +60,6 @@ def test_a_packed_evaluation_is_shown_like_its_directory(run: Run, evaluated: tu
     code, _, talk = run("show", packed)
     assert code == 2
     assert "is damaged (Compressed file ended before the end-of-stream marker was reached): restore it" in talk
-    with tarfile.open(packed, "w:xz") as archive:
-        archive.add(evaluated[0] / "samples.csv", "samples.csv")
-    code, _, talk = run("show", packed)
-    assert code == 2
-    assert f"{packed} is nothing that kvsearch can show" in talk
 
 
 def test_an_evaluation_that_is_not_finished(run: Run, evaluated: tuple[Path, str], tmp_path: Path) -> None:
@@ -78,13 +73,6 @@ def test_an_evaluation_that_is_not_finished(run: Run, evaluated: tuple[Path, str
     assert shown["tables"][0]["rows"][0][:2] == ["full", 2]
 
 
-def test_a_folder_of_runs(run: Run, evaluated: tuple[Path, str]) -> None:
-    code, out, _ = run("show", evaluated[0].parent, "--json")
-    (row,) = json.loads(out)["tables"][0]["rows"]
-    assert (code, row[:3]) == (0, ["run", "evaluation", "bundled"])
-    assert row[4].startswith("highest scores: ")
-
-
 @pytest.mark.slow
 def test_a_search(evolved: Finished, tmp_path: Path) -> None:
     """Finished: what was chosen, and how it converged; cut short: how far it is."""
@@ -94,11 +82,6 @@ def test_a_search(evolved: Finished, tmp_path: Path) -> None:
         assert line in out.splitlines()
     assert "convergence: " in out
     assert f"next: kvsearch show {directory / 'plan.json'}" in out
-    content = open_path(directory).content
-    assert isinstance(content, SearchResult)
-    assert content.trace == read_trace(directory / "ledger.jsonl")
-    assert content.trace.best is not None
-    assert content.trace.generations
     for name in ("report.json", "plan.json"):
         (directory / name).unlink()
     out, _ = done("show", directory)
@@ -106,32 +89,27 @@ def test_a_search(evolved: Finished, tmp_path: Path) -> None:
     assert "; best value" in out
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.json", '{"schema": "other/1"}'), ("a.json", "[1]"), ("a.yaml", "- 1"), ("a.txt", "x")]
-)
-def test_what_is_not_ours(run: Run, tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
-    for path in (tmp_path / name, tmp_path):
+def test_what_is_not_ours(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"schema": "other/1"}')
+    (tmp_path / "a.yaml").write_text("- 1")
+    for path in (tmp_path / "a.json", tmp_path / "a.yaml", tmp_path):
         code, _, talk = run("show", path)
         assert code == 2
         assert "is nothing that kvsearch can show, which is: a plan, a strategy or recipe" in talk
         assert len(talk.splitlines()) == 1
 
 
-SNAPKV, TOVA = {"name": "snapkv", "params": {"window": 4}}, {"name": "tova", "params": {}}
+SNAPKV, NARROW = ({"name": "snapkv", "params": {"window": width}} for width in (4, 2))
+TOVA = {"name": "tova", "params": {}}
 
 
 @pytest.mark.parametrize(
     ("policies", "names"),
     [
         ((SNAPKV, TOVA, SNAPKV), ["0 snapkv", "2 tova", "3 snapkv"]),
-        (
-            (SNAPKV, {"name": "snapkv", "params": {"window": 2}}, SNAPKV),
-            ["0 snapkv {'window': 4}", "2 snapkv {'window': 2}", "3 snapkv {'window': 4}"],
-        ),
+        ((SNAPKV, NARROW, NARROW), ["0 snapkv {'window': 4}", "2 snapkv {'window': 2}", "3 snapkv {'window': 2}"]),
         ((TOVA, TOVA, TOVA), ["0", "2", "3"]),
     ],
-    ids=["patterns", "settings", "one pattern"],
 )
 def test_the_pattern_of_every_layer(
     run: Run, tmp_path: Path, policies: tuple[dict[str, Any], ...], names: list[str]
@@ -190,41 +168,3 @@ def test_the_tables(run: Run, small: Path) -> None:
     ]
     assert "perplexity  2.71828 under the full cache" in out
     assert out.index("what perplexity gains") > out.index("cosine of attention")
-
-
-def test_a_pattern_that_explodes_is_named_where_it_is_worst(tmp_path: Path) -> None:
-    metadata = signal_metadata(model(layers=2), phases=("prefill",), budgets=(16, 64))
-    gains = np.array([[[0.01, 0.01, 9.0], [4.0, 6.0, 8.0]], [[0.01, 0.01, 7.0], [4.0, 6.0, 8.0]]])  # [N, L, R]
-    losses = np.broadcast_to(np.log1p(gains)[None, :, None], (3, 2, 1, 2, 3))
-    saved(tmp_path, make_signals(metadata, nll=losses, full_nll=np.zeros(3)))
-    out, _ = done("show", tmp_path)
-    assert out.count("tova explodes in prefill layer 0") == out.count("explodes") == 1
-    assert "at 16 entries per kv head: perplexity gains 9," in out
-
-
-def test_all_means_as_json(run: Run, tmp_path: Path) -> None:
-    profile = make_signals(signal_metadata(budgets=(16, 64)))
-    code, out, talk = run("show", saved(tmp_path, profile), "--json")
-    assert (code, talk) == (0, "")
-    shown = json.loads(out)
-    assert shown["metadata"]["method"] == "polykv"
-    tables = {table["title"]: table for table in shown["tables"]}
-    assert len(tables) == 2 * 2 * 2 + 2
-    table = tables["decode at 64 entries per kv head: what perplexity gains"]
-    assert table["header"] == ["layer", "snapkv", "streaming", "tova"]
-    values = [row[1:] for row in table["rows"]]
-    assert np.allclose(values, SignalTable(profile).measured("ppl", "decode", 64), atol=1e-8)
-
-
-def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "errors").mkdir()
-    (tmp_path / "entropies").mkdir()
-    errors = make_signals(cosine=None, nll=None, full_nll=None, mean_entropy=None)
-    out, _ = done("show", saved(tmp_path / "errors", errors))
-    assert "relative distance of attention outputs" in out
-    assert "perplexity" not in out
-    assert "entropy" not in out
-    entropies = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None)
-    out, _ = done("show", saved(tmp_path / "entropies", entropies))
-    assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy"]
-    assert "*" not in out

@@ -40,12 +40,6 @@ def test_what_is_lost_is_refused_until_it_is_asked_for(run: Run, plan: Path, tmp
     assert "exists" in talk
 
 
-def test_a_target_may_have_folders_in_its_folder(run: Run, plan: Path, tmp_path: Path) -> None:
-    assert run("export", plan, "--to", "tangram", "--lossy", "--length", 100, "-o", tmp_path / "maps")[0] == 0
-    assert (tmp_path / "maps/keydiff/toy/profile.npz").is_file()
-    assert run("verify", tmp_path / "maps")[0] == 0
-
-
 def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> None:
     _, talk = done("export", plan, "--to", "folder", "-o", tmp_path / "deploy")
     assert "nothing is lost" in talk
@@ -78,11 +72,3 @@ def test_a_profile_is_a_curve_or_a_plan_first(run: Run, plan: Path, tmp_path: Pa
     code, _, talk = run("export", plan, "--to", "kvpress-lukv", "-o", tmp_path / "d.npy")
     assert code == 2
     assert "is made of a profile" in talk
-
-
-def test_a_model_that_is_not_the_plans_is_one_line(run: Run, plan: Path, tmp_path: Path) -> None:
-    code, out, talk = run("export", plan, "-o", tmp_path / "x", "--to", "headkv", "--model", "bundled")
-    assert (code, out) == (4, "")
-    assert "was made for another model" in talk
-    assert talk.count("error:") == 1
-    assert not (tmp_path / "x").exists()

@@ -32,16 +32,9 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_settings_of_the_paper() -> None:
-    recipe = how = options("paper-8b")
-    assert (how.budget, how.group_size, how.parity) == (128, 8, True)
-    assert (how.sigma, how.lam, how.gamma, how.population) == (0.3, 0.3, 0.2, None)
-    assert create_policy(str(recipe.policy), recipe.params).recent_count == 32
-
-
 def test_the_cache_term_is_an_option_of_the_papers_procedure(tmp_path: Path) -> None:
-    offered = EvolveOptions.list_options()
-    assert [offered[name][1].format_flag(name) for name in ("lam", "gamma")] == ["--lambda", "--gamma"]
+    paper = options("paper-8b")
+    assert (paper.budget, paper.group_size, paper.parity, paper.lam, paper.gamma) == (128, 8, True, 0.3, 0.2)
     assert options(budget=16, parity=True, lam=0.5, gamma=1).lam == 0.5
     path = write(tmp_path, "budget: 16\nparity: true\nlambda: 0.1")
     assert (options(path).lam, options(path, lam=0.7).lam) == (0.1, 0.7)
@@ -53,21 +46,10 @@ def test_the_cache_term_is_an_option_of_the_papers_procedure(tmp_path: Path) -> 
         options(budget=16, parity=True, gamma=1.5)
 
 
-def test_several_budgets_in_place_of_one(tmp_path: Path) -> None:
-    one, many = write(tmp_path, "budget: 32"), "bundled-front"
-    assert options(one, budgets="64,16").budgets == (64, 16)
-    assert options(one, budgets=(64, 16)).budget is None
-    assert options(many, budget=48).budgets is None
-
-
 @pytest.mark.parametrize(
     ("family", "policies", "words"),
     [
-        (
-            "llama",
-            ("snapkv",),
-            "nothing is searched on: space joint chooses between policies",
-        ),
+        ("llama", ("snapkv",), "nothing is searched on: space joint chooses between policies"),
         ("jamba", ("snapkv", "knorm"), "nothing is searched on: .* has layers of kind .*, for which prompts cannot be"),
     ],
 )

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import kvsearch.commands
 from kvsearch.commands.public import job
 from kvsearch.commands.reporter import Reporter
 from kvsearch.config.options import JobOptions
 from kvsearch.core.errors import InternalError
 from kvsearch.runs.run import write_json
-
-
-def option_models() -> Iterator[type[JobOptions]]:
-    """The options of every job."""
-    for module in pkgutil.iter_modules(kvsearch.commands.__path__):
-        found = vars(import_module(f"kvsearch.commands.{module.name}")).values()
-        yield from (
-            one for one in found if isinstance(one, type) and issubclass(one, JobOptions)
-            and one.__module__ == f"kvsearch.commands.{module.name}"
-        )  # fmt: skip
-
-
-def test_a_directory_that_is_an_output_is_locked() -> None:
-    """Whatever `-o` says is a directory is one that its job has the lock of."""
-    checked = set()
-    for options in option_models():
-        _, option = options.list_options().get("output", (None, None))
-        if option is not None and ("Directory" in option.help or option.metavar == "DIR"):
-            made = options.model_construct(output=Path("place"), model="tiny")
-            assert made.directories == (Path("place"),), options
-            checked.add(options.__name__)
-    assert {"CalibrateOptions", "EvaluateOptions", "EvolveOptions", "RunOptions"} <= checked
-    assert "ReproduceOptions" in checked
 
 
 class MineOptions(JobOptions):

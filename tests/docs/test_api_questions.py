@@ -14,13 +14,8 @@ from typing import Any
 
 import pytest
 
-import kvsearch
-from kvsearch.models.real import REAL_MODELS
-from kvsearch.tasks.base import Query
-from kvsearch.tasks.metrics import SCORERS
 from kvsearch.tasks.user_files import JsonlTask, TextTask
 
-SMOLLM2 = REAL_MODELS["smollm2"]
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 HOLDERS = ("numpy", "scipy.signal", "scipy.ndimage", "not_installed")
 CHARACTERS = 4100
@@ -76,98 +71,3 @@ def test_answers_are_defaults_and_files_are_apart(make: Any, capsys: pytest.Capt
     again, _ = make("again")
     for name in ("questions.jsonl", "documentation.txt"):
         assert (folder / name).read_bytes() == (again / name).read_bytes()
-
-
-def test_swapped_contexts_do_not_have_the_answers(make: Any) -> None:
-    _, rows = make("asked")
-    _, swapped = make("swapped", "--swap-contexts")
-    assert [row["question"] for row in swapped] == [row["question"] for row in rows]
-    assert {row["context"] for row in swapped} == {row["context"] for row in rows}
-    assert not any(default_of(row["question"])[0] in TITLE.findall(row["context"]) for row in swapped)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.skipif(not SMOLLM2.is_here, reason=f"SmolLM2 was not fetched: {SMOLLM2.advice}")
-def test_a_real_model_answers_from_the_contexts_alone(script: Any, make: Any) -> None:
-    """The full cache answers most of them, and next to none where the context is another."""
-    pytest.importorskip("gguf")
-    scores = []
-    for name, options in {"asked": [], "swapped": ["--swap-contexts"]}.items():
-        folder, rows = make(name, "--characters", "2000", "--contexts", "10", *options, holders=script.HOLDERS)
-        result = kvsearch.evaluate(
-            "smollm2",
-            dtype="bfloat16",
-            tasks=[f"jsonl:{folder / 'questions.jsonl'}"],
-            methods=["streaming"],
-            ratios=[0.8],
-            samples=10,
-        )
-        scores.append(result.as_json()["full"]["scores"]["averages"]["macro"]["mean"])
-        assert len(rows) >= 30
-    assert scores[0] >= 0.4, scores
-    assert scores[1] <= 0.2, scores
-
-
-def test_contexts_that_cannot_be_filled(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"^no context of 100 characters can be made of numpy, scipy"):
-        make("small", "--characters", "100")
-    assert not (tmp_path / "small").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "value", "spellings"),
-    [
-        ("p : float, default=1e-3\n    Tolerance.", 0.001, ("1e-3", "0.001")),
-        ("p : float\n    Tolerance. Default is 0.001.\n", 0.001, ("0.001",)),
-        ("p : float, optional\n    Step (default: 1.0).", 1.0, ("1.0", "1")),
-        ("p : int\n    Points (default is\n    N=512).", 512, ("512",)),
-        ("p : int\n    Degree. Defaults to ``16``", 16, ("16",)),
-        ('p : str, default="auto"', "auto", ("auto",)),
-        ("p : tuple, default=(0, 1)", (0, 1), ("(0, 1)",)),
-        ("p : int, default: -1", -1, ("-1",)),
-        ("p : float, default=10 000", 10000.0, None),  # not what stands there
-        ("p : int, default: 2**30", 2**30, None),
-        ("p : int, default=12", 13, None),
-        ("p : int\n    About 12 of them.", 12, None),
-        ("p : int, default=5", 5, None),  # of one character, and easily guessed
-        ("axis : int, default=-1", -1, None),
-        ("q : int, default=12", 12, None),  # not in the signature
-        ("p, q : int, default=12", 12, None),  # whose?
-    ],
-)
-def test_a_default_is_read(script: Any, text: str, value: Any, spellings: tuple[str, ...] | None) -> None:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = {name: inspect.Parameter(name, kind, default=value) for name in ("p", "axis")}
-    default = script.read_default(text, signature)
-    assert (default and default.spellings) == spellings
-
-
-@pytest.mark.parametrize(
-    ("spelled", "right", "wrong"),
-    [
-        (("1e-3", "0.001"), [" 1e-3.\n\nIt", " `0.001`, so", " 0.001"], [" 1e-30", " 0.0011", " 0.", " not 1e-3"]),
-        (("10",), [" 10", " `10` which"], [" 100", " 100.", " `100`", " 1", " '1'"]),
-        (("rbf",), [" `'rbf'`.", ' "rbf"', ' `"rbf"`, which'], [" `'rb'`", " rbfs", ""]),
-        (("(0, 1)",), [" (0, 1).", " `(0, 1)` which"], [" (0, 10)", " (0,"]),
-    ],
-)
-def test_replies_are_compared_as_words(
-    script: Any, spelled: tuple[str, ...], right: list[str], wrong: list[str]
-) -> None:
-    query = Query("?", tuple(script.quote(spelled)))
-    assert [SCORERS["exact"](reply, query) for reply in right] == [1.0] * len(right)
-    assert [SCORERS["exact"](reply, query) for reply in wrong] == [0.0] * len(wrong)
-
-
-def test_contexts_have_parameters_that_one_function_has_alone(script: Any) -> None:
-    def entry(name: str, *parameters: str, stated: bool = True) -> Any:
-        defaults = tuple(script.Default(parameter, ("12",)) for parameter in parameters if stated)
-        return script.Entry(name, f"{name} " + "x" * 18, frozenset(parameters), defaults)
-
-    f, g, h = entry("f", "p", "q"), entry("g", "p", "r"), entry("h", "s")
-    asked = [(of.name, default.parameter) for of, default in script.askable([f, g, h])]
-    assert asked == [("h", "s"), ("f", "q"), ("g", "r")]
-    also, other = entry("k", "q", stated=False), entry("l", "t", stated=False)
-    filled = script.fill_context([f, g, entry("i", "p"), h, also, other], 100, 3)
-    assert [entry.name for entry in filled] == ["f", "h", "l"]  # f, and g would leave as many as f alone

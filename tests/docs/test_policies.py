@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kvsearch.core.plugins import OWN_PACKAGE
 from kvsearch.policies.registry import BUILT_IN, find_policy_class, load_catalog
 
@@ -51,11 +49,9 @@ def test_the_tables_are_those_of_the_catalog() -> None:
     assert text == with_tables(text), "run python -m tests.docs.test_policies"
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_policy_says_what_it_scores_and_when_it_fails(name: str) -> None:
-    policy = vars(find_policy_class(name))
-    assert policy["summary"]
-    assert policy["weakness"]
+def test_every_policy_says_what_it_scores_and_when_it_fails() -> None:
+    own = {name: vars(find_policy_class(name)) for name in BUILT_IN}
+    assert [name for name, policy in own.items() if not (policy["summary"] and policy["weakness"])] == []
 
 
 if __name__ == "__main__":

@@ -65,18 +65,9 @@ def test_a_whole_line_with_other_content_is_refused(tmp_path: Path, line: str, p
         Notes(tmp_path / "l")
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.ENOSPC, "no space left on device, free some space, then try again: 1 notes are kept"),
-        (errno.EIO, "input/output error, check the disk and the permissions, then try again: 1 notes are kept"),
-    ],
-)
-def test_a_line_that_does_not_reach_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
-) -> None:
+def test_a_line_that_does_not_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: int) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     path = tmp_path / "l"
     with Notes(path) as ledger:
@@ -86,6 +77,7 @@ def test_a_line_that_does_not_reach_the_disk(
             patch.setattr(os, "fsync", fail)
             with pytest.raises(EnvironmentFault) as found:
                 ledger.add("two")
+        words = "no space left on device, free some space, then try again: 1 notes are kept"
         assert str(found.value) == f"cannot write {path}: {words}"
         assert path.read_bytes() == before
         assert ledger.lines == ["one"]

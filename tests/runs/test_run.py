@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
-import pytest
-
-from kvsearch.core.errors import EnvironmentFault
 from kvsearch.runs.identity import CONFIG, LEDGER, REPORT, SUMS, RunConfig
 from kvsearch.runs.lock import lock_directory
 from kvsearch.runs.run import Run, begin_run, is_unused, read_run, read_sums
@@ -76,17 +71,3 @@ def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
     with lock_directory(tmp_path):
         begin_run(tmp_path, ONE, ["report.json", "plan-*.json", "choice-*", "nothing", LEDGER])
     assert {item.name for item in tmp_path.iterdir()} == {CONFIG, "mine.txt", "mine"}
-
-
-def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "report.json").write_text("old")
-
-    def refused(path: Path) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    words = r"cannot write .*report\.json: permission denied, check the permissions"
-    with lock_directory(tmp_path), monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", refused)
-        with pytest.raises(EnvironmentFault, match=words):
-            begin_run(tmp_path, ONE, ["report.json"])
-    assert not (tmp_path / CONFIG).exists()

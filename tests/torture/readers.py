@@ -29,7 +29,7 @@ from kvsearch.report.page import group_by_model, render
 from kvsearch.selection.from_yaml import plan_from_yaml
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import encode, make_token_counter
-from kvsearch.tasks.longbench import InfiniteBenchTask, LongBenchTask
+from kvsearch.tasks.longbench import LongBenchTask
 from kvsearch.tasks.maths import Gsm8kTask
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.rows import read_archive
@@ -141,7 +141,6 @@ HAND_WRITTEN = {
     "tasks-tables": Reader("tasks.csv", valid_data.task_tables, partial(read_task, JsonlTask.load)),
     "calibration": Reader("calibration.json", valid_data.calibrations, read_calibration, "beside.txt"),
     "text": Reader("text.txt", valid_data.texts, read_text),
-    "text-rows": Reader("text.jsonl", valid_data.text_rows, TextTask.load),
     "templates": Reader("prompts.json", valid_data.templates, read_templates),
 }
 
@@ -159,9 +158,6 @@ COPIED = {
     "qa-hotpot": Reader("hotpot.json", valid_data.hotpot, partial(read_questions, "qa_2")),
     "rows-longbench": Reader(
         "narrativeqa.jsonl", valid_data.longbench, partial(read_rows, partial(LongBenchTask, "narrativeqa"))
-    ),
-    "rows-infinitebench": Reader(
-        "passkey.jsonl", valid_data.infinitebench, partial(read_rows, partial(InfiniteBenchTask, "passkey"))
     ),
     "rows-gsm8k": Reader("test.jsonl", valid_data.gsm8k, partial(read_rows, partial(Gsm8kTask, shots=1))),
     "rows-parquet": Reader("test.parquet", valid_data.parquet, partial(read_rows, partial(Gsm8kTask, shots=1))),

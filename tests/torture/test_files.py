@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from kvsearch.core.errors import InternalError, KvsearchError
-from tests.torture.readers import COPIED, HAND_WRITTEN, SEEDS, WRITTEN, Reader, show
+from tests.torture.readers import COPIED, HAND_WRITTEN, WRITTEN, Reader, show
 
 MUTATIONS = 60  # of every kind that users write
 CUTS = 12  # of every kind
@@ -94,8 +94,3 @@ def test_what_once_failed_does_not_fail_again(path: Path, tmp_path: Path) -> Non
     names = {"profile": "profile.safetensors", "result": "report.json", "validation": "validation.json"}
     reader = kinds.get(kind) or Reader(names[kind.partition("-")[0]], list, show)
     read(reader, path.read_bytes(), tmp_path)
-
-
-def test_seeds_are_of_every_result() -> None:
-    assert {name.partition("-")[0] for name in WRITTEN} == {"profile", "result"}
-    assert len(list(SEEDS.iterdir())) >= len(WRITTEN) > 8

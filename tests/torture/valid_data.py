@@ -19,16 +19,10 @@ def tasks() -> list[bytes]:
     """Questions of one's own."""
     one = {"context": "the code of amber is seven .", "question": "code amber", "answers": ["seven", "7"]}
     more = {"max_new_tokens": 8, "prefix": "It is", "category": "codes", "id": "a-1"}
-    choice = {
-        "question": "which ?",
-        "answers": ["red"],
-        "options": ["red", "blue"],
-        "context": "the red fox .",
-        "metric": "exact",
-    }
+    choice = {"question": "which ?", "answers": ["red"], "options": ["red", "blue"], "context": "the red fox ."}
     return [
         _rows(one, {**one, **more}, {**one, "question": "code of\nwhat"}),
-        _rows({**choice, "prompt": "\n{question}\n"}, {**choice, "id": 7, "prompt": "\n{question}\n"}),
+        _rows(*({**choice, "id": number, "metric": "exact", "prompt": "\n{question}\n"} for number in (6, 7))),
         _rows({**one, "metric": "qa_f1"}),
     ]
 
@@ -44,11 +38,9 @@ def task_tables() -> list[bytes]:
 def calibrations() -> list[bytes]:
     """Calibration data: with questions, with all that a question may have, and of a file beside it."""
     ask = {"question": "code amber", "answer": "seven ."}
+    more = {**ask, "prefix": "it", "max_new_tokens": 4, "kind": "k"}
     contexts = [
-        {
-            "text": "the code of amber is seven .",
-            "questions": [ask, {**ask, "prefix": "it", "max_new_tokens": 4, "kind": "k"}],
-        },
+        {"text": "the code of amber is seven .", "questions": [ask, more]},
         {"text_file": "beside.txt", "kind": "story", "questions": [ask]},
     ]
     return [
@@ -60,11 +52,6 @@ def calibrations() -> list[bytes]:
 def texts() -> list[bytes]:
     """Plain text."""
     return ["The keeper of Orrin Light eats rye bread. “So it is,” he said.\n\nNobody asked – 好。\n".encode() * 3]
-
-
-def text_rows() -> list[bytes]:
-    """Rows of text without questions."""
-    return [_rows({"text": "the jolly fox"}, {"text": "chases the guard .", "id": 3})]
 
 
 def squad() -> list[bytes]:
@@ -88,45 +75,21 @@ def hotpot() -> list[bytes]:
 
 def templates() -> list[bytes]:
     """Prompts of datasets."""
-    return [
-        json.dumps(
-            {"narrativeqa": "Read this.\n{context}\n\nQ: {input}\nA:", "qasper": "{context} {{x}} {input}"}
-        ).encode()
-    ]
+    prompts = {"narrativeqa": "Read this.\n{context}\n\nQ: {input}\nA:", "qasper": "{context} {{x}} {input}"}
+    return [json.dumps(prompts).encode()]
 
 
 def longbench() -> list[bytes]:
     """Rows of LongBench."""
-    row = {
-        "input": "who?",
-        "context": "the fox ran",
-        "answers": ["fox"],
-        "length": 3,
-        "dataset": "narrativeqa",
-        "language": "en",
-        "all_classes": None,
-        "_id": "a",
-    }
+    asked = {"input": "who?", "context": "the fox ran", "answers": ["fox"], "all_classes": None}
+    row = {**asked, "length": 3, "dataset": "narrativeqa", "language": "en", "_id": "a"}
     return [_rows(row, {**row, "_id": "b", "context": "a bear", "answers": ["bear", "a bear"]})]
 
 
 def gsm8k() -> list[bytes]:
     """Rows of GSM8K."""
-    return [
-        _rows(
-            {"question": "2 and 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
-            {"question": "10?", "answer": "It is 1,000\n#### 1,000"},
-        )
-    ]
-
-
-def infinitebench() -> list[bytes]:
-    """Rows of InfiniteBench."""
-    return [
-        _rows(
-            {"id": 0, "context": "the key is 12345 .", "input": "what is the key?", "answer": ["12345"], "options": []}
-        )
-    ]
+    first = {"question": "2 and 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}
+    return [_rows(first, {"question": "10?", "answer": "It is 1,000\n#### 1,000"})]
 
 
 def parquet() -> list[bytes]:

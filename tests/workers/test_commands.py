@@ -75,14 +75,6 @@ def test_calibrate(kept_workers: Any, questions: Path, tmp_path: Path, monkeypat
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.usefixtures("kept_workers")
-def test_evaluate(questions: Path, tmp_path: Path) -> None:
-    methods = ("--methods", "snapkv,lava", "--budgets", 16, "--set", "window=4")
-    same(tmp_path, ("evaluate", "bundled", *methods, "--tasks", f"jsonl:{questions}", "--samples", 6, "--batch", 2))
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.usefixtures("kept_workers")
 def test_run(questions: Path, tmp_path: Path) -> None:
     few = ("--policies", "snapkv", "--rankings", "query_bank", "--fit", 3, "--measure", 2, "--samples", 4)
     same(tmp_path, ("run", "bundled", "--tasks", f"jsonl:{questions}", *few, "--budget", 40, "--evaluations", 4))

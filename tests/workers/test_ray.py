@@ -98,16 +98,13 @@ def test_idle_workers_take_the_next_job(pool: RayPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("factory", "words"),
-    [
+def test_an_evaluator_that_cannot_be_built(pool: RayPool) -> None:
+    for factory, words in (
         (fakes.refuse, "^there is no model$"),
         (fakes.stumble, "^a Ray worker cannot build its evaluator: KeyError: 'weights'$"),
-    ],
-)
-def test_an_evaluator_that_cannot_be_built(pool: RayPool, factory: Any, words: str) -> None:
-    with pytest.raises(EnvironmentFault, match=words):
-        list(RayExecutor(factory, pool).run([job(1, 8)]))
+    ):
+        with pytest.raises(EnvironmentFault, match=words):
+            list(RayExecutor(factory, pool).run([job(1, 8)]))
 
 
 @pytest.mark.nightly
@@ -131,19 +128,12 @@ def test_more_workers_than_the_cluster_can_give(ray: Any, monkeypatch: pytest.Mo
         assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "need", "room"),
-    [
-        ([{"CPU": 8.0, "GPU": 2.0}], {"CPU": 1, "GPU": 1}, 2),
-        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0, "GPU": 1.0}], {"GPU": 2}, 0),  # no worker spans two nodes
-        ([{"CPU": 3.0}, {"CPU": 2.0}], {"CPU": 2}, 2),
-        ([{"GPU": 1.0}], {"GPU": 0.1}, 10),
-        ([{"CPU": 4.0}], {"GPU": 1}, 0),
-        ([], {"CPU": 1}, 0),
-    ],
-)
-def test_room(nodes: list[dict[str, float]], need: dict[str, float], room: int) -> None:
-    assert room_for(nodes, need) == room
+def test_room() -> None:
+    assert room_for([{"CPU": 8.0, "GPU": 2.0}], {"CPU": 1, "GPU": 1}) == 2
+    assert room_for([{"CPU": 8.0, "GPU": 1.0}] * 2, {"GPU": 2}) == 0  # no worker spans two nodes
+    assert room_for([{"CPU": 3.0}, {"CPU": 2.0}], {"CPU": 2}) == 2
+    assert room_for([{"GPU": 1.0}], {"GPU": 0.1}) == 10
+    assert room_for([], {"CPU": 1}) == 0
 
 
 class Unconnected:

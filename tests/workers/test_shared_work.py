@@ -12,11 +12,9 @@ import pytest
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.calibration.options import (
     CakeOptions,
-    DynamicOptions,
     LukvOptions,
     ProbeOptions,
     QueryBankOptions,
-    QueryStatisticsOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.core.errors import InternalError, KvsearchWarning
@@ -37,7 +35,6 @@ from tests.calibrations import (
     calibrate_polykv,
     calibrate_probe,
     calibrate_query_bank,
-    calibrate_query_statistics,
 )
 from tests.workers.copies import shared
 from tests.workers.works import stumble, warn
@@ -66,14 +63,8 @@ METHODS: dict[str, Callable[[LoadedModel, Path], Profile]] = {
         loaded, FEW, POLICY, LukvOptions(answer_tokens=2), compared_policies=[create_policy("keydiff")]
     ),
     "adakv": lambda loaded, _: calibrate_dynamic(loaded, DATA, POLICY, create_allocation("adakv", {})),
-    "lava": lambda loaded, _: calibrate_dynamic(
-        loaded, FEW, create_policy("lava", {"window": 4, "kernel": 3}), create_allocation("lava", {}), DynamicOptions()
-    ),
     "cake": lambda loaded, _: calibrate_cake(
         loaded, FEW, create_policy("cake", {"window": 4}), CakeOptions(tau1=1.6, window=4)
-    ),
-    "query_statistics": lambda loaded, _: calibrate_query_statistics(
-        loaded, FEW, create_policy("expected_attention"), QueryStatisticsOptions()
     ),
     "probe": lambda loaded, place: calibrate_probe(
         loaded, LONG, ProbeOptions(form="linear", answers="given"), directory=place

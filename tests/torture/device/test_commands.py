@@ -1,4 +1,4 @@
-"""Every command that loads a model, on the second device and spread over both: results are those of the CPU."""
+"""Every command that loads a model, spread over both devices: results are those of the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.cli.conftest import done
 from tests.cli.test_calibrate import short
-from tests.torture.device.accelerator import NAME, backend, spread
+from tests.torture.device.accelerator import backend, spread
 
 __all__ = ["short"]
 
@@ -27,7 +27,6 @@ WINDOW, TWO = ("--set", "window=8"), ("--questions", 2)
 # in this order: later ones use what earlier ones wrote, in the folder {}
 COMMANDS = {
     "lukv": ("calibrate", "bundled", "--policy", "snapkv", *WINDOW, *TWO, "--answers", "given", "-o", "{}/lukv"),
-    "lava": ("calibrate", "bundled", "--method", "lava", *WINDOW, *TWO, "-o", "{}/lava"),
     "cake": ("calibrate", "bundled", "--method", "cake", *WINDOW, *TWO, "-o", "{}/cake"),
     "polykv": ("calibrate", "bundled", "--method", "polykv", "--patterns", "snapkv,h2o", "--budgets", 64,
                *TWO, "-o", "{}/polykv"),
@@ -46,10 +45,9 @@ COMMANDS = {
     "evolve": ("evolve", "bundled", "--budget", 48, *WINDOW, "--generations", 1, "--finalists", 1, "--population", 4,
                *PAIRED, "--group-size", 6, "-o", "{}/evolve"),
     "select": ("select", "{}/polykv", "--budget", 64, *PAIRED, "-o", "{}/selected.json"),
-    "validate": ("validate", "{}/polykv", "--budget", 64, *PAIRED, "--phases", "prefill", "--signals", "route:cosine"),
 }  # fmt: skip
-WITH_DATA = ("lukv", "lava", "cake", "probe")
-PLACES = {"cpu": ("--device", "cpu"), "second": ("--device", f"{NAME}:1"), "both": ("--device-map", "auto")}
+WITH_DATA = ("lukv", "cake", "probe")
+PLACES = {"cpu": ("--device", "cpu"), "both": ("--device-map", "auto")}
 
 
 @pytest.fixture(scope="module")
