@@ -57,7 +57,7 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "takes 0.0 GB for its weights and cpu has 0.0 GB free" in talk
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_curve_of_where_a_plan_pays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "curve.svg"
     grid = ("--length", "64,16", "--batch", "1,3", *SHORT)

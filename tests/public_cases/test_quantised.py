@@ -15,14 +15,9 @@ PACKAGES = Path(sys.prefix) / "checkpoints"
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not PACKAGES.is_dir(), reason=f"peft, bitsandbytes and torchao are not in {PACKAGES}")
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "adapters_are_seen" else pytest.mark.nightly)
-        for name in CHECKS
-    ],
-)
+@pytest.mark.parametrize("check", CHECKS)
 def test_with_their_packages(check: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.public_cases.quantised", check, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(PACKAGES), str(ROOT))), "HF_HUB_OFFLINE": "1"}
