@@ -51,7 +51,6 @@ from kvsearch.tasks.metrics import is_forced
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 REFINED = "refined"
 SEARCHED_TOKENS = 1_600  # questions and right replies that a candidate reads at most, about
-SEARCHED_PROMPT_TOKENS = 16_000  # prompts that are read once for all candidates, about
 MIN_SEARCHED_CONTEXTS = 16  # contexts, whatever they take
 READ_SHARE = 0.1  # of the rest of a refinement that own replies take in the progress, and then the reading of prompts
 MAX_CANDIDATES = 2  # plans of a size that become candidates: there are few places among the finalists
@@ -206,20 +205,19 @@ def search_progress(reporter: Reporter, log: TrialLog, max_candidates: int) -> I
 
 
 def limit_search(split: Split, loaded: LoadedModel) -> Split:
-    """Limit a split to about `SEARCHED_PROMPT_TOKENS` of prompts, and `SEARCHED_TOKENS` that a candidate reads.
+    """Limit a split so that a candidate reads about `SEARCHED_TOKENS` after its prompts.
 
     Questions about one context are alike, so first there are fewer of each, and fewer contexts only then.
     """
     encoded = split.encode(loaded)
-    lengths = [len(prompt.context) for task in encoded for prompt in task.prompts]
+    contexts = sum(len(task.prompts) for task in encoded)
     asked_tokens = [tokens for task in encoded for tokens in count_following(task)]
-    questions = SEARCHED_TOKENS * len(asked_tokens) / sum(asked_tokens)
-    readable = SEARCHED_PROMPT_TOKENS * len(lengths) / sum(lengths)  # contexts
-    if questions >= len(asked_tokens) and readable >= len(lengths):
+    affordable = SEARCHED_TOKENS * len(asked_tokens) / sum(asked_tokens)  # questions
+    if affordable >= len(asked_tokens):
         return split
-    contexts = min(len(lengths), max(MIN_SEARCHED_CONTEXTS, round(min(questions, readable))))
-    samples = -(-split.samples * contexts // len(lengths))
-    return replace(split, samples=samples, questions=max(1, round(questions / contexts)))
+    left = min(contexts, max(MIN_SEARCHED_CONTEXTS, round(affordable)))
+    samples = -(-split.samples * left // contexts)
+    return replace(split, samples=samples, questions=max(1, round(affordable / left)))
 
 
 def count_following(task: TaskPrompts) -> list[int]:

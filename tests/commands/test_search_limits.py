@@ -13,10 +13,9 @@ from kvsearch.commands.searching import limit_search
 
 @dataclass(frozen=True)
 class EqualContexts:
-    """A split of `count` contexts of so many tokens, each with questions of so many tokens with their replies."""
+    """A split of `count` contexts, each with questions of so many tokens with their replies."""
 
     count: int
-    tokens: int
     asked: int
     asked_tokens: int
     samples: int = 9
@@ -24,20 +23,19 @@ class EqualContexts:
 
     def encode(self, loaded: Any) -> list[Any]:
         question = SimpleNamespace(ids=[0] * (self.asked_tokens - 5), right=[0] * 5)
-        prompt = SimpleNamespace(context=[0] * self.tokens, questions=[question] * self.asked)
+        prompt = SimpleNamespace(questions=[question] * self.asked)
         return [SimpleNamespace(prompts=[prompt] * self.count)]
 
 
 @pytest.mark.parametrize(
     ("contexts", "samples", "questions"),
     [
-        (EqualContexts(count=27, tokens=150, asked=1, asked_tokens=50), 9, None),  # little enough to read
-        # 16,000 tokens of prompts are 17 contexts: 6 of 9 for each task
-        (EqualContexts(count=27, tokens=930, asked=1, asked_tokens=50), 6, 2),
+        (EqualContexts(count=27, asked=1, asked_tokens=50), 9, None),  # little enough to read
         # 1,600 tokens are 80 questions: two about each context
-        (EqualContexts(count=40, tokens=150, asked=10, asked_tokens=20), 9, 2),
-        # long contexts: 16 are left, of 32, and some of all tasks
-        (EqualContexts(count=32, tokens=32_000, asked=1, asked_tokens=10), 5, 10),
+        (EqualContexts(count=40, asked=10, asked_tokens=20), 9, 2),
+        # 20 questions, each about another context: half of all
+        (EqualContexts(count=40, asked=10, asked_tokens=80), 5, 1),
+        (EqualContexts(count=40, asked=1, asked_tokens=800), 4, 1),  # two questions, but 16 contexts at least
     ],
 )
 def test_fewer_questions_then_fewer_contexts(contexts: Any, samples: int, questions: int | None) -> None:
