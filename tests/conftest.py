@@ -53,16 +53,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with what needs Ray, in one process, so that Ray is started once; shares begin with what takes minutes."""
     items.sort(key=_turn)
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    for number, is_long in enumerate((_is_of_a_real_model, _is_of_examples), 1):
+    for number, is_long in enumerate((_is_of_gpu_or_real, _is_of_examples), 1):
         long = [item for item in items if is_long(item)]
         others = [item for item in items if item not in long]
         begin = number * len(items) // workers + workers  # of the share of another worker, or shortly after it
         items[:] = [*others[:begin], *long, *others[begin:]]
 
 
-def _is_of_a_real_model(item: pytest.Item) -> bool:
-    """Whether it runs on the real model, which one process should load for all."""
-    return "smollm2" in getattr(item, "fixturenames", ())
+def _is_of_gpu_or_real(item: pytest.Item) -> bool:
+    """Whether it is of the page about GPUs, or runs on the real model, which one process should load for all."""
+    return item.nodeid.startswith("tests/docs/test_gpu.py") or "smollm2" in getattr(item, "fixturenames", ())
 
 
 def _is_of_examples(item: pytest.Item) -> bool:

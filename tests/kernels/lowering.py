@@ -3,7 +3,7 @@
 The launchers run as they are on CPU tensors; what they would launch is compiled with the same arguments and blocks.
 Writes a line of JSON for each launch: kernel, architecture, numbers, head size, shared memory, registers, spills, and
 how often the threads of a program add up what they have in its inner loop. With `--all`: every number at every head
-size, in place of the most common; with `--few`: one of these.
+size, in place of the most common.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def compiling(architecture: int) -> Iterator[list[dict[str, Any]]]:
         JITFunction.__getitem__ = before  # type: ignore[method-assign]
 
 
-# the page has all launches of each, and the test compiles those of one
+# of which the test compiles all launches; the page has those of every one
 COMMON = [
     *((torch.bfloat16, dim) for dim in (64, 128, 256)),
     *((dtype, 128) for dtype in (torch.float16, torch.float32)),
 ]
 EVERY = [(dtype, dim) for dim in (64, 96, 128, 256) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-NUMBERS = EVERY if "--all" in sys.argv else COMMON[1:2] if "--few" in sys.argv else COMMON
+NUMBERS = EVERY if "--all" in sys.argv else COMMON
 # the decode step of a flat store, which is what CUDA runs by default, and several tokens at once
 ATTENTION = [
     *(Case(8, 4, dim, dim, 4096, dtype=dtype) for dtype, dim in NUMBERS),

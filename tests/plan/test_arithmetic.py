@@ -282,3 +282,10 @@ def test_policies_and_parameters_are_grouped_by_layers() -> None:
         SettingChange("policy.window", 4, None, "prefill", (1,)),
         SettingChange("policy.sinks", None, 1, "prefill", (1,)),
     ]
+
+
+def test_a_plan_of_the_decode_phase_alone_is_scaled() -> None:
+    plan = fixed(prefill=None, decode=phase_dict([[10, 6], None, [4, 12]]))
+    assert rows(scale(plan, budget=10_000, length=40), "decode") == [[12_500, 7_500], [5_000, 15_000]]
+    proportional = scale(plan, ratio=0.5, length=40)  # 80 entries
+    assert (rows(proportional, "decode"), proportional.total) == ([[25, 15], [10, 30]], 80)

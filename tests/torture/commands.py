@@ -18,6 +18,8 @@ TASKS = "bundled --tasks jsonl:tasks.jsonl"
 COMMANDS = {
     "run": f"run {TASKS} --policies snapkv --rankings query_bank --fit 4 --measure 2 --samples 4 --budget 40 "
            "--evaluations 6",
+    "evolve": f"evolve {TASKS} --budget 12 --set window=4 --group-size 2 --generations 2 --population 4 --finalists 2 "
+              "--samples 3",
     "evaluate": f"evaluate {TASKS} --methods tova,knorm --budgets 24 --samples 6 --batch 1",
 }  # fmt: skip
 

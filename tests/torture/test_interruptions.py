@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from kvsearch.core.files import TEMPORARY
 from kvsearch.report.integrity import Verification
 from kvsearch.runs.identity import LEDGER, SUMS
@@ -36,22 +38,20 @@ def kill_at(process: subprocess.Popen[str], directory: Path, progress: int) -> b
     return False
 
 
-def test_a_killed_command_goes_on_to_the_same_results(tmp_path: Path) -> None:
-    """Killed three times on its way, with the last line of ledgers torn where their stage is not finished.
-
-    A run calibrates, searches and evaluates: it has every kind of ledger.
-    """
-    expected = finish(tmp_path / "whole", COMMANDS["run"])
+@pytest.mark.parametrize("verb", ["run", "evolve"])  # a run calibrates and evaluates, too
+def test_a_killed_command_goes_on_to_the_same_results(verb: str, tmp_path: Path) -> None:
+    """Killed three times on its way, with the last line of ledgers torn where their stage is not finished."""
+    expected = finish(tmp_path / "whole", COMMANDS[verb])
     total, killed = measure_progress(expected), 0
     for part in (0.2, 0.5, 0.8):
-        process = start(tmp_path / "killed", COMMANDS["run"])
+        process = start(tmp_path / "killed", COMMANDS[verb])
         killed += kill_at(process, tmp_path / "killed" / "out", int(part * total))
         for ledger in (tmp_path / "killed" / "out").rglob(LEDGER):
             if not (ledger.parent / SUMS).exists():  # a stage that is finished is only read
                 with ledger.open("ab") as file:
                     file.write(b'{"kind": "result", "at": 1.')
     assert killed > 0
-    found = finish(tmp_path / "killed", COMMANDS["run"])
+    found = finish(tmp_path / "killed", COMMANDS[verb])
     assert find_differences(expected, found) == []
     assert Verification([found]).damaged == ()
     assert [path.name for path in found.rglob(f"{TEMPORARY}*")] == []
