@@ -94,6 +94,7 @@ def main() -> None:
         ("--characters", CHARACTERS, "characters of a context, about 3.5 times its tokens"),
         ("--contexts", 120, "contexts, at most"),
         ("--questions", 4, "questions about a context"),
+        ("--text", TEXT_CHARACTERS, "characters of documentation.txt, at most"),
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} [default: {default}]")
     parser.add_argument(
@@ -106,7 +107,7 @@ def main() -> None:
     documented = [entry for entry in entries if entry is not None]
     random.Random(SEED).shuffle(documented)
     rows, used = make_questions(documented, options.characters, options.questions, options.contexts)
-    text = "\n\n".join(entry.text for entry in documented if entry.name not in used)[:TEXT_CHARACTERS]
+    text = "\n\n".join(entry.text for entry in documented if entry.name not in used)[: options.text]
     if options.swap_contexts:
         rows = swap_contexts(rows)
     if not rows:
