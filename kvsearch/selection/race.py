@@ -26,8 +26,9 @@ and more contexts: after each screening those leave that are hopeless (`find_hop
 `FINALISTS` of either kind that lose least reply, to questions about other contexts first. Their losses are measured
 there, too, and count with the first ones. Losses say who is foremost; scores say who leaves and what is proven. A
 candidate is also *likely* better if the one-sided bound of its lead in losses is above zero. Where such a bound tells
-the foremost candidate and baseline apart, or bounds on both sides say that they are the same (`SAME_LOSS`), the race
-ends once a proof is out of reach: if the evidence, growing on as it has, would not do after all contexts.
+the foremost candidate and baseline apart, or bounds on both sides say that they are the same (`SAME_LOSS`), or a 95%
+bound of its lead in scores is above zero, the race ends once a proof is out of reach: if the evidence, growing on as it
+has, would not do after all contexts.
 
 After every round those leave that cannot win any more: who scores less than another one beyond a 95% bound. That may be
 wrong for the best one, but then another that is about as good is ahead of it.
@@ -51,7 +52,7 @@ from kvsearch.selection.scores import Scores
 from kvsearch.tasks.metrics.likelihood import MOST_LOST
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
-ELIMINATION_LEVEL = 0.95  # of the one-sided bound by which one that is behind leaves
+ELIMINATION_LEVEL = 0.95  # of one-sided bounds by which one that is behind leaves, and a lead in scores is decided
 # contexts at least after every screening, as far as there are so many; those that are hopeless by then leave
 SCREENED_CONTEXTS = (3, 6, 12)
 FINALISTS = 3  # candidates, and as many baselines, that reply
@@ -247,7 +248,7 @@ class Race:
         # Proof ends a race at any round; without one it goes on as long as one is in reach.
         if self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= MIN_CONTEXTS_FOR_PROOF:
             self._end(leader, "beats")
-        elif is_last or (self._is_decided_by_losses(leader) and self._is_out_of_reach(leader, available)):
+        elif is_last or (self._is_decided(leader) and self._is_out_of_reach(leader, available)):
             if self.rule.writes_likely and max(self.bound, self.loss_bound) > 0:
                 self._end(leader, "likely")
             elif self.rule.writes_likely and self._is_cheaper(leader):
@@ -265,10 +266,17 @@ class Race:
         names = list(self.wealths)
         return float(adjust_for_several(np.array(list(self.wealths.values())))[names.index(name)])
 
-    def _is_decided_by_losses(self, leader: str) -> bool:
-        """Tell whether losses separate the leader from the best baseline, or show that they are the same."""
+    def _is_decided(self, leader: str) -> bool:
+        """Tell whether losses separate the leader from the best baseline or show that they are the same, or scores do.
+
+        Races without losses go on for a proof: then scores alone say who leads, and the best of many looks too good.
+        """
+        if self.losses is None:
+            return False
         bounds = self._bound_losses(leader)
-        return max(bounds) > 0 or min(bounds) > -SAME_LOSS
+        scores = assert_present(self.scores, "no round was judged")
+        leads = bound_lead(scores, leader, self.best, ELIMINATION_LEVEL) > 0
+        return leads or max(bounds) > 0 or min(bounds) > -SAME_LOSS
 
     def _is_cheaper(self, leader: str) -> bool:
         """Tell whether the leader loses the same as the best baseline, and spares its second reading of prompts."""

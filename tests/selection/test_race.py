@@ -213,6 +213,9 @@ def test_losses_say_who_is_foremost_and_scores_who_leaves() -> None:
     close = replace(losses, sums={**losses.sums, "e": losses.sums["b"] + np.tile([0.3, -0.3], 12)})
     race, asked = run_race(rows, ["a", "b", "c"], losses=close)
     assert (race.winner, race.verdict, asked) == ("e", "baseline", 60)  # losses do not tell them apart: all are asked
+    leading = {**rows, "b": np.tile([1.0, 0.2], 30)}  # .1 more, a deviation of .1
+    race, asked = run_race(leading, ["a", "b", "c"], losses=close)
+    assert (race.winner, race.verdict, race.best, asked) == ("b", "likely", "e", 27)  # scores do
     for apart, count in ((0.05, 27), (0.2, 60)):  # bounds of .014 and .057 on either side
         best = losses.sums["e"]
         same = replace(losses, sums={**losses.sums, "a": best - 1, "b": best + np.tile([apart, -apart], 12)})
