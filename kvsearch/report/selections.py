@@ -46,7 +46,7 @@ PARTS: dict[PlanPart, tuple[str, str]] = {  # what brings something, and what th
 IS_BETTER: dict[RaceVerdict, str] = {
     "beats": "beats",
     "likely": "is likely better than",
-    "cheaper": "is as good as, and spares the second reading of,",
+    "cheaper": "is no worse than, and spares the second reading of,",
 }
 MAX_RACE_ROWS = 16  # rows of the table of a race
 DECODE_ONLY = (

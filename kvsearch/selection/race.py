@@ -16,7 +16,7 @@ baselines holds for all candidates together and at whatever round the race ends:
 A candidate that is not proven may still be the best guess: it is *likely* better if the one-sided bound of its lead
 over the best baseline is above zero after all contexts. That is no proof: the best of several looks better than it is,
 and few contexts do not show what happens rarely. Else the best *baseline* is written. But if it reads every prompt
-twice, and losses show that the foremost candidate is the same (`SAME_LOSS`), then that is written, as it is *cheaper*.
+twice, and losses show that the foremost candidate is no worse (`SAME_LOSS`), then that is written, as it is *cheaper*.
 
 A score of 0 or 1 says little of a context, and many methods that score alike differ: the one that scores highest on a
 few contexts is picked by luck. The loss of the right replies, which are teacher-forced, says more, and takes one pass
@@ -26,9 +26,9 @@ and more contexts: after each screening those leave that are hopeless (`find_hop
 `FINALISTS` of either kind that lose least reply, to questions about other contexts first. Their losses are measured
 there, too, and count with the first ones. Losses say who is foremost; scores say who leaves and what is proven. A
 candidate is also *likely* better if the one-sided bound of its lead in losses is above zero. Where such a bound tells
-the foremost candidate and baseline apart, or bounds on both sides say that they are the same (`SAME_LOSS`), or a 95%
-bound of its lead in scores is above zero, the race ends once a proof is out of reach: if the evidence, growing on as it
-has, would not do after all contexts.
+the foremost candidate and baseline apart, or bounds on both sides say that they are the same (`SAME_LOSS`), or the
+candidate is cheaper, or a 95% bound of its lead in scores is above zero, the race ends once a proof is out of reach: if
+the evidence, growing on as it has, would not do after all contexts.
 
 After every round those leave that cannot win any more: who scores less than another one beyond a 95% bound. That may be
 wrong for the best one, but then another that is about as good is ahead of it.
@@ -276,12 +276,12 @@ class Race:
         bounds = self._bound_losses(leader)
         scores = assert_present(self.scores, "no round was judged")
         leads = bound_lead(scores, leader, self.best, ELIMINATION_LEVEL) > 0
-        return leads or max(bounds) > 0 or min(bounds) > -SAME_LOSS
+        return leads or max(bounds) > 0 or min(bounds) > -SAME_LOSS or self._is_cheaper(leader)
 
     def _is_cheaper(self, leader: str) -> bool:
-        """Tell whether the leader loses the same as the best baseline, and spares its second reading of prompts."""
+        """Tell whether the leader loses no more than the best baseline, and spares its second reading of prompts."""
         spares_reading = self.best in self.reading_twice and leader not in self.reading_twice
-        return spares_reading and min(self._bound_losses(leader)) > -SAME_LOSS
+        return spares_reading and self.loss_bound > -SAME_LOSS
 
     def _bound_losses(self, leader: str) -> tuple[float, float]:
         """Bound from below what the leader loses less than the best baseline, and the reverse."""

@@ -226,6 +226,11 @@ def test_losses_say_who_is_foremost_and_scores_who_leaves() -> None:
         for rule, dear in ((Rule(0.95), "e"), (Rule(), "be")):  # only what beats; no cheaper itself
             race, _ = run_race(rows, ["a", "b", "c"], rule, same, dear)
             assert (race.winner, race.verdict) == ("e", "baseline")
+    # .02 less with a bound of -.014: no worse than "e", which may lose .05 more
+    better = replace(losses, sums={**losses.sums, "a": best - 1, "b": best + 0.02 + np.tile([0.12, -0.12], 12)})
+    for dear, ending in (("", ("e", "baseline", 60)), ("e", ("b", "cheaper", 27))):
+        race, asked = run_race(rows, ["a", "b", "c"], losses=better, reading_twice=dear)
+        assert (race.winner, race.verdict, asked) == ending
     worse = replace(losses, sums={**losses.sums, "b": losses.sums["e"] - 0.01, "a": losses.sums["e"] - 0.02})
     race, _ = run_race(rows, ["a", "b", "c"], losses=worse)
     assert (race.winner, race.verdict) == ("e", "baseline")
