@@ -55,6 +55,7 @@ STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of
 ELIMINATION_LEVEL = 0.95  # of one-sided bounds by which one that is behind leaves, and a lead in scores is decided
 # contexts at least after every screening, as far as there are so many; those that are hopeless by then leave
 SCREENED_CONTEXTS = (3, 6, 12)
+TYPICAL_FREEDOM = 2  # degrees of freedom that the median variance of all methods counts for
 FINALISTS = 3  # candidates, and as many baselines, that reply
 MIN_CONTEXTS_TO_GIVE_UP = 24  # contexts, before which no proof is given up
 SAME_LOSS = 0.02  # nats per token: methods whose losses differ by less do the same for a user
@@ -110,8 +111,22 @@ def make_bets(scores: Scores, method: str, other: str) -> Floats:
 def bound_lead(scores: Scores, method: str, other: str, level: float) -> float:
     """Bound the mean lead of a method over another from below (one-sided), by Student's t over contexts.
 
+    With one context in all there is no bound, minus infinity.
+    """
+    lead, variance, freedom = estimate_lead(scores, method, other)
+    return bound_mean(lead, variance, freedom, level) if freedom else -math.inf
+
+
+def bound_mean(mean: float, variance: float, freedom: int, level: float) -> float:
+    """Bound a mean from below (one-sided) by Student's t, where `variance` is that of the mean."""
+    return mean - float(stdtrit(freedom, level)) * math.sqrt(variance)
+
+
+def estimate_lead(scores: Scores, method: str, other: str) -> tuple[float, float, int]:
+    """Estimate the mean lead of a method over another: the lead, its variance and its degrees of freedom.
+
     The variance is that of the contexts within each task. Tasks with one context say nothing of it: they count as one
-    task. With one context in all there is no bound, minus infinity.
+    task. With one context in all there are no degrees of freedom.
     """
     leads = scores.contributions(method) - scores.contributions(other)
     numbers = np.unique(scores.tasks, return_inverse=True)[1]
@@ -124,9 +139,7 @@ def bound_lead(scores: Scores, method: str, other: str, level: float) -> float:
         if len(members) > 1:
             variance += len(members) * float(members.var(ddof=1))
             freedom += len(members) - 1
-    if freedom == 0:
-        return -math.inf
-    return float(leads.sum() - stdtrit(freedom, level) * math.sqrt(variance))
+    return float(leads.sum()), variance, freedom
 
 
 def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence[str]) -> list[str]:
@@ -136,11 +149,25 @@ def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence
     `HOPELESS_LEVEL` by Student's t on differences in the same contexts, and it is none of the best `FINALISTS` of
     its kind. So at that level a pair of methods that differ by no more is taken for one that does. That may drop the
     best one of many that are alike, but not before as many of its kind as reply look better.
+
+    A few contexts hardly say how much a difference varies, but many methods do together: a variance is averaged with
+    the median of all, which counts for `TYPICAL_FREEDOM` degrees of freedom (the moderated t of Smyth 2004, "Linear
+    models and empirical Bayes methods for assessing differential expression in microarray experiments", 3).
     """
     methods = [*candidates, *baselines]
     best = losses.rank(methods)[0]
-    kept = {*losses.rank(candidates)[:FINALISTS], *losses.rank(baselines)[:FINALISTS]}
-    return [name for name in methods if name not in kept and bound_lead(losses, best, name, HOPELESS_LEVEL) > MOST_LOST]
+    leads = {name: estimate_lead(losses, best, name) for name in methods if name != best}
+    typical = float(np.median([variance for _, variance, _ in leads.values()])) if leads else 0.0
+    kept = {best, *losses.rank(candidates)[:FINALISTS], *losses.rank(baselines)[:FINALISTS]}
+
+    def is_hopeless(lead: float, variance: float, freedom: int) -> bool:
+        if not freedom:
+            return False
+        together = TYPICAL_FREEDOM + freedom
+        variance = (TYPICAL_FREEDOM * typical + freedom * variance) / together
+        return bound_mean(lead, variance, together, HOPELESS_LEVEL) > MOST_LOST
+
+    return [name for name in methods if name not in kept and is_hopeless(*leads[name])]
 
 
 def plan_screenings(counts: Sequence[int]) -> list[list[int]]:

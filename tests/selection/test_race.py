@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.selection.race import (
+    FINALISTS,
     STAKES,
     Race,
     adjust_for_several,
     bound_lead,
+    bound_mean,
     compute_log_wealths,
+    estimate_lead,
     find_hopeless,
     make_bets,
     mix_bettors,
@@ -102,16 +105,32 @@ def test_hopeless_worked_by_hand() -> None:
     assert find_hopeless(made(**{name: [-row[0]] for name, row in losses.items()}), candidates, ["b0"]) == []
 
 
+def test_variances_of_many_methods_worked_by_hand() -> None:
+    """Three contexts: each method alone is in doubt, as two degrees of freedom have a quantile of 2.920."""
+    losses = {"c0": [1.0, 1.0, 1.0]} | {f"c{number}": [1.4, 1.8, 2.2] for number in range(1, 6)}
+    scores = made(**{name: [-loss for loss in row] for name, row in losses.items()})
+    # .8 behind, with a variance of .16 / 3: the same for all, so that four degrees of freedom say so, 2.132
+    error = math.sqrt(0.16 / 3)
+    assert estimate_lead(scores, "c0", "c1") == (pytest.approx(0.8), pytest.approx(error**2), 2)
+    assert bound_lead(scores, "c0", "c1", 0.95) == pytest.approx(0.8 - 2.920 * error, abs=1e-3)  # .126
+    assert bound_mean(0.8, error**2, 4, 0.95) == pytest.approx(0.8 - 2.132 * error, abs=1e-3)  # .308
+    assert len(find_hopeless(scores, list(losses), [])) == len(losses) - FINALISTS
+    # one whose differences vary more stays: (.16 + 1.96) / 2 / 3 is its variance
+    losses["c5"] = [0.4, 1.8, 3.2]
+    scores = made(**{name: [-loss for loss in row] for name, row in losses.items()})
+    assert "c5" not in find_hopeless(scores, list(losses), [])
+
+
 @pytest.mark.nightly
 def test_the_best_is_hardly_ever_hopeless() -> None:
     """Losses of 40 methods, the first of which loses least: as the contexts have it, or all but for chance."""
     rng = np.random.default_rng(0)
     names = [f"m{number}" for number in range(40)]
-    for gap, most in ((0.0, 0.1), (0.25, 0.01)):
+    for contexts, gap, most in ((3, 0.0, 0.1), (3, 0.25, 0.05), (6, 0.0, 0.1), (6, 0.25, 0.01)):
         dropped = 0
         for _ in range(200):
-            hard = rng.gamma(2.0, 0.5, 6)
-            losses = hard * rng.gamma(2.0, 0.5, (40, 6)) + gap * np.arange(40).clip(max=1)[:, None]
+            hard = rng.gamma(2.0, 0.5, contexts)
+            losses = hard * rng.gamma(2.0, 0.5, (40, contexts)) + gap * np.arange(40).clip(max=1)[:, None]
             rows = {name: -row for name, row in zip(names, losses, strict=True)}
             dropped += "m0" in find_hopeless(made(**rows), [], names)
         assert dropped / 200 <= most
