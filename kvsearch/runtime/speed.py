@@ -29,7 +29,8 @@ TIMES = 3  # that each is timed; the median counts
 PATIENCE = 2.0  # seconds, after which a long pass is not repeated
 TABLE_ROWS = 32  # of the attention table that is timed
 DECODED_STEPS = 6  # that are timed
-SIMILAR = 0.1  # lengths that differ by so much, relative to the longer, are as fast
+SIMILAR = 1.1  # times as long as the longest that was timed: as fast
+COVERED = 0.5  # times as long as it: timed well enough, as passes of two lengths are
 SPEEDS: WeakKeyDictionary[Any, Speed] = WeakKeyDictionary()  # that were timed last, by model
 # seconds that programs take to compress a prompt as long as the long pass of a speed, by their kind
 COMPRESSIONS: WeakKeyDictionary[Speed, dict[Hashable, float]] = WeakKeyDictionary()
@@ -90,9 +91,9 @@ class Speed:
 
     @classmethod
     def at_length(cls, model: Any, longest: int) -> Speed:
-        """Time a model with inputs of at most `longest` tokens, unless inputs of about that length were timed last."""
+        """Time a model with inputs of at most `longest` tokens, unless what was timed last covers that length."""
         last = SPEEDS.get(model)
-        if last is None or abs(last.longest - longest) > SIMILAR * max(last.longest, longest):
+        if last is None or not COVERED * last.longest <= longest <= SIMILAR * last.longest:
             last = SPEEDS[model] = cls(model, longest)
         return last
 

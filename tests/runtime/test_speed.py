@@ -56,7 +56,8 @@ def test_a_slow_start_is_not_taken_for_all(clock: Passes) -> None:
     # replies to a prompt that leaves room for them are decoded, too
     assert clock.seen == {speed.SHORT_PASS, 96, 96 - 1 - speed.DECODED_STEPS, 1}
     assert found.step == pytest.approx(START, rel=0.2)
-    assert Speed.of(clock.model, [StageCost("read", 1, 0, Work.over([95]))]) is found  # about as long
+    for length in (48, 95, 104):  # from half as long to about as long
+        assert Speed.of(clock.model, [StageCost("read", 1, 0, Work.over([length]))]) is found
     clock.share = found.pair / found.read
     again = Speed(clock.model, 96)
     assert (again.start, again.read) == (pytest.approx(START, rel=0.02), pytest.approx(READ))
@@ -64,6 +65,8 @@ def test_a_slow_start_is_not_taken_for_all(clock: Passes) -> None:
         exact = START + READ * (length + clock.share * length**2 / 2)
         assert again.seconds(Work.over([length])) == pytest.approx(exact, rel=0.02)
     assert not again.is_busy
+    for length in (192, 80):
+        assert Speed.at_length(clock.model, length) is not found  # much longer, then less than half of that
 
 
 def test_steps_of_decoding_take_longer_for_more_replies(clock: Passes) -> None:
