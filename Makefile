@@ -30,6 +30,7 @@ real-demo: setup
 real: setup
 	$(BIN)/python scripts/real_models.py smollm2
 	$(BIN)/python docs/examples/api_questions.py runs/real/data
+	$(BIN)/python docs/examples/api_questions.py runs/real/data/text --contexts 40 --text 2000000
 	$(BIN)/python scripts/real_results.py --jobs 2
 
 # One worker more than there are cores: many tests wait for processes of their own.

@@ -1,9 +1,9 @@
-"""Draw the picture of README: score against entries kept, beside the heat map of the plan at 10% of the entries.
+"""Draw the picture of README: score against entries kept, beside the heat map of the largest plan.
 
     python scripts/readme_picture.py [docs/images/result.svg]
 
-It is of the needles that `make real` compares, in runs/real: the plans, the best policies with even budgets, the best
-allocations of papers, and SnapKV.
+It is of the needles that `make real` compares, in runs/real: the plans, policies with even budgets and allocations of
+papers.
 
 It has the colours of a report, in the light and in the dark as the reader's system has it, on a ground of its own.
 """
@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from markupsafe import escape
-from real_results import RIVALS, Comparison, find_kind, label_of
+from real_results import ALLOCATIONS, Comparison, find_plan, label_method, list_kinds
 
 from kvsearch.core.errors import KvsearchError, assert_present
 from kvsearch.report.artifacts import open_path
@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path("runs/real"), help="where the steps are kept")
     args = parser.parse_args()
     try:
-        kind = find_kind(args.home, "needles")
+        kind = next(kind for kind in list_kinds(args.home) if kind.name == "needles")
         scores = draw_scores(Comparison.read(kind, args.home))
-        plan = open_path(kind.searches(args.home)[0].directory / f"plan-{min(kind.main_budgets)}.json")
+        plan = open_path(kind.search.make_step(args.home).directory / kind.plans[0])
     except KvsearchError as error:
         sys.exit(f"{error}: measure it first, by `make real`")
     args.picture.parent.mkdir(parents=True, exist_ok=True)
@@ -54,25 +54,21 @@ def main() -> None:
 
 
 def draw_scores(comparison: Comparison) -> Figure:
-    """Return the scores of the plans over their sizes, beside those of the best others at 20 and 10%, and SnapKV's."""
-    main = comparison.kind.main_budgets
-    middle = comparison.kind.budgets[1]
-    blocks = {budget: block for budget, block in comparison.blocks.items() if budget != middle}  # too close to the next
-    even, allocations = (dict.fromkeys(comparison.best(budget, names).name for budget in main) for names in RIVALS)
+    """Return the scores of the plans over their sizes, beside those of other methods."""
+    blocks = comparison.result.blocks
     full = comparison.result.full
     series = [make_full_level(comparison.result.overall.of(full.scores))]
 
     def draw_line(name: str, methods: Iterable[MethodScores], role: Role) -> None:
-        points = [(method.held.entries, comparison.value(method)) for method in methods]
+        points = [(method.held.entries, comparison.estimate(method)) for method in methods]
         series.append(replace(make_series(name, points, role), low=None, high=None))
 
-    plans = [comparison.plan(budget) for budget in blocks]
+    plans = [find_plan(block) for block in blocks]
     draw_line(PLAN, plans, "candidate")
-    roles: dict[str, Role] = {**dict.fromkeys(allocations, "candidate"), **dict.fromkeys([*even, "snapkv"], "baseline")}
-    for name, role in roles.items():
-        methods = [assert_present(block.method(name), name) for block in blocks.values()]
-        draw_line(label_of(name), methods, role)
-    series += [make_series(PLAN, [(plan.held.entries, comparison.value(plan))], "written") for plan in plans]
+    for name in comparison.kind.rivals:
+        methods = [assert_present(block.method(name), name) for block in blocks]
+        draw_line(label_method(name), methods, "candidate" if name in ALLOCATIONS else "baseline")
+    series += [make_series(PLAN, [(plan.held.entries, comparison.estimate(plan))], "written") for plan in plans]
     body = LineChart(
         "entries kept, and their share of the full cache", SCORE_AXIS, tuple(series), log_x=True, full=full.held.entries
     )
