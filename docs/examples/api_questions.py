@@ -96,7 +96,7 @@ def main() -> None:
         ("--questions", 4, "questions about a context"),
         ("--text", TEXT_CHARACTERS, "characters of documentation.txt, at most"),
     ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} [default: {default}]")
+        parser.add_argument(name, type=read_count, default=default, metavar="N", help=f"{meaning} [default: {default}]")
     parser.add_argument(
         "--swap-contexts", action="store_true",
         help="ask every question about a context that does not have its answer: what is right then is guessed",
@@ -123,6 +123,13 @@ def main() -> None:
     print(f"questions.jsonl: {len(rows)} questions about {contexts} contexts of {len(used)} functions and classes")
     print(f"documentation.txt: {len(text):,} characters about others")
     print("document.txt, question.txt: the first context, and its first question")
+
+
+def read_count(text: str) -> int:
+    """Return the value of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
+    return int(text)
 
 
 def find_members(holders: tuple[str, ...]) -> dict[str, Any]:
