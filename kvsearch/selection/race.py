@@ -109,16 +109,17 @@ def make_bets(scores: Scores, method: str, other: str) -> Floats:
 
 
 def bound_lead(scores: Scores, method: str, other: str, level: float) -> float:
-    """Bound the mean lead of a method over another from below (one-sided), by Student's t over contexts.
-
-    With one context in all there is no bound, minus infinity.
-    """
-    lead, variance, freedom = estimate_lead(scores, method, other)
-    return bound_mean(lead, variance, freedom, level) if freedom else -math.inf
+    """Bound the mean lead of a method over another from below (one-sided), by Student's t over contexts."""
+    return bound_mean(*estimate_lead(scores, method, other), level)
 
 
 def bound_mean(mean: float, variance: float, freedom: int, level: float) -> float:
-    """Bound a mean from below (one-sided) by Student's t, where `variance` is that of the mean."""
+    """Bound a mean from below (one-sided) by Student's t, where `variance` is that of the mean.
+
+    Without degrees of freedom there is no bound, minus infinity.
+    """
+    if not freedom:
+        return -math.inf
     return mean - float(stdtrit(freedom, level)) * math.sqrt(variance)
 
 
@@ -158,7 +159,7 @@ def find_hopeless(losses: Scores, candidates: Sequence[str], baselines: Sequence
     best = losses.rank(methods)[0]
     leads = {name: estimate_lead(losses, best, name) for name in methods if name != best}
     typical = float(np.median([variance for _, variance, _ in leads.values()])) if leads else 0.0
-    kept = {best, *losses.rank(candidates)[:FINALISTS], *losses.rank(baselines)[:FINALISTS]}
+    kept = {*losses.rank(candidates)[:FINALISTS], *losses.rank(baselines)[:FINALISTS]}
 
     def is_hopeless(lead: float, variance: float, freedom: int) -> bool:
         if not freedom:
@@ -300,21 +301,17 @@ class Race:
         """
         if self.losses is None:
             return False
-        bounds = self._bound_losses(leader)
         scores = assert_present(self.scores, "no round was judged")
-        leads = bound_lead(scores, leader, self.best, ELIMINATION_LEVEL) > 0
-        return leads or max(bounds) > 0 or min(bounds) > -SAME_LOSS or self._is_cheaper(leader)
+        if bound_lead(scores, leader, self.best, ELIMINATION_LEVEL) > 0:
+            return True
+        behind = bound_lead(self.losses, self.best, leader, self.rule.sure)
+        is_same = min(self.loss_bound, behind) > -SAME_LOSS
+        return max(self.loss_bound, behind) > 0 or is_same or self._is_cheaper(leader)
 
     def _is_cheaper(self, leader: str) -> bool:
         """Tell whether the leader loses no more than the best baseline, and spares its second reading of prompts."""
         spares_reading = self.best in self.reading_twice and leader not in self.reading_twice
         return spares_reading and self.loss_bound > -SAME_LOSS
-
-    def _bound_losses(self, leader: str) -> tuple[float, float]:
-        """Bound from below what the leader loses less than the best baseline, and the reverse."""
-        if self.losses is None:
-            return -math.inf, -math.inf
-        return self.loss_bound, bound_lead(self.losses, self.best, leader, self.rule.sure)
 
     def _is_out_of_reach(self, leader: str, available: int) -> bool:
         """Tell whether the evidence for the leader grows too slowly for a proof."""
