@@ -46,7 +46,7 @@ def main() -> None:
     try:
         kind = next(kind for kind in list_kinds(args.home) if kind.name == "needles")
         scores = draw_scores(Comparison.read(kind, args.home))
-        plan = open_path(kind.search.make_step(args.home).directory / kind.plans[0])
+        plan = open_path(kind.search.directory / kind.plans[0])
     except KvsearchError as error:
         sys.exit(f"{error}: measure it first, by `make real`")
     args.picture.parent.mkdir(parents=True, exist_ok=True)

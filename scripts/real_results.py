@@ -96,25 +96,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Search:
-    """A run that writes plans: its name, its tasks with their length, and its sizes."""
-
-    name: str
-    tasks: tuple[str, ...]
-    sizes: tuple[str, ...]
-
-    def make_step(self, home: Path) -> Step:
-        """Return the command that writes the plans."""
-        return Step(home / self.name / "run", ("run", *self.tasks, *self.sizes))
-
-
-@dataclass(frozen=True)
 class Kind:
     """A kind of questions that plans of a search, and other methods of their sizes, answer."""
 
     name: str
     title: str
-    search: Search
+    search: Step  # the run that writes the plans
     tasks: tuple[str, ...]
     sizes: tuple[str, ...]  # options of the other methods
     plans: tuple[str, ...]  # files of the search, the largest first
@@ -123,9 +110,9 @@ class Kind:
 
     def make_step(self, home: Path) -> Step:
         """Return the comparison on contexts that no plan was fitted or chosen on."""
-        directory = self.search.make_step(home).directory
-        plans = [word for plan in self.plans for word in ("--plan", str(directory / plan))]
-        methods = ",".join(f"lukv={directory / 'curves'}" if name == "lukv" else name for name in self.rivals)
+        searched = self.search.directory
+        plans = [word for plan in self.plans for word in ("--plan", str(searched / plan))]
+        methods = ",".join(f"lukv={searched / 'curves'}" if name == "lukv" else name for name in self.rivals)
         counts = ("--split", "report", "--samples", str(self.samples))
         return Step(home / self.name, ("evaluate", *self.tasks, *counts, "--methods", methods, *self.sizes, *plans))
 
@@ -137,8 +124,8 @@ def list_kinds(home: Path) -> list[Kind]:
     needles = "ruler:niah_single_2,niah_multikey_1"
     length = ("--length", "1024")
     sizes = ("--budgets", "102,51")
-    both = Search("needles-and-text", ("--tasks", f"{needles}+{text}", *length), sizes)
-    questions = Search("questions-alone", file, ("--ratio", "0.8"))
+    both = Step(home / "needles-and-text" / "run", ("run", "--tasks", f"{needles}+{text}", *length, *sizes))
+    questions = Step(home / "questions-alone" / "run", ("run", *file, "--ratio", "0.8"))
     plans = ("plan-102.json", "plan-51.json")
     return [
         Kind("needles", "needles, single and among many keys", both, ("--tasks", needles, *length), sizes, plans,
@@ -221,8 +208,7 @@ def main() -> None:
 def find_steps(home: Path) -> list[list[Step]]:
     """Return all searches, and all comparisons of what they write."""
     kinds = list_kinds(home)
-    searches = dict.fromkeys(kind.search for kind in kinds)
-    return [[search.make_step(home) for search in searches], [kind.make_step(home) for kind in kinds]]
+    return [[*dict.fromkeys(kind.search for kind in kinds)], [kind.make_step(home) for kind in kinds]]
 
 
 def measure(home: Path, jobs: int) -> None:
